@@ -13,9 +13,7 @@ Of a chunk, whose tokens' decays from its start are ``d``, the state before it b
 A first kernel computes all chunks' decays and weights. Then a program runs through chunks of a sequence with some value
 columns of a head's state in float32 registers: only the last of its four products waits for the state before.
 
-Where sequences and heads are too few to fill the GPU, each sequence is divided into segments. A run without outputs
-gives every segment's state as from zeros, and what is left of the state before it; the run proper starts each segment
-from the sum of those ahead.
+Where sequences and heads are too few to fill the GPU, each sequence is divided into segments (``segments_triton.py``).
 
 State, values and outputs are transposed, values by keys: then the state and the values are left operands, which the
 matrix units take from registers, and the right operands are tiles as they lie in memory.
@@ -50,6 +48,7 @@ from torch import Tensor
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.segments_triton import Division, chunks_of_segment, divide
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.state_triton import (
     FLOAT32_PRECISION,
@@ -60,7 +59,6 @@ from strandline.kernels.state_triton import (
     load_state,
     softplus,
     store_state,
-    without_empty,
 )
 
 
@@ -136,8 +134,8 @@ def choose_segments(num_programs: int, num_sequences: int, num_chunks: int) -> i
     Args:
         num_programs: with one segment.
     """
-    most = num_chunks // (max(1, num_sequences) * MIN_SEGMENT_CHUNKS)
-    return max(1, min(WANTED_PROGRAMS // num_programs, most, MAX_SEGMENTS))
+    division = Division(WANTED_PROGRAMS, MIN_SEGMENT_CHUNKS, MAX_SEGMENTS)
+    return divide(division, num_programs, num_sequences, num_chunks)
 
 
 @triton.jit
@@ -266,14 +264,10 @@ def _advance_kernel(
     if HAS_SKIP:
         skip = tl.load(skip_ptr + head).to(tl.float32)
 
-    first = tl.load(first_chunks_ptr + sequence).to(tl.int32)
-    end = without_empty(first, tl.load(first_chunks_ptr + sequence + 1).to(tl.int32), lengths_ptr)
+    first, end = chunks_of_segment(first_chunks_ptr, lengths_ptr, sequence, segment, num_segments, IS_DIVIDED)
     if IS_DIVIDED:
         partial_ptr += sequence.to(tl.int64) * num_segments * (H * K * V)
         left_ptr += sequence * num_segments * H + head
-        num_chunks = tl.cdiv(end - first, num_segments)
-        first = tl.minimum(first + segment * num_chunks, end)
-        end = tl.minimum(first + num_chunks, end)
     src = tl.load(src_ptr + sequence)
     if IS_PARTIAL:
         if segment == 0:
