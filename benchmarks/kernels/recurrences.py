@@ -23,11 +23,13 @@ from strandline.kernels import (
     head_decay_triton,
     kda_triton,
     lightning_triton,
+    mamba1_prefill_triton,
     mamba1_triton,
     mamba2_triton,
     rglru_triton,
 )
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
+from strandline.kernels.segments_triton import Division
 from strandline.kernels.sizes import NUM_SMS
 
 COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}
@@ -48,9 +50,9 @@ WORK_OF_LAUNCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "PREPARE_WARPS": (PROMPTS[2],),
     "PREPARE_REGISTERS": (PROMPTS[2],),
     "SLICE": (PROMPTS[2],),
-    "ROWS": (PROMPTS[0],),
-    "BLOCK_V": (PROMPTS[0], PROMPTS[2]),
-    "NUM_WARPS": (PROMPTS[0],),
+    "LAUNCH": (PROMPTS[0], PROMPTS[2], PROMPTS[3]),
+    "DIVISION": (PROMPTS[0], PROMPTS[2], PROMPTS[4], (2048, 1, 0)),
+    "WIDENED_TOKENS": (PROMPTS[0], PROMPTS[4], (2048, 1, 0)),
 }
 """What each launch is for."""
 
@@ -106,6 +108,25 @@ DECODE_LAUNCHES = tuple(
     for launch in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8))
 )
 
+RGLRU_LAUNCHES = tuple(
+    rglru_triton.Launch(*launch)
+    for launch in ((32, 1, 8), (64, 1, 8), (64, 2, 8), (64, 2, 16), (64, 2, 32), (128, 2, 4), (128, 2, 8), (128, 4, 16))
+)
+MAMBA1_LAUNCHES = tuple(
+    mamba1_prefill_triton.Launch(*launch) for launch in ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2), (4, 4))
+)
+MAMBA1_DECODE_LAUNCHES = tuple(
+    mamba1_triton.Launch(*launch)
+    for launch in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
+)
+
+
+def divisions(division: Division, *per_sm: int) -> tuple[Division, ...]:
+    """Return others, and none, that want so many programs per multiprocessor."""
+    wanted = tuple(count * NUM_SMS for count in per_sm)
+    return (division._replace(max_segments=1), *(division._replace(wanted_programs=count) for count in wanted))
+
+
 KINDS = {
     "mamba2": Kind(  # Nemotron-3-Nano-30B-A3B
         mamba2_triton.mamba2_prefill,
@@ -155,19 +176,24 @@ KINDS = {
         lambda: (per_head(4096),),
         (4096,),
         0,
-        ((rglru_triton, "ROWS", (16, 32, 64)), (rglru_triton, "BLOCK_V", (32, 64, 128))),
+        (
+            (rglru_triton, "LAUNCH", RGLRU_LAUNCHES),
+            (rglru_triton, "DIVISION", divisions(rglru_triton.DIVISION, 6, 12, 24, 32)),
+        ),
     ),
     "mamba1": Kind(  # Falcon-Mamba-7B
-        mamba1_triton.mamba1_prefill,
+        mamba1_prefill_triton.mamba1_prefill,
         mamba1_triton.mamba1_decode,
         ((8192,), (8192,), (16,), (16,), (8192,)),
         lambda: (per_head(8192), per_head(8192), per_head(8192, 16)),
         (8192, 16),
         0,
         (
-            (mamba1_triton, "ROWS", (4, 8, 16)),
-            (mamba1_triton, "BLOCK_V", (16, 32, 64)),
-            (mamba1_triton, "NUM_WARPS", (1, 2, 4)),
+            (mamba1_triton, "FEW", MAMBA1_DECODE_LAUNCHES),
+            (mamba1_triton, "MANY", MAMBA1_DECODE_LAUNCHES),
+            (mamba1_prefill_triton, "LAUNCH", MAMBA1_LAUNCHES),
+            (mamba1_prefill_triton, "DIVISION", divisions(mamba1_prefill_triton.DIVISION, 4, 8, 12, 16, 24)),
+            (mamba1_prefill_triton, "WIDENED_TOKENS", (0, 1 << 30)),
         ),
     ),
 }

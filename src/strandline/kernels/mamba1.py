@@ -26,7 +26,7 @@ from strandline.kernels.chunkwise import advance_chunks, advance_tokens
 from strandline.kernels.operation import operation, triton
 
 
-@operation(triton("mamba1_triton"))
+@operation(triton("mamba1_prefill_triton", invariant="mamba1_prefill_triton"))
 def mamba1_prefill(
     x_TV: Tensor,
     z_TV: Tensor,
@@ -61,7 +61,7 @@ def mamba1_prefill(
     return advance_chunks(advance, torch.empty_like(x_TV), state_SVK, src_N, dst_N, chunks)
 
 
-@operation(triton("mamba1_triton"))
+@operation(triton("mamba1_triton", invariant="mamba1_triton"))
 def mamba1_decode(
     x_NV: Tensor,
     z_NV: Tensor,

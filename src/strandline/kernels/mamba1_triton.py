@@ -1,15 +1,17 @@
-"""Mamba in Triton: a program walks through a sequence, and through its log, with the states of some channels.
+"""Mamba's decode in Triton, with and without a log, and folds.
 
-A decode is a walk of one token, behind those that are logged. Every walk is in the tokens' order: how these are spread
-over chunks, steps and logs changes no bit.
+A program advances some channels of a sequence by a token, behind those that are logged, in the tokens' order: what is
+logged and what is folded changes no bit. It reads states and logs before the launch ahead of it has ended.
 
 Invariants: channels do not depend on each other. Several programs read a log's ``B``, and one of them writes it: to a
 place that no other one reads, since a step that folds appends nothing. No sequence's ``src`` may be the ``dst`` of
-another one, or a cut's slot. Of rows past a chunk's end, and of places past a log's, nothing reaches a state.
+another one. Of places past a log's end, nothing reaches a state.
 
-Shape suffixes: as in ``mamba1_log.py``, and T tokens.
+Shape suffixes: as in ``mamba1_log.py``.
 """
 # mypy: ignore-errors
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,35 +19,31 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.batch import LogBatch
-from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.mamba1_log import LogMemory
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
-from strandline.kernels.state_triton import load_state, softplus, store_state
-
-BLOCK_V, NUM_WARPS = 32, 2
-
-ROWS = 8
-"""Tokens that are loaded ahead of the walk: loads under way at once hide the memory's latency."""
+from strandline.kernels.state_triton import LOG2_E, fast_exp2, load_state, softplus, store_state
 
 
-def mamba1_prefill(
-    x_TV: Tensor,
-    z_TV: Tensor,
-    B_TK: Tensor,
-    C_TK: Tensor,
-    dt_TV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
-    """As :func:`strandline.kernels.mamba1.mamba1_prefill`; the last dimension of every tensor must be contiguous."""
-    inputs, slots = (x_TV, z_TV, B_TK, C_TK, dt_TV, D_V, dt_bias_V, A_log_VK), (state_SVK, src_N, dst_N)
-    table = (chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C)
-    return _walk(inputs, slots, table, ROWS)
+class Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    block_v: int
+    num_warps: int
+
+
+FEW = Launch(block_v=16, num_warps=2)
+"""For batches that do not fill the GPU: 4 of a state's numbers, one load, are a thread's."""
+
+FEW_SEQUENCES = 8
+
+MANY = Launch(block_v=64, num_warps=4)
+"""More of what a program loads once, its projections and addresses, is shared by more channels."""
+
+
+def choose_launch(num_sequences: int) -> Launch:
+    """Return the launch for a batch."""
+    return FEW if num_sequences <= FEW_SEQUENCES else MANY
 
 
 def mamba1_decode(
@@ -63,24 +61,25 @@ def mamba1_decode(
 ) -> Tensor:
     """As :func:`strandline.kernels.mamba1.mamba1_decode`; the last dimension of every tensor must be contiguous."""
     inputs = (x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK)
-    return _walk(inputs, (state_SVK, src_N, dst_N), None, 1)
+    return _decode(inputs, state_SVK, src_N, dst_N, None, None, choose_launch(len(src_N)))
 
 
-def _walk(
-    inputs: tuple[Tensor, ...], slots: tuple[Tensor, ...], table: tuple[Tensor, ...] | None, num_rows: int
+def mamba1_decode_invariant(
+    x_NV: Tensor,
+    z_NV: Tensor,
+    B_NK: Tensor,
+    C_NK: Tensor,
+    dt_NV: Tensor,
+    D_V: Tensor,
+    dt_bias_V: Tensor,
+    A_log_VK: Tensor,
+    state_SVK: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
 ) -> Tensor:
-    """Walk through the tokens of every sequence; without a table, each has one."""
-    x_TV, z_TV, B_TK, C_TK, dt_TV, *_ = inputs
-    state_SVK, src_N, _ = slots
-    num_channels, state_dim = state_SVK.shape[1:]
-    out_TV = torch.empty(x_TV.shape, dtype=x_TV.dtype, device=x_TV.device)
-    _walk_kernel[(cdiv(num_channels, BLOCK_V), len(src_N))](
-        *inputs, out_TV, *slots, *(table or (None,) * 4),
-        x_TV.stride(0), z_TV.stride(0), B_TK.stride(0), C_TK.stride(0), dt_TV.stride(0), state_SVK.stride(0),
-        HAS_TABLE=table is not None, V=num_channels, K=state_dim, BLOCK_V=BLOCK_V, BLOCK_K=next_power_of_2(state_dim),
-        ROWS=num_rows, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    return out_TV
+    """As :func:`mamba1_decode`, with one launch for all batches: others may sum a state in another order."""
+    inputs = (x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK)
+    return _decode(inputs, state_SVK, src_N, dst_N, None, None, MANY)
 
 
 def mamba1_decode_logged(
@@ -99,15 +98,31 @@ def mamba1_decode_logged(
     logs: LogBatch,
 ) -> Tensor:
     """As :func:`strandline.kernels.mamba1_log.mamba1_decode_logged`; logs are contiguous."""
-    num_sequences, num_channels = x_NV.shape
-    state_dim = B_NK.shape[1]
+    inputs = (x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK)
+    return _decode(inputs, state_SVK, src_N, dst_N, memory, logs, choose_launch(len(src_N)))
+
+
+def _decode(
+    inputs: tuple[Tensor, ...],
+    state_SVK: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    memory: LogMemory | None,
+    logs: LogBatch | None,
+    launch: Launch,
+) -> Tensor:
+    x_NV, z_NV, B_NK, C_NK, dt_NV, *_ = inputs
+    num_sequences, (num_channels, state_dim) = len(src_N), state_SVK.shape[1:]
+    tensors, size = (None,) * 6, 0
+    if memory is not None and logs is not None:
+        tensors = (memory.step_JLV, memory.input_JLV, memory.B_JLK, logs.log_N, logs.len_N, logs.num_folded_N)
+        size = memory.B_JLK.shape[1]
     out_NV = torch.empty(x_NV.shape, dtype=x_NV.dtype, device=x_NV.device)
-    _logged_kernel[(cdiv(num_channels, BLOCK_V), num_sequences)](
-        x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK, out_NV, state_SVK, src_N, dst_N,
-        memory.step_JLV, memory.input_JLV, memory.B_JLK, logs.log_N, logs.len_N, logs.num_folded_N,
+    _decode_kernel[(cdiv(num_channels, launch.block_v), num_sequences)](
+        *inputs, out_NV, state_SVK, src_N, dst_N, *tensors,
         x_NV.stride(0), z_NV.stride(0), B_NK.stride(0), C_NK.stride(0), dt_NV.stride(0), state_SVK.stride(0),
-        L=memory.B_JLK.shape[1], V=num_channels, K=state_dim, BLOCK_V=BLOCK_V, BLOCK_K=next_power_of_2(state_dim),
-        num_warps=NUM_WARPS,
+        L=size, V=num_channels, K=state_dim, BLOCK_V=launch.block_v, BLOCK_K=next_power_of_2(state_dim),
+        num_warps=launch.num_warps, **overlap_options(x_NV),
     )  # fmt: skip
     return out_NV
 
@@ -117,19 +132,26 @@ def mamba1_fold(
 ) -> None:
     """As :func:`strandline.kernels.mamba1_log.mamba1_fold`; each layer's logs are contiguous."""
     num_layers, _, num_channels, state_dim = state_RSVK.shape
-    _fold_kernel[(cdiv(num_channels, BLOCK_V), len(slot_N), num_layers)](
+    launch = choose_launch(len(slot_N) * num_layers)
+    _fold_kernel[(cdiv(num_channels, launch.block_v), len(slot_N), num_layers)](
         state_RSVK, memory.step_JLV, memory.input_JLV, memory.B_JLK, A_log_RVK, slot_N, log_N, len_N,
         state_RSVK.stride(0), state_RSVK.stride(1), memory.step_JLV.stride(0), memory.input_JLV.stride(0),
         memory.B_JLK.stride(0), A_log_RVK.stride(0),
-        L=memory.B_JLK.shape[2], V=num_channels, K=state_dim, BLOCK_V=BLOCK_V, BLOCK_K=next_power_of_2(state_dim),
-        num_warps=NUM_WARPS,
+        L=memory.B_JLK.shape[2], V=num_channels, K=state_dim, BLOCK_V=launch.block_v,
+        BLOCK_K=next_power_of_2(state_dim), num_warps=launch.num_warps,
     )  # fmt: skip
+
+
+@triton.jit
+def _rates(A_log_ptr, place_VK, is_VK):
+    """Return what the log2 decay is of a time step of 1."""
+    return -tl.exp(tl.load(A_log_ptr + place_VK, mask=is_VK, other=0.0).to(tl.float32)) * LOG2_E
 
 
 @triton.jit
 def _advance(state_VK, step_V, input_V, B_K, rate_VK):
     """Return the state after one token."""
-    return tl.exp(step_V[:, None] * rate_VK) * state_VK + input_V[:, None] * B_K[None, :]
+    return fast_exp2(step_V[:, None] * rate_VK) * state_VK + input_V[:, None] * B_K[None, :]
 
 
 @triton.jit
@@ -152,99 +174,8 @@ def _read(state_VK, C_K, x_V, z_V, D_V):
 
 
 # Slices of the tables start at any sequence: without this, each alignment would compile a kernel of its own.
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "B_ptr", "C_ptr", "src_ptr", "dst_ptr", "first_chunks_ptr", "starts_ptr", "lengths_ptr", "cut_slots_ptr"
-    ],
-)  # fmt: skip
-def _walk_kernel(
-    x_ptr,
-    z_ptr,
-    B_ptr,
-    C_ptr,
-    dt_ptr,
-    D_ptr,
-    dt_bias_ptr,
-    A_log_ptr,
-    out_ptr,
-    state_ptr,
-    src_ptr,
-    dst_ptr,
-    first_chunks_ptr,
-    starts_ptr,
-    lengths_ptr,
-    cut_slots_ptr,
-    x_stride,
-    z_stride,
-    B_stride,
-    C_stride,
-    dt_stride,
-    slot_stride,
-    HAS_TABLE: tl.constexpr,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Walk through one sequence with the states of ``BLOCK_V`` channels."""
-    channel_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    sequence = tl.program_id(1).to(tl.int64)
-    state_K = tl.arange(0, BLOCK_K)
-    is_V = channel_V < V
-    is_K = state_K < K
-    is_VK = is_V[:, None] & is_K[None, :]
-    place_VK = channel_V[:, None] * K + state_K[None, :]
-    state_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, place_VK, is_VK)
-    rate_VK = -tl.exp(tl.load(A_log_ptr + place_VK, mask=is_VK, other=0.0).to(tl.float32))
-    D_V = tl.load(D_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
-    dt_bias_V = tl.load(dt_bias_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
-    chunk = 0
-    end = 1
-    if HAS_TABLE:
-        chunk = tl.load(first_chunks_ptr + sequence).to(tl.int32)
-        end = tl.load(first_chunks_ptr + sequence + 1).to(tl.int32)
-    while chunk < end:
-        start = sequence
-        length = 1
-        if HAS_TABLE:
-            start = tl.load(starts_ptr + chunk)
-            length = tl.load(lengths_ptr + chunk).to(tl.int32)
-        for row in range(0, length, ROWS):
-            x = ()
-            z = ()
-            dt = ()
-            B = ()
-            C = ()
-            for ahead in tl.static_range(ROWS):
-                token = start + row + ahead
-                is_token = row + ahead < length
-                x += (tl.load(x_ptr + token * x_stride + channel_V, mask=is_V & is_token, other=0.0),)
-                z += (tl.load(z_ptr + token * z_stride + channel_V, mask=is_V & is_token, other=0.0),)
-                dt += (tl.load(dt_ptr + token * dt_stride + channel_V, mask=is_V & is_token, other=0.0),)
-                B += (tl.load(B_ptr + token * B_stride + state_K, mask=is_K & is_token, other=0.0),)
-                C += (tl.load(C_ptr + token * C_stride + state_K, mask=is_K & is_token, other=0.0),)
-            for ahead in tl.static_range(ROWS):
-                token = start + row + ahead
-                is_token = row + ahead < length
-                x_V = x[ahead].to(tl.float32)
-                step_V = softplus(dt[ahead].to(tl.float32) + dt_bias_V)
-                after_VK = _advance(state_VK, step_V, step_V * x_V, B[ahead].to(tl.float32), rate_VK)
-                state_VK = tl.where(is_token, after_VK, state_VK)
-                out_V = _read(state_VK, C[ahead], x_V, z[ahead], D_V).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + token * V + channel_V, out_V, mask=is_V & is_token)
-        if HAS_TABLE:
-            store_state(state_ptr, tl.load(cut_slots_ptr + chunk), slot_stride, place_VK, is_VK, state_VK)
-        chunk += 1
-    store_state(state_ptr, tl.load(dst_ptr + sequence), slot_stride, place_VK, is_VK, state_VK)
-
-
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "B_ptr", "C_ptr", "src_ptr", "dst_ptr", "log_ptr", "len_ptr", "num_folded_ptr"
-    ],
-)  # fmt: skip
-def _logged_kernel(
+@triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr", "log_ptr", "len_ptr", "num_folded_ptr"])
+def _decode_kernel(
     x_ptr,
     z_ptr,
     B_ptr,
@@ -274,8 +205,12 @@ def _logged_kernel(
     K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Advance ``BLOCK_V`` channels of a sequence by a token, behind those of its log; append the token, or fold all."""
+    """Advance ``BLOCK_V`` channels of a sequence by a token, behind those of its log; append the token, or fold all.
+
+    Without a log, ``L`` is 0 and the state is written.
+    """
     channel_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     sequence = tl.program_id(1).to(tl.int64)
     state_K = tl.arange(0, BLOCK_K)
@@ -284,25 +219,31 @@ def _logged_kernel(
     is_VK = is_V[:, None] & is_K[None, :]
     place_VK = channel_V[:, None] * K + state_K[None, :]
     dst = tl.load(dst_ptr + sequence)
-    log = tl.load(log_ptr + sequence)
-    length = tl.load(len_ptr + sequence)
     state_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, place_VK, is_VK)
-    rate_VK = -tl.exp(tl.load(A_log_ptr + place_VK, mask=is_VK, other=0.0).to(tl.float32))
-    state_VK = _walk_log(
-        state_VK, rate_VK, steps_ptr, inputs_ptr, Bs_ptr, log, length, channel_V, state_K, is_V, is_K, L, V, K
-    )
+    rate_VK = _rates(A_log_ptr, place_VK, is_VK)
+    D_V = tl.load(D_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
+    dt_bias_V = tl.load(dt_bias_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
+    if L > 0:
+        log = tl.load(log_ptr + sequence)
+        length = tl.load(len_ptr + sequence)
+        num_folded = tl.load(num_folded_ptr + sequence)
+        state_VK = _walk_log(
+            state_VK, rate_VK, steps_ptr, inputs_ptr, Bs_ptr, log, length, channel_V, state_K, is_V, is_K, L, V, K
+        )
+    # The kernel before makes the inputs; states and logs are older.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     x_V = tl.load(x_ptr + sequence * x_stride + channel_V, mask=is_V, other=0.0).to(tl.float32)
     z_V = tl.load(z_ptr + sequence * z_stride + channel_V, mask=is_V, other=0.0)
     dt_V = tl.load(dt_ptr + sequence * dt_stride + channel_V, mask=is_V, other=0.0).to(tl.float32)
     B_K = tl.load(B_ptr + sequence * B_stride + state_K, mask=is_K, other=0.0).to(tl.float32)
     C_K = tl.load(C_ptr + sequence * C_stride + state_K, mask=is_K, other=0.0)
-    D_V = tl.load(D_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
-    step_V = softplus(dt_V + tl.load(dt_bias_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32))
+    step_V = softplus(dt_V + dt_bias_V)
     input_V = step_V * x_V
     state_VK = _advance(state_VK, step_V, input_V, B_K, rate_VK)
     out_V = _read(state_VK, C_K, x_V, z_V, D_V)
     tl.store(out_ptr + sequence * V + channel_V, out_V.to(out_ptr.dtype.element_ty), mask=is_V)
-    if tl.load(num_folded_ptr + sequence) != 0:
+    if L == 0 or num_folded != 0:
         store_state(state_ptr, dst, slot_stride, place_VK, is_VK, state_VK)
     elif dst != 0:
         entry = log * L + length
@@ -345,8 +286,7 @@ def _fold_kernel(
     state_ptr += layer * state_layer_stride
     slot = tl.load(slot_ptr + sequence)
     state_VK = load_state(state_ptr, slot, slot_stride, place_VK, is_VK)
-    rate_ptrs = A_log_ptr + layer * A_log_layer_stride + place_VK
-    rate_VK = -tl.exp(tl.load(rate_ptrs, mask=is_VK, other=0.0).to(tl.float32))
+    rate_VK = _rates(A_log_ptr + layer * A_log_layer_stride, place_VK, is_VK)
     state_VK = _walk_log(
         state_VK,
         rate_VK,

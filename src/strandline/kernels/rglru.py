@@ -40,7 +40,7 @@ class GatedUnitInputs(NamedTuple):
     rate_V: Tensor
 
 
-@operation(triton("rglru_triton"))
+@operation(triton("rglru_triton", invariant="rglru_triton"))
 def rglru_prefill(
     x_TV: Tensor,
     i_TV: Tensor,

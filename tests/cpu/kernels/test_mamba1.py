@@ -119,8 +119,8 @@ def kernels(request: pytest.FixtureRequest) -> Mamba1Kernels:
     if request.param == "torch":
         return Mamba1Kernels()
     pytest.importorskip("triton")
-    module = import_module("strandline.kernels.mamba1_triton")
-    return Mamba1Kernels(*(getattr(module, operation.name) for operation in Mamba1.operations))
+    versions = ((operation.name, operation.backends[0].module) for operation in Mamba1.operations)
+    return Mamba1Kernels(*(getattr(import_module(f"strandline.kernels.{module}"), name) for name, module in versions))
 
 
 @pytest.mark.parametrize("seed", range(3))

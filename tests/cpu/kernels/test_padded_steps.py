@@ -24,7 +24,15 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import attention_triton, conv1d_triton, gdn_prefill_triton, kda_triton, mamba2_triton
+from strandline.kernels import (
+    attention_triton,
+    conv1d_triton,
+    gdn_prefill_triton,
+    kda_triton,
+    mamba1_prefill_triton,
+    mamba2_triton,
+    rglru_triton,
+)
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -137,6 +145,18 @@ KINDS = {
         ((2, 16), (1, 16), (1, 16), (2,)),
         lambda: (torch.rand(2).log(), torch.randn(2), torch.randn(2), (0.01, torch.inf)),
         (2, 16, 16),
+    ),
+    "rglru": Kind(
+        rglru_triton.rglru_prefill,
+        ((20,), (20,), (20,), (1,)),
+        lambda: (torch.randn(20),),
+        (20,),
+    ),
+    "mamba1": Kind(
+        mamba1_prefill_triton.mamba1_prefill,
+        ((20,), (20,), (5,), (5,), (20,)),
+        lambda: (torch.randn(20), torch.randn(20), torch.rand(20, 5).log()),
+        (20, 5),
     ),
     "kda": Kind(
         kda_triton.kda_prefill,

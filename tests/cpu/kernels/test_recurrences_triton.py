@@ -83,8 +83,9 @@ GATES = [-200.0, 20.0, 3e4, torch.inf]
 @pytest.fixture(autouse=True)
 def _few_rows_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load few tokens ahead of a walk: the interpreter takes long for those past a chunk's end."""
-    for name in ("mamba1", "rglru"):
-        monkeypatch.setattr(f"strandline.kernels.{name}_triton.ROWS", 3)
+    for name in ("mamba1_prefill", "rglru"):
+        module = import_module(f"strandline.kernels.{name}_triton")
+        monkeypatch.setattr(module, "LAUNCH", module.LAUNCH._replace(rows=3))
 
 
 @pytest.fixture(params=KINDS)
@@ -217,6 +218,9 @@ def check_segments(kind: Kind, device: str, dtype: torch.dtype, limit: float) ->
     """Assert a prompt in place, in as many segments as it has chunks, and several sequences in two each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("strandline.kernels.head_decay_triton.MIN_SEGMENT_CHUNKS", 1)
+        for name in ("mamba1_prefill", "rglru"):
+            module = import_module(f"strandline.kernels.{name}_triton")
+            patch.setattr(module, "DIVISION", module.DIVISION._replace(min_chunks=1))
         prompt = Prompt(37, 300, src=2, dst=2, cuts=((200, 3), (256, 4)))
         check_prefill(make_layer(kind, 263, dtype, device), make_slots(kind, [2], device), [prompt], limit)
         check_mixed_batch(kind, device, dtype, limit)
@@ -342,7 +346,7 @@ def test_nan_in_the_tokens_of_one_sequence_stays_there(kind: Kind) -> None:
     check_nan_stays(kind, "cpu")
 
 
-@pytest.mark.parametrize("name", ["lightning", "mamba2-odd"])
+@pytest.mark.parametrize("name", ["lightning", "mamba2-odd", "rglru", "mamba1"])
 def test_sequences_in_segments_equal_torchs(name: str) -> None:
     check_segments(KINDS[name], "cpu", torch.float32, FLOAT32_ERROR)
 
