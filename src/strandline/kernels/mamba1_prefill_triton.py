@@ -38,7 +38,7 @@ DIVISION = Division(wanted_programs=12 * NUM_SMS, min_chunks=2, max_segments=16)
 """About as many programs as multiprocessors hold at once, with the registers that the kernel takes."""
 
 WIDENED_TOKENS = 1024
-"""Steps of at least this many convert ``B`` and ``C`` to float32 first: in the kernel, every thread would do it again."""
+"""From this many on, ``B`` and ``C`` are converted to float32 first, which every thread would do again otherwise."""
 
 
 def mamba1_prefill(
