@@ -34,6 +34,7 @@ def latent_attention(
     """Store the step's latents in their blocks, then attend every token to its sequence's up to itself.
 
     Args:
+        q_THD: of all tokens, or of the decodes alone: then these alone attend.
         num_decodes: how many sequences, from the first, have one token each.
         value_dim: V, less than D.
 
@@ -49,6 +50,8 @@ def latent_attention(
     out_THV = q_THD.new_empty(*q_THD.shape[:2], value_dim)
     q_TGRD, out_TGRV = q_THD.unsqueeze(1), out_THV.unsqueeze(1)
     for rows_of_one, k_LGD, v_LGV in gathered_sequences(memory, batch, 0, None, q_THD.dtype):
+        if rows_of_one.stop > len(q_THD):
+            break
         attend_sequence(q_TGRD[rows_of_one], k_LGD, v_LGV, out_TGRV[rows_of_one], scale, None)
     return out_THV
 

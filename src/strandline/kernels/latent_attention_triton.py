@@ -320,7 +320,7 @@ def _attend_all(
     out_THV = torch.empty(*q_THD.shape[:2], value_dim, dtype=q_THD.dtype, device=q_THD.device)
     if num_decodes:
         _attend_decodes(q_THD, latent_BPD, batch, num_decodes, out_THV, scale, is_invariant)
-    if num_tokens > num_decodes:
+    if len(q_THD) > num_decodes:
         _attend_prefills(q_THD, latent_BPD, batch, num_decodes, out_THV, scale, is_invariant)
     return out_THV
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention without positions: a token keeps one latent for all heads (Kimi Linear).
 
-The up projections of keys and values are not applied to latents: they are folded into queries and outputs, so that
-attention reads latents alone.
+The up projections of keys and values are folded into queries and outputs, so that attention reads latents alone. Only
+prompts with many new tokens apply them to latents, where that takes fewer multiplications.
 
 Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
 split into it while loading.
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import StepBatch
+from strandline.kernels.batch import AttentionBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.latent_attention import latent_attention
+from strandline.kernels.latent_expansion import expanded_latent_attention, is_expansion_worthwhile
 from strandline.kernels.linear import head_linear
 from strandline.kernels.norm import rms_norm
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
@@ -86,7 +87,7 @@ class LatentAttention(nn.Module):
     """
 
     recurrence = None
-    operations = (rms_norm, head_linear, latent_attention)
+    operations = (rms_norm, head_linear, latent_attention, expanded_latent_attention)
 
     def __init__(
         self, config: LatentAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -113,7 +114,9 @@ class LatentAttention(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._rms_norm, self._attend = kernels[rms_norm], kernels[latent_attention]
-        self._head_linear = kernels[head_linear]
+        self._head_linear, self._attend_expanded = kernels[head_linear], kernels[expanded_latent_attention]
+        # Whether a token's prompt is long enough would depend on the step.
+        self._may_expand = not kernels.workload.is_deterministic
 
     def bind(self, memory: LayerMemory) -> Tensor:
         """Return the layer's memory as ``forward`` takes it."""
@@ -123,13 +126,44 @@ class LatentAttention(nn.Module):
         del rotary
         q_TO, latent_TR, shared_TP = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         latent_TD = torch.cat((self._rms_norm(latent_TR, self.latent_norm_R, NORM_EPS), shared_TP), dim=-1)
-        q_THK, q_THP = q_TO.unflatten(-1, (self.config.num_heads, -1)).split(self.query_dims, dim=-1)
-        q_THR = self._head_linear(q_THK, self.key_up_HKR.mT)
-        q_THD = torch.cat((q_THR, q_THP), dim=-1)
+        q_THD = q_TO.unflatten(-1, (self.config.num_heads, -1))
         steps = (batch.attention, batch.num_decodes)
-        out_THR = self._attend(q_THD, latent_TD, latent_BPD, *steps, self.config.latent_dim, scale=self.scale)
-        out_THV = self._head_linear(out_THR, self.value_up_HVR)
+        if not self._expands(batch):
+            out_THV = self._attend_folded(q_THD, latent_TD, latent_BPD, *steps)
+        else:
+            decodes_THV = self._attend_folded(q_THD[: batch.num_decodes], latent_TD, latent_BPD, *steps)
+            ups = (self.key_up_HKR, self.value_up_HVR)
+            prefills_THV = self._attend_expanded(q_THD[batch.num_decodes :], latent_BPD, *ups, *steps, scale=self.scale)
+            out_THV = torch.cat((decodes_THV, prefills_THV)) if batch.num_decodes else prefills_THV
         return self.out_proj.multiply(out_THV.flatten(1))
+
+    def _attend_folded(
+        self, q_THD: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: AttentionBatch, num_decodes: int
+    ) -> Tensor:
+        """Store the step's latents, and attend the queries, if there are any, to latents."""
+        num_queries, num_heads, _ = q_THD.shape
+        q_THK, q_THP = q_THD.split(self.query_dims, dim=-1)
+        q_THR = q_THD.new_empty(0, num_heads, self.config.latent_dim)
+        if num_queries:
+            q_THR = self._head_linear(q_THK, self.key_up_HKR.mT)
+        folded_THD = torch.cat((q_THR, q_THP), dim=-1)
+        latent_dim = self.config.latent_dim
+        out_THR = self._attend(folded_THD, latent_TD, latent_BPD, batch, num_decodes, latent_dim, scale=self.scale)
+        if not num_queries:
+            return q_THD.new_empty(0, num_heads, self.config.value_dim)
+        return self._head_linear(out_THR, self.value_up_HVR)
+
+    def _expands(self, batch: StepBatch) -> bool:
+        """Return whether the prefills attend to keys and values that are computed again."""
+        its = self.config
+        return self._may_expand and is_expansion_worthwhile(
+            batch.attention,
+            batch.num_decodes,
+            latent_dim=its.latent_dim,
+            shared_dim=its.shared_dim,
+            key_dim=its.key_dim,
+            value_dim=its.value_dim,
+        )
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
