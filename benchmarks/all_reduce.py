@@ -9,8 +9,9 @@ the median of as many calls is taken. Each way is first compared with the sum. T
 stays off, as in the engine, unless the environment says otherwise.
 
 A message consists of rows of the hidden size. The engine sums few rows in a kernel of its own on GPUs
-(``strandline/kernels/rank_sums_triton.py``), with the residual addition and the norm if one follows. "NCCL" and "gloo"
-are the backend's sum alone, or followed by the engine's kernel for the addition and the norm.
+(``strandline/kernels/rank_sums_triton.py``), with the residual addition and the norm if one follows, and up to 32 MiB
+in another (``strandline/kernels/many_row_sums_triton.py``), with the norm behind. "NCCL" and "gloo" are the backend's
+sum alone, or followed by the engine's kernel for the addition and the norm.
 
 One-shot: every rank reads all others' messages and adds them up. Two-shot: each adds up its part, then all read those.
 Their messages lie in symmetric memory from the start.
@@ -52,7 +53,9 @@ def main() -> None:
     """Start the ranks, and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", default="4KiB,64KiB,256KiB,1MiB,8MiB", help="of a message (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", default="4KiB,64KiB,256KiB,1MiB,2MiB,8MiB,32MiB", help="of a message (default: %(default)s)"
+    )
     parser.add_argument("--hidden-size", type=int, default=2048, help="channels of a row (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Ranks in separate processes, which communicate through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
-On GPUs, sums of few rows go through symmetric memory where it is available (``symmetric_memory.py``).
+On GPUs, sums of up to 32 MiB go through symmetric memory where it is available (``symmetric_memory.py``).
 Ranks rendezvous at a file and connect over the loopback interface only, since all are on one machine.
 """
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.device.symmetric_memory import TorchSymmetricMemory, connect_few_rows
+from strandline.device.symmetric_memory import TorchSymmetricMemory, connect_sums
+from strandline.kernels.many_row_sums import ManyRowSums
 from strandline.kernels.ranks import FewRows
 
 TIMEOUT: Final = timedelta(minutes=10)
@@ -56,8 +57,9 @@ class ProcessRanks:
         dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
         self.least(0)  # connects; NCCL waits for the first call to do it
         self.few_rows: FewRows | None = None
+        self.many_rows: ManyRowSums | None = None
         if device.type == "cuda" and self.size > 1:
-            self.few_rows = connect_few_rows(self, TorchSymmetricMemory(device, self.size))
+            self.few_rows, self.many_rows = connect_sums(self, TorchSymmetricMemory(device, self.size))
 
     def enter_thread(self) -> None:
         """Prepare a thread that waits for the device: else it would take memory of the first one."""
@@ -71,6 +73,8 @@ class ProcessRanks:
         """
         if self.few_rows is not None and self.few_rows.can_sum(x):
             return self.few_rows.sum(x)
+        if self.many_rows is not None and self.many_rows.can_sum(x):
+            return self.many_rows.sum(x)
         x = x.contiguous()
         if x.numel():
             dist.all_reduce(x)
@@ -93,7 +97,7 @@ class ProcessRanks:
 
     def close(self) -> None:
         """Disconnect; the first rank removes the rendezvous file. No collective operations may follow."""
-        self.few_rows = None
+        self.few_rows = self.many_rows = None
         dist.destroy_process_group()
         if self.rank == 0:
             shutil.rmtree(self._meeting.parent, ignore_errors=True)

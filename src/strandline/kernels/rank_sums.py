@@ -2,7 +2,8 @@
 
 Where the devices of all ranks can write to each other's memory, a kernel (``rank_sums_triton.py``) sums few rows
 faster than the backend of ``Ranks.sum`` does, and adds the residual stream and normalises in the same launch. Which way
-a tensor takes follows from its shape and dtype alone, so that it is the same on all ranks.
+a tensor takes follows from its shape and dtype alone, so that it is the same on all ranks. Another kernel sums many
+rows (``many_row_sums.py``).
 
 Shape suffixes: T rows, E channels, W words of a row, N ranks, R rows that the buffers hold.
 """
@@ -47,6 +48,11 @@ def buffer_shape(num_ranks: int) -> tuple[int, int, int, int]:
     return 2, num_ranks, MAX_SENT_ROWS // num_ranks, MAX_ROW_BYTES // WORD_BYTES
 
 
+def counter_shape(num_ranks: int) -> tuple[int]:
+    """Return the shape of a rank's counters, int32: one for each row."""
+    return (buffer_shape(num_ranks)[2],)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Connection:
     """Memory through which this rank exchanges rows with the others."""
@@ -54,8 +60,8 @@ class Connection:
     rank: int
     address_N: Tensor
     """int64, the addresses of all ranks' buffers, as this rank's device takes them; the buffers are zero at first."""
-    counter_R: Tensor
-    """int32, how often each row has been exchanged; zero at first."""
+    counter: Tensor
+    """int32, how often each row or block has been exchanged, as ``counter_shape`` says; zero at first."""
     owned: object = None
     """What keeps the buffers alive."""
 
@@ -91,7 +97,7 @@ class FewRowSums:
         """
         x, its = _in_words(x), self._connection
         rows_TE = x.view(-1, x.shape[-1] if x.dim() else 1)
-        self._kernels.sum_rows(rows_TE, its.address_N, its.counter_R, its.rank, self._max_words, max_polls)
+        self._kernels.sum_rows(rows_TE, its.address_N, its.counter, its.rank, self._max_words, max_polls)
         return x
 
     def can_gather(self, x: Tensor) -> bool:
@@ -108,9 +114,7 @@ class FewRowSums:
             max_polls: as for ``sum``.
         """
         words_TW, its = _in_words(x).view(torch.int32), self._connection
-        gathered = self._kernels.gather_rows(
-            words_TW, its.address_N, its.counter_R, its.rank, self._max_words, max_polls
-        )
+        gathered = self._kernels.gather_rows(words_TW, its.address_N, its.counter, its.rank, self._max_words, max_polls)
         joined: Tensor = gathered.view(x.dtype)
         return joined
 
@@ -130,7 +134,7 @@ class FewRowSums:
             weight_E,
             eps,
             its.address_N,
-            its.counter_R,
+            its.counter,
             its.rank,
             self._max_words,
             is_zero_centered=is_zero_centered,

@@ -35,28 +35,37 @@ def one_rank(tmp_path: Path) -> Iterator[ProcessRanks]:
     ranks.close()
 
 
-class TenTimes:
-    """Stands for sums and gathers of few rows."""
+class Times:
+    """Stands for sums and gathers of few rows, or of more."""
+
+    def __init__(self, factor: int, max_rows: int) -> None:
+        self._factor, self._max_rows = factor, max_rows
 
     def can_sum(self, x: torch.Tensor) -> bool:
-        return len(x) <= 2
+        return len(x) <= self._max_rows
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 10
+        return x * self._factor
 
     def can_gather(self, x: torch.Tensor) -> bool:
-        return len(x) <= 2
+        return len(x) <= self._max_rows
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 10
+        return x * self._factor
 
 
-def test_backend_sums_and_gathers_what_is_not_few_rows(one_rank: ProcessRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_sums_and_gathers_what_kernels_do_not_take(
+    one_rank: ProcessRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert one_rank.few_rows is None
+    assert one_rank.many_rows is None
     assert one_rank.sum(torch.ones(2, 4)).eq(1).all()
-    monkeypatch.setattr(one_rank, "few_rows", TenTimes())
+    monkeypatch.setattr(one_rank, "few_rows", Times(10, max_rows=2))
     assert one_rank.sum(torch.ones(2, 4)).eq(10).all()
     assert one_rank.sum(torch.ones(3, 4)).eq(1).all()
     assert one_rank.gather(torch.ones(2, 4)).eq(10).all()
+    assert one_rank.gather(torch.ones(3, 4)).eq(1).all()
+    monkeypatch.setattr(one_rank, "many_rows", Times(20, max_rows=3))
+    assert [int(one_rank.sum(torch.ones(num_rows, 4))[0, 0]) for num_rows in (2, 3, 4)] == [10, 20, 1]
     assert one_rank.gather(torch.ones(3, 4)).eq(1).all()
     assert one_rank.least(7) == 7

@@ -6,15 +6,20 @@ Ranks are threads, and the kernel is replaced: its sums are those of the threads
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from strandline.device import symmetric_memory
-from strandline.device.symmetric_memory import CHECK_MAX_POLLS, TorchSymmetricMemory, connect_few_rows
-from strandline.kernels.rank_sums import Connection, FewRowSums, buffer_shape
+from strandline.device.symmetric_memory import CHECK_MAX_POLLS, SymmetricSums, TorchSymmetricMemory, connect_sums
+from strandline.kernels import many_row_sums, rank_sums
+from strandline.kernels.rank_sums import Connection
 from tests.cpu.models.rank_threads import RankThread, RankThreads
+
+MANY = "of many rows"
+"""Ends the name of a step that fails for many rows, and not for few."""
 
 
 class FakeMemory:
@@ -28,7 +33,7 @@ class FakeMemory:
 
     def allocate(self, shape: tuple[int, ...]) -> Tensor:
         self._call("allocate")
-        return torch.zeros(shape, dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64).expand(shape)
 
     def exchange(self, buffer: Tensor) -> tuple[list[int], object]:
         self._call("exchange")
@@ -36,14 +41,15 @@ class FakeMemory:
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
-        if name == self._failing and self._rank > 0:
+        step = name if self.calls.count(name) == 1 else f"{name} {MANY}"
+        if self._rank > 0 and step == self._failing:
             raise RuntimeError(f"cannot {name}")
 
 
 class FakeSums:
     """Stands for ``FewRowSums``: sums that are right, or wrong on one rank from the fourth on."""
 
-    ranks: dict[int, RankThread]
+    ranks: ClassVar[dict[int, RankThread]] = {}
     is_wrong = False
 
     def __init__(self, connection: Connection) -> None:
@@ -64,54 +70,75 @@ class FakeSums:
         return x
 
 
-Connect = Callable[[str], list[FewRowSums | None]]
+class FakeManySums(FakeSums):
+    """Stands for ``ManyRowSums``."""
+
+    is_wrong = False
+
+
+Connect = Callable[[str], list[SymmetricSums]]
 
 
 @pytest.fixture
-def connect(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Connect:
+def connect(monkeypatch: pytest.MonkeyPatch) -> Connect:
     monkeypatch.setattr(symmetric_memory, "FewRowSums", FakeSums)
-    monkeypatch.setattr(FakeSums, "is_wrong", False)
-    monkeypatch.setattr(FakeSums, "ranks", {}, raising=False)
+    monkeypatch.setattr(symmetric_memory, "ManyRowSums", FakeManySums)
+    monkeypatch.setattr(FakeSums, "ranks", {})
 
-    def run(failing: str) -> list[FewRowSums | None]:
+    def run(failing: str) -> list[SymmetricSums]:
         monkeypatch.setattr(FakeSums, "is_wrong", failing == "sums")
+        monkeypatch.setattr(FakeManySums, "is_wrong", failing == f"sums {MANY}")
 
-        def call(ranks: RankThread) -> FewRowSums | None:
+        def call(ranks: RankThread) -> SymmetricSums:
             FakeSums.ranks[ranks.rank] = ranks
-            return connect_few_rows(ranks, FakeMemory(ranks.rank, failing))
+            return connect_sums(ranks, FakeMemory(ranks.rank, failing))
 
         return RankThreads(3).run(call)
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("failing", "reason"),
-    [
-        ("allocate", "rank 1: RuntimeError: cannot allocate"),
-        ("exchange", "rank 1: RuntimeError: cannot exchange"),
-        ("sums", "rank 2: RuntimeError: wrong sums in torch.float32"),
-    ],
-)
+FAILURES = [
+    ("allocate", "rank 1: RuntimeError: cannot allocate"),
+    ("exchange", "rank 1: RuntimeError: cannot exchange"),
+    ("sums", "rank 2: RuntimeError: wrong sums in torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("failing", "reason"), FAILURES)
 def test_failure_on_one_rank_is_one_for_all(
     connect: Connect, failing: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert connect(failing) == [None] * 3
-    assert caplog.messages == [f"few rows are summed as many are: no symmetric memory on {reason}"]
+        assert connect(failing) == [SymmetricSums()] * 3
+    assert caplog.messages == [f"few rows are not summed in symmetric memory: it fails on {reason}"]
+
+
+@pytest.mark.parametrize(("failing", "reason"), FAILURES)
+def test_few_rows_are_summed_where_many_cannot_be(
+    connect: Connect, failing: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        connected = connect(f"{failing} {MANY}")
+    assert [(type(few), many) for few, many in connected] == [(FakeSums, None)] * 3
+    assert caplog.messages == [f"many rows are not summed in symmetric memory: it fails on {reason}"]
 
 
 def test_memory_that_works_is_tried_and_not_logged(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         connected = connect("")
     assert not caplog.messages
-    for rank, sums in enumerate(connected):
-        assert isinstance(sums, FakeSums)
+    for rank, (few, many) in enumerate(connected):
+        assert isinstance(few, FakeSums)
+        assert isinstance(many, FakeManySums)
         # Kernels are compiled without a wait, then no wait is endless.
-        assert sums.polls == [0, 0, 0] + [CHECK_MAX_POLLS] * 6
-        assert sums.connection.rank == rank
-        assert sums.connection.address_N.tolist() == [0, 10, 20]
-        assert sums.connection.counter_R.tolist() == [0] * buffer_shape(3)[2]
+        assert few.polls == [0, 0, 0] + [CHECK_MAX_POLLS] * 6
+        assert many.polls == [0, 0] + [CHECK_MAX_POLLS] * 6
+        for sums, shape in ((few, rank_sums.counter_shape(3)), (many, many_row_sums.counter_shape(3))):
+            assert sums.connection.rank == rank
+            assert sums.connection.address_N.tolist() == [0, 10, 20]
+            assert sums.connection.counter.shape == shape
+            assert not sums.connection.counter.any()
 
 
 class FakeHandle:

@@ -1,0 +1,68 @@
+"""Sums over ranks of up to 32 MiB, taken by one kernel on each rank's device (``many_row_sums_triton.py``).
+
+Few rows are summed faster by ``rank_sums.py``, and larger tensors are left to the backend of ``Ranks.sum``.
+
+Shape suffixes: M elements, N ranks, B blocks.
+"""
+
+from importlib import import_module
+from typing import Any, Final
+
+from torch import Tensor
+
+from strandline.kernels.rank_sums import DTYPES, Connection
+
+MAX_SUM_BYTES: Final = 32 << 20
+"""The size of a message: 8,192 rows of 2,048 channels in bfloat16."""
+
+BLOCK_BYTES: Final = 16 << 10
+"""What one program of the kernel moves: enough for all threads, and as little as lets a message overlap with itself."""
+
+FLAG_BYTES: Final = 4
+
+
+def num_blocks(num_ranks: int) -> int:
+    """Return the number of blocks of the largest message; each rank has as many."""
+    return -(-MAX_SUM_BYTES // BLOCK_BYTES // num_ranks) * num_ranks
+
+
+def buffer_shape(num_ranks: int) -> tuple[int]:
+    """Return the shape of the buffer that each rank has, int64: blocks and their flags.
+
+    A rank receives a part of each of its blocks, and the sum of each block of others, from every other rank.
+    """
+    num_places = 2 * (num_ranks - 1) * num_blocks(num_ranks) // num_ranks
+    return (-(-num_places * (BLOCK_BYTES + FLAG_BYTES) // 8),)
+
+
+def counter_shape(num_ranks: int) -> tuple[int, int]:
+    """Return the shape of a rank's counters, int32: two for each block."""
+    return 2, num_blocks(num_ranks)
+
+
+class ManyRowSums:
+    """Sums taken by one kernel on each rank, of tensors that fit in its buffers.
+
+    All ranks call it in the same order, with tensors of the same shapes, on one stream or on streams that wait for each
+    other. Calls can be captured in CUDA graphs.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._kernels: Any = import_module("strandline.kernels.many_row_sums_triton")
+
+    def can_sum(self, x: Tensor) -> bool:
+        """Return whether the kernel takes a tensor of this shape and dtype."""
+        return x.dtype in DTYPES and 0 < x.nbytes <= MAX_SUM_BYTES
+
+    def sum(self, x: Tensor, max_polls: int = -1) -> Tensor:
+        """Return the sum of all ranks' tensors, dense; ``x`` may be overwritten.
+
+        Args:
+            x: ``can_sum`` it.
+            max_polls: how often a program looks for what another rank stores before the result is wrong instead of
+                late; negative: no limit.
+        """
+        x, its = x.contiguous(), self._connection
+        self._kernels.sum_elements(x.view(-1), its.address_N, its.counter, its.rank, BLOCK_BYTES, max_polls)
+        return x

@@ -1,0 +1,214 @@
+"""Sums of many rows over the ranks' GPUs in one launch: each rank adds up its share and stores the sums on all others.
+
+A message is cut into blocks, and block ``b`` belongs to rank ``b % N``. Three kinds of programs follow each
+other in the grid:
+
+1. Senders store this rank's parts of the blocks of others into the owners' buffers, over NVLink, and set a flag for
+   each part there.
+2. Owners wait for the parts of their blocks, add them up, and store the sums in the message and in the buffers of all
+   other ranks, with a flag for each block.
+3. Copiers wait for the sums of the blocks of others, and copy them into the message.
+
+So a message crosses NVLink twice, less one share of N each time, and each GPU stores and receives at the same time. A
+flag is set with release semantics after the barrier behind the stores of its program; who waits for it reads it with
+acquire semantics and a barrier behind it. Flags therefore need no words of their own among the data, unlike those of
+few rows (``rank_sums_triton.py``): at these sizes bandwidth counts, and not the time of a fence.
+
+Programs start in the order of their number. Senders wait for nothing, owners for senders of other ranks, and copiers
+for owners of other ranks, so the grid may be larger than what runs at once: whatever waits, waits for programs that
+have started before or will start without it.
+
+Each program advances a counter of its own, in this GPU's memory: the epoch, which is the value of the flags that it
+sets and waits for. A block is used by one program of each kind at most, so that counters of a block are equal on all
+ranks between two calls, whatever the sizes of the messages. Nothing on the host changes between two calls, and calls
+can be replayed from a CUDA graph.
+
+Invariant: nothing in a buffer is overwritten before it has been read, with one place for each part and each sum.
+
+- A part of epoch ``e + 1`` is stored by a kernel that starts after the sender's kernel of ``e`` has ended. That one had
+  waited for the sum of ``e``, which the owner stored after it had read all parts of ``e``.
+- A sum of epoch ``e + 1`` is stored after the owner has received all parts of ``e + 1``. Each comes from a kernel that
+  started after that rank's kernel of ``e`` had ended, and this one had copied the sum of ``e``.
+
+In the message itself, a copier overwrites what the sender of the same block has read: the sum that it waits for
+contains that part. All this holds where the kernels of a rank run one after another, on one stream or on streams that
+wait for each other, and where all ranks call alike. Flags are 0 in new memory and otherwise of the epoch before, so
+epochs may start again at 1 after ``LAST_EPOCH``.
+
+A kernel waits for as long as another rank does not call, as those of few rows.
+
+Sums are taken in float32, in the order of the ranks, and rounded once: all ranks get the same bits, and the same as
+from the kernel for few rows.
+
+Shape suffixes: M elements of the message, K elements of a block, N ranks, B blocks.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+
+NUM_WARPS = 8
+"""Each thread moves 64 bytes of a block of 16 KiB, 16 at once."""
+
+LAST_EPOCH = 1 << 30
+
+
+@triton.jit
+def _buffer(address_ptr, rank, x_ptr):
+    """Return a pointer to a rank's buffer, whose elements are those of the message."""
+    return tl.multiple_of(tl.load(address_ptr + rank).to(x_ptr.dtype), 16)
+
+
+@triton.jit
+def _place(KIND: tl.constexpr, writer, reader, group, NUM_RANKS: tl.constexpr, MAX_GROUPS: tl.constexpr):
+    """Return the place of a part (kind 0) or sum (kind 1) in the buffer of the rank that reads it."""
+    return (KIND * (NUM_RANKS - 1) + writer - (writer > reader)) * MAX_GROUPS + group
+
+
+@triton.jit
+def _flag(buffer_ptr, place, NUM_RANKS: tl.constexpr, MAX_GROUPS: tl.constexpr, BLOCK_BYTES: tl.constexpr):
+    """Return a pointer to the flag of a place: flags lie behind all blocks."""
+    NUM_PLACES: tl.constexpr = 2 * (NUM_RANKS - 1) * MAX_GROUPS
+    return buffer_ptr.to(tl.pointer_type(tl.int32)) + (NUM_PLACES * (BLOCK_BYTES // 4) + place)
+
+
+@triton.jit
+def _wait_for(flag_ptr, epoch, max_polls):
+    """Wait until a flag has the epoch, and what was stored before it can be read."""
+    polls_left = max_polls
+    # One thread looks, and all others wait for it. Triton makes this a load with acquire semantics, and would leave out
+    # one behind the loop whose result is not used.
+    while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != epoch) & (polls_left != 0):
+        # A negative number stands for no limit, and stays.
+        polls_left = tl.where(polls_left > 0, polls_left - 1, polls_left)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _set(flag_ptr, epoch):
+    """Set a flag; before, a barrier behind all stores that it stands for."""
+    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["max_polls"])
+def _sum_kernel(
+    x_ptr,
+    address_ptr,
+    counter_ptr,
+    num_elements,
+    max_polls,
+    BLOCK: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX_GROUPS: tl.constexpr,
+    LAST_EPOCH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    NUM_OTHERS: tl.constexpr = NUM_RANKS - 1
+    # A group is one block of each rank, as far as they exist.
+    num_groups = tl.cdiv(tl.cdiv(num_elements, BLOCK), NUM_RANKS)
+    program = tl.program_id(0)
+    is_sender = program < num_groups * NUM_OTHERS
+    is_owner = (program >= num_groups * NUM_OTHERS) & (program < num_groups * NUM_RANKS)
+    if is_owner:
+        group = program - num_groups * NUM_OTHERS
+        other = RANK
+    else:
+        index = tl.where(is_sender, program, program - num_groups * NUM_RANKS)
+        group = index // NUM_OTHERS
+        other = index % NUM_OTHERS
+        other += (other >= RANK).to(tl.int32)
+    block = group * NUM_RANKS + other
+    element_K = block * BLOCK + tl.arange(0, BLOCK)
+    mask_K = element_K < num_elements
+    x_K_ptr = x_ptr + element_K
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    if block * BLOCK < num_elements:
+        # Those of senders, then those of all others.
+        count_ptr = counter_ptr + block + tl.where(is_sender, 0, MAX_GROUPS * NUM_RANKS)
+        epoch = (tl.load(count_ptr) & (LAST_EPOCH - 1)) + 1
+        buffers_ptr = ()
+        for rank in tl.static_range(NUM_RANKS):
+            buffers_ptr += (_buffer(address_ptr, rank, x_ptr),)
+        inner_K = tl.arange(0, BLOCK)
+        if is_sender:
+            part_K = tl.load(x_K_ptr, mask=mask_K)
+            place = _place(0, RANK, other, group, NUM_RANKS, MAX_GROUPS)
+            owner_ptr = _buffer(address_ptr, other, x_ptr)
+            tl.store(owner_ptr + place * BLOCK + inner_K, part_K, mask=mask_K)
+            tl.debug_barrier()
+            _set(_flag(owner_ptr, place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
+        elif is_owner:
+            own_K = tl.load(x_K_ptr, mask=mask_K)
+            for writer in tl.static_range(NUM_RANKS):
+                if writer != RANK:
+                    place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
+                    _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
+            for writer in tl.static_range(NUM_RANKS):
+                if writer == RANK:
+                    part_K = own_K
+                else:
+                    place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
+                    # Not from the first-level cache, where an earlier part may lie.
+                    part_K = tl.load(buffers_ptr[RANK] + place * BLOCK + inner_K, mask=mask_K, cache_modifier=".cg")
+                if writer == 0:
+                    total_K = part_K.to(tl.float32)
+                else:
+                    total_K += part_K.to(tl.float32)
+            sum_K = total_K.to(x_ptr.dtype.element_ty)
+            for reader in tl.static_range(NUM_RANKS):
+                if reader != RANK:
+                    place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
+                    tl.store(buffers_ptr[reader] + place * BLOCK + inner_K, sum_K, mask=mask_K)
+            tl.store(x_K_ptr, sum_K, mask=mask_K)
+            tl.debug_barrier()
+            for reader in tl.static_range(NUM_RANKS):
+                if reader != RANK:
+                    place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
+                    _set(_flag(buffers_ptr[reader], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
+        else:
+            place = _place(1, other, RANK, group, NUM_RANKS, MAX_GROUPS)
+            _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
+            sum_K = tl.load(buffers_ptr[RANK] + place * BLOCK + inner_K, mask=mask_K, cache_modifier=".cg")
+            tl.store(x_K_ptr, sum_K, mask=mask_K)
+        # Not before all threads have read it.
+        tl.debug_barrier()
+        tl.store(count_ptr, epoch)
+
+
+def sum_elements(
+    x_M: Tensor, address_N: Tensor, counter_2B: Tensor, rank: int, block_bytes: int, max_polls: int = -1
+) -> None:
+    """Replace elements by the sums of all ranks' elements.
+
+    Args:
+        x_M: contiguous, of at most B blocks; at a multiple of 16 bytes, it is summed faster.
+        address_N: int64, the buffers of all ranks, as this rank sees them: each ``[2, N - 1, B / N]`` blocks, then as
+            many flags, which are zero at first.
+        counter_2B: int32, zero at first. B is a multiple of N.
+        block_bytes: of a block, a power of 2.
+        max_polls: how often each program looks for a flag before the result is wrong instead of late; negative: no
+            limit.
+    """
+    num_ranks, block = len(address_N), block_bytes // x_M.itemsize
+    num_groups = triton.cdiv(triton.cdiv(len(x_M), block), num_ranks)
+    _sum_kernel[(num_groups * (2 * num_ranks - 1),)](
+        x_M,
+        address_N,
+        counter_2B,
+        len(x_M),
+        max_polls,
+        BLOCK=block,
+        BLOCK_BYTES=block_bytes,
+        RANK=rank,
+        NUM_RANKS=num_ranks,
+        MAX_GROUPS=counter_2B.shape[1] // num_ranks,
+        LAST_EPOCH=LAST_EPOCH,
+        num_warps=NUM_WARPS,
+        **overlap_options(x_M),
+    )

@@ -1,0 +1,181 @@
+"""Ranks in processes of their own sum many rows through memory that they share, as GPUs do over NVLink.
+
+A kernel really waits here until another process has stored its blocks, and runs its programs one after another, as a
+GPU does that has room for one. Numbers are such that sums have no rounding error. The ``check_`` functions run on any
+device.
+"""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from strandline.kernels import many_row_sums_triton, rank_sums_triton
+from strandline.kernels.many_row_sums import BLOCK_BYTES, FLAG_BYTES
+from tests.cpu.kernels import test_rank_sums_triton as few_rows
+from tests.cpu.kernels.test_rank_sums_triton import addresses, amid_nan, check_amid_nan
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
+
+MAX_GROUPS = 3
+MAX_WAIT_S = 240
+
+ALL = -1
+BLOCKS = ((1, 0), (0, 1), (ALL, 0), (1, 1), (2, -1), (0, 7), (ALL, -1), (3, 0), (1, -1), (2, 5), (ALL, 0), (4, 1))
+"""Blocks and elements beside them of one call after another."""
+
+
+def buffers(num_ranks: int, max_groups: int = MAX_GROUPS, device: torch.device | str = "cpu") -> list[Tensor]:
+    """Return buffers whose blocks are NaN and whose flags are zero."""
+    num_places = 2 * (num_ranks - 1) * max_groups
+    created = []
+    for _ in range(num_ranks):
+        buffer = torch.full((num_places * BLOCK_BYTES + num_places * FLAG_BYTES,), 0xFF, dtype=torch.uint8)
+        buffer[num_places * BLOCK_BYTES :] = 0
+        created.append(buffer.share_memory_() if device == "cpu" else buffer.to(device))
+    return created
+
+
+def flags(buffer: Tensor, num_ranks: int) -> Tensor:
+    """Return the flags of a buffer: kinds, other ranks, groups."""
+    num_places = len(buffer) // (BLOCK_BYTES + FLAG_BYTES)
+    return buffer[num_places * BLOCK_BYTES :].view(torch.int32).view(2, num_ranks - 1, -1)
+
+
+def counters(num_ranks: int, first_count: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    return torch.full((2, MAX_GROUPS * num_ranks), first_count, dtype=torch.int32, device=device)
+
+
+def size_of(call: tuple[int, int], num_ranks: int, dtype: torch.dtype) -> int:
+    blocks, elements = call
+    return (MAX_GROUPS * num_ranks if blocks == ALL else blocks) * (BLOCK_BYTES // dtype.itemsize) + elements
+
+
+def inputs(
+    seed: int, num_ranks: int, size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return the messages of all ranks, and their sum."""
+    generator = torch.Generator().manual_seed(seed)
+    x_NM = torch.randint(-16, 17, (num_ranks, size), generator=generator) / 8
+    return x_NM.to(device, dtype), x_NM.sum(0).to(device, dtype)
+
+
+def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], dtype: torch.dtype, first_count: int) -> None:
+    torch.set_num_threads(1)
+    num_ranks = len(shared)
+    counter_2B, counter_R = counters(num_ranks, first_count), torch.zeros(few_rows.MAX_ROWS, dtype=torch.int32)
+    sizes = [size_of(call, num_ranks, dtype) for call in BLOCKS]
+    for seed, size in enumerate(sizes):
+        x_NM, wanted_M = inputs(seed, num_ranks, size, dtype)
+        x_M = amid_nan(x_NM[rank])
+        many_row_sums_triton.sum_elements(x_M, addresses(shared), counter_2B, rank, BLOCK_BYTES)
+        assert torch.equal(x_M, wanted_M), size
+        check_amid_nan(x_M)
+        # Sums of few rows in between have buffers of their own.
+        given = few_rows.inputs(seed, num_ranks, 1 + seed % 2, 64, dtype)
+        few_rows.check_call(given, "sum", addresses(few), counter_R, rank, few_rows.MAX_WORDS)
+    block = BLOCK_BYTES // dtype.itemsize
+    for index in range(MAX_GROUPS * num_ranks):
+        num_calls = sum(index * block < size for size in sizes)
+        received = int(counter_2B[1, index]) - first_count - num_calls
+        assert received % many_row_sums_triton.LAST_EPOCH == 0
+        if index % num_ranks != rank:
+            assert counter_2B[0, index] == counter_2B[1, index]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "first_count"),
+    [
+        (2, torch.bfloat16, 0),
+        (2, torch.float32, many_row_sums_triton.LAST_EPOCH - 3),
+        (3, torch.bfloat16, many_row_sums_triton.LAST_EPOCH - 2),
+        (4, torch.float32, 0),
+    ],
+)
+def test_processes_sum_messages_call_after_call(num_ranks: int, dtype: torch.dtype, first_count: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    shared, few = buffers(num_ranks), few_rows.buffers(num_ranks)
+    processes = [
+        context.Process(target=run_rank, args=(rank, shared, few, dtype, first_count)) for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(MAX_WAIT_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * num_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_ranks", "call"), [(2, (ALL, 0)), (2, (3, 1)), (3, (ALL, -1)), (8, (9, 3)), (8, (7, 1))])
+def test_last_rank_adds_up_its_blocks(num_ranks: int, call: tuple[int, int], dtype: torch.dtype) -> None:
+    check_last_rank(buffers(num_ranks), call, dtype)
+
+
+def check_last_rank(shared: list[Tensor], call: tuple[int, int], dtype: torch.dtype) -> None:
+    """The others store their parts and do not wait; the last one waits for these, and not for their sums."""
+    num_ranks, device = len(shared), shared[0].device
+    last, block = num_ranks - 1, BLOCK_BYTES // dtype.itemsize
+    size = size_of(call, num_ranks, dtype)
+    counted = [counters(num_ranks, device=device) for _ in range(num_ranks)]
+    for seed in range(3):
+        x_NM, wanted_M = inputs(seed, num_ranks, size, dtype, device)
+        for rank in range(num_ranks):
+            found_M = x_NM[rank].clone()
+            many_row_sums_triton.sum_elements(found_M, addresses(shared), counted[rank], rank, BLOCK_BYTES, max_polls=0)
+        for start in range(last * block, size, num_ranks * block):
+            owned, group = slice(start, min(start + block, size)), start // block // num_ranks
+            assert torch.equal(found_M[owned], wanted_M[owned])
+            for rank in range(last):
+                # Kind 1, and the last of the other ranks.
+                place = ((num_ranks - 1) + last - 1) * MAX_GROUPS + group
+                stored = shared[rank][place * BLOCK_BYTES :].view(dtype)[: owned.stop - start]
+                assert torch.equal(stored, wanted_M[owned])
+                assert int(flags(shared[rank], num_ranks)[1, last - 1, group]) == seed + 1
+    num_blocks = -(-size // block)
+    for rank, counter_2B in enumerate(counted):
+        received = [3 * (index < num_blocks) for index in range(MAX_GROUPS * num_ranks)]
+        assert counter_2B[1].tolist() == received
+        sent = [count * (index % num_ranks != rank) for index, count in enumerate(received)]
+        assert counter_2B[0].tolist() == sent
+
+
+def test_flags_are_set_for_blocks_that_exist_alone() -> None:
+    shared, dtype = buffers(3), torch.bfloat16
+    x_NM, _ = inputs(0, 3, size_of((4, 1), 3, dtype), dtype)
+    for rank in range(3):
+        many_row_sums_triton.sum_elements(x_NM[rank], addresses(shared), counters(3), rank, BLOCK_BYTES, max_polls=0)
+    # Ranks 0 and 1 have two of the five blocks, and rank 2 has one.
+    assert flags(shared[0], 3).tolist() == [[[1, 1, 0], [1, 1, 0]], [[1, 1, 0], [1, 0, 0]]]
+    assert flags(shared[1], 3).tolist() == [[[1, 1, 0], [1, 1, 0]], [[1, 1, 0], [1, 0, 0]]]
+    assert flags(shared[2], 3).tolist() == [[[1, 0, 0], [1, 0, 0]], [[1, 1, 0], [1, 1, 0]]]
+
+
+def test_a_rank_that_is_alone_gives_up_after_its_polls() -> None:
+    shared, counter_2B = buffers(2), counters(2)
+    x_M = torch.ones(size_of((2, 0), 2, torch.float32))
+    many_row_sums_triton.sum_elements(x_M, addresses(shared), counter_2B, 0, BLOCK_BYTES, max_polls=20)
+    assert bool(x_M.isnan().all())
+    assert counter_2B.tolist() == [[0, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
+
+
+def test_sums_are_added_in_the_order_of_the_ranks() -> None:
+    """With the kernel for few rows, too: the way that a tensor takes does not change its bits."""
+    values = (1.0, 2.0**-24, 2.0**-24, -1.0)
+    shared, few = buffers(4), few_rows.buffers(4)
+    for rank, value in enumerate(values):
+        many_M, few_TE = torch.full((8 * 4096,), value), torch.full((1, 8), value)
+        many_row_sums_triton.sum_elements(many_M, addresses(shared), counters(4), rank, BLOCK_BYTES, max_polls=0)
+        counter_R = torch.zeros(few_rows.MAX_ROWS, dtype=torch.int32)
+        rank_sums_triton.sum_rows(few_TE, addresses(few), counter_R, rank, few_rows.MAX_WORDS, max_polls=0)
+    total = torch.zeros(())
+    for value in values:
+        total = total + value
+    assert bool((few_TE == total).all())
+    assert bool((many_M[3 * 4096 : 4 * 4096] == total).all())

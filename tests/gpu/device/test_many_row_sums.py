@@ -1,0 +1,119 @@
+"""Two GPUs sum many rows as NCCL, to the bit; in CUDA graphs and outside, between sums of few rows.
+
+Any order of adding two numbers gives the same bits.
+"""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.device.process_ranks import ProcessRanks, RankPlace
+from strandline.kernels.many_row_sums import BLOCK_BYTES, MAX_SUM_BYTES
+from tests.gpu.device.test_few_row_sums import captured, expected, rows
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+NUM_RANKS = 2
+MAX_WAIT_S = 400
+NUM_ROUNDS = 20
+REPLAYS = 100
+SUMS_OF_GRAPH = 8
+
+BLOCK = BLOCK_BYTES // 4
+"""Elements of a block in float32, and of half a block in bfloat16."""
+
+SHAPES = (
+    (300, 2048),
+    (1, 2048),
+    (8192, 2048),
+    (4096, 2048),
+    (7, 3),
+    (257, 2048),
+    (4 * BLOCK + 1,),
+    (64, 2048),
+    (4 * BLOCK - 1,),
+    (1001, 2560),
+    (2 * BLOCK + 8,),
+    (8192, 1024),
+    (8200, 2048),
+)
+"""Small messages between large ones; few rows, which another kernel sums; and the last ones, which NCCL sums in float32
+or in both dtypes."""
+
+
+def compare_calls(ranks: ProcessRanks, dtype: torch.dtype) -> None:
+    """Sums of different shapes follow each other without a wait."""
+    inputs = [rows(ranks.rank, shape, dtype, seed) for seed, shape in enumerate(SHAPES)]
+    wanted = [expected(x) for x in inputs]
+    for _ in range(NUM_ROUNDS):
+        found = [ranks.sum(x.clone()) for x in inputs]
+        for x, total, other in zip(inputs, found, wanted, strict=True):
+            assert torch.equal(total, other), (x.shape, dtype)
+
+
+def compare_strided(ranks: ProcessRanks, dtype: torch.dtype) -> None:
+    """Strided tensors, and one that begins in the middle of a vector on one rank alone."""
+    x = rows(ranks.rank, (2048, 600), dtype, 1)
+    assert torch.equal(ranks.sum(x.T), expected(x.T.contiguous()))
+    behind = torch.cat([x.flatten()[: 1 - ranks.rank], x.flatten()])[1 - ranks.rank :]
+    assert torch.equal(ranks.sum(behind), expected(x).flatten())
+
+
+def compare_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
+    """Graphs of different sizes are replayed many times in turn, and give the same every time."""
+    graphs, firsts = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor]()
+    for num_rows in (4096, 300, 64, 2049, 1):
+        x = rows(ranks.rank, (num_rows, 2048), dtype, num_rows)
+
+        def run(x: Tensor = x) -> Tensor:
+            total = x.clone()
+            for _ in range(SUMS_OF_GRAPH):
+                total = ranks.sum(total).mul_(0.5).add_(x)
+            return total
+
+        wanted = x.clone()
+        for _ in range(SUMS_OF_GRAPH):
+            wanted = expected(wanted).mul_(0.5).add_(x)
+        firsts.append(wanted)
+        graphs.append(captured(run))
+    for index in range(REPLAYS):
+        for graph, found in graphs:
+            if index % 20 == 0:
+                found.fill_(torch.nan)
+            graph.replay()
+        if index % 20 == 0:
+            assert all(torch.equal(found, first) for (_, found), first in zip(graphs, firsts, strict=True))
+    assert all(torch.equal(found, first) for (_, found), first in zip(graphs, firsts, strict=True))
+
+
+def run_rank(place: RankPlace) -> None:
+    ranks = ProcessRanks(place, torch.device("cuda", place.rank))
+    assert ranks.many_rows is not None
+    assert MAX_SUM_BYTES == 8192 * 2048 * 2
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            compare_calls(ranks, dtype)
+            compare_strided(ranks, dtype)
+            compare_graphs(ranks, dtype)
+    torch.cuda.synchronize()
+    ranks.close()
+
+
+def test_two_gpus_sum_many_rows(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    meeting = str(tmp_path / "place" / "meeting")
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=run_rank, args=(RankPlace(rank, NUM_RANKS, meeting),)) for rank in range(NUM_RANKS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(MAX_WAIT_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0]
