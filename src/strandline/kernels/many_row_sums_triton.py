@@ -1,7 +1,6 @@
 """Sums of many rows over the ranks' GPUs in one launch: each rank adds up its share and stores the sums on all others.
 
-A message is cut into blocks, and block ``b`` belongs to rank ``b % N``. Three kinds of programs follow each
-other in the grid:
+A message is cut into blocks, and block ``b`` belongs to rank ``b % N``. There are three kinds of programs:
 
 1. Senders store this rank's parts of the blocks of others into the owners' buffers, over NVLink, and set a flag for
    each part there.
@@ -14,9 +13,11 @@ flag is set with release semantics after the barrier behind the stores of its pr
 acquire semantics and a barrier behind it. Flags therefore need no words of their own among the data, unlike those of
 few rows (``rank_sums_triton.py``): at these sizes bandwidth counts, and not the time of a fence.
 
-Programs start in the order of their number. Senders wait for nothing, owners for senders of other ranks, and copiers
-for owners of other ranks, so the grid may be larger than what runs at once: whatever waits, waits for programs that
-have started before or will start without it.
+A group is one block of each rank, as far as they exist. Programs start in the order of their number: in step ``s`` the
+senders of group ``s``, the owner's program of group ``s - depth`` and the copiers of group ``s - 2 * depth``. So both
+trips over NVLink and the copies overlap, and a program starts after what it waits for has most likely been done. The
+grid may be larger than what runs at once: programs wait for those of earlier steps alone, so that of all programs that
+have not ended, on all ranks, one of the earliest step runs and waits for nothing.
 
 Each program advances a counter of its own, in this GPU's memory: the epoch, which is the value of the flags that it
 sets and waits for. A block is used by one program of each kind at most, so that counters of a block are equal on all
@@ -52,6 +53,9 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 
 NUM_WARPS = 8
 """Each thread moves 64 bytes of a block of 16 KiB, 16 at once."""
+
+DEPTH = 128
+"""Steps between the kinds of programs of a group: with 2 ranks, 4 MiB or 10 µs of what a GPU stores on the other."""
 
 LAST_EPOCH = 1 << 30
 
@@ -102,6 +106,7 @@ def _sum_kernel(
     max_polls,
     BLOCK: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
+    DEPTH: tl.constexpr,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
@@ -109,26 +114,22 @@ def _sum_kernel(
     OVERLAPS: tl.constexpr,
 ):
     NUM_OTHERS: tl.constexpr = NUM_RANKS - 1
-    # A group is one block of each rank, as far as they exist.
-    num_groups = tl.cdiv(tl.cdiv(num_elements, BLOCK), NUM_RANKS)
+    depth = tl.minimum(DEPTH, tl.cdiv(tl.cdiv(num_elements, BLOCK), NUM_RANKS))
     program = tl.program_id(0)
-    is_sender = program < num_groups * NUM_OTHERS
-    is_owner = (program >= num_groups * NUM_OTHERS) & (program < num_groups * NUM_RANKS)
-    if is_owner:
-        group = program - num_groups * NUM_OTHERS
-        other = RANK
-    else:
-        index = tl.where(is_sender, program, program - num_groups * NUM_RANKS)
-        group = index // NUM_OTHERS
-        other = index % NUM_OTHERS
-        other += (other >= RANK).to(tl.int32)
+    step = program // (NUM_RANKS + NUM_OTHERS)
+    index = program % (NUM_RANKS + NUM_OTHERS)
+    is_sender = index < NUM_OTHERS
+    is_owner = index == NUM_OTHERS
+    group = step - tl.where(is_sender, 0, tl.where(is_owner, depth, 2 * depth))
+    other = tl.where(is_sender, index, index - NUM_RANKS)
+    other = tl.where(is_owner, RANK, other + (other >= RANK).to(tl.int32))
     block = group * NUM_RANKS + other
     element_K = block * BLOCK + tl.arange(0, BLOCK)
     mask_K = element_K < num_elements
     x_K_ptr = x_ptr + element_K
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    if block * BLOCK < num_elements:
+    if (group >= 0) & (block * BLOCK < num_elements):
         # Those of senders, then those of all others.
         count_ptr = counter_ptr + block + tl.where(is_sender, 0, MAX_GROUPS * NUM_RANKS)
         epoch = (tl.load(count_ptr) & (LAST_EPOCH - 1)) + 1
@@ -197,7 +198,8 @@ def sum_elements(
     """
     num_ranks, block = len(address_N), block_bytes // x_M.itemsize
     num_groups = triton.cdiv(triton.cdiv(len(x_M), block), num_ranks)
-    _sum_kernel[(num_groups * (2 * num_ranks - 1),)](
+    num_steps = num_groups + 2 * min(DEPTH, num_groups)
+    _sum_kernel[(num_steps * (2 * num_ranks - 1),)](
         x_M,
         address_N,
         counter_2B,
@@ -205,6 +207,7 @@ def sum_elements(
         max_polls,
         BLOCK=block,
         BLOCK_BYTES=block_bytes,
+        DEPTH=DEPTH,
         RANK=rank,
         NUM_RANKS=num_ranks,
         MAX_GROUPS=counter_2B.shape[1] // num_ranks,

@@ -7,6 +7,7 @@ device.
 
 import multiprocessing
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -64,8 +65,16 @@ def inputs(
     return x_NM.to(device, dtype), x_NM.sum(0).to(device, dtype)
 
 
-def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], dtype: torch.dtype, first_count: int) -> None:
+class Case(NamedTuple):
+    num_ranks: int
+    dtype: torch.dtype
+    first_count: int
+    depth: int
+
+
+def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> None:
     torch.set_num_threads(1)
+    _, dtype, first_count, many_row_sums_triton.DEPTH = case
     num_ranks = len(shared)
     counter_2B, counter_R = counters(num_ranks, first_count), torch.zeros(few_rows.MAX_ROWS, dtype=torch.int32)
     sizes = [size_of(call, num_ranks, dtype) for call in BLOCKS]
@@ -88,20 +97,20 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "dtype", "first_count"),
+    "case",
     [
-        (2, torch.bfloat16, 0),
-        (2, torch.float32, many_row_sums_triton.LAST_EPOCH - 3),
-        (3, torch.bfloat16, many_row_sums_triton.LAST_EPOCH - 2),
-        (4, torch.float32, 0),
+        Case(2, torch.bfloat16, 0, depth=1),
+        Case(2, torch.float32, many_row_sums_triton.LAST_EPOCH - 3, depth=128),
+        Case(3, torch.bfloat16, many_row_sums_triton.LAST_EPOCH - 2, depth=2),
+        Case(4, torch.float32, 0, depth=1),
     ],
+    ids=str,
 )
-def test_processes_sum_messages_call_after_call(num_ranks: int, dtype: torch.dtype, first_count: int) -> None:
+def test_processes_sum_messages_call_after_call(case: Case) -> None:
     context = multiprocessing.get_context("spawn")
+    num_ranks = case.num_ranks
     shared, few = buffers(num_ranks), few_rows.buffers(num_ranks)
-    processes = [
-        context.Process(target=run_rank, args=(rank, shared, few, dtype, first_count)) for rank in range(num_ranks)
-    ]
+    processes = [context.Process(target=run_rank, args=(rank, shared, few, case)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
     for process in processes:
