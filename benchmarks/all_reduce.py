@@ -10,7 +10,7 @@ stays off, as in the engine, unless the environment says otherwise.
 
 A message consists of rows of the hidden size. The engine sums few rows in a kernel of its own on GPUs
 (``strandline/kernels/rank_sums_triton.py``), with the residual addition and the norm if one follows, and up to 32 MiB
-in another (``strandline/kernels/many_row_sums_triton.py``), with the norm behind. "NCCL" and "gloo" are the backend's
+in another (``strandline/kernels/many_row_sums_triton.py``), which does the same. "NCCL" and "gloo" are the backend's
 sum alone, or followed by the engine's kernel for the addition and the norm.
 
 One-shot: every rank reads all others' messages and adds them up. Two-shot: each adds up its part, then all read those.

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.device.symmetric_memory import TorchSymmetricMemory, connect_sums
-from strandline.kernels.many_row_sums import ManyRowSums
-from strandline.kernels.ranks import FewRows
+from strandline.kernels.ranks import FewRows, ManyRows
 
 TIMEOUT: Final = timedelta(minutes=10)
 """How long a rank waits for the others: some take longer to load their weights."""
@@ -57,7 +56,7 @@ class ProcessRanks:
         dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
         self.least(0)  # connects; NCCL waits for the first call to do it
         self.few_rows: FewRows | None = None
-        self.many_rows: ManyRowSums | None = None
+        self.many_rows: ManyRows | None = None
         if device.type == "cuda" and self.size > 1:
             self.few_rows, self.many_rows = connect_sums(self, TorchSymmetricMemory(device, self.size))
 

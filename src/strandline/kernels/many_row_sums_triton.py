@@ -8,6 +8,9 @@ A message is cut into blocks, and block ``b`` belongs to rank ``b % N``. There a
    other ranks, with a flag for each block.
 3. Copiers wait for the sums of the blocks of others, and copy them into the message.
 
+Where the residual addition and a norm follow, blocks are whole rows, and owners and copiers do these, too: every rank
+has the stream of all rows, and only sums cross NVLink. The norm of a block is taken while others are on their way.
+
 So a message crosses NVLink twice, less one share of N each time, and each GPU stores and receives at the same time. A
 flag is set with release semantics after the barrier behind the stores of its program; who waits for it reads it with
 acquire semantics and a barrier behind it. Flags therefore need no words of their own among the data, unlike those of
@@ -41,15 +44,18 @@ A kernel waits for as long as another rank does not call, as those of few rows.
 Sums are taken in float32, in the order of the ranks, and rounded once: all ranks get the same bits, and the same as
 from the kernel for few rows.
 
-Shape suffixes: M elements of the message, K elements of a block, N ranks, B blocks.
+Shape suffixes: M elements of the message, T rows, E channels, R rows of a block, N ranks, B blocks. A message without a
+norm counts as rows of one block.
 """
 # mypy: ignore-errors
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
 
 NUM_WARPS = 8
 """Each thread moves 64 bytes of a block of 16 KiB, 16 at once."""
@@ -97,23 +103,65 @@ def _set(flag_ptr, epoch):
     tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
 
 
+@triton.jit
+def _finish(
+    sum_RE,
+    residual_RE,
+    first,
+    inner_RE,
+    mask_RE,
+    x_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ADDS: tl.constexpr,
+    IS_ZERO_CENTERED: tl.constexpr,
+):
+    """Store sums of a block; or add the residual stream, store the new one, normalise, and store that, too."""
+    if ADDS:
+        channel_E = tl.arange(0, BLOCK_E)
+        weight_E = tl.load(weight_ptr + channel_E, mask=channel_E < E, other=0.0).to(tl.float32)
+        sum_RE = (sum_RE.to(tl.float32) + residual_RE.to(tl.float32)).to(sum_RE.dtype)
+    tl.store(x_ptr + first + inner_RE, sum_RE, mask=mask_RE)
+    if ADDS:
+        total_RE = tl.where(mask_RE, sum_RE.to(tl.float32), 0.0)
+        scale_R = tl.rsqrt(tl.sum(total_RE * total_RE, axis=1) / E + eps)
+        if IS_ZERO_CENTERED:
+            normed_RE = total_RE * scale_R[:, None] * (weight_E + 1.0)[None, :]
+        else:
+            normed_RE = (total_RE * scale_R[:, None]).to(sum_RE.dtype).to(tl.float32) * weight_E[None, :]
+        tl.store(normed_ptr + first + inner_RE, normed_RE.to(sum_RE.dtype), mask=mask_RE)
+
+
 @triton.jit(do_not_specialize=["max_polls"])
 def _sum_kernel(
     x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
     address_ptr,
     counter_ptr,
+    eps,
     num_elements,
     max_polls,
-    BLOCK: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
+    PLACE: tl.constexpr,
     DEPTH: tl.constexpr,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
     LAST_EPOCH: tl.constexpr,
+    ADDS: tl.constexpr,
+    IS_ZERO_CENTERED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     NUM_OTHERS: tl.constexpr = NUM_RANKS - 1
+    BLOCK: tl.constexpr = ROWS * E
     depth = tl.minimum(DEPTH, tl.cdiv(tl.cdiv(num_elements, BLOCK), NUM_RANKS))
     program = tl.program_id(0)
     step = program // (NUM_RANKS + NUM_OTHERS)
@@ -124,59 +172,80 @@ def _sum_kernel(
     other = tl.where(is_sender, index, index - NUM_RANKS)
     other = tl.where(is_owner, RANK, other + (other >= RANK).to(tl.int32))
     block = group * NUM_RANKS + other
-    element_K = block * BLOCK + tl.arange(0, BLOCK)
-    mask_K = element_K < num_elements
-    x_K_ptr = x_ptr + element_K
+    first = block * BLOCK
+    channel_E = tl.arange(0, BLOCK_E)
+    inner_RE = tl.arange(0, ROWS)[:, None] * E + channel_E[None, :]
+    mask_RE = first + inner_RE < num_elements
+    if E != BLOCK_E:
+        mask_RE = mask_RE & (channel_E < E)[None, :]
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    if (group >= 0) & (block * BLOCK < num_elements):
+    if (group >= 0) & (first < num_elements):
         # Those of senders, then those of all others.
         count_ptr = counter_ptr + block + tl.where(is_sender, 0, MAX_GROUPS * NUM_RANKS)
         epoch = (tl.load(count_ptr) & (LAST_EPOCH - 1)) + 1
         buffers_ptr = ()
         for rank in tl.static_range(NUM_RANKS):
             buffers_ptr += (_buffer(address_ptr, rank, x_ptr),)
-        inner_K = tl.arange(0, BLOCK)
         if is_sender:
-            part_K = tl.load(x_K_ptr, mask=mask_K)
+            part_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
             place = _place(0, RANK, other, group, NUM_RANKS, MAX_GROUPS)
             owner_ptr = _buffer(address_ptr, other, x_ptr)
-            tl.store(owner_ptr + place * BLOCK + inner_K, part_K, mask=mask_K)
+            tl.store(owner_ptr + place * PLACE + inner_RE, part_RE, mask=mask_RE)
             tl.debug_barrier()
             _set(_flag(owner_ptr, place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
-        elif is_owner:
-            own_K = tl.load(x_K_ptr, mask=mask_K)
-            for writer in tl.static_range(NUM_RANKS):
-                if writer != RANK:
-                    place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
-                    _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
-            for writer in tl.static_range(NUM_RANKS):
-                if writer == RANK:
-                    part_K = own_K
-                else:
-                    place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
-                    # Not from the first-level cache, where an earlier part may lie.
-                    part_K = tl.load(buffers_ptr[RANK] + place * BLOCK + inner_K, mask=mask_K, cache_modifier=".cg")
-                if writer == 0:
-                    total_K = part_K.to(tl.float32)
-                else:
-                    total_K += part_K.to(tl.float32)
-            sum_K = total_K.to(x_ptr.dtype.element_ty)
-            for reader in tl.static_range(NUM_RANKS):
-                if reader != RANK:
-                    place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
-                    tl.store(buffers_ptr[reader] + place * BLOCK + inner_K, sum_K, mask=mask_K)
-            tl.store(x_K_ptr, sum_K, mask=mask_K)
-            tl.debug_barrier()
-            for reader in tl.static_range(NUM_RANKS):
-                if reader != RANK:
-                    place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
-                    _set(_flag(buffers_ptr[reader], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
         else:
-            place = _place(1, other, RANK, group, NUM_RANKS, MAX_GROUPS)
-            _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
-            sum_K = tl.load(buffers_ptr[RANK] + place * BLOCK + inner_K, mask=mask_K, cache_modifier=".cg")
-            tl.store(x_K_ptr, sum_K, mask=mask_K)
+            residual_RE = mask_RE
+            if ADDS:
+                residual_RE = tl.load(residual_ptr + first + inner_RE, mask=mask_RE, other=0.0)
+            if is_owner:
+                own_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
+                for writer in tl.static_range(NUM_RANKS):
+                    if writer != RANK:
+                        place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
+                        _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
+                for writer in tl.static_range(NUM_RANKS):
+                    if writer == RANK:
+                        part_RE = own_RE
+                    else:
+                        place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
+                        # Not from the first-level cache, where an earlier part may lie.
+                        part_RE = tl.load(
+                            buffers_ptr[RANK] + place * PLACE + inner_RE, mask=mask_RE, cache_modifier=".cg"
+                        )
+                    if writer == 0:
+                        total_RE = part_RE.to(tl.float32)
+                    else:
+                        total_RE += part_RE.to(tl.float32)
+                sum_RE = total_RE.to(x_ptr.dtype.element_ty)
+                for reader in tl.static_range(NUM_RANKS):
+                    if reader != RANK:
+                        place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
+                        tl.store(buffers_ptr[reader] + place * PLACE + inner_RE, sum_RE, mask=mask_RE)
+                tl.debug_barrier()
+                for reader in tl.static_range(NUM_RANKS):
+                    if reader != RANK:
+                        place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
+                        _set(_flag(buffers_ptr[reader], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
+            else:
+                place = _place(1, other, RANK, group, NUM_RANKS, MAX_GROUPS)
+                _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
+                sum_RE = tl.load(buffers_ptr[RANK] + place * PLACE + inner_RE, mask=mask_RE, cache_modifier=".cg")
+            _finish(
+                sum_RE,
+                residual_RE,
+                first,
+                inner_RE,
+                mask_RE,
+                x_ptr,
+                weight_ptr,
+                normed_ptr,
+                eps,
+                E,
+                BLOCK_E,
+                ADDS,
+                IS_ZERO_CENTERED,
+            )
         # Not before all threads have read it.
         tl.debug_barrier()
         tl.store(count_ptr, epoch)
@@ -196,22 +265,91 @@ def sum_elements(
         max_polls: how often each program looks for a flag before the result is wrong instead of late; negative: no
             limit.
     """
-    num_ranks, block = len(address_N), block_bytes // x_M.itemsize
-    num_groups = triton.cdiv(triton.cdiv(len(x_M), block), num_ranks)
-    num_steps = num_groups + 2 * min(DEPTH, num_groups)
-    _sum_kernel[(num_steps * (2 * num_ranks - 1),)](
-        x_M,
+    block = block_bytes // x_M.itemsize
+    _launch(x_M, None, None, None, address_N, counter_2B, rank, block_bytes, (1, block), 0.0, max_polls)
+
+
+def sum_add_norm_rows(
+    x_TE: Tensor,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    address_N: Tensor,
+    counter_2B: Tensor,
+    rank: int,
+    block_bytes: int,
+    block_rows: int,
+    max_polls: int = -1,
+    *,
+    is_zero_centered: bool,
+) -> Tensor:
+    """Replace rows by the sums of all ranks' rows and of the residual stream, and return these normalised.
+
+    As ``sum_elements``, then ``add_rms_norm`` or ``add_rms_norm_zero_centered``, with the same rounding.
+
+    Args:
+        x_TE: contiguous, of at most B blocks.
+        residual_TE: as ``x_TE``.
+        block_rows: rows of a block, which have room in it; a power of 2.
+    """
+    normed_TE = torch.empty_like(x_TE)
+    _launch(
+        x_TE,
+        residual_TE,
+        weight_E,
+        normed_TE,
         address_N,
         counter_2B,
-        len(x_M),
+        rank,
+        block_bytes,
+        (block_rows, x_TE.shape[1]),
+        eps,
         max_polls,
-        BLOCK=block,
+        is_zero_centered=is_zero_centered,
+    )
+    return normed_TE
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight_E: Tensor | None,
+    normed: Tensor | None,
+    address_N: Tensor,
+    counter_2B: Tensor,
+    rank: int,
+    block_bytes: int,
+    block_shape: tuple[int, int],
+    eps: float,
+    max_polls: int,
+    *,
+    is_zero_centered: bool = False,
+) -> None:
+    num_ranks, (rows, size) = len(address_N), block_shape
+    num_groups = cdiv(cdiv(x.numel(), rows * size), num_ranks)
+    num_steps = num_groups + 2 * min(DEPTH, num_groups)
+    _sum_kernel[(num_steps * (2 * num_ranks - 1),)](
+        x,
+        residual,
+        weight_E,
+        normed,
+        address_N,
+        counter_2B,
+        eps,
+        x.numel(),
+        max_polls,
+        E=size,
+        ROWS=rows,
+        BLOCK_E=next_power_of_2(size),
         BLOCK_BYTES=block_bytes,
+        PLACE=block_bytes // x.itemsize,
         DEPTH=DEPTH,
         RANK=rank,
         NUM_RANKS=num_ranks,
         MAX_GROUPS=counter_2B.shape[1] // num_ranks,
         LAST_EPOCH=LAST_EPOCH,
+        ADDS=residual is not None,
+        IS_ZERO_CENTERED=is_zero_centered,
         num_warps=NUM_WARPS,
-        **overlap_options(x_M),
+        **overlap_options(x),
     )

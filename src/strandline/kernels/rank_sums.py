@@ -1,9 +1,9 @@
-"""Sums over ranks, and sums with the norm that follows: through one kernel where rows are few, else one by one.
+"""Sums over ranks, and sums with the norm that follows: through one kernel where there is one, else one by one.
 
 Where the devices of all ranks can write to each other's memory, a kernel (``rank_sums_triton.py``) sums few rows
 faster than the backend of ``Ranks.sum`` does, and adds the residual stream and normalises in the same launch. Which way
-a tensor takes follows from its shape and dtype alone, so that it is the same on all ranks. Another kernel sums many
-rows (``many_row_sums.py``).
+a tensor takes follows from its shape and dtype alone, so that it is the same on all ranks. Another kernel does the
+same with many rows (``many_row_sums.py``).
 
 Shape suffixes: T rows, E channels, W words of a row, N ranks, R rows that the buffers hold.
 """
@@ -145,14 +145,14 @@ class FewRowSums:
 def bind_sum_add_norm(kernels: Kernels, add_norm: Operation[..., Any]) -> AddNorm:
     """Return a function that sums its first argument over all ranks, and then does as the operation.
 
-    With one rank, the operation itself. Deterministic engines sum and normalise one by one: another kernel for few rows
-    may add squares in another order.
+    With one rank, the operation itself. Deterministic engines sum and normalise one by one: the kernels for few and for
+    many rows may add squares in another order.
     """
     ranks = kernels.ranks
     separate: AddNorm = kernels[add_norm]
     if ranks.size == 1:
         return separate
-    few, is_zero_centered = ranks.few_rows, IS_ZERO_CENTERED.get(add_norm)
+    few, many, is_zero_centered = ranks.few_rows, ranks.many_rows, IS_ZERO_CENTERED.get(add_norm)
 
     def sum_then_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Any, Tensor]:
         return separate(ranks.sum(x_TE), residual_TE, weight_E, eps)
@@ -163,6 +163,8 @@ def bind_sum_add_norm(kernels: Kernels, add_norm: Operation[..., Any]) -> AddNor
     def sum_add_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Any, Tensor]:
         if few.can_sum(x_TE) and residual_TE.dtype == x_TE.dtype:
             return few.add_norm(x_TE, residual_TE, weight_E, eps, is_zero_centered=is_zero_centered)
+        if many is not None and many.can_add_norm(x_TE) and residual_TE.dtype == x_TE.dtype:
+            return many.add_norm(x_TE, residual_TE, weight_E, eps, is_zero_centered=is_zero_centered)
         return sum_then_norm(x_TE, residual_TE, weight_E, eps)
 
     return sum_add_norm

@@ -32,6 +32,24 @@ class FewRows(Protocol):
         """Return all ranks' matrices side by side."""
 
 
+class ManyRows(Protocol):
+    """Sums of many rows, faster than those of the backend. All ranks call alike, in the same order."""
+
+    def can_sum(self, x: Tensor) -> bool:
+        """Return whether a tensor of this shape and dtype can be summed here."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors; ``x`` may be overwritten."""
+
+    def can_add_norm(self, x_TE: Tensor) -> bool:
+        """Return whether rows of this shape and dtype can be summed and normalised here."""
+
+    def add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Sum over all ranks, then do as ``add_rms_norm`` or ``add_rms_norm_zero_centered``."""
+
+
 class Ranks(Protocol):
     """The ranks of an engine, as one of them sees them."""
 
@@ -47,6 +65,10 @@ class Ranks(Protocol):
     def few_rows(self) -> FewRows | None:
         """Faster sums and gathers of few rows, which ``sum`` and ``gather`` use, too; None: there are none."""
 
+    @property
+    def many_rows(self) -> ManyRows | None:
+        """Faster sums of other rows, which ``sum`` uses, too; None: there are none."""
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors, which have one shape; ``x`` may be overwritten."""
 
@@ -60,7 +82,7 @@ class Ranks(Protocol):
 class OneRank:
     """The only rank of an engine."""
 
-    rank, size, few_rows = 0, 1, None
+    rank, size, few_rows, many_rows = 0, 1, None, None
 
     def sum(self, x: Tensor) -> Tensor:
         """Return ``x``."""

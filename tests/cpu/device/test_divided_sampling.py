@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 class CountingRanks:
     """A rank that counts what it says to the others."""
 
-    few_rows = None
+    few_rows = many_rows = None
 
     def __init__(self, ranks: RankThread) -> None:
         self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size

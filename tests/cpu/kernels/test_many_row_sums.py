@@ -15,8 +15,9 @@ from strandline.kernels.many_row_sums import (
     counter_shape,
     num_blocks,
 )
+from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
 from strandline.kernels.rank_sums import Connection
-from tests.cpu.kernels.test_rank_sums import of_shape
+from tests.cpu.kernels.test_rank_sums import EPS, of_shape
 
 
 def many_row_sums(num_ranks: int) -> list[ManyRowSums]:
@@ -38,6 +39,21 @@ def test_dtype_and_size_choose_what_is_summed() -> None:
     assert not can_sum(of_shape(0, 2048))
     assert not can_sum(of_shape(300, 2048, dtype=torch.float16))
     assert not can_sum(of_shape(300, 2048, dtype=torch.int64))
+
+
+def test_rows_of_up_to_a_block_are_normalised() -> None:
+    can_add_norm = many_row_sums(2)[0].can_add_norm
+    assert can_add_norm(of_shape(8192, 2048))
+    assert can_add_norm(of_shape(1, 8192))
+    assert can_add_norm(of_shape(num_blocks(2), 5120))
+    assert can_add_norm(of_shape(2 * num_blocks(2), 2560))
+    assert can_add_norm(of_shape(num_blocks(2), 4096, dtype=torch.float32))
+    assert not can_add_norm(of_shape(8193, 2048))
+    assert not can_add_norm(of_shape(1, 8193))
+    assert not can_add_norm(of_shape(1, 4097, dtype=torch.float32))
+    # Rows are padded to a power of 2.
+    assert not can_add_norm(of_shape(num_blocks(2) + 1, 5120))
+    assert not can_add_norm(of_shape(300, 2048, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
@@ -65,3 +81,17 @@ def test_strided_and_unaligned_tensors_are_summed(dtype: torch.dtype) -> None:
         total = sums[0].sum(x.clone())
         assert torch.equal(total, wanted)
         assert total.is_contiguous()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("is_zero_centered", [False, True])
+def test_strided_tensors_are_summed_and_normalised(is_zero_centered: bool) -> None:
+    x_ET, residual_ET, weight_E = torch.arange(96.0).view(24, 4), torch.ones(24, 4), torch.randn(24)
+    first, second = many_row_sums(2)
+    second.sum(x_ET.T.clone(), max_polls=0)
+    assert first.can_add_norm(x_ET.T)
+    normed_TE, total_TE = first.add_norm(x_ET.T, residual_ET.T, weight_E, EPS, is_zero_centered=is_zero_centered)
+    operation = add_rms_norm_zero_centered if is_zero_centered else add_rms_norm
+    wanted_TE, _ = operation.reference(2 * x_ET.T, residual_ET.T, weight_E, EPS)
+    assert torch.equal(total_TE, 2 * x_ET.T + 1)
+    torch.testing.assert_close(normed_TE, wanted_TE, rtol=2e-6, atol=1e-6)

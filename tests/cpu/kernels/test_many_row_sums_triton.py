@@ -24,6 +24,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 MAX_GROUPS = 3
 MAX_WAIT_S = 240
+EPS = 1e-6
+KINDS = ("plain", "zero-centred")
 
 ALL = -1
 BLOCKS = ((1, 0), (0, 1), (ALL, 0), (1, 1), (2, -1), (0, 7), (ALL, -1), (3, 0), (1, -1), (2, 5), (ALL, 0), (4, 1))
@@ -65,19 +67,50 @@ def inputs(
     return x_NM.to(device, dtype), x_NM.sum(0).to(device, dtype)
 
 
+def check_norm(given: few_rows.Inputs, kind: str, address_N: Tensor, counter_2B: Tensor, rank: int) -> None:
+    """Sum this rank's rows, add the residual stream and normalise, and compare."""
+    x_TE, residual_TE = amid_nan(given.x_NTE[rank]), amid_nan(given.residual_TE)
+    normed_TE = many_row_sums_triton.sum_add_norm_rows(
+        x_TE,
+        residual_TE,
+        given.weight_E,
+        EPS,
+        address_N,
+        counter_2B,
+        rank,
+        BLOCK_BYTES,
+        rows_of(x_TE.shape[1], x_TE.dtype),
+        is_zero_centered=kind == "zero-centred",
+    )
+    sum_TE = given.x_NTE.float().sum(0).to(x_TE.dtype)
+    wanted_TE, total_TE = few_rows.NORMS[kind].reference(sum_TE, given.residual_TE.clone(), given.weight_E, EPS)
+    torch.testing.assert_close(normed_TE, wanted_TE, rtol=few_rows.TOLERANCES[x_TE.dtype], atol=1e-6)
+    assert torch.equal(x_TE, total_TE)
+    assert torch.equal(residual_TE, given.residual_TE)
+    check_amid_nan(x_TE)
+
+
+def rows_of(size: int, dtype: torch.dtype) -> int:
+    """Return how many rows of a size a block has."""
+    return BLOCK_BYTES // dtype.itemsize // (1 << (size - 1).bit_length())
+
+
 class Case(NamedTuple):
     num_ranks: int
     dtype: torch.dtype
     first_count: int
     depth: int
+    channels: int
 
 
 def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> None:
     torch.set_num_threads(1)
-    _, dtype, first_count, many_row_sums_triton.DEPTH = case
+    _, dtype, first_count, many_row_sums_triton.DEPTH, channels = case
     num_ranks = len(shared)
     counter_2B, counter_R = counters(num_ranks, first_count), torch.zeros(few_rows.MAX_ROWS, dtype=torch.int32)
-    sizes = [size_of(call, num_ranks, dtype) for call in BLOCKS]
+    # More processes than cores take their time.
+    sizes = [size_of(call, num_ranks, dtype) for call in (BLOCKS if num_ranks == 2 else BLOCKS[:7])]
+    block, block_rows, num_calls = BLOCK_BYTES // dtype.itemsize, rows_of(channels, dtype), [0] * len(counter_2B[0])
     for seed, size in enumerate(sizes):
         x_NM, wanted_M = inputs(seed, num_ranks, size, dtype)
         x_M = amid_nan(x_NM[rank])
@@ -87,10 +120,14 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
         # Sums of few rows in between have buffers of their own.
         given = few_rows.inputs(seed, num_ranks, 1 + seed % 2, 64, dtype)
         few_rows.check_call(given, "sum", addresses(few), counter_R, rank, few_rows.MAX_WORDS)
-    block = BLOCK_BYTES // dtype.itemsize
+        num_rows = max(1, size * block_rows // block)
+        given = few_rows.inputs(seed, num_ranks, num_rows, channels, dtype)
+        check_norm(given, KINDS[seed % 2], addresses(shared), counter_2B, rank)
+        for index in range(MAX_GROUPS * num_ranks):
+            num_calls[index] += (index * block < size) + (index * block_rows < num_rows)
+    assert 0 < int(counter_2B[1].min()) <= int(counter_2B.max()) <= many_row_sums_triton.LAST_EPOCH
     for index in range(MAX_GROUPS * num_ranks):
-        num_calls = sum(index * block < size for size in sizes)
-        received = int(counter_2B[1, index]) - first_count - num_calls
+        received = int(counter_2B[1, index]) - first_count - num_calls[index]
         assert received % many_row_sums_triton.LAST_EPOCH == 0
         if index % num_ranks != rank:
             assert counter_2B[0, index] == counter_2B[1, index]
@@ -99,10 +136,10 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, torch.bfloat16, 0, depth=1),
-        Case(2, torch.float32, many_row_sums_triton.LAST_EPOCH - 3, depth=128),
-        Case(3, torch.bfloat16, many_row_sums_triton.LAST_EPOCH - 2, depth=2),
-        Case(4, torch.float32, 0, depth=1),
+        Case(2, torch.bfloat16, 0, depth=1, channels=2048),
+        Case(2, torch.float32, many_row_sums_triton.LAST_EPOCH - 3, depth=128, channels=90),
+        Case(3, torch.bfloat16, many_row_sums_triton.LAST_EPOCH - 2, depth=2, channels=2560),
+        Case(4, torch.float32, 0, depth=1, channels=4096),
     ],
     ids=str,
 )

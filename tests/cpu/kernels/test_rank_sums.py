@@ -23,7 +23,7 @@ from strandline.kernels.rank_sums import (
     buffer_shape,
 )
 from strandline.kernels.ranks import ONE_RANK
-from tests.cpu.models.few_rows import CountingFewRows
+from tests.cpu.models.few_rows import CountingFewRows, CountingManyRows
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
 OPERATIONS = (add_rms_norm, add_rms_norm_zero_centered, add_rms_norm_quantized)
@@ -133,16 +133,18 @@ def test_one_rank_runs_the_operation_itself() -> None:
     assert all(bind_sum_add_norm(kernels, operation) is kernels[operation] for operation in OPERATIONS)
 
 
-Outcome = tuple[Tensor, Tensor, CountingFewRows]
+Outcome = tuple[Tensor, Tensor, CountingFewRows, CountingManyRows]
 
 
-def summed(operation: Operation[..., Any], max_rows: int, *, is_deterministic: bool = False) -> list[Outcome]:
+def summed(
+    operation: Operation[..., Any], max_rows: int, max_many: int = 0, *, is_deterministic: bool = False
+) -> list[Outcome]:
     def call(ranks: RankThread) -> Outcome:
-        few = CountingFewRows(ranks, max_rows)
-        ranks.few_rows = few
+        few, many = CountingFewRows(ranks, max_rows), CountingManyRows(ranks, max_many)
+        ranks.few_rows, ranks.many_rows = few, many
         add_norm = bind_sum_add_norm(kernels_of(ranks, is_deterministic=is_deterministic), operation)
         normed, total = add_norm(torch.full((4, 128), ranks.rank + 1.0), torch.ones(4, 128), torch.ones(128), EPS)
-        return getattr(normed, "plain_TI", normed), total, few
+        return getattr(normed, "plain_TI", normed), total, few, many
 
     return RankThreads(2).run(call)
 
@@ -150,23 +152,30 @@ def summed(operation: Operation[..., Any], max_rows: int, *, is_deterministic: b
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 @pytest.mark.parametrize(
     "change",
-    [partial(summed, max_rows=4), partial(summed, max_rows=3), partial(summed, max_rows=4, is_deterministic=True)],
+    [
+        partial(summed, max_rows=4),
+        partial(summed, max_rows=3),
+        partial(summed, max_rows=3, max_many=4),
+        partial(summed, max_rows=4, is_deterministic=True),
+        partial(summed, max_rows=3, max_many=4, is_deterministic=True),
+    ],
 )
 def test_every_way_sums_adds_and_normalises(
     operation: Operation[..., Any], change: Callable[[Operation[..., Any]], list[Outcome]]
 ) -> None:
     wanted, wanted_total = operation.reference(torch.full((4, 128), 3.0), torch.ones(4, 128), torch.ones(128), EPS)
-    for normed, total, _ in change(operation):
+    for normed, total, *_ in change(operation):
         assert torch.equal(total, wanted_total)
         assert torch.equal(normed, getattr(wanted, "plain_TI", wanted))
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize("max_rows", [3, 4])
+@pytest.mark.parametrize(("max_rows", "max_many"), [(4, 4), (3, 4), (3, 3)])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_few_rows_are_summed_and_normalised_together(
-    operation: Operation[..., Any], max_rows: int, is_deterministic: bool
+def test_few_or_many_rows_are_summed_and_normalised_together(
+    operation: Operation[..., Any], max_rows: int, max_many: int, is_deterministic: bool
 ) -> None:
-    is_together = max_rows == 4 and not is_deterministic and operation is not add_rms_norm_quantized
-    for _, _, few in summed(operation, max_rows, is_deterministic=is_deterministic):
-        assert few.num_add_norms == is_together
+    is_together = not is_deterministic and operation is not add_rms_norm_quantized
+    for _, _, few, many in summed(operation, max_rows, max_many, is_deterministic=is_deterministic):
+        assert few.num_add_norms == (is_together and max_rows == 4)
+        assert many.num_add_norms == (is_together and max_rows == 3 and max_many == 4)

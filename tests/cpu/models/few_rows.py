@@ -1,4 +1,4 @@
-"""Sums of few rows that count themselves, for ranks that are threads."""
+"""Sums of few rows, and of many, that count themselves, for ranks that are threads."""
 
 from torch import Tensor
 
@@ -31,3 +31,10 @@ class CountingFewRows:
         self.num_add_norms += 1
         operation = add_rms_norm_zero_centered if is_zero_centered else add_rms_norm
         return operation.reference(self._ranks.sum(x_TE), residual_TE, weight_E, eps)
+
+
+class CountingManyRows(CountingFewRows):
+    """The same for more rows."""
+
+    def can_add_norm(self, x_TE: Tensor) -> bool:
+        return self.can_sum(x_TE)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from strandline.kernels.ranks import FewRows
+from strandline.kernels.ranks import FewRows, ManyRows
 
 T = TypeVar("T")
 
@@ -44,6 +44,7 @@ class RankThread:
     """One rank, as layers see it."""
 
     few_rows: FewRows | None = None
+    many_rows: ManyRows | None = None
 
     def __init__(self, group: RankThreads, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size

@@ -1,4 +1,4 @@
-"""Two GPUs sum many rows as NCCL, to the bit; in CUDA graphs and outside, between sums of few rows.
+"""Two GPUs sum many rows as NCCL, to the bit; with the norm behind, too; in CUDA graphs and outside.
 
 Any order of adding two numbers gives the same bits.
 """
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from strandline.device.process_ranks import ProcessRanks, RankPlace
 from strandline.kernels.many_row_sums import BLOCK_BYTES, MAX_SUM_BYTES
-from tests.gpu.device.test_few_row_sums import captured, expected, rows
+from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
+from strandline.kernels.rank_sums import bind_sum_add_norm
+from tests.gpu.device.test_few_row_sums import EPS, TOLERANCES, captured, decoder, expected, kernels_of, rows, shared
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -42,6 +45,10 @@ SHAPES = (
 )
 """Small messages between large ones; few rows, which another kernel sums; and the last ones, which NCCL sums in float32
 or in both dtypes."""
+
+
+NORM_SHAPES = ((300, 2048), (8192, 2048), (1, 2048), (4095, 2048), (257, 4096), (1000, 2560), (2048, 5120), (300, 8200))
+"""Rows and channels; the last ones are normalised by another kernel in float32, or in both dtypes."""
 
 
 def compare_calls(ranks: ProcessRanks, dtype: torch.dtype) -> None:
@@ -89,6 +96,42 @@ def compare_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
     assert all(torch.equal(found, first) for (_, found), first in zip(graphs, firsts, strict=True))
 
 
+def compare_norms(ranks: ProcessRanks, dtype: torch.dtype) -> None:
+    kernels = kernels_of(ranks, dtype)
+    for add_norm in (add_rms_norm, add_rms_norm_zero_centered):
+        together, alone = bind_sum_add_norm(kernels, add_norm), kernels[add_norm]
+        for seed, shape in enumerate(NORM_SHAPES):
+            x = rows(ranks.rank, shape, dtype, seed)
+            residual, weight = shared(ranks.rank, shape, dtype), shared(ranks.rank, shape[1:], dtype)
+            normed, total = together(x.clone(), residual, weight, EPS)
+            wanted, wanted_total = alone(expected(x), residual, weight, EPS)
+            assert torch.equal(total, wanted_total), (shape, dtype)
+            torch.testing.assert_close(normed, wanted, rtol=TOLERANCES[dtype], atol=1e-5)
+
+
+def compare_norms_in_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
+    add_norm = bind_sum_add_norm(kernels_of(ranks, dtype), add_rms_norm)
+    graphs, firsts = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor]()
+    for num_rows in (4096, 300, 64, 2049):
+        x = rows(ranks.rank, (num_rows, 2048), dtype, num_rows)
+        residual, weight = torch.zeros_like(x), torch.ones(2048, dtype=dtype, device=x.device)
+
+        def run(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> Tensor:
+            return decoder(add_norm, x.clone(), residual, weight)
+
+        firsts.append(run().clone())
+        graphs.append(captured(run))
+    for _ in range(10):
+        for graph, found in graphs:
+            found.fill_(torch.nan)
+            graph.replay()
+        assert all(torch.equal(found, first) for (_, found), first in zip(graphs, firsts, strict=True))
+    for _, found in graphs:
+        others = [torch.empty_like(found) for _ in range(NUM_RANKS)]
+        dist.all_gather(others, found)
+        assert torch.equal(*others)
+
+
 def run_rank(place: RankPlace) -> None:
     ranks = ProcessRanks(place, torch.device("cuda", place.rank))
     assert ranks.many_rows is not None
@@ -98,6 +141,8 @@ def run_rank(place: RankPlace) -> None:
             compare_calls(ranks, dtype)
             compare_strided(ranks, dtype)
             compare_graphs(ranks, dtype)
+            compare_norms(ranks, dtype)
+            compare_norms_in_graphs(ranks, dtype)
     torch.cuda.synchronize()
     ranks.close()
 

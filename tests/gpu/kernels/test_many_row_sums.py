@@ -8,7 +8,19 @@ import torch
 
 from strandline.kernels import many_row_sums_triton
 from strandline.kernels.many_row_sums import BLOCK_BYTES
-from tests.cpu.kernels.test_many_row_sums_triton import ALL, buffers, check_last_rank, counters, inputs, size_of
+from tests.cpu.kernels import test_rank_sums_triton as few_rows
+from tests.cpu.kernels.test_many_row_sums_triton import (
+    ALL,
+    EPS,
+    KINDS,
+    MAX_GROUPS,
+    buffers,
+    check_last_rank,
+    counters,
+    inputs,
+    rows_of,
+    size_of,
+)
 from tests.cpu.kernels.test_rank_sums_triton import addresses
 
 NUM_CALLS = 200
@@ -47,3 +59,53 @@ def test_ranks_on_streams_of_their_own_wait_for_each_other(num_ranks: int, dtype
     torch.cuda.synchronize()
     for totals in found:
         assert all(torch.equal(x_M, wanted_M) for x_M, (_, wanted_M) in zip(totals, calls, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2048, 2560, 4096, 90])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_on_streams_of_their_own_sum_and_normalise(size: int, dtype: torch.dtype, kind: str) -> None:
+    shared, streams = buffers(2, device="cuda"), [torch.cuda.Stream() for _ in range(2)]
+    counted, address_N = [counters(2, device="cuda") for _ in range(2)], addresses(shared)
+    max_rows = 2 * MAX_GROUPS * rows_of(size, dtype)
+    calls = [few_rows.inputs(seed, 2, max_rows - seed % 7 % max_rows, size, dtype, "cuda") for seed in range(40)]
+    found = [[given.x_NTE[rank].clone() for given in calls] for rank in range(2)]
+
+    def call(x_TE: torch.Tensor, given: few_rows.Inputs, rank: int, max_polls: int) -> torch.Tensor:
+        return many_row_sums_triton.sum_add_norm_rows(
+            x_TE,
+            given.residual_TE,
+            given.weight_E,
+            EPS,
+            address_N,
+            counted[rank],
+            rank,
+            BLOCK_BYTES,
+            rows_of(size, dtype),
+            max_polls,
+            is_zero_centered=kind == "zero-centred",
+        )
+
+    # Compiled before a kernel waits for the other.
+    for given in calls[:7]:
+        for rank in range(2):
+            call(given.x_NTE[rank].clone(), given, rank, 0)
+    # Memory comes from the cache: an allocation could wait for a kernel that waits.
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            reserved = [torch.empty_like(given.residual_TE) for given in calls]
+        del reserved
+    torch.cuda.synchronize()
+    normed = []
+    for index, given in enumerate(calls):
+        for rank in range(2):
+            with torch.cuda.stream(streams[rank]):
+                normed.append(call(found[rank][index], given, rank, MAX_POLLS))
+    torch.cuda.synchronize()
+    for index, given in enumerate(calls):
+        total_TE = given.x_NTE.float().sum(0).to(dtype)
+        wanted_TE, total_TE = few_rows.NORMS[kind].reference(total_TE, given.residual_TE, given.weight_E, EPS)
+        for rank in range(2):
+            assert torch.equal(found[rank][index], total_TE)
+            tolerance = few_rows.TOLERANCES[dtype]
+            torch.testing.assert_close(normed[2 * index + rank], wanted_TE, rtol=tolerance, atol=1e-5)
