@@ -1,11 +1,15 @@
 """The files of published weights: one, or shards with an index."""
 
 import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
+from zlib import crc32
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -13,8 +17,9 @@ from torch import Tensor
 from strandline.errors import WeightsError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
-SAMPLED_BYTES: Final = 4096
-"""Bytes of each tensor that enter the model's fingerprint: training changes them all."""
+PIECE_BYTES: Final = 16 << 20
+"""Bytes of a file that a thread reads at a time for the model's fingerprint."""
+MAX_THREADS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +59,9 @@ def open_files(directory: Path, stack: ExitStack) -> list[WeightsFile]:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a digest of a model's configuration and weights: of every tensor its name, shape and first bytes.
+    """Return a digest of a model's configuration and of checksums of all its weights.
+
+    Threads read the files, which are in the system's memory then, at 1 to 3 GB/s for each CPU core.
 
     Raises:
         WeightsError: as ``open_files``.
@@ -63,19 +70,25 @@ def fingerprint(directory: Path) -> str:
     config = directory / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
-    for path in _find_files(directory):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = file.read(size)
-            digest.update(header)
-            try:
-                tensors = [entry["data_offsets"] for entry in json.loads(header).values() if "data_offsets" in entry]
-            except (ValueError, TypeError, AttributeError) as error:
-                raise WeightsError(f"{path} is not a safetensors file: {error!r}") from error
-            for start, end in sorted(tensors):
-                file.seek(8 + size + start)
-                digest.update(file.read(min(end - start, SAMPLED_BYTES)))
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        for checksum in threads.map(_checksum, _pieces(_find_files(directory))):
+            digest.update(checksum)
     return digest.hexdigest()
+
+
+def _pieces(paths: list[Path]) -> Iterator[tuple[Path, int]]:
+    """Yield files and places in them."""
+    for path in paths:
+        yield from ((path, start) for start in range(0, path.stat().st_size, PIECE_BYTES))
+
+
+def _checksum(piece: tuple[Path, int]) -> bytes:
+    """Return the size and CRC-32 of a piece."""
+    path, start = piece
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        data = file.read(PIECE_BYTES)
+    return len(data).to_bytes(4, "little") + crc32(data).to_bytes(4, "little")
 
 
 def _find_files(directory: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, Qwen3_5TextConfig
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.registry import ARCHITECTURES
 from strandline.models.weights import load_model
+from strandline.models.weights_files import fingerprint
 from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
 
@@ -314,3 +315,22 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     first, same, other = (dict(model.named_parameters()) for model in models)
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_any_changed_number_changes_the_fingerprint(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in ("first", "second")]
+    for directory in directories:
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        save_file({"a": torch.zeros(3000, 1000), "b": torch.zeros(5)}, directory / "model.safetensors")
+    first, second = directories
+    before = fingerprint(first)
+    assert fingerprint(second) == before
+    for place in ((2999, 999), (1500, 0)):
+        weight = torch.zeros(3000, 1000)
+        weight[place] = 1
+        save_file({"a": weight, "b": torch.zeros(5)}, second / "model.safetensors")
+        assert fingerprint(second) != before
+    shutil.copy(first / "model.safetensors", second)
+    (second / "config.json").write_text('{"rope": 1}')
+    assert fingerprint(second) != before

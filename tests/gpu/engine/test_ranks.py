@@ -32,8 +32,8 @@ EXPERTS = {
 }
 
 
-def cached_and_forked(llm: LLM) -> list[list[int]]:
-    prompts = [tokens(count, seed=count) for count in (1, 64, 130, 700)]
+def cached_and_forked(llm: LLM, longest: int = 700) -> list[list[int]]:
+    prompts = [tokens(count, seed=count) for count in (1, 64, 130, longest)]
     found = answers(llm, prompts, GREEDY)
     found += answers(llm, [prompts[2][:100] + tokens(20, seed=7), prompts[2], prompts[1] + tokens(1)], GREEDY)
     [forked] = llm.generate([tokens(70, seed=9)], SamplingParams(n=2, seed=5, max_tokens=16), use_tqdm=False)
@@ -89,8 +89,8 @@ def test_prompts_are_handed_over_between_one_gpu_and_two(tmp_path: Path) -> None
 def test_kinds_of_layers_give_the_tokens_of_one_gpu(tmp_path: Path, family: str) -> None:
     directory = str(families.save(family, tmp_path))
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory": "64MiB", "max_num_seqs": 8}
-    options |= {"max_num_batched_tokens": 256, "max_model_len": 1024, "skip_tokenizer_init": True}
-    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options)) for size in (1, 2))
+    options |= {"max_num_batched_tokens": 256, "max_model_len": 512, "skip_tokenizer_init": True}
+    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options), 300) for size in (1, 2))
     assert found == expected
 
 
