@@ -20,7 +20,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.operation import Operation
 from strandline.models.causal_lm import CausalLM
 from strandline.models.registry import ARCHITECTURES
-from strandline.specs import TensorSpec
+from strandline.specs import E4M3, TensorSpec
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "models.md"
@@ -216,7 +216,6 @@ def row(architecture: str, published: Model) -> tuple[str, ...]:
     snapshot_bytes = spec.raw_slot_bytes if spec.has_states else 0
     by_state = [x for x in model.operations if x.name.endswith(("_prefill", "_decode", "_update", "attention"))]
     is_float32 = all(x.dtype == "float32" for layer in spec.layers for x in layer.states if x.is_recurrent)
-    keys_and_values = {stream.name for layer in spec.layers for stream in layer.streams} & {"key", "value"}
     return (
         published.name,
         megabytes(snapshot_bytes) if snapshot_bytes else "none",
@@ -225,7 +224,7 @@ def row(architecture: str, published: Model) -> tuple[str, ...]:
         versions("Triton", model.operations),
         versions("Numba", by_state),
         speculation(model),
-        "weights, KV" if keys_and_values else "weights",
+        in_fp8(architecture, published),
         "yes" if is_float32 else "no",
     )
 
@@ -236,6 +235,17 @@ def versions(backend: str, operations: Sequence[Operation[..., Any]]) -> str:
     if not lacking:
         return backend
     return "torch" if len(lacking) == len(operations) else f"{backend}; torch: {listed(lacking)}"
+
+
+def in_fp8(architecture: str, published: Model) -> str:
+    """Return what a model may have in FP8."""
+    model = build(architecture, published)
+    streams = {stream.name for layer in model.spec.layers for stream in layer.streams}
+    try:
+        model.use_kv_cache_dtype(E4M3)
+    except ConfigError:
+        return "weights"
+    return "weights, KV" if streams else "weights"
 
 
 def speculation(model: CausalLM) -> str:

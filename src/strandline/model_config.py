@@ -47,9 +47,13 @@ ARCHITECTURES: Final = (
 
 NEAREST_BY_LAYERS: Final = {
     "BailingHybrid": "KimiLinearForCausalLM",  # a linear attention beside latent attention
+    "BailingMoeV2_5": "KimiLinearForCausalLM",  # the same
+    "DeepseekV2": "KimiLinearForCausalLM",  # latent attention, experts
+    "DeepseekV3": "KimiLinearForCausalLM",
     "Glm5Next": "KimiLinearForCausalLM",  # the same
     "Inkling": "ZayaForCausalLM",  # convolutions inside attention
     "Lfm3": "Lfm2ForCausalLM",
+    "Mistral": "LlamaForCausalLM",
     "Qwen4Exp": "Qwen3NextForCausalLM",  # Gated DeltaNet, gated attention, experts
 }
 """Unsupported families whose layers resemble those of a family with another name."""

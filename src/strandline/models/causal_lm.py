@@ -148,7 +148,10 @@ class CausalLM(nn.Module):
         self.spec = self._whole_spec()
         kept = {stream.dtype for layer in self.spec.layers for stream in layer.streams}
         if kept - {dtype}:
-            raise ConfigError(f"--kv-cache-dtype: this architecture keeps tokens in {', '.join(sorted(kept))} alone")
+            raise ConfigError(
+                f"--kv-cache-dtype: this architecture has no keys and values in {dtype}; it keeps tokens in "
+                f"{', '.join(sorted(kept))}"
+            )
 
     @property
     def kv_scales(self) -> dict[int, KVScales]:

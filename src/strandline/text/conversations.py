@@ -27,6 +27,9 @@ from strandline.text.prompts import check_length, check_messages, check_text, re
 MARK: Final = "cache_control"
 MAX_MARKS: Final = 4
 """Maximum marks per request; Anthropic's limit."""
+REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+"""Names under which templates read the thoughts of an assistant's message; each has what a request gives under any."""
+
 SYSTEM_ROLES: Final = ("system", "developer")
 SENTINEL: Final = "Zq7strandlinemark9x"
 MIN_TOOLS_TOKENS: Final = 64
@@ -216,6 +219,9 @@ def _without_marks(message: Any) -> _MarkedMessage:
     plain = {name: value for name, value in message.items() if name != MARK}
     entry = _MarkedMessage(plain)
     content = message.get("content")
+    thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+    if thought is not None:
+        plain |= {name: thought for name in REASONING_FIELDS if name not in plain}
     if message.get("tool_calls"):
         plain["tool_calls"] = _parsed_calls(message["tool_calls"])
         plain["content"] = content or ""

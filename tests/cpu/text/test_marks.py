@@ -123,6 +123,16 @@ def test_tools_for_a_template_that_knows_none_are_refused() -> None:
         ChatRenderer(byte_tokenizer(), TEMPLATE).render([user("x")], tools=[TOOL])
 
 
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_templates_read_thoughts_under_the_name_they_know(given: str, read: str) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m." + read + " or '' }}|{{ m.content }};{% endfor %}"
+    tokenizer = byte_tokenizer()
+    messages = [user("x"), {"role": "assistant", "content": "y", given: "because"}, user("z")]
+    chat = ChatRenderer(tokenizer, template).render(messages)
+    assert tokenizer.decode(chat.token_ids) == "user:|x;assistant:because|y;user:|z;"
+
+
 def test_template_without_special_tokens_marks_the_system_prompt() -> None:
     chat = ChatRenderer(byte_tokenizer(), TEMPLATE).render([SYSTEM, user("a question of some length")])
     assert chat.marks == (len(f"s:{SYSTEM['content']}|u:"),)
