@@ -1,23 +1,24 @@
 """Turns changes of the prefix index into events.
 
 A block is *announced* while a snapshot lies at its end or below, so the announced blocks of a run are its first ones,
-and the blocks above an announced block are announced too. Without states, every whole block is announced.
+and the blocks above an announced block are announced too. Without states, every whole block is announced. What tiers
+below the device hold is announced beside it (``cache/resting_announcer.py``), and nothing twice (``cache/copies.py``).
 
 Invariants, held by ``strandline.cache.invariants.check``: ``Run.num_announced`` is right for every run, and
 ``Run.hashes`` has at least those blocks.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from strandline.cache.copies import Copies
 from strandline.cache.events import BlocksRemoved, BlocksStored, CacheEvent, Cleared, SnapshotRemoved, SnapshotStored
-from strandline.cache.path_hashes import block_hashes, masked_tokens, num_blocks_before, root_hash, snapshot_hash
+from strandline.cache.path_hashes import block_hashes, num_blocks_before, root_hash
+from strandline.cache.resting import RestingBlock
+from strandline.cache.resting_announcer import RestingAnnouncer
+from strandline.cache.stored_events import blocks_stored, snapshot_stored
 from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
-
-MAX_EVENT_BLOCKS: Final = 128
-"""Most blocks in an event, so that encoding one holds Python's lock for less than a millisecond."""
 
 
 class Announcer:
@@ -30,6 +31,32 @@ class Announcer:
     def __init__(self, *, needs_snapshots: bool = True) -> None:
         self._needs_snapshots = needs_snapshots
         self._events: list[CacheEvent] = [Cleared()]
+        self._tiers: list[RestingAnnouncer] = []
+        self.copies: Copies | None = None
+        """Counts what the device and tiers below it hold; None: there is no tier, and every event counts."""
+
+    def add_tier(self, roots: Mapping[str, RestingBlock], tree_name: Callable[[str], str]) -> RestingAnnouncer:
+        """Return the announcer of a tier, whose entries stay announced as long as they rest there."""
+        self.copies = self.copies or Copies()
+        tier = RestingAnnouncer(self._emit, roots, tree_name, needs_snapshots=self._needs_snapshots)
+        self._tiers.append(tier)
+        tier.meet("")
+        return tier
+
+    def meet(self, salt: str) -> None:
+        """Learn of a salt, from the first request under it."""
+        for tier in self._tiers:
+            tier.meet(salt)
+
+    def _emit(self, event: CacheEvent) -> None:
+        if self.copies is None:
+            self._events.append(event)
+        else:
+            self._events.extend(self.copies.apply(event))
+
+    def _emit_all(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            self._emit(event)
 
     def take(self) -> list[CacheEvent]:
         """Return the events since the last call, in order."""
@@ -39,13 +66,28 @@ class Announcer:
     def restate(self, roots: Mapping[str, Run]) -> list[CacheEvent]:
         """Return events that announce everything anew, and discard those not taken yet."""
         self._events = []
-        events: list[CacheEvent] = [Cleared()]
+        events = [Cleared(), *self._state(roots)]
+        if self.copies is None:
+            return events
+        copies = Copies()
+        return [each for event in events for each in copies.apply(event)]
+
+    def count_copies(self, roots: Mapping[str, Run]) -> dict[bytes, int]:
+        """Return how many memories hold what is announced, by hash, counted anew."""
+        copies = Copies()
+        for event in self._state(roots):
+            list(copies.apply(event))
+        return copies.counts
+
+    def _state(self, roots: Mapping[str, Run]) -> Iterator[CacheEvent]:
+        """Yield what each memory holds."""
         for salt, root in roots.items():
             waiting = [root]
             for run in waiting:
-                events.extend(_state_of(run, salt))
+                yield from _state_of(run, salt)
                 waiting.extend(run.children.values())
-        return events
+        for tier in self._tiers:
+            yield from tier.state()
 
     def store(self, snapshot: Snapshot, salt: str) -> None:
         """Announce a snapshot, and the blocks of its path that are not announced yet."""
@@ -58,14 +100,14 @@ class Announcer:
         if added:
             lowest = snapshot.home
             _hash_after(lowest, lowest.start_block + lowest.num_announced, salt)
-            self._events.extend(_blocks_stored(added[::-1], salt))
+            self._emit_all(_blocks_stored(added[::-1], salt))
         event = _snapshot_stored(snapshot, salt)
         snapshot.path_hash = event.path_hash
-        self._events.append(event)
+        self._emit(event)
 
     def remove(self, snapshot: Snapshot) -> None:
         """Announce that a snapshot is gone, and the blocks of its path that no other snapshot needs."""
-        self._events.append(SnapshotRemoved(snapshot.path_hash))
+        self._emit(SnapshotRemoved(snapshot.path_hash))
         removed = list[bytes]()
         run = snapshot.home
         while run.parent is not None and (kept := _num_above_snapshots(run)) < run.num_announced:
@@ -73,7 +115,7 @@ class Announcer:
             run.num_announced = kept
             run = run.parent
         if removed:
-            self._events.append(BlocksRemoved(tuple(removed)))
+            self._emit(BlocksRemoved(tuple(removed)))
 
     def store_blocks(self, run: Run, salt: str) -> None:
         """Announce the blocks that were appended to a run, if they are resumable without a snapshot."""
@@ -82,12 +124,12 @@ class Announcer:
             return
         run.num_announced = end
         _hash_after(run, run.start_block + end, salt)
-        self._events.extend(_blocks_stored([(run, first)], salt))
+        self._emit_all(_blocks_stored([(run, first)], salt))
 
     def remove_blocks(self, run: Run, num_kept: int) -> None:
         """Announce that a run's blocks after the first ``num_kept`` are evicted; no event if a snapshot implies it."""
         if not self._needs_snapshots and num_kept < run.num_announced:
-            self._events.append(BlocksRemoved(tuple(run.hashes[num_kept : run.num_announced][::-1])))
+            self._emit(BlocksRemoved(tuple(run.hashes[num_kept : run.num_announced][::-1])))
             run.num_announced = num_kept
 
     def num_resumable(self, run: Run) -> int:
@@ -117,16 +159,9 @@ def _blocks_stored(added: list[tuple[Run, int]], salt: str) -> Iterator[BlocksSt
     highest, first = added[0]
     num_before = highest.start_block + first
     hashes = tuple(path_hash for run, start in added for path_hash in run.hashes[start : run.num_announced])
-    if salt:
-        tokens = b"".join(masked_tokens(path_hash, BLOCK_TOKENS) for path_hash in hashes)
-    else:
-        parts = (run.tokens[start * BLOCK_KEY_BYTES : run.num_announced * BLOCK_KEY_BYTES] for run, start in added)
-        tokens = b"".join(parts)
+    parts = (run.tokens[start * BLOCK_KEY_BYTES : run.num_announced * BLOCK_KEY_BYTES] for run, start in added)
     before = _hash_after(highest, num_before, salt) if num_before else None
-    for start in range(0, len(hashes), MAX_EVENT_BLOCKS):
-        end = start + MAX_EVENT_BLOCKS
-        yield BlocksStored(hashes[start:end], before, tokens[start * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES])
-        before = hashes[min(end, len(hashes)) - 1]
+    yield from blocks_stored(hashes, before, b"".join(parts), salt)
 
 
 def _snapshot_stored(snapshot: Snapshot, salt: str) -> SnapshotStored:
@@ -139,9 +174,7 @@ def _snapshot_stored(snapshot: Snapshot, salt: str) -> SnapshotStored:
         rest = bytes(
             tokens[(num_before * BLOCK_TOKENS - start) * TOKEN_BYTES : (snapshot.position - start) * TOKEN_BYTES]
         )
-    path_hash = snapshot_hash(before, rest)
-    shown = masked_tokens(path_hash, len(rest) // TOKEN_BYTES) if salt else rest
-    return SnapshotStored(path_hash, snapshot.position, before if num_before else None, shown)
+    return snapshot_stored(before, rest, snapshot.position, salt)
 
 
 def _hash_after(run: Run, num_blocks: int, salt: str) -> bytes:

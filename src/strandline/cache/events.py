@@ -1,6 +1,7 @@
 """Changes of the cache that routers follow: which prefixes became resumable, and which ceased to be. Frozen records.
 
-The hashes are those of ``strandline.cache.path_hashes``. Tokens are encoded; those of salted prompts are masked.
+What rests below the device is resumable, too. The hashes are those of ``strandline.cache.path_hashes``. Tokens are
+encoded; those of salted prompts are masked.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """These blocks, or all snapshots at their end and below, have been evicted. The deepest block comes first."""
+    """These blocks, or all snapshots at their end and below, are gone. The deepest block comes first."""
 
     hashes: tuple[bytes, ...]
 
@@ -40,7 +41,7 @@ class SnapshotStored:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRemoved:
-    """A snapshot was evicted."""
+    """A snapshot is gone."""
 
     path_hash: bytes
 

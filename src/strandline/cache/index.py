@@ -55,6 +55,8 @@ class PrefixIndex:
                 self.roots = {n: r for n, r in self.roots.items() if r.children or id(r) in in_use}
             root = self.roots[salt] = Run(None, 0, b"", array("i"))
             root.salt = salt
+            if self._memory.announcer is not None:
+                self._memory.announcer.meet(salt)
         return root
 
     def split_at(self, end: Walk) -> Run:

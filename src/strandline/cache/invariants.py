@@ -39,7 +39,7 @@ def check(checked: PrefixCache) -> None:
     for run in runs:
         _check_run(run)
     if cache.memory.announcer is not None:
-        _check_announced(cache.memory.announcer, runs)
+        _check_announced(cache.memory.announcer, runs, cache.index.roots)
     _check_users(cache, runs)
     _check_owners(cache, runs)
     _check_evictable(cache, runs)
@@ -99,13 +99,15 @@ def _check_snapshots(run: Run, where: str) -> None:
         _require(snapshot.home is run and snapshot.stub_key == key, f"{where}: stub at {snapshot.position} detached")
 
 
-def _check_announced(announcer: Announcer, runs: list[Run]) -> None:
+def _check_announced(announcer: Announcer, runs: list[Run], roots: dict[str, Run]) -> None:
     for run in runs[::-1]:
         where = f"run [{run.start_block}, {run.end_block})"
         if run.parent is not None:
             wanted = announcer.num_resumable(run)
             _require(run.num_announced == wanted, f"{where}: {run.num_announced} blocks announced, not {wanted}")
             _require(wanted <= len(run.hashes) <= len(run.blocks), f"{where}: {len(run.hashes)} hashes")
+    if announcer.copies is not None:
+        _require(announcer.copies.counts == announcer.count_copies(roots), "copies miscounted")
 
 
 def _check_users(cache: Internals, runs: list[Run]) -> None:

@@ -113,6 +113,8 @@ class Loads:
         )
         for tier, memory in zip(self.tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
+            if self._memory.announcer is not None:
+                tier.announcer = self._memory.announcer.add_tier(tier.roots, tier.tree_name)
         self._tier_loads = {tier.store: TierLoads(tier) for tier in self.tiers}
         if len(self.tiers) > 1:
             upper, lower = self.tiers

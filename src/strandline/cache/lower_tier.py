@@ -37,6 +37,7 @@ from strandline.cache.resting import (
     next_below,
     nodes_from,
 )
+from strandline.cache.resting_announcer import RestingAnnouncer
 from strandline.cache.resting_lookups import RestingEnd, find_end, position_above
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.stats import LowerStats
@@ -77,6 +78,8 @@ class LowerTier:
         self.block_bytes = memory.block_bytes
         self.costs = memory.costs
         self.roots: dict[str, RestingBlock] = {}
+        self.announcer: RestingAnnouncer | None = None
+        """Emits events of what rests; None: there are none."""
         self.num_snapshots = 0
         self.num_snapshots_demoted = 0
         self.num_blocks_demoted = 0
@@ -233,6 +236,8 @@ class LowerTier:
             below.saved_tokens = min(below.saved_tokens, below.position - resting.position)
         self.num_snapshots += 1
         self._queue.push(resting)
+        if self.announcer is not None:
+            self.announcer.enter(resting)
 
     def is_whole(self, resting: RestingSnapshot) -> bool:
         """Whether all blocks that a snapshot needs are at rest or on the device."""
@@ -304,11 +309,14 @@ class LowerTier:
         self.num_snapshots -= 1
         if not is_elsewhere:
             self.pass_savings(block, snapshot)
-        node = block
+        node, unlinked = block, list[RestingBlock]()
         while (parent := node.parent) is not None and not node.children and not node.snapshots:
             freed[node.place] = 1
             node.unlink()
+            unlinked.append(node)
             node = parent
+        if self.announcer is not None:
+            self.announcer.leave(snapshot, unlinked)
         above = nearest_above(node, block, snapshot)
         if above is not None:
             above.is_interior = is_elsewhere

@@ -382,10 +382,10 @@ class CacheMemory:
         kept = len(run.blocks) - num_blocks
         evicted = run.blocks[kept:]
         key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
-        if self.announcer is not None:
-            self.announcer.remove_blocks(run, kept)
         if self.lower is not None:
             self._demote_blocks(self.lower, run, kept)
+        if self.announcer is not None:
+            self.announcer.remove_blocks(run, kept)
         del run.blocks[kept:], run.hashes[kept:]
         run.num_gaps -= evicted.count(NULL_BLOCK)
         del run.tokens[kept * BLOCK_KEY_BYTES :]

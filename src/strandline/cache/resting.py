@@ -36,7 +36,7 @@ class Stride(NamedTuple):
 class RestingBlock:
     """A whole block on the path of a resting snapshot."""
 
-    __slots__ = ("children", "key", "num_needers", "parent", "place", "snapshots", "stride")
+    __slots__ = ("children", "key", "num_needers", "parent", "path_hash", "place", "snapshots", "stride")
 
     def __init__(self, parent: "RestingBlock | None", key: bytes) -> None:
         self.parent = parent
@@ -51,6 +51,8 @@ class RestingBlock:
         """
         self.num_needers = 0
         """Snapshots in whose windows it lies, which are counted if there are windows; else all at its end and below."""
+        self.path_hash = b""
+        """That of events; empty: it is not announced."""
         self.stride: Stride | None = None
         """How the last path went on from here; None: not known, or this is no node that remembers it."""
 
@@ -88,6 +90,7 @@ class RestingSnapshot:
         "kind",
         "last_push",
         "num_loads",
+        "path_hash",
         "place",
         "position",
         "salt",
@@ -129,6 +132,8 @@ class RestingSnapshot:
         """That of the block that it lies inside."""
         self.num_loads = 0
         """Transfers under way that read or write it, or blocks before it: it is not evicted."""
+        self.path_hash = b""
+        """That of events; empty: it is not announced."""
         self.last_push = 0
         """The number of its last push onto the eviction queue; 0: it is not there."""
 

@@ -16,6 +16,7 @@ from strandline.cache.actions import Completion
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, find_block
+from strandline.cache.resting_announcer import Claim
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS, RequestId
@@ -35,6 +36,8 @@ class _TierLoad:
     """By place that it reads: a whole block, and its index in the path."""
     returning: list[tuple[int, RestingBlock]] = field(default_factory=list)
     """Those of them that do not rest any more."""
+    claim: Claim | None = None
+    """What stays announced until it has ended."""
 
 
 class TierLoads:
@@ -58,6 +61,8 @@ class TierLoads:
         load = self._loads[lease.request_id] = _TierLoad(block, self._keeper(lease, block), tuple(places))
         if load.keeper is not None:
             load.keeper.num_loads += 1
+        if self._tier.announcer is not None and load.keeper is not None and block is not None and self.is_exchange:
+            load.claim = self._tier.announcer.claim(block, load.keeper)
         if not self.is_exchange:
             self._tier.begin_reading(load.places)
         elif block is not None:
@@ -115,6 +120,8 @@ class TierLoads:
             snapshot.is_superseded = keeper.is_superseded
         if self.is_exchange:
             self._end_exchange(lease, load, is_done=completion.is_done)
+            if tier.announcer is not None and load.claim is not None:
+                tier.announcer.release(load.claim)
             return
         tier.end_reading(load.places)
         self._forget_lost(lease, completion.lost)

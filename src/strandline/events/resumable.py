@@ -1,4 +1,7 @@
-"""What one engine can resume, according to its events: predicts the hit of a prompt, to the token."""
+"""What one engine can resume, according to its events: predicts the hit of a prompt, to the token.
+
+With tiers below the device it predicts an upper bound: the hit if the engine loads all that rests of the prompt.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -108,7 +111,7 @@ class ResumableIndex:
         return bisect_left(prompt.blocks, True, key=lambda block: block not in self._blocks)
 
     def hit_tokens(self, prompt: PromptHashes) -> int:
-        """Return how many of the prompt's tokens the engine would hit."""
+        """Return how many of the prompt's tokens the engine would hit, at most if it has tiers below the device."""
         if not self._snapshots:
             return max(min(self.matched_blocks(prompt) * BLOCK_TOKENS, prompt.num_tokens - 1), 0)
         for num_before in range(self.matched_blocks(prompt), -1, -1):

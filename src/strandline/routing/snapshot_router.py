@@ -1,11 +1,11 @@
 """The router that knows snapshots: sends a request where the tokens to recompute and the load are least together.
 
-The tokens to recompute are known from the replicas' events, to the token. They delay all requests of a replica, so they
-count as often as there are requests everywhere: among busy replicas little is moved, and an idle one still gets its
-part. Where they and the load are about the same, a replica that has computed more of the prompt, though it cannot
-resume there, is preferred. A request's tokens are reserved when it is routed, so that the next one, which may come
-before the replica has heard of the first, sees them. Prompts on their way count as cached where they were sent: an
-engine computes a prefix once for all requests that wait for it.
+The tokens to recompute are known from the replicas' events, to the token; what rests below a device counts as cached.
+They delay all requests of a replica, so they count as often as there are requests everywhere: among busy replicas
+little is moved, and an idle one still gets its part. Where they and the load are about the same, a replica that has
+computed more of the prompt, though it cannot resume there, is preferred. A request's tokens are reserved when it is
+routed, so that the next one, which may come before the replica has heard of the first, sees them. Prompts on their way
+count as cached where they were sent: an engine computes a prefix once for all requests that wait for it.
 """
 
 from collections.abc import Iterable, Iterator

@@ -48,7 +48,7 @@ def positions(tier: LowerTier) -> list[int]:
     return sorted(snapshot.position for snapshot in tier.snapshots())
 
 
-def restarted(driver: Driver, *, lose: int = 0) -> Driver:
+def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> Driver:
     """Return a driver over what the persistent tier of another one holds.
 
     Args:
@@ -71,7 +71,8 @@ def restarted(driver: Driver, *, lose: int = 0) -> Driver:
                         KeptSnapshot(tree, before, key, found.place, found.tail_place, found.kind, 0, 0.0, False)
                     )
     rule = driver.cache.internals().rule
-    new = Driver(lower_blocks=13, disk_blocks=disk.num_blocks, kept=Kept(tuple(blocks), tuple(snapshots)), rule=rule)
+    kept, num_blocks = Kept(tuple(blocks), tuple(snapshots)), disk.num_blocks
+    new = Driver(lower_blocks=13, disk_blocks=num_blocks, kept=kept, rule=rule, emits_events=emits_events)
     new.device.stored |= driver.device.stored
     new.flush()
     return new

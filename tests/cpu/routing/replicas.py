@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from strandline.cache.events import CacheEvent
+from strandline.cache.evict_all import evict_all
 from strandline.events.resumable import PromptHashes
 from strandline.events.wire import WireEvent, decode_batch, encode_batch
 from strandline.routing.router import Router
@@ -17,9 +18,10 @@ def on_the_wire(events: Iterable[CacheEvent]) -> list[WireEvent]:
 class Fleet:
     """Replicas with a cache each, and a router that knows them as ``a``, ``b``, …"""
 
-    def __init__(self, router: Router, num_replicas: int = 3) -> None:
+    def __init__(self, router: Router, num_replicas: int = 3, *, lower_blocks: int = 0) -> None:
         self.router = router
-        self.drivers = {chr(ord("a") + index): Driver(emits_events=True) for index in range(num_replicas)}
+        names = [chr(ord("a") + index) for index in range(num_replicas)]
+        self.drivers = {name: Driver(emits_events=True, lower_blocks=lower_blocks) for name in names}
         for name in self.drivers:
             router.add(name)
         self._num_requests = 0
@@ -28,6 +30,13 @@ class Fleet:
         """Let a replica serve a prompt, and tell the router."""
         driver = self.drivers[name]
         driver.serve(tokens)
+        self.router.apply(name, on_the_wire(driver.cache.take_events()))
+
+    def evict_all(self, name: str) -> None:
+        """Let a replica's device evict everything, and tell the router."""
+        driver = self.drivers[name]
+        evict_all(driver.cache)
+        driver.flush()
         self.router.apply(name, on_the_wire(driver.cache.take_events()))
 
     def end(self, request_id: str) -> None:

@@ -28,6 +28,15 @@ def test_prompt_goes_where_its_prefix_is_resumable() -> None:
     assert replicas.route([*PREFIX, *range(60, 70)]) == "c"
 
 
+@pytest.mark.parametrize(("lower_blocks", "chosen"), [(100, "b"), (0, "a")])
+def test_prompt_goes_where_its_prefix_rests_below_the_device(lower_blocks: int, chosen: str) -> None:
+    replicas = Fleet(SnapshotRouter(), 2, lower_blocks=lower_blocks)
+    replicas.serve("a", [*PREFIX][:100])
+    replicas.serve("b", PREFIX)
+    replicas.evict_all("b")
+    assert replicas.route([*PREFIX, 1]) == chosen
+
+
 def test_deepest_snapshot_wins() -> None:
     replicas = fleet()
     replicas.serve("a", [*PREFIX][:100])

@@ -1,0 +1,160 @@
+"""Turns changes of what rests in a tier into events.
+
+A resting snapshot can be resumed once it is loaded, so it is announced, and so are the blocks on its path: those of the
+tier's tree. What a load takes out of the tier is *claimed* until the load has ended, because requests for it wait for
+that.
+
+A persistent tier knows a salt by its hash alone. What it holds from an earlier process is announced once the salt is
+known: at the start for prompts without one, else with the first request under it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from strandline.cache.events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
+from strandline.cache.path_hashes import block_hashes, root_hash
+from strandline.cache.resting import RestingBlock, RestingSnapshot
+from strandline.cache.stored_events import blocks_stored, snapshot_stored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """A snapshot that a load brings, and the blocks of its path."""
+
+    events: tuple[BlocksStored | SnapshotStored, ...]
+
+
+class RestingAnnouncer:
+    """Announces what rests in one tier.
+
+    Args:
+        emit: takes events.
+        roots: the tier's trees, by name.
+        tree_name: returns the name of a salt's tree.
+        needs_snapshots: whether prompts resume at snapshots alone.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[CacheEvent], None],
+        roots: Mapping[str, RestingBlock],
+        tree_name: Callable[[str], str],
+        *,
+        needs_snapshots: bool,
+    ) -> None:
+        self._emit = emit
+        self._roots = roots
+        self._tree_name = tree_name
+        self._needs_snapshots = needs_snapshots
+        self._salts: dict[str, str] = {}
+        """By the name of a tree."""
+        self._claims: dict[Claim, None] = {}
+
+    def meet(self, salt: str) -> None:
+        """Announce what rests under a salt, if it was not known."""
+        tree = self._tree_name(salt)
+        if tree not in self._salts:
+            self._salts[tree] = salt
+            self._emit_all(self._state_of(tree))
+
+    def state(self) -> Iterator[CacheEvent]:
+        """Yield events that announce everything anew."""
+        for tree in self._salts:
+            yield from self._state_of(tree)
+        for claim in self._claims:
+            yield from claim.events
+
+    def enter(self, resting: RestingSnapshot) -> None:
+        """Announce a snapshot that has entered the tree, and the blocks that have entered with it."""
+        salt, block = self._salts.get(resting.salt), resting.block
+        if salt is None or block is None:
+            return
+        nodes, node = list[RestingBlock](), block
+        while not node.path_hash:
+            if node.parent is None:
+                node.path_hash = root_hash(salt)
+                break
+            nodes.append(node)
+            node = node.parent
+        self._emit_all(_nodes_stored(nodes[::-1], salt))
+        if self._needs_snapshots:
+            self._emit(_resting_stored(resting, block, salt))
+
+    def leave(self, resting: RestingSnapshot, unlinked: Iterable[RestingBlock]) -> None:
+        """Announce that a snapshot rests no more, and the blocks that have left the tree with it, deepest first."""
+        if resting.path_hash:
+            self._emit(SnapshotRemoved(resting.path_hash))
+        hashes = tuple([node.path_hash for node in unlinked if node.path_hash])
+        if hashes:
+            self._emit(BlocksRemoved(hashes))
+
+    def claim(self, block: RestingBlock, resting: RestingSnapshot) -> Claim:
+        """Keep the blocks of a path, and a snapshot at its end or below, announced until they are released."""
+        salt = self._salts[resting.salt]
+        events: list[BlocksStored | SnapshotStored] = [*_nodes_stored([*block.ancestry()][::-1], salt)]
+        if self._needs_snapshots:
+            events.append(_resting_stored(resting, block, salt))
+        self._emit_all(events)
+        claim = Claim(tuple(events))
+        self._claims[claim] = None
+        return claim
+
+    def release(self, claim: Claim) -> None:
+        """Announce that what was claimed is gone, unless it is held elsewhere by now."""
+        del self._claims[claim]
+        for event in claim.events[::-1]:
+            match event:
+                case SnapshotStored(path_hash):
+                    self._emit(SnapshotRemoved(path_hash))
+                case BlocksStored(hashes):
+                    self._emit(BlocksRemoved(hashes[::-1]))
+
+    def _emit_all(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            self._emit(event)
+
+    def _state_of(self, tree: str) -> Iterator[CacheEvent]:
+        """Yield what is announced of a tree."""
+        root, salt = self._roots.get(tree), self._salts[tree]
+        if root is None:
+            return
+        root.path_hash = root_hash(salt)
+        for nodes in _chains(root):
+            yield from _nodes_stored(nodes, salt)
+            for node in nodes if self._needs_snapshots else ():
+                for resting in node.snapshots.values():
+                    yield _resting_stored(resting, node, salt)
+
+
+def _chains(root: RestingBlock) -> Iterator[list[RestingBlock]]:
+    """Yield all nodes of a tree, in paths without branches; a path comes after those before it."""
+    waiting = [root]
+    while waiting:
+        chain = [waiting.pop()]
+        while len(chain[-1].children) == 1:
+            chain += chain[-1].children.values()
+        yield chain
+        waiting += chain[-1].children.values()
+
+
+def _nodes_stored(nodes: list[RestingBlock], salt: str) -> Iterator[BlocksStored]:
+    """Yield the events of consecutive blocks; those before them have their hashes."""
+    nodes = [node for node in nodes if node.parent is not None]
+    if not nodes or (above := nodes[0].parent) is None:
+        return
+    tokens = b"".join([node.key for node in nodes])
+    if not nodes[-1].path_hash:
+        for node, path_hash in zip(nodes, block_hashes(above.path_hash, tokens), strict=True):
+            node.path_hash = path_hash
+    before = None if above.parent is None else above.path_hash
+    yield from blocks_stored([node.path_hash for node in nodes], before, tokens, salt)
+
+
+def _resting_stored(resting: RestingSnapshot, block: RestingBlock, salt: str) -> SnapshotStored:
+    """Return the event of a snapshot after a block."""
+    if resting.key or block.parent is None:
+        event = snapshot_stored(block.path_hash, resting.key, resting.position, salt)
+    else:
+        event = snapshot_stored(block.parent.path_hash, block.key, resting.position, salt)
+    resting.path_hash = event.path_hash
+    return event
