@@ -21,8 +21,10 @@ from strandline.cache.resting_lookups import position_above
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
 
 SPARE_SHARE: Final = 16
-"""One in this many blocks of host memory is kept free, and room for a few snapshots at least."""
-SPARE_SLABS: Final = 2
+"""One in this many blocks of host memory is kept free."""
+SPARE_SLABS: Final = 6
+"""The least that is kept free, in slabs, up to half of a small memory: one prompt evicts several snapshots between two
+steps, and what finds no room is dropped."""
 BUFFER_SLABS: Final = 32
 """Host memory through which everything goes to the persistent tier, where none is configured, in slabs."""
 MAX_SPILLS: Final = 32
@@ -35,7 +37,8 @@ MAX_BEGUN: Final = 2
 
 def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
     """Return how many blocks of host memory should be kept free."""
-    return min(max(num_blocks // SPARE_SHARE, SPARE_SLABS * blocks_per_slab), num_blocks)
+    least = min(SPARE_SLABS * blocks_per_slab, num_blocks // 2)
+    return max(num_blocks // SPARE_SHARE, least)
 
 
 class DeviceEntry(NamedTuple):

@@ -10,7 +10,7 @@ from strandline.cache.lower_tier import LowerTier
 from strandline.cache.path_hashes import block_hashes, root_hash
 from strandline.cache.resting import RestingSnapshot
 from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, AtTokens, BehindWindows, ResumeRule
-from strandline.cache.spills import MAX_BEGUN
+from strandline.cache.spills import MAX_BEGUN, spare_blocks
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
 from tests.cpu.cache.test_lower_tier import evict_all
@@ -319,6 +319,24 @@ def test_few_spills_begin_between_two_steps() -> None:
     for num_steps in (1, 2):
         driver.cache.take_actions()
         assert len(driver.cache.loads.spills or ()) == MAX_BEGUN * num_steps
+
+
+@pytest.mark.parametrize("host_blocks", [120, 200])
+def test_small_host_memory_has_room_for_a_prompts_snapshots(host_blocks: int) -> None:
+    driver = Driver(lower_blocks=host_blocks, disk_blocks=2000, num_slabs=80)
+    host, disk = tiers(driver)
+    host.num_spare_blocks = spare_blocks(host_blocks, host.slot_blocks)
+    for seed in range(20):
+        for first, then in ((200, 0), (200, 80), (280, 80)):
+            driver.serve([*pattern(seed, first), *pattern(seed + 50, then)])
+        evict_all(driver)
+        end_spills(driver)
+    assert disk.num_snapshots > 0
+    assert host.num_snapshots_evicted == 0, "room was made by passing on"
+
+
+def test_spare_room_leaves_half_of_a_tiny_memory() -> None:
+    assert [spare_blocks(num_blocks, 5) for num_blocks in (10, 40, 60, 200, 1600)] == [5, 20, 30, 30, 100]
 
 
 def test_the_least_valuable_snapshot_makes_room() -> None:
