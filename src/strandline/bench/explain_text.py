@@ -18,6 +18,8 @@ MEANINGS: Final[Mapping[str, str]] = {
     "no_room": "the prefix was cached, but there was not enough memory to keep it beside the request's own data",
     "not_asked": "the cache is off, or the request wanted its prompt's log-probabilities",
 }
+RESTS: Final = "the tokens rest below the device"
+"""What is said of these before the prompt has been sent; whether they would be loaded is in the advice."""
 TIERS: Final[Mapping[str, str]] = {"host": "host memory", "disk": "the disk"}
 MAX_SHOWN: Final = 8
 MAX_CHARACTERS: Final = 120
@@ -34,8 +36,11 @@ def lines(data: Data, subject: str) -> Iterator[str]:
     account = data["account"]
     queried, hit = account["queried"], account["hit"]
     share = hit / max(queried, 1)
-    yield f"{subject}: {queried:,} prompt tokens, {hit:,} hit ({share:.1%}), {queried - hit:,} to compute"
-    yield from _ranges(account)
+    is_unsent = data["request_id"] is None and "loads" not in data
+    resting = _resting_tokens(account) if is_unsent else 0
+    below = f" {resting:,} below the device," if resting else ""
+    yield f"{subject}: {queried:,} prompt tokens, {hit:,} hit ({share:.1%}),{below} {queried - hit - resting:,} to compute"
+    yield from _ranges(account, {**MEANINGS, "demoted": RESTS} if is_unsent else MEANINGS)
     yield from _tiers(data)
     yield from _path(data)
     if data["parting"] is not None:
@@ -46,18 +51,22 @@ def lines(data: Data, subject: str) -> Iterator[str]:
             yield f"  - {advice['text']} ({advice['tokens']:,} token{'s' if advice['tokens'] != 1 else ''})"
     if data["now"] is not None:
         now = data["now"]
-        resting = sum(miss["end"] - miss["start"] for miss in now["misses"] if miss["reason"] == "demoted")
+        resting = _resting_tokens(now)
         more = f"; {resting:,} more rest below the device, to be loaded where that is faster" if resting else ""
         yield f"sent again now, it would hit {now['hit']:,} of {now['queried']:,} tokens{more}"
 
 
-def _ranges(account: Data) -> Iterator[str]:
+def _resting_tokens(account: Data) -> int:
+    return sum(miss["end"] - miss["start"] for miss in account["misses"] if miss["reason"] == "demoted")
+
+
+def _ranges(account: Data, meanings: Mapping[str, str]) -> Iterator[str]:
     rows = []
     if account["hit"]:
         rows.append((0, account["hit"], "hit", _source(account["snapshot_kind"])))
     for miss in account["misses"]:
         who = f": {miss['request_id']}" if miss.get("request_id") else ""
-        rows.append((miss["start"], miss["end"], miss["reason"], MEANINGS.get(miss["reason"], "") + who))
+        rows.append((miss["start"], miss["end"], miss["reason"], meanings.get(miss["reason"], "") + who))
     names = [f"[{start:,}, {end:,})" for start, end, _, _ in rows]
     for name, (_, _, what, text) in zip(names, rows, strict=True):
         yield f"  {name:<{max(map(len, names))}}  {what:<{max(len(row[2]) for row in rows)}}  {text}"
