@@ -55,7 +55,7 @@ def read_transfer_params(value: Mapping[str, Any] | None) -> TransferParams | No
     """Read a request's field; None: it asks for nothing. Unknown fields are ignored: they may be another engine's.
 
     Raises:
-        RequestError: a field has another type, or there is no address to fetch from.
+        RequestError: a field has another type or is out of range, or there is no address to fetch from.
     """
     if value is None:
         return None
@@ -74,7 +74,9 @@ def read_transfer_params(value: Mapping[str, Any] | None) -> TransferParams | No
         lease_id=_field(value, "remote_request_id", str, ""),
         num_tokens=_field(value, "remote_num_tokens", int, 0),
     )
-    if not params.host or not 0 < params.port < 2**16 or params.num_tokens < 0:
+    if params.num_tokens < 0:
+        raise RequestError(f"{NAME}: remote_num_tokens must be at least 0, got {params.num_tokens}")
+    if not params.host or not 0 < params.port < 2**16:
         raise RequestError(
             f"{NAME}: do_remote_prefill needs remote_host and remote_port, got {params.host!r:.100} and {params.port}"
         )

@@ -147,6 +147,7 @@ PREFILL = {"do_remote_prefill": True, "remote_host": "localhost", "remote_port":
         ("kv_producer", PREFILL, 1, "in the role kv_consumer"),
         (None, {"do_remote_decode": True}, 1, "needs a server with --kv-transfer-config"),
         ("kv_both", {"do_remote_prefill": True}, 1, "needs remote_host and remote_port"),
+        ("kv_both", {**PREFILL, "remote_num_tokens": -5}, 1, "remote_num_tokens must be at least 0, got -5"),
         ("kv_both", {**PREFILL, "remote_host": "10.1.2.3"}, 1, "is not among the peers"),
         ("kv_both", {"do_remote_prefill": "yes"}, 1, "do_remote_prefill must be of type bool"),
         ("kv_both", {**PREFILL, "do_remote_decode": True}, 1, "exclude each other"),
