@@ -219,10 +219,10 @@ class DiskDirectory:
             else:
                 snapshots.append(kept)
         for reason, number in reasons.items():
-            LOGGER.warning("removed %d files of the disk cache %s: %s", number, self.path, reason)
+            LOGGER.warning("removed %s of the disk cache %s: %s", _files(number), self.path, reason)
         for reason, number in unread.items():
-            text = "%d files of the disk cache %s could not be read and are not used before the next start: %s"
-            LOGGER.warning(text, number, self.path, reason)
+            text = "%s of the disk cache %s could not be read and %s not used before the next start: %s"
+            LOGGER.warning(text, _files(number), self.path, "is" if number == 1 else "are", reason)
         return Found(Kept(tuple(blocks), tuple(snapshots)), places)
 
     def remove_ranks_from(self, num_ranks: int) -> None:
@@ -287,3 +287,7 @@ def _kept(header: Header, places: tuple[int, ...], idle_s: float) -> KeptBlocks 
     slot, tail = (*places, 0)[:2]
     kind = SnapshotKind(about["snapshot"])
     return KeptSnapshot(about["tree"], before, header.tokens, slot, tail, kind, past_bin, idle_s, is_shared)
+
+
+def _files(number: int) -> str:
+    return f"{number:,} file{'s' if number != 1 else ''}"

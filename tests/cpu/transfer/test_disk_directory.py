@@ -154,6 +154,7 @@ def test_bad_files_are_removed_with_a_reason(
     found = rescanned(directory)
     assert (len(found.kept.blocks), len(found.kept.snapshots)) == (1, 0)
     assert reason in caplog.text
+    assert "removed 1 file of the disk cache" in caplog.text
     assert len(list(directory.path.iterdir())) == 3
 
 
