@@ -16,7 +16,17 @@ from typing import Any, NoReturn
 from strandline import __version__
 from strandline.bench.replay_flags import add_explain_flags, add_replay_flags
 from strandline.bench.serving.flags import add_report_flags, add_serve_flags
-from strandline.config import CACHE_MODES, DEVICES, DTYPES, EXECUTORS, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig, flag
+from strandline.config import (
+    CACHE_MODES,
+    DEVICES,
+    DISK_CACHE_SIZE,
+    DTYPES,
+    EXECUTORS,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    EngineConfig,
+    flag,
+)
 from strandline.errors import ConfigError, RequestError, StrandlineError
 from strandline.server.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS
 from strandline.specs import SNAPSHOT_DTYPES
@@ -43,6 +53,13 @@ PLANNED_FLAGS: Mapping[str, str] = {
     "--kv-transfer-config": "prefill and decode on separate engines are",
 }
 """vLLM's flags of features that are not supported yet."""
+
+
+class Extend(argparse.Action):
+    """Adds values to those of the same flag before; argparse's own needs a list as the default."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values])
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,9 +125,23 @@ def _add_serve(commands: Any) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
     text = "allowed Host names; '*': any (default: local names; any name if --host is not a loopback address)"
-    add("--allowed-hosts", nargs="+", default=(), metavar="NAME", help=text)
-    add("--served-model-name", nargs="+", default=(), metavar="NAME", help="model names that requests may use")
-    add("--api-key", nargs="+", default=(), metavar="KEY", help="API keys, one of them required in each request")
+    add("--allowed-hosts", action=Extend, nargs="+", default=(), metavar="NAME", help=text)
+    add(
+        "--served-model-name",
+        action=Extend,
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="model names that requests may use",
+    )
+    add(
+        "--api-key",
+        action=Extend,
+        nargs="+",
+        default=(),
+        metavar="KEY",
+        help="API keys, one of them required in each request",
+    )
     add("--salt-per-key", action="store_true", help="share cached prefixes only among requests with the same API key")
     add("--chat-template", metavar="FILE", help="Jinja template: a file, or the text itself")
     text = "parse control tokens in user and tool messages instead of treating them as plain text"
@@ -231,7 +262,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="SIZE", help="memory of the cache and running requests, such as 4GiB")
     add("--host-memory", metavar="SIZE", help="host memory for evicted entries, such as 64GiB (default: none)")
     add("--disk-cache", metavar="DIR", help="directory for evicted entries, kept across restarts (default: none)")
-    add("--disk-cache-size", default="100GiB", metavar="SIZE", help="size of the disk cache (default: %(default)s)")
+    add("--disk-cache-size", metavar="SIZE", help=f"size of the disk cache (default: {DISK_CACHE_SIZE})")
     text = "dtype of snapshots in host memory and on disk; only float32 is exact (default: %(default)s)"
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add(

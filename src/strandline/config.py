@@ -22,6 +22,8 @@ CACHE_MODES: Final = ("auto", "align", "all", "none")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EXECUTORS: Final = ("uni", "mp")
 
+DISK_CACHE_SIZE: Final = "100GiB"
+"""The size of a disk cache that is given none."""
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -73,8 +75,8 @@ class EngineConfig:
     None: no host memory."""
     disk_cache: str | None = None
     """Directory for evicted entries, whose files outlive the process; None: no disk cache."""
-    disk_cache_size: str | int = "100GiB"
-    """Budget of the disk cache, in the format of ``memory``; with several ranks, the budget of each."""
+    disk_cache_size: str | int | None = None
+    """Budget of the disk cache, in the format of ``memory``; with several ranks, the budget of each. None: 100 GiB."""
     snapshot_dtype: str = "float32"
     """Dtype of recurrent states in host memory and on disk: ``float32``: unchanged; ``bfloat16`` or ``int8``: smaller,
     but requests that resume from them are no longer exact."""
@@ -174,7 +176,13 @@ class EngineConfig:
             if not self.enable_prefix_caching:
                 raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
         _require_type("disk_cache", self.disk_cache, (str, NoneType))
-        parse_bytes(self.disk_cache_size, "--disk-cache-size")
+        if self.disk_cache_size is not None:
+            parse_bytes(self.disk_cache_size, "--disk-cache-size")
+            if self.disk_cache is None:
+                raise ConfigError(
+                    f"--disk-cache-size {self.disk_cache_size} is the size of a disk cache, and there is none; add "
+                    "--disk-cache DIR"
+                )
         if self.disk_cache is not None:
             if not self.disk_cache:
                 raise ConfigError("--disk-cache must be a directory, got ''")

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from strandline.cache.kept import Kept
 from strandline.cache.spills import BUFFER_SLABS, spare_blocks
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import EngineConfig, blocks_below
+from strandline.config import DISK_CACHE_SIZE, EngineConfig, blocks_below
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.disk_store import DISK_STORE, DiskStore
 from strandline.device.dtypes import machine_bytes
@@ -83,7 +83,8 @@ def attach_stores(
         num_blocks = blocks_below(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
         _require_host_memory(num_blocks * spec.block_bytes, ranks.size)
     if config.disk_cache is not None:
-        num_disk_blocks = blocks_below(config.disk_cache_size, "--disk-cache-size", spec, config.snapshot_dtype)
+        size = DISK_CACHE_SIZE if config.disk_cache_size is None else config.disk_cache_size
+        num_disk_blocks = blocks_below(size, "--disk-cache-size", spec, config.snapshot_dtype)
     slots = slot_encoding(spec, config.snapshot_dtype)
     new_store = PinnedStore if arena.bytes.device.type == "cuda" else HostStore
     host = new_store(arena, num_blocks, transfers.completions, slots)

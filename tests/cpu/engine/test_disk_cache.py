@@ -271,6 +271,8 @@ def test_wrong_disk_caches_are_refused(make_llm: MakeLLM, tmp_path: Path) -> Non
         make_llm(disk_cache="d", enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="--disk-cache-size must be a size"):
         make_llm(disk_cache="d", disk_cache_size="much")
+    with pytest.raises(ConfigError, match="--disk-cache-size 1GiB is the size .* there is none; add --disk-cache DIR"):
+        make_llm(disk_cache_size="1GiB")
     llm = with_disk(make_llm, tmp_path)
     with pytest.raises(ConfigError, match="is in use by process"):
         with_disk(make_llm, tmp_path)

@@ -72,3 +72,10 @@ def test_an_unknown_flag_names_the_nearest(wrong: str, nearest: str, capsys: pyt
     with pytest.raises(SystemExit):
         build_parser().parse_args(["serve", wrong, "4"])
     assert f"unknown argument {wrong}; did you mean {nearest}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--allowed-hosts"])
+def test_a_flag_given_twice_keeps_both_values(flag: str) -> None:
+    options = build_parser().parse_args(["serve", flag, "a", "b", flag, "c"])
+    assert getattr(options, flag[2:].replace("-", "_")) == ["a", "b", "c"]
+    assert getattr(build_parser().parse_args(["serve"]), flag[2:].replace("-", "_")) == ()
