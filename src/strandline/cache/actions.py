@@ -130,6 +130,8 @@ class StoreOut:
     path: StoredPath | None = None
     is_held: bool = False
     """Whether only a ``LoadIn`` that follows writes the sources: it can wait, and nothing needs to be copied aside."""
+    is_final: bool = False
+    """Whether the process ends soon, so that the store tries it although it pauses after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,8 @@ class Completion(NamedTuple):
     """How long the copying took; 0: unknown."""
     lost: tuple[int, ...] = ()
     """Places of the store that could not be read and never will be."""
+    cause: str = ""
+    """Why a store to a disk failed."""
 
 
 Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog | LoadIn | StoreOut | DropStored | CancelTransfer

@@ -34,6 +34,8 @@ class Flush:
 
     def __init__(self, index: PrefixIndex, upper: LowerTier, spills: Spills) -> None:
         self._spills = spills
+        spills.is_final = True
+        self._num_failed_before = spills.num_failed
         sources: list[tuple[float, Source]] = [(upper.worth(resting), resting) for resting in upper.snapshots()]
         for entry in _entries(index, has_states=upper.slot_blocks > 0):
             sources.append((upper.worth(_as_resting(entry)), entry))
@@ -45,6 +47,16 @@ class Flush:
     def num_left(self) -> int:
         """How much is not written yet, or was not refused."""
         return len(self._waiting) + len(self._spills)
+
+    @property
+    def num_failed(self) -> int:
+        """How much could not be written."""
+        return self._spills.num_failed - self._num_failed_before
+
+    @property
+    def failure(self) -> str:
+        """Why the last of it could not be written."""
+        return self._spills.failure if self.num_failed else ""
 
     def begin(self) -> None:
         """Begin to write as much as may be on its way at once."""

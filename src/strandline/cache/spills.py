@@ -107,6 +107,11 @@ class Spills:
         self._next_transfer = next_transfer
         self._spills: dict[TransferId, _Spill] = {}
         self._num_leaving = 0
+        self.is_final = False
+        """Whether the process ends soon."""
+        self.num_failed = 0
+        self.failure = ""
+        """Why the last one failed."""
 
     def __len__(self) -> int:
         return len(self._spills)
@@ -166,7 +171,9 @@ class Spills:
         blocks = [*((entry.blocks[index], place) for index, place in path.places.items()), (entry.tail, path.tail)]
         slots = ((entry.slot, path.slot),) if path.slot else ()
         self._spills[transfer] = _Spill(None, (), 0, arriving, nodes, path, None)
-        self._issue(StoreOut(transfer, lower.store, tuple(x for x in blocks if x[1]), slots, (), path))
+        self._issue(
+            StoreOut(transfer, lower.store, tuple(x for x in blocks if x[1]), slots, (), path, is_final=self.is_final)
+        )
 
     def _pays(self, leaving: RestingSnapshot) -> bool:
         """Return whether a snapshot would be loaded."""
@@ -256,7 +263,7 @@ class Spills:
         num_leaving = self._num_freed_by(leaving)
         self._num_leaving += num_leaving
         self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, nodes, path, hold)
-        self._issue(StoreOut(transfer, lower.store, blocks, (), stored, path))
+        self._issue(StoreOut(transfer, lower.store, blocks, (), stored, path, is_final=self.is_final))
 
     def _num_freed_by(self, leaving: RestingSnapshot) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
@@ -285,6 +292,8 @@ class Spills:
         if completion.is_done:
             self._arrive(spill)
         else:
+            self.num_failed += 1
+            self.failure = completion.cause
             self._fail(spill)
         leaving = spill.leaving
         if leaving is None:

@@ -2,7 +2,7 @@
 
 Loads come before stores, and one thread is reserved for them. Waiting for the device or the disk and computing a
 checksum release the GIL, so that steps continue. Failures are reported and logged; after a failed store, storing pauses
-for a while.
+for a while, but for one attempt before the process ends.
 """
 
 import logging
@@ -106,6 +106,8 @@ class DiskStore:
         """Guards everything above, and the places."""
         self._shrinking = Lock()
         self._paused_until_s = self._logged_s = float("-inf")
+        self._pause_cause = ""
+        self._is_ending = False
         self._threads = [Thread(target=self._run, name="disk cache", daemon=True) for _ in range(NUM_THREADS)]
         for thread in self._threads:
             thread.start()
@@ -134,8 +136,10 @@ class DiskStore:
         path, fence = action.path, self._copies.fence()
         if path is None:
             raise EngineError(f"what is stored to {DISK_STORE!r} needs a path")
+        if action.is_final and not self._is_ending:
+            self._is_ending, self._paused_until_s = True, float("-inf")
         if SYSTEM_CLOCK() < self._paused_until_s:
-            self._completions.put(Completion(action.transfer, is_done=False))
+            self._completions.put(Completion(action.transfer, is_done=False, cause=self._pause_cause))
             return
         sources = dict[int, Pieces](
             (place, partial(_host, self._source.read(source))) for source, place in action.stored
@@ -272,16 +276,17 @@ class DiskStore:
 
     def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
         """Write and report."""
-        start_s, is_done = SYSTEM_CLOCK(), False
+        start_s, is_done, cause = SYSTEM_CLOCK(), False, ""
         try:
             self._write(path, sources)
             is_done = True
         except OSError as error:
+            self._pause_cause = cause = cause_of(error)
             self._paused_until_s = SYSTEM_CLOCK() + PAUSE_S
             text = "nothing is stored in the disk cache %s for %d s: %s"
-            LOGGER.warning(text, self._directory.path, PAUSE_S, cause_of(error))
+            LOGGER.warning(text, self._directory.path, PAUSE_S, cause)
         finally:
-            self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s))
+            self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s, cause=cause))
 
     def _write(self, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""

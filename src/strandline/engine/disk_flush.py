@@ -42,7 +42,8 @@ def flush(
             if writing.num_left:
                 loading.complete(executor.wait_for_transfers(WAIT_S))
     num_bytes = (_written_blocks(cache) - before) * cache.loads.tiers[-1].block_bytes * executor.facts.num_ranks
-    return FlushReport(num_bytes, writing.num_left, SYSTEM_CLOCK() - start_s)
+    seconds = SYSTEM_CLOCK() - start_s
+    return FlushReport(num_bytes, writing.num_left, seconds, writing.num_failed, writing.failure)
 
 
 def _written_blocks(cache: PrefixCache) -> int:

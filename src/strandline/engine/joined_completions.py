@@ -43,4 +43,5 @@ def _joined(completions: Iterable[Completion]) -> Completion:
         all(part.is_done for part in parts),
         max(part.seconds for part in parts),
         tuple(sorted({place for part in parts for place in part.lost})),
+        next((part.cause for part in parts if part.cause), ""),
     )

@@ -60,10 +60,20 @@ class FlushReport(msgspec.Struct, frozen=True):
     num_left: int
     """Snapshots, or paths of a model that keeps none, for which there was no time."""
     seconds: float
+    num_failed: int = 0
+    """Snapshots, or paths, that could not be written."""
+    failure: str = ""
+    """Why."""
 
     def __str__(self) -> str:
-        left = f"; there was no time for {self.num_left:,} snapshots" if self.num_left else ""
+        left = f"; there was no time for {_snapshots(self.num_left)}" if self.num_left else ""
+        if self.num_failed:
+            left += f"; {_snapshots(self.num_failed)} could not be written: {self.failure}"
         return f"wrote {self.num_bytes / 2**20:,.1f} MiB to the disk cache in {self.seconds:.1f} s{left}"
+
+
+def _snapshots(number: int) -> str:
+    return f"{number:,} snapshot{'s' if number != 1 else ''}"
 
 
 class EventEndpoints(msgspec.Struct, frozen=True):

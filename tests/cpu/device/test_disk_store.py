@@ -57,13 +57,14 @@ class Scene:
         [completion] = self.transfers.wait(60.0)
         return completion
 
-    def store(self, first: int = 10) -> Completion:
+    def store(self, first: int = 10, *, is_final: bool = False) -> Completion:
         """Store three blocks, one of them from the device, and the slot with the block that it lies inside."""
         places = range(first, first + 5)
         blocks = (StoredBlocks(0, tuple(places[:3])),)
         path = StoredPath("t", DATA, blocks, False, places[3], places[4], SnapshotKind.MARK, 0, is_shared=False)
         stored = ((1, places[1]), (2, places[2]), (3, places[3]), (1, places[4]))
-        return self.begin(StoreOut(TransferId(2), DISK_STORE, ((BlockId(20), places[0]),), (), stored, path))
+        blocks_out = ((BlockId(20), places[0]),)
+        return self.begin(StoreOut(TransferId(2), DISK_STORE, blocks_out, (), stored, path, is_final=is_final))
 
     def load(self, first: int = 10) -> Completion:
         places = range(first, first + 5)
@@ -108,7 +109,7 @@ def test_damaged_and_missing_files_are_lost(scene: Scene, caplog: pytest.LogCapt
     scene.store()
     [blocks], [snapshot] = scene.files("blocks"), scene.files("snapshot")
     flip(blocks, 4096 + SPEC.raw_block_bytes)
-    assert scene.load()[:1] + scene.load()[3:] == (3, (11,))
+    assert scene.load().lost == (11,)
     assert "a checksum is wrong" in caplog.text
     flip(blocks, 4096 + SPEC.raw_block_bytes)
     assert scene.load().is_done
@@ -158,6 +159,19 @@ def test_a_full_disk_pauses_stores(
     assert scene.store(40).is_done
     assert scene.load().is_done
     assert scene.load(40).is_done
+
+
+def test_one_store_is_tried_in_a_pause_before_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def fail(*_: object) -> int:
+        tries.append(1)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk_files.os, "pwrite", fail)
+    for place, is_final, num_tries in ((10, False, 1), (20, False, 1), (30, True, 2), (40, True, 2)):
+        done = scene.store(place, is_final=is_final)
+        assert (done.is_done, done.cause, len(tries)) == (False, "[Errno 28] No space left on device", num_tries)
 
 
 def test_a_directory_that_is_gone_is_no_end(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,3 +51,9 @@ def test_every_transfer_ends_once_in_any_order(order: list[tuple[int, int]]) -> 
         reports = [[done(transfer)] if rank == each else [] for each in range(3)]
         is_last = transfer not in {other for _, other in left}
         assert joined.add(reports) == ((done(transfer),) if is_last else ())
+
+
+def test_why_one_rank_failed_is_kept() -> None:
+    refused = Completion(TransferId(1), is_done=False, cause="the disk is full")
+    [joined] = JoinedCompletions(2).add([[done(1)], [refused]])
+    assert (joined.is_done, joined.cause) == (False, "the disk is full")

@@ -64,10 +64,14 @@ class FakeClient(EngineClient):
     [
         (FlushReport(3 * 2**20, 0, 1.25), "wrote 3.0 MiB to the disk cache in 1.2 s"),
         (FlushReport(0, 4, 20.0), "wrote 0.0 MiB to the disk cache in 20.0 s; there was no time for 4 snapshots"),
+        (
+            FlushReport(0, 0, 0.0, 1, "No space left on device"),
+            "wrote 0.0 MiB to the disk cache in 0.0 s; 1 snapshot could not be written: No space left on device",
+        ),
         (EngineError("it hangs"), "the disk cache may lack entries that were only in memory: it hangs"),
         (None, "interrupted; the remaining entries were not written"),
     ],
-    ids=["done", "late", "error", "second signal"],
+    ids=["done", "late", "failed", "error", "second signal"],
 )
 def test_the_log_says_what_became_of_a_flush(
     answer: FlushReport | EngineError | None, line: str, caplog: pytest.LogCaptureFixture
