@@ -38,8 +38,9 @@ def lines(data: Data, subject: str) -> Iterator[str]:
     share = hit / max(queried, 1)
     is_unsent = data["request_id"] is None and "loads" not in data
     resting = _resting_tokens(account) if is_unsent else 0
-    below = f" {resting:,} below the device," if resting else ""
-    yield f"{subject}: {queried:,} prompt tokens, {hit:,} hit ({share:.1%}),{below} {queried - hit - resting:,} to compute"
+    below = f"{resting:,} below the device, " if resting else ""
+    others = f"{below}{queried - hit - resting:,} to compute"
+    yield f"{subject}: {queried:,} prompt tokens, {hit:,} hit ({share:.1%}), {others}"
     yield from _ranges(account, {**MEANINGS, "demoted": RESTS} if is_unsent else MEANINGS)
     yield from _tiers(data)
     yield from _path(data)
