@@ -215,7 +215,6 @@ def expanded_latent_attention(
     num_decodes: int,
     *,
     scale: float,
-    tile: Tile | None = None,
 ) -> Tensor:
     """Triton version of :func:`strandline.kernels.latent_expansion.expanded_latent_attention`.
 
@@ -229,8 +228,7 @@ def expanded_latent_attention(
     if len(pieces) > 1:
         options = {"dtype": torch.float32, "device": q_THD.device}
         acc, (maximum, total) = torch.empty(out_THV.shape, **options), torch.empty(2, *out_THV.shape[:2], **options)
-    if tile is None:
-        tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else TILE
+    tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else TILE
     num_prefills = len(base_N)
     num_tiles = num_row_tiles(batch.query_starts[num_decodes:], 1, tile.rows)
     for piece in pieces:
