@@ -192,7 +192,9 @@ def test_preempted_requests_prefer_what_a_cold_run_does(engine_of: EngineOf) -> 
             f"preempted, not: {seen}"
         )
     swapped = [*found[1:], found[0]]
-    assert float((regrets(cold(engine_of), prompts, swapped) > MAX_REGRET).float().mean()) > 0.1
+    # A wrong answer is regretted at its beginning; afterwards it continues its own text.
+    of_swapped = regrets(cold(engine_of), prompts, swapped)
+    assert float((of_swapped > MAX_REGRET).float().mean()) > 2 * MAX_SHARE_REGRETTED_LONG
 
 
 def test_log_probabilities_are_near_those_of_dequantised_weights(engine_of: EngineOf) -> None:

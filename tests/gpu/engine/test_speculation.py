@@ -177,6 +177,7 @@ class Launches:
         monkeypatch.setattr(runner, "make_drafts", fail)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_steps_with_prompts_beside_a_draft_layer_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(speculation: dict[str, Any] | None) -> tuple[dict[str, Any], LLM, Launches | None]:
         llm = LLM(
