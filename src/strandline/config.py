@@ -60,8 +60,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     """Maximum number of tokens per step; longer prompts take several steps. None: 2,048, on GPUs 8,192."""
     long_prefill_token_threshold: int | None = None
-    """Prefills of more tokens are long. While other requests decode, long prefills together compute at most this number
-    of tokens, in every third to ninth step. 0: no limit. None: a quarter of ``max_num_batched_tokens``."""
+    """Prefills of more tokens are long. While other requests decode, each computes at most about this number of tokens,
+    in every third to ninth step. 0: no limit. None: a quarter of ``max_num_batched_tokens``."""
     async_scheduling: bool | None = None
     """Plan each step while the device runs the previous one; None: on GPUs."""
     enforce_eager: bool = False

@@ -28,7 +28,7 @@ from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter
 from strandline.engine.drafts import Drafts
 from strandline.engine.load_queue import LoadQueue, LoadState
-from strandline.engine.long_prefills import LongPrefills, count_decodes
+from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
@@ -189,11 +189,11 @@ class Scheduler:
         drafts_of.begin_step(self._planned[-1][0] if self._planned and not self._is_plain else None)
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
-        self._long_prefills.begin_step(count_decodes(self.running))
+        self._long_prefills.begin_step(self.running)
         budget = self._plan_running(spans)
         if not spans and not drafts_of.unsettled:
             # Those that decoded have been preempted: long prefills need not wait for them.
-            self._long_prefills.begin_step(num_decodes=0)
+            self._long_prefills.begin_step_alone()
             budget = self._plan_running(spans)
         if self.num_preemptions == num_preemptions and not drafts_of.unsettled:
             self._plan_waiting(spans, budget)

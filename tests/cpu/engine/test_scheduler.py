@@ -106,10 +106,29 @@ def test_long_prefills_get_shares_of_steps_beside_decodes(monkeypatch: pytest.Mo
     scheduler.add(make_request("d", [4] * 90))
     assert spans(step(scheduler)) == [("a", 1), ("d", 90)]
     assert spans(step(scheduler)) == [("a", 1), ("d", 1)]
-    assert spans(step(scheduler)) == [("a", 1), ("b", 100), ("d", 1)]
-    assert spans(step(scheduler)) == [("a", 1), ("b", 50), ("d", 1)]
+    # Two of them bring two shares, which the first may use up.
+    assert spans(step(scheduler)) == [("a", 1), ("b", 150), ("c", 50), ("d", 1)]
+    assert spans(step(scheduler)) == [("a", 1), ("b", 1), ("d", 1)]
     assert spans(step(scheduler)) == [("a", 1), ("b", 1), ("d", 1)]
     assert spans(step(scheduler)) == [("a", 1), ("b", 1), ("c", 100), ("d", 1)]
+
+
+def test_many_long_prefills_leave_each_decode_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strandline.engine.long_prefills.STEPS_BETWEEN_SHARES", (1, 1))
+    scheduler = make_scheduler(max_tokens=400, long_from=100, max_num_seqs=32)
+    for index in range(8):
+        scheduler.add(make_request(f"long{index}", [100 + index] * 390))
+        scheduler.add(make_request(f"{index}", [index] * 3, max_tokens=90))
+    decoding: set[str] = set()
+    totals = []
+    for _ in range(40):
+        planned = step(scheduler)
+        counts = dict(spans(planned))
+        assert decoding <= set(counts)
+        totals.append(sum(counts.values()))
+        decoding |= {sequence.request_id for sequence in planned.sequences if sequence.is_sampled}
+        decoding &= {request.request_id for request in scheduler.running}
+    assert 395 <= max(totals[8:]) <= 400
 
 
 @pytest.mark.parametrize(("num_decodes", "steps_between"), [(1, 8), (4, 8), (6, 5), (16, 2), (40, 2)])
