@@ -35,7 +35,10 @@ TWO_BLOCKS_TOKENS: Final = 100
 """A context that is divided among two programs."""
 
 DECODED_TOKENS: Final = 64
-"""Output of a request that decodes beside others: longer than theirs."""
+"""Longest output of a request that decodes beside prompts: enough for the steps of all."""
+
+FEWEST_DECODED_TOKENS: Final = 20
+"""Shortest: every log is filled twice."""
 
 MAX_STEPS: Final = 4
 """Steps per prompt at most; prompts are shorter where steps are small."""
@@ -87,6 +90,10 @@ class WarmUp:
         for num_tokens in PROMPT_TOKENS:
             prompt = self._add(num_tokens, 1)
             self._run_until(partial(_is_finished, prompt))
+        self._run_until(lambda: all(len(request.output_ids) >= FEWEST_DECODED_TOKENS for request in decoding))
+        self._settle()
+        for request in decoding:
+            request.max_total = min(request.max_total, request.num_tokens + 2)
         self._run_until(lambda: not len(self._scheduler))
 
     def _prefill_together(self) -> None:
