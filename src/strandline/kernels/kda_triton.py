@@ -8,7 +8,8 @@ Matrices that do not depend on the state are computed for all chunks at once: ``
 ``write = X^T k``, where ``X = (I + A)^-1 diag(beta)``. Then the kernel of Gated DeltaNet carries the states on.
 
 Decays differ from channel to channel, so those between two tokens are not a factor of the tokens' product, but parts of
-its two factors. Of a block of ``2 b`` tokens, the product of second half and first has two factors of at most 1: one
+its two factors, to and from the middle of the chunk. Where 32 tokens decay so much that this product might overflow,
+there are three: of a block of ``2 b`` tokens, the product of second half and first has two factors of at most 1, one
 with the decays from the middle, the other with those to it. Two such products of the whole chunk, for ``b`` of 32 and
 16, and one with the decays to and from the middles of blocks of 16 tokens make up all pairs. Where 8 tokens decay so
 much that the last might overflow, there are six, for ``b`` from 1 to 32, and the diagonal.
@@ -204,15 +205,19 @@ def _add_products(
     keys_LL, queries_LL, q_LK, k_LK, sum_LK, row_L, L: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Add the decayed products of keys, below the diagonal, and of queries and keys, on it and below."""
-    # Blocks of 16 tokens, level 3 and below.
-    change_LK = sum_LK - _middles(sum_LK, row_L, 3, L, K)
-    if tl.max(tl.max(tl.abs(change_LK), 1), 0) <= MAX_CHANGE:
+    change_LK = sum_LK - _row_of(sum_LK, L // 2 - 1, row_L)[None, :]
+    is_whole = tl.max(tl.max(tl.abs(change_LK), 1), 0) <= MAX_CHANGE
+    first_level = 6
+    if not is_whole:
+        # Blocks of 16 tokens, level 3 and below.
+        change_LK = sum_LK - _middles(sum_LK, row_L, 3, L, K)
         first_level = 4
+    if is_whole or tl.max(tl.max(tl.abs(change_LK), 1), 0) <= MAX_CHANGE:
         factor_LK = fast_exp2(change_LK)
         decayed_q_LK = (q_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
         decayed_k_LK = (k_LK.to(tl.float32) * factor_LK).to(k_LK.dtype)
         grown_k_LK = (k_LK.to(tl.float32) * fast_exp2(-change_LK)).to(k_LK.dtype)
-        is_block_LL = ((row_L[:, None] ^ row_L[None, :]) >> 4) == 0
+        is_block_LL = ((row_L[:, None] ^ row_L[None, :]) >> first_level) == 0
         inner_LL = tl.dot(decayed_k_LK, tl.trans(grown_k_LK), input_precision=PRECISION)
         keys_LL += tl.where(is_block_LL & (row_L[:, None] > row_L[None, :]), inner_LL, 0.0)
         inner_LL = tl.dot(decayed_q_LK, tl.trans(grown_k_LK), input_precision=PRECISION)

@@ -6,6 +6,7 @@ any device: tests/gpu runs them at the shapes of published models.
 Shape suffixes: N sequences, S slots, X the dimensions of one state; T tokens of whatever follows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -78,6 +79,9 @@ DTYPES = [
 ]
 
 GATES = [-200.0, 20.0, 3e4, torch.inf]
+
+LOG2_DECAYS = [0.01, 1.0, 4.0, 20.0]
+"""Of a token, in Kimi Delta Attention: 32 of the second, 8 of the third and none of the last are products at once."""
 
 
 @pytest.fixture(autouse=True)
@@ -281,6 +285,17 @@ def check_gate(kind: Kind, gate: float, device: str) -> None:
     assert state_SX[4:6].isfinite().all()
 
 
+def check_steady_decay(kind: Kind, log2_decay: float, device: str, dtype: torch.dtype, limit: float) -> None:
+    """Assert a prefill of Kimi Delta Attention in which every token decays about as much: some terms cancel."""
+    layer = make_layer(kind, 150, dtype, device)
+    A_log_H, dt_bias_HK = layer.parameters
+    A_log_H.zero_()
+    dt_bias_HK.zero_()
+    layer.tokens[3].mul_(0.01).add_(math.log(math.expm1(log2_decay * math.log(2))))
+    prompts = [Prompt(5, 155, 1, 2, ((70, 3),))]
+    check_prefill(layer, make_slots(kind, [1], device), prompts, 2 * limit)
+
+
 def check_decode(
     kind: Kind,
     src: Sequence[int],
@@ -358,6 +373,12 @@ def test_sequences_in_segments_equal_torchs(name: str) -> None:
 def test_few_long_sequences_are_divided(num_programs: int, num_sequences: int, num_chunks: int, expected: int) -> None:
     choose = import_module("strandline.kernels.head_decay_triton").choose_segments
     assert choose(num_programs, num_sequences, num_chunks) == expected
+
+
+@pytest.mark.parametrize("log2_decay", LOG2_DECAYS)
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+def test_prefill_where_decays_are_steady(log2_decay: float, dtype: torch.dtype, limit: float) -> None:
+    check_steady_decay(KINDS["kda-odd"], log2_decay, "cpu", dtype, limit)
 
 
 # NumPy, which the interpreter runs on, says so where a GPU is silent; the results are what the test is about.

@@ -94,6 +94,13 @@ def test_extreme_gates_neither_overflow_nor_lose_weak_ones(name: str, gate: floa
     cases.check_gate(EVERY[name], gate, "cuda")
 
 
+@pytest.mark.parametrize("log2_decay", cases.LOG2_DECAYS)
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+@pytest.mark.parametrize("name", ["kda-odd", "kimi-linear"])
+def test_prefill_where_decays_are_steady(name: str, log2_decay: float, dtype: torch.dtype, limit: float) -> None:
+    cases.check_steady_decay(EVERY[name], log2_decay, "cuda", dtype, limit)
+
+
 def test_nan_in_the_tokens_of_one_sequence_stays_there(kind: Kind) -> None:
     cases.check_nan_stays(kind, "cuda")
 
