@@ -81,7 +81,7 @@ DTYPES = [
 GATES = [-200.0, 20.0, 3e4, torch.inf]
 
 LOG2_DECAYS = [0.01, 1.0, 4.0, 20.0]
-"""Of a token, in Kimi Delta Attention: 32 of the second, 8 of the third and none of the last are products at once."""
+"""Per token, in Kimi Delta Attention. Products are of all pairs; for the third, of blocks; for the last, of halves."""
 
 
 @pytest.fixture(autouse=True)
