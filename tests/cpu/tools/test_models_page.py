@@ -1,7 +1,7 @@
 """The generated tables of the models' page follow from the code, and have every architecture."""
 
 from strandline.models.registry import ARCHITECTURES
-from tools.models_page import FAMILIES, KINDS, MODELS, PAGE, RECURRENCES, build, page
+from tools.models_page import FAMILIES, FURTHER, HEADER, KINDS, MODELS, PAGE, RECURRENCES, build, page, row
 
 
 def test_page_is_up_to_date() -> None:
@@ -21,3 +21,9 @@ def test_every_recurrence_has_a_row() -> None:
     operations = {x.name for name, model in MODELS.items() for x in build(name, model).operations}
     prefills = {name for name in operations if name.endswith("_prefill")}
     assert prefills - {"causal_conv1d_prefill"} == set(RECURRENCES)
+
+
+def test_every_model_can_be_deterministic() -> None:
+    """``test_deterministic_families.py`` runs all families and expects no exception."""
+    column = HEADER.index("determ.")
+    assert {row(name, model)[column] for name, model in (*MODELS.items(), *FURTHER.items())} == {"yes"}
