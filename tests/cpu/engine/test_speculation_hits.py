@@ -7,10 +7,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.speculation_hits import SPECULATION, compare, read_sessions
 from strandline import LLM, SamplingParams
 from strandline.bench.synthetic import SYNTHETIC, Conversations, Resends, Workload
 
+TRACES = Path(__file__).parents[2] / "traces"
 NUM_SESSIONS, NUM_CALLS, MAX_TOKENS = 2, 4, 5
 TOOLS = "You are an agent. Tools: search(text), read(page), book(flight). Answer in the form of the examples.\n"
 THINGS = ("a flight to Lima", "the old letter", "seven red apples", "the archive's last page", "a boat on the river")
@@ -49,6 +52,22 @@ def test_conversations_in_text_hit_as_without_drafts(
         assert (found.hit_tokens, found.prompt_tokens) == (plain.hit_tokens, plain.prompt_tokens)
         assert (found.speculation.num_accepted_tokens > 0) == (name != "plain")
     assert plain.hit_tokens > 0.7 * plain.prompt_tokens
+
+
+@pytest.mark.parametrize("num_sessions", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_recorded_conversations_hit_as_without_drafts(num_sessions: int) -> None:
+    sessions = list(read_sessions(TRACES / "agent_text_taubench.jsonl.gz"))[:num_sessions]
+    settings = {"memory": "1GiB", "dtype": "float32", "device": "cpu"}
+    engines = {name: LLM("demo", speculative_config=value, **settings) for name, value in SPECULATION.items()}
+    comparison = compare(engines, sessions, MAX_TOKENS)
+    plain = comparison.found["plain"]
+    assert (comparison.num_calls, comparison.num_cut) == (sum(map(len, sessions)), 0)
+    for name, found in comparison.found.items():
+        assert found.differences == [], name
+        assert (found.hit_tokens, found.prompt_tokens) == (plain.hit_tokens, plain.prompt_tokens)
+        assert (found.speculation.num_accepted_tokens > 0) == (name != "plain")
+        assert engines[name].engine.core.stats().num_snapshots_evicted == 0
+    assert plain.hit_tokens > 0.8 * plain.prompt_tokens
 
 
 def test_a_difference_is_found(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Conversations replayed under eviction: every request's hit is predicted from the events, to the token."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.predicted_hits import PredictedReplay
@@ -7,16 +9,25 @@ from strandline.bench.cost import H200
 from strandline.bench.known_models import geometry
 from strandline.bench.replica import Machine
 from strandline.bench.synthetic import Conversations, synthetic_lanes
-from strandline.bench.traces import Lane
+from strandline.bench.traces import Lane, read_trace
 from strandline.ids import BLOCK_TOKENS
 
 MODEL = "Qwen3.5-35B-A3B"
+TRACES = Path(__file__).parents[2] / "traces"
+NUM_PROMPTS = {"taubench": 471, "magagent": 693}
+"""Requests of the recorded traces, less those without a prompt."""
 
 
-def replayed(lanes: list[Lane], gib: float) -> PredictedReplay:
-    replay = PredictedReplay(Machine(geometry(MODEL), H200[MODEL], int(gib * 2**30)), "auto")
+def replayed(lanes: list[Lane], gib: float, *, speed: float = 1.0, policy: str = "auto") -> PredictedReplay:
+    cost = H200[MODEL].sped_up(speed)
+    replay = PredictedReplay(Machine(geometry(MODEL), cost, int(gib * 2**30)), policy)
     replay.run(lanes)
     return replay
+
+
+def long(*values: str | float) -> object:
+    """Return a case that runs with ``--long`` alone."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("gib", [0.5, 1.0, 3.0])
@@ -27,6 +38,28 @@ def test_hits_of_conversations_are_predicted_under_eviction(gib: float) -> None:
     assert [predicted for predicted, _ in hits] == [true for _, true in hits]
     assert replay.cache.stats().num_snapshots_evicted > 0
     assert sum(true for _, true in hits) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "speed", "policy"),
+    [
+        ("taubench", 0.375, 1.0, "auto"),
+        ("taubench", 1.0, 1.0, "auto"),
+        ("magagent", 1.0, 1.0, "auto"),
+        ("magagent", 2.0, 16.0, "auto"),
+        *(long("taubench", gib, 16.0, "auto") for gib in (0.5, 0.75, 1.5, 3.0)),
+        *(long("magagent", gib, speed, "auto") for gib in (1.5, 3.0, 6.0) for speed in (1.0, 16.0, 64.0)),
+        *(long("magagent", 1.5, 16.0, policy) for policy in ("auto-lru", "align", "all")),
+    ],
+)
+def test_hits_of_recorded_agents_are_predicted_under_eviction(name: str, gib: float, speed: float, policy: str) -> None:
+    replay = replayed(read_trace(TRACES / f"agent_text_{name}.jsonl.gz"), gib, speed=speed, policy=policy)
+    hits, stats = replay.predictions.hits, replay.cache.stats()
+    assert len(hits) == NUM_PROMPTS[name]
+    assert [predicted for predicted, _ in hits] == [true for _, true in hits]
+    assert sum(true > 0 for _, true in hits) > NUM_PROMPTS[name] / 2
+    assert stats.num_snapshots_evicted > 0
+    assert stats.num_blocks_evicted > 0
 
 
 @pytest.mark.parametrize("name", ["prefix-240", "edit-last", "resend"])
