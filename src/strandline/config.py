@@ -51,6 +51,10 @@ class EngineConfig:
     """Where steps run: ``uni``: in the engine's process; ``mp``: in a worker process of its own."""
     tensor_parallel_size: int = 1
     """Ranks that the model is divided among, each in a worker process and on a device of its own."""
+    data_parallel_size: int = 1
+    """Engines of a server on one machine, each with the whole model and a cache of its own. ``LLM`` has one engine."""
+    data_parallel_rank: int = 0
+    """Number of this engine among these, from 0. The server sets it."""
     load_format: str = "auto"
     """``dummy``: random weights from the configuration alone."""
     max_model_len: int | None = None
@@ -115,8 +119,14 @@ class EngineConfig:
         _require_type("async_scheduling", self.async_scheduling, (bool, NoneType))
         for name in ("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize"):
             _require_type(name, getattr(self, name), (bool,))
-        for name in ("max_num_seqs", "mamba_block_size", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "mamba_block_size", "tensor_parallel_size", "data_parallel_size"):
             _require_count(name, getattr(self, name))
+        rank: object = self.data_parallel_rank
+        if type(rank) is not int or not 0 <= rank < self.data_parallel_size:
+            raise ConfigError(
+                f"--data-parallel-rank must be from 0 to below --data-parallel-size {self.data_parallel_size}, "
+                f"got {rank!r}"
+            )
         for name in ("max_model_len", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))

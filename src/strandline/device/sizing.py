@@ -100,7 +100,8 @@ def choose_memory_bytes(
     """Return the budget of blocks and slots.
 
     What the user said; else, on a GPU its share of the memory less weights, logs and scratch memory, which is measured,
-    and elsewhere 4 GiB, at most half of what is free, and of what a container allows. Ranks on CPUs share the memory.
+    and elsewhere 4 GiB, at most half of what is free, and of what a container allows. On CPUs, ranks and engines share
+    the memory.
 
     Raises:
         ConfigError: there is not so much memory, or the GPU's share is used up already.
@@ -110,11 +111,12 @@ def choose_memory_bytes(
         return _choose_gpu_bytes(config, model, kernels, device, log_bytes)
     free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     have = memory_bytes(device)
-    num_ranks = kernels.ranks.size
-    default = min(DEFAULT_BYTES, free_bytes // 2, have // 2) // num_ranks
+    num_sharing = 1 if device.type == "cuda" else kernels.ranks.size * config.data_parallel_size
+    default = min(DEFAULT_BYTES, free_bytes // 2, have // 2) // num_sharing
     budget = default if config.memory is None else parse_bytes(config.memory)
-    if (budget + log_bytes) * num_ranks > have:
-        ranks = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+    if (budget + log_bytes) * num_sharing > have:
+        kind = "ranks" if kernels.ranks.size > 1 else "engines"
+        ranks = f" for each of {num_sharing} {kind}" if num_sharing > 1 else ""
         raise ConfigError(
             f"--memory of {budget:,} bytes and {log_bytes:,} for logs of --max-num-seqs {config.max_num_seqs}{ranks} "
             f"are more than the {have:,} bytes of memory that there are; lower them"

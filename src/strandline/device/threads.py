@@ -22,19 +22,22 @@ NUM_THREADS: Final = "OMP_NUM_THREADS"
 """The environment variable with the user's choice."""
 
 
-def limit_threads(num_ranks: int = 1) -> str | None:
+def limit_threads(num_ranks: int = 1, num_engines: int = 1) -> str | None:
     """Take no more threads than the container's quota allows, unless the user chose; return a line for the user.
 
     Args:
-        num_ranks: processes that share the cores.
+        num_ranks: processes of each engine.
+        num_engines: engines that share the cores.
     """
     num_cores, quota = torch.get_num_threads(), min(_quotas(), default=float("inf"))
-    num_threads = max(1, int(min(num_cores, quota) / num_ranks))
+    num_threads = max(1, int(min(num_cores, quota) / (num_ranks * num_engines)))
     if NUM_THREADS in os.environ or num_threads == num_cores:
         return None
     torch.set_num_threads(num_threads)
-    if num_ranks > 1:
-        return f"threads: {num_threads} for each of {num_ranks} ranks on {num_cores} cores"
+    if num_ranks > 1 or num_engines > 1:
+        engines = f"{num_engines} engines" if num_engines > 1 else ""
+        ranks = f"{num_ranks} ranks" if num_ranks > 1 else ""
+        return f"threads: {num_threads} for each of {' of '.join(filter(None, (ranks, engines)))} on {num_cores} cores"
     return (
         f"threads: {num_threads}, since this container may use the time of {quota:.3g} of its {num_cores} cores "
         f"({NUM_THREADS}={num_cores} takes them all)"

@@ -63,6 +63,12 @@ class LLM:
         self.config = EngineConfig.from_options({"model": model, **options})
         if self.config.kv_transfer is not None:
             raise ConfigError("--kv-transfer-config is for servers: between calls, LLM would not answer other engines")
+        if self.config.data_parallel_size > 1:
+            raise ConfigError(
+                f"LLM is one engine, and data_parallel_size is {self.config.data_parallel_size}: run 'strandline serve "
+                "--data-parallel-size N' and send it the prompts, or a process with an LLM for each GPU "
+                "(CUDA_VISIBLE_DEVICES)"
+            )
         self._default_params = SamplingParams(**default_sampling_params(find_model(model)))
         self.engine = load_engine(self.config, progress=True)
         self._names = count()

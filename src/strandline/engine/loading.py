@@ -78,7 +78,7 @@ def load_uni_executor(
     has_drafts = config.speculation is not None and config.speculation.has_draft_layer
     require_room_for_weights(model_config, stored, device, shard, with_draft_layer=has_drafts)
     notes = [choice.note, fp8.note]
-    notes.append(limit_threads(ranks.size) if device.type == "cpu" else None)
+    notes.append(limit_threads(ranks.size, config.data_parallel_size) if device.type == "cpu" else None)
     for note in filter(None, notes if shard.is_first else ()):
         LOGGER.warning(note)
     start_s = SYSTEM_CLOCK()

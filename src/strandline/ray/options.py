@@ -38,6 +38,8 @@ class RayOptions:
         make_router(self.router)
         if "model" in self.engine or "kv_events_config" in self.engine:
             raise ConfigError("model is set outside of engine, and each replica chooses its own kv_events_config")
+        if "data_parallel_size" in self.engine:
+            raise ConfigError("data_parallel_size is for strandline serve; on Ray Serve, set num_replicas")
 
     @property
     def engine_config(self) -> EngineConfig:

@@ -51,6 +51,22 @@ def test_cgroup_v1_quota_bounds_the_threads(
     assert torch.get_num_threads() == num_threads
 
 
+@pytest.mark.parametrize(
+    ("processes", "num_threads", "note"),
+    [
+        ((2,), 3, "threads: 3 for each of 2 ranks on 6 cores"),
+        ((1, 2), 3, "threads: 3 for each of 2 engines on 6 cores"),
+        ((2, 3), 1, "threads: 1 for each of 2 ranks of 3 engines on 6 cores"),
+    ],
+)
+def test_ranks_and_engines_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, processes: tuple[int, ...], num_threads: int, note: str
+) -> None:
+    monkeypatch.setattr(threads, "QUOTAS", ())
+    assert limit_threads(*processes) == note
+    assert torch.get_num_threads() == num_threads
+
+
 def test_chosen_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     monkeypatch.setattr(threads, "QUOTAS", (tmp_path / "cpu.max",))

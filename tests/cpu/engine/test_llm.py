@@ -386,3 +386,8 @@ def test_engine_on_a_cpu_prefaults_the_first_memory(make_llm: MakeLLM) -> None:
     arena = make_llm(memory="1GiB").engine.core.executor.runner.arena
     assert resident_share(arena.bytes[:PREFAULTED_BYTES]) == 1
     assert resident_share(arena.bytes[PREFAULTED_BYTES:]) < 0.01
+
+
+def test_several_engines_are_for_servers(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="LLM is one engine, and data_parallel_size is 2: run 'strandline serve"):
+        LLM(str(model_dir), data_parallel_size=2)

@@ -34,6 +34,7 @@ def test_options_of_engine_and_server_are_passed_on() -> None:
         ({"router": "best"}, "no router"),
         ({"engine": {"model": "demo"}}, "outside of engine"),
         ({"engine": {"kv_events_config": "{}"}}, "kv_events_config"),
+        ({"engine": {"data_parallel_size": 2}}, "set num_replicas"),
     ],
 )
 def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:
