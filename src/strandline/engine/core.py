@@ -66,17 +66,21 @@ class EngineCore:
         """How long each phase of the start took."""
         self.limits = Limits(facts.vocab_size, facts.max_model_len)
         self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
-        events_config = config.kv_events
+        is_followed = config.data_parallel_size > 1 and config.enable_prefix_caching
+        emits_events = is_followed or config.kv_events is not None
         self.scheduler = new_scheduler(
             config,
             facts,
             self._auditor.introduce,
-            emits_events=events_config is not None,
+            emits_events=emits_events,
             lower=lower_memories(facts, config.snapshot_dtype),
         )
         self.cache = self.scheduler.cache
-        self.event_feed = None if events_config is None else EventFeed(self.cache, events_config)
-        """Publishes what the cache can resume; None: that is not asked for."""
+        self.event_feed: EventFeed | None = None
+        """Says what the cache can resume; None: neither publishing nor routing needs it."""
+        if emits_events:
+            rank = config.data_parallel_rank
+            self.event_feed = EventFeed(self.cache, config.kv_events, rank, is_kept=is_followed)
         self.watch = CacheWatch(self.cache, self.scheduler, facts.spec, config.mamba_cache_mode)
         self._cache_mode, self._cache_block_tokens = config.mamba_cache_mode, config.mamba_block_size
         self._snapshot_dtype = config.snapshot_dtype
@@ -325,10 +329,7 @@ class EngineCore:
     @property
     def event_endpoints(self) -> EventEndpoints | None:
         """Where cache events are published; None: nowhere."""
-        if self.event_feed is None:
-            return None
-        publisher = self.event_feed.publisher
-        return EventEndpoints(publisher.endpoint, publisher.replay_endpoint)
+        return None if self.event_feed is None else self.event_feed.endpoints
 
     def describe(self) -> list[str]:
         """Describe in a few lines what the cache has room for, and what slows the engine down."""
@@ -342,7 +343,7 @@ class EngineCore:
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
-            *([] if self.event_feed is None else [self.event_feed.describe()]),
+            *([] if self.event_feed is None else self.event_feed.describe()),
             *([] if self.hand_over is None else [self.hand_over.describe()]),
         ]
 
@@ -376,8 +377,8 @@ class EngineCore:
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,
             speculation=self.scheduler.drafts.counters.stats(),
-            num_events_published=self.event_feed.publisher.num_published if self.event_feed else 0,
-            num_events_dropped=self.event_feed.publisher.num_dropped if self.event_feed else 0,
+            num_events_published=self.event_feed.num_published if self.event_feed else 0,
+            num_events_dropped=self.event_feed.num_dropped if self.event_feed else 0,
             tiers=tier_stats(stats, self.spec.block_bytes),
             num_snapshots_loaded=stats.loads.num_snapshots,
             num_blocks_loaded=stats.loads.num_blocks,

@@ -17,10 +17,12 @@ from typing import Final
 
 import zmq
 
+from strandline.device.visible_gpus import take_gpus
 from strandline.engine.core import EngineCore
 from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_core
 from strandline.errors import ConfigError, RequestError
+from strandline.events.wire import encode_batch
 from strandline.gc_policy import freeze_gc
 from strandline.ids import NO_TOKEN
 from strandline.records.events import CoreStats, FinishReason, StepEvents, Submission, TokenEvent
@@ -31,6 +33,7 @@ from strandline.records.messages import (
     AskCache,
     AskStats,
     AskWhy,
+    CacheChanged,
     CacheShown,
     Died,
     Explained,
@@ -74,7 +77,8 @@ class CoreLoop:
         self._poller = zmq.Poller()
         for source in (socket, lifeline, self._pending_grammars.fileno()):
             self._poller.register(source, zmq.POLLIN)
-        self._events_fd = None if core.event_feed is None else core.event_feed.publisher.fileno()
+        feed, publisher = core.event_feed, None if core.event_feed is None else core.event_feed.publisher
+        self._feed, self._events_fd = feed, None if publisher is None else publisher.fileno()
         self._exchange_fd = None if core.hand_over is None else core.hand_over.fileno()
         if self._exchange_fd is not None:
             self._poller.register(self._exchange_fd, zmq.POLLIN)
@@ -87,12 +91,16 @@ class CoreLoop:
     def run(self) -> None:
         """Serve until the lifeline closes."""
         try:
-            self._receive_messages()
+            if self._feed is not None:
+                self._feed.flush()  # what the disk cache holds
             while not self._is_stopped:
-                if self._core.has_unfinished:
-                    self._send(Stepped(self._core.step()))
-                    self._trim_at_s = time.monotonic() + TRIM_AFTER_S
+                self._send_cache_events()
                 self._receive_messages()
+                if self._core.has_unfinished and not self._is_stopped:
+                    events = self._core.step()
+                    self._send_cache_events()  # first: the next turn may come as soon as an answer has ended
+                    self._send(Stepped(events))
+                    self._trim_at_s = time.monotonic() + TRIM_AFTER_S
         finally:
             self._pending_grammars.close()
 
@@ -108,8 +116,8 @@ class CoreLoop:
             self._is_stopped = True
         if self._exchange_fd in ready:
             self._core.exchange()
-        if self._events_fd in ready and self._core.event_feed is not None:
-            self._core.event_feed.flush()
+        if self._events_fd in ready and self._feed is not None:
+            self._feed.flush()
         if self._pending_grammars.fileno() in ready:
             for submission, grammar in self._pending_grammars.take():
                 if isinstance(grammar, RequestError):
@@ -152,6 +160,10 @@ class CoreLoop:
             case Flush(number):
                 self._send(Flushed(number, self._core.flush(self._has_lost_lifeline)))
 
+    def _send_cache_events(self) -> None:
+        if self._feed is not None and (events := self._feed.take()):
+            self._send(CacheChanged(encode_batch(time.time(), events)))
+
     def _has_lost_lifeline(self) -> bool:
         return bool(select([self._lifeline], (), (), 0)[0])
 
@@ -182,6 +194,7 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
         return 2
     leave_generation_out()
     try:
+        take_gpus(start.config)
         core = load_core(start.config)
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))

@@ -41,12 +41,15 @@ LINGER_MS: Final = 200
 class EventPublisher:
     """Queues events for the thread that sends them. Closed when it is garbage.
 
+    Args:
+        rank: the number of the engine among those of its server, which messages contain.
+
     Raises:
         ConfigError: an endpoint is wrong or taken.
     """
 
-    def __init__(self, config: KVEventsConfig) -> None:
-        self._sender = _Sender(config)
+    def __init__(self, config: KVEventsConfig, rank: int = 0) -> None:
+        self._sender = _Sender(config, rank)
         thread = Thread(target=self._sender.run, name="kv-events", daemon=True)
         self._finalizer = finalize(self, _close, self._sender, thread)
         self._max_queue_size = config.max_queue_size
@@ -109,12 +112,13 @@ def _close(sender: "_Sender", thread: Thread) -> None:
 class _Sender:
     """The sockets, and the thread's loop. Only the thread uses the sockets once it runs."""
 
-    def __init__(self, config: KVEventsConfig) -> None:
+    def __init__(self, config: KVEventsConfig, rank: int) -> None:
         self.queue: deque[tuple[float, Sequence[CacheEvent]]] = deque()
         self.num_published = 0
         self.is_running = True
         self.is_stopped = False
         self._topic = config.topic.encode()
+        self._rank = rank
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._next_number = 0
         self._last_ts = 0.0
@@ -172,7 +176,7 @@ class _Sender:
     def _send(self, ts: float, events: Sequence[CacheEvent]) -> None:
         self._last_ts = max(self._last_ts, ts)
         for part in _batches(events):
-            payload = encode_batch(self._last_ts, part)
+            payload = encode_batch(self._last_ts, part, self._rank)
             self._pub.send_multipart((self._topic, self._next_number.to_bytes(8, "big"), payload))
             self._kept.append((self._next_number, payload))
             self._next_number += 1

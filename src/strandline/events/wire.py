@@ -76,9 +76,13 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(EventBatch)
 
 
-def encode_batch(ts: float, events: Iterable[CacheEvent]) -> bytes:
-    """Return the payload of a message."""
-    return _ENCODER.encode(EventBatch(ts, [to_wire(event) for event in events], 0))
+def encode_batch(ts: float, events: Iterable[CacheEvent], rank: int = 0) -> bytes:
+    """Return the payload of a message.
+
+    Args:
+        rank: the number of the engine among those of its server.
+    """
+    return _ENCODER.encode(EventBatch(ts, [to_wire(event) for event in events], rank))
 
 
 def decode_batch(payload: bytes) -> EventBatch:

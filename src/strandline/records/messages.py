@@ -65,6 +65,16 @@ class FlushReport(msgspec.Struct, frozen=True):
     failure: str = ""
     """Why."""
 
+    def __add__(self, other: "FlushReport") -> "FlushReport":
+        """Return the report of two engines that flushed at the same time."""
+        return FlushReport(
+            self.num_bytes + other.num_bytes,
+            self.num_left + other.num_left,
+            max(self.seconds, other.seconds),
+            self.num_failed + other.num_failed,
+            self.failure or other.failure,
+        )
+
     def __str__(self) -> str:
         left = f"; there was no time for {_snapshots(self.num_left)}" if self.num_left else ""
         if self.num_failed:
@@ -133,6 +143,13 @@ class Flushed(msgspec.Struct, tag=True):
     """None: there is no disk cache."""
 
 
+class CacheChanged(msgspec.Struct, tag=True):
+    """What the cache can resume has changed. With several engines only; sent before the step that changed it."""
+
+    batch: bytes
+    """Encoded as the published events are (``events/wire.py``)."""
+
+
 class Died(msgspec.Struct, tag=True):
     """An internal error; the process exits."""
 
@@ -140,7 +157,7 @@ class Died(msgspec.Struct, tag=True):
 
 
 ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy | Flush
-FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Flushed | Died
+FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Flushed | CacheChanged | Died
 
 FLUSH_S: Final = 20.0
 """How long a flush takes at most, and what it has begun to write after that."""

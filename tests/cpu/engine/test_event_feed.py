@@ -2,14 +2,19 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.engine.event_feed import EventFeed
 from strandline.errors import ConfigError
-from strandline.events.resumable import PromptHashes
+from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.subscriber import Subscriber
+from strandline.events.wire import WireEvent, to_wire
+from strandline.kv_events_config import read_kv_events_config
+from tests.cpu.cache.driver import Driver
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
 
@@ -86,3 +91,31 @@ def test_a_taken_endpoint_is_refused_at_start(make_llm: MakeLLM, tmp_path: Path)
     taken = {**events_in(tmp_path), "endpoint": "nonsense://*"}
     with pytest.raises(ConfigError, match="cannot bind to 'nonsense"):
         make_llm(kv_events_config=taken)
+
+
+def test_kept_events_are_taken_once_and_need_no_publisher() -> None:
+    driver = Driver(emits_events=True)
+    feed, index = EventFeed(driver.cache, None, is_kept=True), ResumableIndex()
+    for prompt in (range(200), range(300, 500)):
+        driver.serve(prompt)
+        feed.flush()
+        for event in feed.take():
+            index.apply(to_wire(event))
+        assert index.hit_tokens(PromptHashes(prompt)) == len(prompt)
+    assert not feed.take()
+    assert (feed.endpoints, feed.describe(), feed.num_published, feed.num_dropped) == (None, [], 0, 0)
+    feed.close()
+
+
+def test_events_are_published_and_kept_alike(tmp_path: Path) -> None:
+    driver, endpoints = Driver(emits_events=True), events_in(tmp_path)
+    feed = EventFeed(driver.cache, read_kv_events_config(endpoints), 1, is_kept=True)
+    driver.serve(range(200))
+    feed.flush()
+    kept = [to_wire(event) for event in feed.take()]
+    published: list[WireEvent] = []
+    sink: Any = SimpleNamespace(apply=published.append, clear=published.clear)
+    with Subscriber(endpoints["endpoint"], endpoints["replay_endpoint"], sink=sink) as subscriber:
+        assert subscriber.catch_up()
+    assert kept == published
+    feed.close()

@@ -202,13 +202,13 @@ def test_a_full_queue_drops_counts_and_states_anew(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(publisher_module, "encode_batch", encode_when_open)
     engine = Engine(tmp_path, max_queue_size=2)
     engine.serve(*PROMPTS)
-    assert engine.feed.publisher.num_dropped > 0
-    assert engine.feed.publisher.num_published == 0
+    assert engine.feed.num_dropped > 0
+    assert engine.feed.num_published == 0
     is_open.set()
     with engine.subscriber() as subscriber:
         catch_up(engine, subscriber)
         assert predictions(engine, subscriber) == [len(prompt) for prompt in PROMPTS]
-    assert engine.feed.publisher.num_published > 0
+    assert engine.feed.num_published > 0
     engine.close()
 
 
@@ -222,7 +222,7 @@ def test_an_error_of_the_thread_leaves_the_engine_alone(
     engine.serve(PROMPTS[0])
     thread.join(TIMEOUT_S)
     engine.serve(*PROMPTS[1:])
-    assert engine.feed.publisher.num_dropped > 0
+    assert engine.feed.num_dropped > 0
     assert "not published any more" in caplog.text
     engine.close()
 
@@ -256,8 +256,10 @@ def test_a_topic_begins_each_message(tmp_path: Path) -> None:
 def test_without_a_replay_endpoint_a_gap_empties_the_index(tmp_path: Path) -> None:
     engine = Engine(tmp_path, replay_endpoint=None)
     engine.serve(PROMPTS[0])
+    deadline_s = monotonic() + TIMEOUT_S
+    while not engine.feed.num_published:
+        assert monotonic() < deadline_s
     with Subscriber(engine.endpoint) as subscriber:
-        deadline_s = monotonic() + TIMEOUT_S
         while not subscriber.follow(0.02):
             assert monotonic() < deadline_s
             engine.serve(range(90_000, 90_100))

@@ -24,6 +24,10 @@ def raw_events(driver: Driver) -> list[dict[str, Any]]:
     return list(events)
 
 
+def test_a_message_contains_the_number_of_its_engine() -> None:
+    assert decode_batch(encode_batch(1.0, (), 3)).data_parallel_rank == 3
+
+
 def last_bytes(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
