@@ -46,13 +46,13 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 )
 
 
-PLANNED_FLAGS: Mapping[str, str] = {
-    "--pipeline-parallel-size": "pipeline parallelism is",
-    "--data-parallel-size": "data parallelism is",
-    "--quantization": "quantising weights at start is",
-    "--kv-transfer-config": "prefill and decode on separate engines are",
+REFUSED_FLAGS: Mapping[str, str] = {
+    "--pipeline-parallel-size": "pipeline parallelism is not supported yet",
+    "--data-parallel-size": "only 'strandline serve' runs several engines",
+    "--quantization": "quantising weights at start is not supported yet",
+    "--kv-transfer-config": "prefill and decode on separate engines are not supported yet",
 }
-"""vLLM's flags of features that are not supported yet."""
+"""vLLM's flags of features that are not supported yet, or not by all commands."""
 
 
 class Extend(argparse.Action):
@@ -76,9 +76,9 @@ class Parser(argparse.ArgumentParser):
 
     def _reject(self, name: str, parsed: argparse.Namespace) -> NoReturn:
         parser: argparse.ArgumentParser = getattr(parsed, "parser", self)
-        feature = PLANNED_FLAGS.get(name.split("=")[0])
-        if feature is not None:
-            parser.error(f"{name.split('=')[0]}: {feature} not supported yet")
+        reason = REFUSED_FLAGS.get(name.split("=")[0])
+        if reason is not None:
+            parser.error(f"{name.split('=')[0]}: {reason}")
         known = list(parser._option_string_actions)
         nearest = get_close_matches(name.split("=")[0], known, n=1, cutoff=0.7)
         parser.error(f"unknown argument {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
@@ -165,6 +165,8 @@ def _add_serve(commands: Any) -> None:
     add("--request-timeout-s", type=float, metavar="S", help="time limit of a request (default: none)")
     text = "content of /cache; auto: prompt text if the server listens on this machine only, else counts"
     add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
+    text = "number of engines, each with the whole model, a cache and GPUs of its own (default: %(default)s)"
+    add("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help=text)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_serve, parser=parser)
 
@@ -259,10 +261,14 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, help="maximum number of tokens per step (default: 2048, on GPUs 8192)")
     text = "tokens per step of long prefills while others decode; 0: no limit (default: a quarter of a step)"
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
-    add("--memory", metavar="SIZE", help="memory of the cache and running requests, such as 4GiB")
-    add("--host-memory", metavar="SIZE", help="host memory for evicted entries, such as 64GiB (default: none)")
+    add("--memory", metavar="SIZE", help="memory of the cache and running requests, such as 4GiB, of each engine")
+    add(
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory for evicted entries, such as 64GiB, of each engine (default: none)",
+    )
     add("--disk-cache", metavar="DIR", help="directory for evicted entries, kept across restarts (default: none)")
-    add("--disk-cache-size", metavar="SIZE", help=f"size of the disk cache (default: {DISK_CACHE_SIZE})")
+    add("--disk-cache-size", metavar="SIZE", help=f"size of each engine's disk cache (default: {DISK_CACHE_SIZE})")
     text = "dtype of snapshots in host memory and on disk; only float32 is exact (default: %(default)s)"
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add(

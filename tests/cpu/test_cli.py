@@ -56,10 +56,14 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
             ["serve", "--pipeline-parallel-size", "2"],
             "--pipeline-parallel-size: pipeline parallelism is not supported yet\n",
         ),
+        (
+            ["generate", "--data-parallel-size", "2", "hi"],
+            "--data-parallel-size: only 'strandline serve' runs several engines\n",
+        ),
         (["serve", "--quantization=fp8"], "--quantization: quantising weights at start is not supported yet\n"),
         (["serve", "--max-loras", "2"], "unknown argument --max-loras\n"),
     ],
-    ids=["generate", "chat", "choice", "command", "planned", "planned-value", "far"],
+    ids=["generate", "chat", "choice", "command", "planned", "serve-only", "planned-value", "far"],
 )
 def test_wrong_usage_names_what_was_probably_meant(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -109,6 +113,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
         (["demo", "--model", "nowhere"], "model 'nowhere' is neither"),
         (["serve", "nowhere", "--port", "0"], "model 'nowhere' is neither"),
         (["serve", "--port", "80000"], "--port must be between"),
+        (["serve", "--data-parallel-size", "0"], "--data-parallel-size must be a whole number of at least 1"),
         (["bench", "replay", "nothing"], "no workload or file named 'nothing'"),
         (["bench", "replay", "chat", "--policy", "best"], "no policy named 'best'"),
         (["bench", "replay", "chat", "--speed", "0"], "--speed must be above 0"),

@@ -30,7 +30,7 @@ ROOMS = {
     "engine": frozenset(
         {"vocabulary", "cache", "kernels", "models", "transfer", "events", "records", "text", "device"}
     ),
-    "server": frozenset({"vocabulary", "cache", "records", "text"}),
+    "server": frozenset({"vocabulary", "cache", "events", "routing", "records", "text"}),
     "ray": frozenset({"vocabulary", "cache", "events", "routing", "records", "text", "server"}),
     "demo": frozenset(),
     "bench": frozenset(

@@ -21,6 +21,7 @@ from strandline.records.events import Limits
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
 from strandline.server.engine_client import EngineClient
+from strandline.server.engine_link import EngineLink
 from strandline.server.launch import make_service, read_template
 from strandline.server.metrics import Metrics
 from strandline.text.model_files import default_sampling_params, find_model
@@ -89,14 +90,13 @@ class Ingress:
         limits = msgspec.msgpack.decode(await handle.limits.remote(), type=Limits)
         names = server.served_model_name or (engine.model,)
         self._client = EngineClient(
-            FleetSocket(Handle(handle), fleet_named(fleet, router)),
+            [EngineLink(FleetSocket(Handle(handle), fleet_named(fleet, router)), limits, NeverHangs())],
             load_frontend(engine, limits, vocabulary),
             Metrics(names[0]),
-            heartbeat=NeverHangs(),
             max_unfinished=server.max_queue,
             timeout_s=server.request_timeout_s,
         )
-        self._receiving = asyncio.ensure_future(self._client.receive())
+        self._receiving = asyncio.ensure_future(self._client.receive(self._client.engines[0]))
         service = make_service(self._client, engine, server, template, defaults)
         app = build_app(
             service,

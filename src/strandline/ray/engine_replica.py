@@ -150,7 +150,7 @@ class EngineReplica:
             LOGGER.info("%s", report)
 
     async def _exit_with_engine(self) -> None:
-        reason = await self._process.receive_until_exit(self)
+        reason = await self._process.receive_until_exit(self.receive())
         LOGGER.error("the engine has stopped, so its replica exits: %s", reason)
         os._exit(1)
 

@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from strandline.errors import EngineError, RequestError
+from strandline.errors import RequestError
 from strandline.server.cache_page import add_cache_page
 from strandline.server.chat_api import chat
 from strandline.server.completions_api import complete
@@ -119,12 +119,13 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 def _add_operation(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health(request: Request) -> Response:
-        failure = service.client.failure
-        if failure is not None:
-            return error_response(request.url.path, 503, f"the engine has stopped: {failure}", code="engine_dead")
-        hang = service.client.find_hang()
-        if hang is not None:
-            return error_response(request.url.path, 503, f"the engine hangs: {hang}", code="engine_hung")
+        path = request.url.path
+        for engine in service.client.engines:
+            if engine.failure is not None:
+                return error_response(path, 503, f"{engine.name} has stopped: {engine.failure}", code="engine_dead")
+        for engine in service.client.engines:
+            if (hang := engine.find_hang()) is not None:
+                return error_response(path, 503, f"{engine.name} hangs: {hang}", code="engine_hung")
         return json_response({"status": "ok"})
 
     shown = {"version": VERSION, "commit": find_commit()}
@@ -135,8 +136,5 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        try:
-            stats = await service.client.ask_stats()
-        except EngineError:
-            stats = None  # the HTTP process's own metrics are shown all the same
+        stats = await service.client.ask_stats()
         return Response(service.client.metrics.expose(stats), media_type=CONTENT_TYPE_LATEST)

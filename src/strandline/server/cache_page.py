@@ -52,6 +52,8 @@ class ExplainBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     system: str | Objects | None = None
     thinking: dict[str, Any] | None = None
+    engine: int | None = None
+    """The engine to ask; None: the one that knows the request, or would hit most of the prompt."""
 
     def as_anthropics(self) -> CountBody | None:
         """Return the conversation as a body of Anthropic's API, or None if it is OpenAI's."""
@@ -69,10 +71,24 @@ class CachePage:
         self._service = service
         self._texts: dict[tuple[int, ...], str] = {}
 
-    async def state(self, salt: str, text_of: TextOf) -> Json:
-        """Return the tree, recent lookups, and memory over time."""
-        state = await self._service.client.show_cache(salt)
-        return await self._service.in_thread(lambda: self._state_data(state, text_of))
+    async def state(self, salt: str, text_of: TextOf, engine: int | None = None) -> Json:
+        """Return the tree, recent lookups, and memory over time of an engine; None: of the first that runs.
+
+        Raises:
+            RequestError: there is no such engine.
+        """
+        engines = self._service.client.engines
+        if engine is None:
+            engine = next((each.number for each in engines if each.failure is None), 0)
+        self._require_engine(engine)
+        state = await engines[engine].show_cache(salt)
+        data = await self._service.in_thread(lambda: self._state_data(state, text_of))
+        return {**data, "engine": engine, "num_engines": len(engines)}
+
+    def _require_engine(self, number: int) -> None:
+        num_engines = len(self._service.client.engines)
+        if not 0 <= number < num_engines:
+            raise RequestError(f"there is no engine {number}: engines are numbered from 0 to {num_engines - 1}")
 
     def _state_data(self, state: CacheState, text_of: TextOf) -> Json:
         data: Json = msgspec.to_builtins(state)
@@ -103,11 +119,14 @@ class CachePage:
         """Explain a request or a prompt under a salt.
 
         Raises:
-            RequestError: the request is no longer known, or the prompt cannot be served.
+            RequestError: the request is no longer known, the prompt cannot be served, or there is no such engine.
         """
         self._service.require_model(body.model)
+        if body.engine is not None:
+            self._require_engine(body.engine)
         tokens = await self._tokens(body)
-        answer = await self._service.client.explain(CacheQuestion(salt, body.request_id, tokens))
+        question = CacheQuestion(salt, body.request_id, tokens)
+        engine, answer = await self._service.client.explain(question, body.engine)
         if answer.problem is not None:
             raise RequestError(answer.problem)
         data = await self._service.in_thread(lambda: answer_data(answer, self.text_of))
@@ -116,7 +135,7 @@ class CachePage:
             parting["cached"] = []
             if tokens is None:
                 parting["before"] = parting["prompt"] = None
-        return data
+        return {**data, "engine": engine}
 
     async def _tokens(self, body: ExplainBody) -> list[int] | None:
         given = [body.request_id, body.prompt, body.messages]
@@ -190,8 +209,10 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
         return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
     @app.get("/cache/state")
-    async def show_state(request: Request, x_cache_salt: Annotated[str, Header()] = "") -> Response:
-        return _fresh(await page.state(salt_of(request, unquote(x_cache_salt)), text_of(request)))
+    async def show_state(
+        request: Request, x_cache_salt: Annotated[str, Header()] = "", engine: int | None = None
+    ) -> Response:
+        return _fresh(await page.state(salt_of(request, unquote(x_cache_salt)), text_of(request), engine))
 
     @app.post("/cache/explain")
     async def explain(request: Request, body: ExplainBody) -> Response:

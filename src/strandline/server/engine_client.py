@@ -1,66 +1,27 @@
-"""The HTTP process's side of the engine: submission of jobs, their outputs, and detection of failures."""
+"""The HTTP process's side of its engines: where each prompt runs, its outputs, and what follows from failures."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
-from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
-from strandline.records.events import CoreStats, FinishReason, Limits, StepEvents
-from strandline.records.messages import (
-    ENCODER,
-    FLUSH_S,
-    FROM_CORE,
-    AskCache,
-    AskStats,
-    AskWhy,
-    CacheShown,
-    Died,
-    Explained,
-    Finish,
-    Flush,
-    Flushed,
-    FlushReport,
-    Stats,
-    Stepped,
-    Submit,
-    ToCore,
-)
-from strandline.records.outputs import RequestDelta
+from strandline.records.cache_questions import CacheAnswer, CacheQuestion
+from strandline.records.events import CoreStats, Limits, StepEvents, Submission
+from strandline.records.messages import CacheChanged, Died, Finish, FlushReport, Stepped, Submit
 from strandline.records.transfer_params import TransferParams
+from strandline.server.engine_link import CoreSocket, EngineLink, HangDetector, encode
+from strandline.server.engine_router import EngineRouter
+from strandline.server.jobs import Job
 from strandline.server.metrics import Metrics
-from strandline.text.frontend import CheckedParams, Frontend
-from strandline.text.output_streams import RequestStream
+from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
 from strandline.text.prompts import check_text
-
-ANSWER_TIMEOUT_S: Final = 5.0
-STATS_TIMEOUT_S: Final = 2.0
-"""Shorter, since Prometheus gives up after 10 s by default."""
-
-
-class EngineDeadError(EngineError):
-    """The engine process has exited."""
 
 
 class QueueFullError(RequestError):
     """Too many requests are queued."""
-
-
-class NoTokenError(EngineError):
-    """No token could be sampled for a request."""
-
-
-class OutputFailedError(EngineError):
-    """An exception ended a single output."""
-
-
-class RequestTimeoutError(EngineError):
-    """The request took longer than the server allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,148 +34,42 @@ class Prompt:
     """Token positions where a snapshot is requested."""
 
 
-class Job:
-    """One HTTP request: prompts with the same parameters. Leaving its context aborts what is unfinished."""
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A prompt under way. Its sequences run on one engine."""
 
-    def __init__(self, client: "EngineClient", streams: Sequence[RequestStream], timeout_s: float | None) -> None:
-        self.streams = list(streams)
-        """One per prompt."""
-        self._client = client
-        self._places = {stream.request_id: place for place, stream in enumerate(streams)}
-        self._changed = asyncio.Event()
-        self._dirty: dict[str, None] = {}
-        self._failure: str | None = None
-        self._timeout_s = timeout_s
-        self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.close(self)
-
-    def note(self, request_id: str) -> None:
-        """Record that a request has new output."""
-        self._dirty[request_id] = None
-        self._changed.set()
-
-    def fail(self, reason: str) -> None:
-        """Fail the job: the engine has exited."""
-        self._failure = reason
-        self._changed.set()
-
-    async def deltas(self) -> AsyncIterator[tuple[int, RequestDelta]]:
-        """Yield each prompt's index and the new output of its sequences, as it arrives, until all are finished.
-
-        Raises:
-            EngineDeadError: the engine has exited.
-            RequestTimeoutError: the job has timed out.
-            NoTokenError: an output ended because no token could be sampled.
-            OutputFailedError: an output ended by an exception.
-        """
-        num_unfinished = len(self.streams)
-        while num_unfinished:
-            await self._wait()
-            dirty, self._dirty = self._dirty, {}
-            for request_id in dirty:
-                place = self._places[request_id]
-                delta = _checked(self.streams[place].take())
-                num_unfinished -= delta.finished
-                yield place, delta
-
-    async def whole(self) -> list[RequestDelta]:
-        """Wait for all outputs and return them, one delta per prompt. Raises as ``deltas``."""
-        while not self.is_finished:
-            await self._wait()
-        return [_checked(stream.take()) for stream in self.streams]
-
-    @property
-    def is_finished(self) -> bool:
-        return all(stream.is_finished for stream in self.streams)
-
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                await self._changed.wait()
-        except TimeoutError as error:
-            raise RequestTimeoutError(
-                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or raise --request-timeout-s"
-            ) from error
-        self._changed.clear()
-        if self._failure is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._failure}")
-
-
-def _checked(delta: RequestDelta) -> RequestDelta:
-    for output in delta.outputs:
-        if output.finish_reason != FinishReason.ERROR:
-            continue
-        if output.stop_reason is not None:
-            raise OutputFailedError(f"the output has failed and cannot be continued: {output.stop_reason}")
-        raise NoTokenError(
-            "no token could be sampled, as the logits have no finite maximum: every token is banned, a parameter is "
-            "too extreme for this model, its grammar has become too complex, or the model's weights produce NaN"
-        )
-    return delta
-
-
-class CoreSocket(Protocol):
-    """A socket for messages to and from an engine."""
-
-    def send(self, data: bytes) -> object:
-        """Queue a message."""
-
-    def recv(self) -> Awaitable[bytes]:
-        """Return the next message from the engine."""
-
-
-class HangDetector(Protocol):
-    """Detects whether an engine hangs."""
-
-    def find_hang(self) -> str | None:
-        """Return why the engine is considered hung; None if it is not."""
+    job: Job
+    engine: EngineLink
 
 
 class EngineClient:
-    """Client of the engine process: submits jobs, and receives their outputs and the engine's state.
+    """Client of the engines: submits jobs, and receives their outputs and the engines' state.
 
     Args:
-        socket: connected to an engine that is ready.
-        heartbeat: detects whether the engine hangs.
+        engines: in the order of their numbers.
         frontend: turns requests into sequences and tokens into text.
         max_unfinished: maximum number of sequences that run or are queued; more are rejected.
         timeout_s: time limit of a job.
-        advice: text added to errors after the engine has exited.
     """
 
     def __init__(
         self,
-        socket: CoreSocket,
+        engines: Sequence[EngineLink],
         frontend: Frontend,
         metrics: Metrics,
         *,
-        heartbeat: HangDetector,
         max_unfinished: int,
         timeout_s: float | None = None,
-        advice: str = "restart the server",
     ) -> None:
+        self.engines = engines
         self.frontend = frontend
         self.metrics = metrics
-        self.failure: str | None = None
-        """Why the engine has exited; None while it runs."""
         self.num_jobs_failed = 0
-        """Jobs that were unfinished when the engine exited, since the start."""
-        self._advice = advice
-        self._socket = socket
-        self._heartbeat = heartbeat
+        """Jobs that were unfinished when an engine that ran them exited, since the start."""
+        self._router = EngineRouter(range(len(engines))) if len(engines) > 1 else None
         self._max_unfinished = max_unfinished
         self._timeout_s = timeout_s
-        self._jobs: dict[str, Job] = {}
-        self._stats_wanted: list[asyncio.Future[CoreStats]] = []
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._num_questions = 0
+        self._requests: dict[str, _Request] = {}
         self._num_expected = 0
 
     # Jobs
@@ -235,7 +90,7 @@ class EngineClient:
         Raises:
             RequestError: a prompt cannot be served; then none is run.
             QueueFullError: too many sequences are queued.
-            EngineDeadError: the engine has exited.
+            EngineDeadError: all engines have exited.
         """
         self.require_running()
         wanted = params.params
@@ -246,18 +101,42 @@ class EngineClient:
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
         for request_id, request, prompt in zip(names, requests, prompts, strict=True):
-            submissions += self.frontend.open(
-                request_id, request, prompt=prompt.text, salt=salt, marks=prompt.marks, transfer=transfer
+            submissions.append(
+                self.frontend.open(
+                    request_id, request, prompt=prompt.text, salt=salt, marks=prompt.marks, transfer=transfer
+                )
             )
+        engines = [self._choose(*each, salt) for each in zip(names, requests, strict=True)]
         try:
-            self._send(Submit(submissions))
+            self._send_all(engines, submissions)
         except RequestError:
             for request_id in names:
                 self.frontend.close(request_id)
+                self._release(request_id)
             raise
-        job = Job(self, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
-        self._jobs.update(dict.fromkeys(names, job))
+        job = Job(self.close, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
+        self._requests.update((each, _Request(job, engine)) for each, engine in zip(names, engines, strict=True))
         return job
+
+    def _choose(self, request_id: str, request: CheckedRequest, salt: str) -> EngineLink:
+        """Return the engine for a prompt."""
+        if self._router is None:
+            return self.engines[0]
+        return self.engines[self._router.route(request_id, request.prompt_ids, salt)]
+
+    def _send_all(self, engines: Sequence[EngineLink], submissions: Sequence[list[Submission]]) -> None:
+        """Send each engine its sequences in one message."""
+        parts: dict[int, list[Submission]] = {}
+        for engine, sequences in zip(engines, submissions, strict=True):
+            parts.setdefault(engine.number, []).extend(sequences)
+        messages = {number: encode(Submit(sequences)) for number, sequences in parts.items()}
+        for number, message in messages.items():
+            self.engines[number].send(message)
+
+    def _release(self, request_id: str) -> None:
+        """Let the router count a request no longer."""
+        if self._router is not None:
+            self._router.finish(request_id)
 
     @contextmanager
     def expect(self, num_sequences: int) -> Iterator[None]:
@@ -290,137 +169,131 @@ class EngineClient:
 
     def close(self, job: Job) -> None:
         """Abort the unfinished requests of a job, and drop it."""
-        names: list[RequestId] = []
+        unfinished: dict[int, list[RequestId]] = {}
         for stream in job.streams:
-            self._jobs.pop(stream.request_id, None)
-            if not stream.is_finished:
-                names += self.frontend.close(stream.request_id)
-                self.metrics.forget(stream.request_id)
-        if names and self.failure is None:
-            self._send(Finish(names))
+            request = self._requests.pop(stream.request_id, None)
+            if request is not None and not stream.is_finished:
+                unfinished.setdefault(request.engine.number, []).extend(self.frontend.close(stream.request_id))
+                self.metrics.forget(stream.request_id, request.engine.number)
+                self._release(stream.request_id)
+        for number, names in unfinished.items():
+            self._finish(self.engines[number], names)
 
-    # The engine
+    def _finish(self, engine: EngineLink, names: list[RequestId]) -> None:
+        if names and engine.failure is None:
+            engine.send(encode(Finish(names)))
+
+    # The engines
 
     def require_running(self) -> None:
-        """Raise an EngineDeadError if the engine has exited."""
-        if self.failure is not None:
-            raise EngineDeadError(f"the engine has stopped: {self.failure}")
+        """Raise an EngineDeadError if all engines have exited."""
+        if all(engine.failure is not None for engine in self.engines):
+            self.engines[0].require_running()
 
-    def fail(self, reason: str) -> None:
-        """Mark the engine as exited and fail all jobs. The first reason is kept."""
-        if self.failure is not None:
+    def fail(self, engine: EngineLink, reason: str) -> None:
+        """Mark an engine as exited and fail the jobs that it runs. The first reason is kept."""
+        if engine.failure is not None:
             return
-        self.failure = f"{reason}; {self._advice}"
-        jobs = set(self._jobs.values())
-        self.num_jobs_failed += sum(not job.is_finished for job in jobs)
+        engine.fail(reason)
+        if self._router is not None:
+            self._router.remove(engine.number)
+        unfinished = self.frontend.requests
+        jobs = {x.job for name, x in self._requests.items() if x.engine is engine and name in unfinished}
+        self.num_jobs_failed += len(jobs)
         for job in jobs:
-            job.fail(self.failure)
-        for future in (*self._stats_wanted, *self._questions.values()):
-            if not future.done():
-                future.set_exception(EngineDeadError(reason))
-        self._stats_wanted.clear()
+            job.fail(f"{engine.name} has stopped: {engine.failure}")
 
-    def find_hang(self) -> str | None:
-        """Return why the engine is considered hung; None if it is not, or has exited."""
-        return self._heartbeat.find_hang() if self.failure is None else None
+    def reconnect(self, engine: EngineLink, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
+        """Use a new process of an engine; all jobs of the old one have failed."""
+        engine.reconnect(socket, limits, heartbeat)
+        self.frontend.limits = least_limits(self.engines)
+        if self._router is not None:
+            self._router.add(engine.number)
 
-    def reconnect(self, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
-        """Use a new engine process; all jobs of the old one have failed."""
-        self._socket = socket
-        self._heartbeat = heartbeat
-        self.frontend.limits = limits
-        self.failure = None
+    async def ask_stats(self) -> list[CoreStats | None]:
+        """Return the state of each engine; None: it has exited or does not respond.
 
-    async def ask_stats(self) -> CoreStats:
-        """Return the engine's state. Requests that are being prepared count as queued.
+        Requests that are being prepared count as queued on the first engine that answers.
+        """
+        answers = await asyncio.gather(*(_stats_or_none(engine) for engine in self.engines))
+        for place, stats in enumerate(answers):
+            if stats is not None:
+                answers[place] = replace(stats, num_waiting=stats.num_waiting + self._num_expected)
+                break
+        return answers
+
+    async def explain(self, question: CacheQuestion, number: int | None = None) -> tuple[int, CacheAnswer]:
+        """Return why a request missed, or what a prompt would hit, and the number of the engine that says so.
+
+        Args:
+            number: the engine to ask; None: all that run, and the one that knows the request or would hit most answers.
 
         Raises:
-            EngineDeadError: it has exited.
-            RequestTimeoutError: it does not respond.
+            EngineDeadError: the engine has exited, or all have.
+            RequestTimeoutError: an engine does not respond.
         """
-        self._require_answers()
-        future = asyncio.get_running_loop().create_future()
-        self._stats_wanted.append(future)
-        try:
-            self._send(AskStats())
-            async with asyncio.timeout(STATS_TIMEOUT_S):
-                stats: CoreStats = await future
-                return replace(stats, num_waiting=stats.num_waiting + self._num_expected)
-        except TimeoutError as error:
-            raise RequestTimeoutError(f"the engine has not answered for {STATS_TIMEOUT_S:g} s") from error
-        finally:
-            if future in self._stats_wanted:
-                self._stats_wanted.remove(future)
-
-    def _require_answers(self) -> None:
         self.require_running()
-        hang = self.find_hang()
-        if hang is not None:
-            raise RequestTimeoutError(f"the engine does not answer: {hang}")
-
-    async def show_cache(self, salt: str) -> CacheState:
-        """Return the cache's content under a salt. Raises as ``ask_stats``."""
-        state: CacheState = await self._ask(lambda number: AskCache(number, salt))
-        return state
-
-    async def explain(self, question: CacheQuestion) -> CacheAnswer:
-        """Return why a request missed, or what a prompt would hit. Raises as ``ask_stats``."""
-        answer: CacheAnswer = await self._ask(lambda number: AskWhy(number, question))
-        return answer
+        asked = [x for x in self.engines if (x.failure is None if number is None else x.number == number)]
+        answers = await asyncio.gather(*(engine.explain(question) for engine in asked))
+        return max(zip((x.number for x in asked), answers, strict=True), key=lambda each: _hit_tokens(each[1]))
 
     async def flush(self) -> FlushReport | None:
-        """Have the engine write entries that are only in memory to the disk cache; it accepts no more requests.
+        """Have all engines that run write entries that are only in memory to the disk cache, and return the sum.
 
-        Raises as ``ask_stats``.
+        They accept no more requests. None: there is no disk cache.
+
+        Raises:
+            EngineError: an engine has not answered; the others have.
         """
-        report: FlushReport | None = await self._ask(Flush, FLUSH_S + ANSWER_TIMEOUT_S)
-        return report
+        asked = [engine.flush() for engine in self.engines if engine.failure is None]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        reports = [answer for answer in answers if isinstance(answer, FlushReport)]
+        return sum(reports[1:], reports[0]) if reports else None
 
-    async def _ask(self, message: Callable[[int], ToCore], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        self._require_answers()
-        self._num_questions += 1
-        number = self._num_questions
-        future = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(message(number))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as error:
-            raise RequestTimeoutError(f"the engine has not answered for {timeout_s:g} s") from error
-        finally:
-            del self._questions[number]
-
-    async def receive(self) -> None:
-        """Receive the engine's messages until cancelled."""
+    async def receive(self, engine: EngineLink) -> None:
+        """Receive an engine's messages until cancelled."""
         while True:
-            message = FROM_CORE.decode(await self._socket.recv())
+            message = await engine.receive()
             match message:
                 case Stepped(events):
-                    self._receive_events(events)
-                case Stats(stats):
-                    for future in self._stats_wanted:
-                        if not future.done():
-                            future.set_result(stats)
-                    self._stats_wanted.clear()
-                case CacheShown(number, found) | Explained(number, found) | Flushed(number, found):
-                    asked = self._questions.get(number)
-                    if asked is not None and not asked.done():
-                        asked.set_result(found)
+                    self._receive_events(engine, events)
+                case CacheChanged(batch):
+                    if self._router is not None:
+                        self._router.apply(engine.number, batch)
                 case Died(reason):
-                    self.fail(reason)
+                    self.fail(engine, reason)
+                case _:
+                    engine.take_answer(message)
 
-    def _receive_events(self, events: StepEvents) -> None:
+    def _receive_events(self, engine: EngineLink, events: StepEvents) -> None:
         streams, stopped = self.frontend.take(events)
-        if stopped:
-            self._send(Finish(stopped))
+        self._finish(engine, stopped)
         now = SYSTEM_CLOCK()
         for stream in streams:
-            self.metrics.observe(stream, now)
-            self._jobs[stream.request_id].note(stream.request_id)
+            request_id = stream.request_id
+            self.metrics.observe(stream, now, engine.number)
+            if self._router is not None:
+                self._router.begin(request_id)
+            if stream.is_finished:
+                self._release(request_id)
+            self._requests[request_id].job.note(request_id)
 
-    def _send(self, message: ToCore) -> None:
-        try:
-            data = ENCODER.encode(message)
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the request has a text that is not valid Unicode: {error.reason}") from error
-        self._socket.send(data)
+
+def least_limits(engines: Sequence[EngineLink]) -> Limits:
+    """Return limits that hold for all engines."""
+    return min((engine.limits for engine in engines), key=lambda limits: limits.max_model_len)
+
+
+async def _stats_or_none(engine: EngineLink) -> CoreStats | None:
+    try:
+        return await engine.ask_stats()
+    except EngineError:
+        return None
+
+
+def _hit_tokens(answer: CacheAnswer) -> int:
+    """Return how many tokens an explained request has hit; -1 if there is no explanation."""
+    return -1 if answer.explanation is None else answer.explanation.account.hit

@@ -13,13 +13,9 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from strandline.errors import EngineError, RequestError
-from strandline.server.engine_client import (
-    EngineDeadError,
-    NoTokenError,
-    OutputFailedError,
-    QueueFullError,
-    RequestTimeoutError,
-)
+from strandline.server.engine_client import QueueFullError
+from strandline.server.engine_link import EngineDeadError, RequestTimeoutError
+from strandline.server.jobs import NoTokenError, OutputFailedError
 
 MAX_MESSAGE: Final = 1000
 RETRY_AFTER_S: Final = 1

@@ -24,7 +24,7 @@ from typing import Final, Never, Self
 
 from strandline.errors import EngineError, RequestError
 from strandline.records.sampling_params import StructuredOutputsParams
-from strandline.server.engine_client import RequestTimeoutError
+from strandline.server.engine_link import RequestTimeoutError
 from strandline.text import compiling_threads
 from strandline.text.structured import Grammars, compile_source, refusal
 

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,15 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from strandline.config import EngineConfig
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, cause_of
 from strandline.gc_policy import freeze_gc
+from strandline.records.events import Limits
 from strandline.records.messages import FLUSH_S
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
-from strandline.server.engine_client import EngineClient
+from strandline.server.engine_client import EngineClient, least_limits
+from strandline.server.engine_configs import engine_configs
+from strandline.server.engine_link import EngineLink
 from strandline.server.grammar_trials import GrammarTrials
 from strandline.server.http_protocol import HttpProtocol
 from strandline.server.listener import Listener, log_loop_error
@@ -30,7 +33,7 @@ from strandline.server.metrics import Metrics
 from strandline.server.output_parser import choose_output_format
 from strandline.server.service import Service, TryGrammar
 from strandline.server.slow_client_timeout import SlowClientTimeout
-from strandline.server.supervisor import engine_process, keep_restarting
+from strandline.server.supervisor import EngineProcess, engine_process, keep_restarting
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.prompts import check_template
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
@@ -46,6 +49,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
         ConfigError: the address is taken, or model, weights, tokenizer or memory do not allow a start.
     """
     _keep_torch_out()
+    engine_configs(engine)  # wrong values are found before anything is loaded
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("strandline").setLevel(logging.INFO)
     listener = listen(server.host, server.port)
@@ -95,10 +99,10 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         if await _run_http(app, listener, server.client_timeout_s or None):
             LOGGER.info("stopped at once")
             return INTERRUPTED
-        if engine.disk_cache is not None and client.failure is None:
+        if engine.disk_cache is not None and any(each.failure is None for each in client.engines):
             await _flush(client)
         if client.num_jobs_failed:
-            text = "stopped; requests that ended when the engine stopped: %d; all others were answered"
+            text = "stopped; requests that ended when an engine stopped: %d; all others were answered"
             LOGGER.info(text, client.num_jobs_failed)
         else:
             LOGGER.info("stopped; every request was answered")
@@ -228,34 +232,93 @@ def listen(host: str, port: int) -> Listener:
 
 @asynccontextmanager
 async def start_core(engine: EngineConfig, server: ServerConfig, vocabulary: Vocabulary) -> AsyncIterator[EngineClient]:
-    """Start the engine process, yield a client of it, and end the process on exit.
+    """Start the engine processes, yield a client of them, and end them on exit.
 
     Raises:
         ConfigError: the configuration does not allow a start.
-        EngineError: the process ended before it was ready.
+        EngineError: a process ended before it was ready.
     """
-    async with AsyncExitStack() as stack:
-        process, limits = await stack.enter_async_context(engine_process(engine))
-        names = server.served_model_name or (engine.model,)
-        client = EngineClient(
-            process.socket,
-            load_frontend(engine, limits, vocabulary),
-            Metrics(names[0]),
-            heartbeat=process.heartbeat,
-            max_unfinished=engine.max_num_seqs + server.max_queue,
-            timeout_s=server.request_timeout_s,
-            advice="it is being restarted" if server.restart else "restart the server",
-        )
+    configs = engine_configs(engine)
+    if len(configs) > 1 and engine.disk_cache is not None:
+        _make_private(engine.disk_cache)  # engines would make it with other permissions, above their own
+    stacks = [AsyncExitStack() for _ in configs]
+    keeping: list[asyncio.Future[None]] = []
+    try:
+        processes = await _start_all(stacks, configs)
+        client = _new_client(configs, server, vocabulary, processes)
+        keeping = [
+            asyncio.ensure_future(_keep(client, *each, restarts=server.restart))
+            for each in zip(stacks, configs, client.engines, processes, strict=True)
+        ]
+        yield client
+    finally:
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        await asyncio.gather(*(stack.aclose() for stack in stacks))
 
-        async def keep() -> None:
-            client.fail(await process.receive_until_exit(client))
-            if server.restart:
-                await stack.aclose()
-                await keep_restarting(engine, client)
 
-        keeping = asyncio.ensure_future(keep())
-        try:
-            yield client
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+Started = tuple[EngineProcess, Limits]
+
+
+def _make_private(directory: str) -> None:
+    """Create a directory for its owner alone, if there is none.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--disk-cache {directory} cannot be used: {cause_of(error)}") from error
+
+
+async def _start_all(stacks: Sequence[AsyncExitStack], configs: Sequence[EngineConfig]) -> list[Started]:
+    """Start all engines at the same time, each in a context of its own. If one fails, the others are ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            starting = [
+                group.create_task(stack.enter_async_context(engine_process(config)))
+                for stack, config in zip(stacks, configs, strict=True)
+            ]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in starting]
+
+
+def _new_client(
+    configs: Sequence[EngineConfig], server: ServerConfig, vocabulary: Vocabulary, processes: Sequence[Started]
+) -> EngineClient:
+    """Return a client of engines that are ready."""
+    advice = "it is being restarted" if server.restart else "restart the server"
+    engines = [
+        EngineLink(process.socket, limits, process.heartbeat, number=number, name=process.name, advice=advice)
+        for number, (process, limits) in enumerate(processes)
+    ]
+    config = configs[0]
+    names = server.served_model_name or (config.model,)
+    return EngineClient(
+        engines,
+        load_frontend(config, least_limits(engines), vocabulary),
+        Metrics(names[0], len(engines)),
+        max_unfinished=config.max_num_seqs * len(engines) + server.max_queue,
+        timeout_s=server.request_timeout_s,
+    )
+
+
+async def _keep(
+    client: EngineClient,
+    stack: AsyncExitStack,
+    config: EngineConfig,
+    engine: EngineLink,
+    started: Started,
+    *,
+    restarts: bool,
+) -> None:
+    """Receive an engine's messages; restart it whenever it exits, if configured."""
+    client.fail(engine, await started[0].receive_until_exit(client.receive(engine)))
+    if not restarts:
+        LOGGER.error("%s has stopped: %s", engine.name, engine.failure)
+        return
+    await stack.aclose()
+    await keep_restarting(config, client, engine)

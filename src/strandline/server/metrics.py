@@ -4,7 +4,7 @@ Latencies and finished requests are counted here, in the HTTP process; metrics o
 engine on each scrape.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,7 +14,7 @@ from strandline.records.events import CoreStats, HandOverStats, SpeculationStats
 from strandline.text.output_streams import RequestStream
 
 PREFIX: Final = "strandline:"
-LABEL: Final = "model_name"
+LABELS: Final = ("model_name", "engine")
 TTFT_BUCKETS_S: Final = (
     0.001,
     0.005,
@@ -58,35 +58,78 @@ RECOMPUTED: Final = frozenset(
 
 
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server. Each has a label with the number of the engine, as in vLLM.
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
+    Args:
+        num_engines: those of the server.
+    """
+
+    def __init__(self, model_name: str, num_engines: int = 1) -> None:
         self._registry = CollectorRegistry()
         self._core = _CoreMetrics(model_name)
         self._registry.register(self._core)
-        self._last_token_s: dict[str, float] = {}
-        self._finished = self._counter("request_success", "Finished requests.", "finished_reason")
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(model_name)
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
-        self._tpot = self._histogram(
+        families = _RequestFamilies(self._registry)
+        self._engines = [_RequestMetrics(families, model_name, engine) for engine in range(num_engines)]
+
+    def observe(self, stream: RequestStream, now_s: float, engine: int = 0) -> None:
+        """Count a step in which a request got a token, or up to one per output."""
+        self._engines[engine].observe(stream, now_s)
+
+    def forget(self, request_id: str, engine: int = 0) -> None:
+        """Count an aborted request."""
+        self._engines[engine].forget(request_id)
+
+    def expose(self, stats: Sequence[CoreStats | None]) -> bytes:
+        """Return the metrics in Prometheus' text format.
+
+        Args:
+            stats: of each engine; None: its own metrics are left out.
+        """
+        self._core.stats = stats
+        return generate_latest(self._registry)
+
+
+class _RequestFamilies:
+    """Metrics of requests, of all engines."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.finished = self._counter("request_success", "Finished requests.", "finished_reason")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self.tpot = self._histogram(
             "request_time_per_output_token_seconds", "Per token after the first.", ITL_BUCKETS_S
         )
-        self._itl = self._histogram("inter_token_latency_seconds", "Token to token.", ITL_BUCKETS_S)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
-        self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
-        self._output_lengths = self._histogram("request_generation_tokens", "Tokens of an output.", TOKEN_BUCKETS)
+        self.itl = self._histogram("inter_token_latency_seconds", "Token to token.", ITL_BUCKETS_S)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
+        self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
+        self.output_lengths = self._histogram("request_generation_tokens", "Tokens of an output.", TOKEN_BUCKETS)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, (LABEL, *labels), registry=self._registry)
+        return Counter(PREFIX + name, text, (*LABELS, *labels), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(PREFIX + name, text, (LABEL,), buckets=buckets, registry=self._registry)
-        return histogram.labels(self._model_name)
+        return Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self._registry)
+
+
+class _RequestMetrics:
+    """Metrics of the requests that one engine runs."""
+
+    def __init__(self, families: _RequestFamilies, model_name: str, engine: int) -> None:
+        self._labels = labels = model_name, str(engine)
+        self._last_token_s: dict[str, float] = {}
+        self._finished = families.finished
+        self._prompt_tokens = families.prompt_tokens.labels(*labels)
+        self._generation_tokens = families.generation_tokens.labels(*labels)
+        self._ttft = families.ttft.labels(*labels)
+        self._tpot = families.tpot.labels(*labels)
+        self._itl = families.itl.labels(*labels)
+        self._e2e = families.e2e.labels(*labels)
+        self._prompt_lengths = families.prompt_lengths.labels(*labels)
+        self._output_lengths = families.output_lengths.labels(*labels)
 
     def observe(self, stream: RequestStream, now_s: float) -> None:
-        """Count a step in which a request got a token, or up to one per output."""
         name = stream.request_id
         last_s = self._last_token_s.get(name)
         self._last_token_s[name] = now_s
@@ -107,35 +150,46 @@ class Metrics:
             self._output_lengths.observe(num_tokens)
         if max(lengths) > 1 and stream.times.first_token_s is not None:
             self._tpot.observe((now_s - stream.times.first_token_s) / (max(lengths) - 1))
-        self._finished.labels(self._model_name, stream.outputs[0].finish_reason).inc()
+        self._finished.labels(*self._labels, stream.outputs[0].finish_reason).inc()
         del self._last_token_s[stream.request_id]
 
     def forget(self, request_id: str) -> None:
-        """Count an aborted request."""
         self._last_token_s.pop(request_id, None)
-        self._finished.labels(self._model_name, "abort").inc()
-
-    def expose(self, stats: CoreStats | None) -> bytes:
-        """Return the metrics in Prometheus' text format; without the engine's if there are no stats."""
-        self._core.stats = stats
-        return generate_latest(self._registry)
+        self._finished.labels(*self._labels, "abort").inc()
 
 
 class _CoreMetrics:
-    """Exposes the engine's counters as metrics."""
+    """Exposes the engines' counters as metrics."""
 
     def __init__(self, model_name: str) -> None:
-        self.stats: CoreStats | None = None
+        self.stats: Sequence[CoreStats | None] = ()
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        text = "1 if the engine answers; 0 if its metrics are missing."
-        yield self._gauge("engine_up", text, {"": self.stats is not None})
-        if self.stats is not None:
-            yield from self._families(self.stats)
+        families: dict[str, Metric] = {}
+        for number, stats in enumerate(self.stats):
+            for family in _EngineFamilies(self._model_name, number).collect(stats):
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
 
     def describe(self) -> Iterable[Metric]:
         return []
+
+
+class _EngineFamilies:
+    """The metrics of one engine."""
+
+    def __init__(self, model_name: str, engine: int) -> None:
+        self._labels = model_name, str(engine)
+
+    def collect(self, stats: CoreStats | None) -> Iterator[Metric]:
+        text = "1 if the engine answers; 0 if its metrics are missing."
+        yield self._gauge("engine_up", text, {"": stats is not None})
+        if stats is not None:
+            yield from self._families(stats)
 
     def _families(self, stats: CoreStats) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Sequences that run.", {"": stats.num_running})
@@ -223,23 +277,23 @@ class _CoreMetrics:
 
     def _fallbacks(self, stats: CoreStats) -> Metric:
         text = "Operations that run reference implementations instead of a backend; always 1."
-        labels = [LABEL, "operation", "backend", "reason"]
+        labels = [*LABELS, "operation", "backend", "reason"]
         family = GaugeMetricFamily(f"{PREFIX}kernel_fallback_info", text, labels=labels)
         for fallback in stats.kernel_fallbacks:
-            family.add_metric([self._model_name, fallback.operation, fallback.backend, fallback.reason], 1)
+            family.add_metric([*self._labels, fallback.operation, fallback.backend, fallback.reason], 1)
         return family
 
     def _counter(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=[LABEL, *([label] if label else [])])
+        family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, *([label] if label else [])])
         return self._fill(family, values, label)
 
     def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL, *([label] if label else [])])
+        family = GaugeMetricFamily(PREFIX + name, text, labels=[*LABELS, *([label] if label else [])])
         return self._fill(family, values, label)
 
     def _fill(
         self, family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float], label: str | None
     ) -> Metric:
         for key, value in values.items():
-            family.add_metric([self._model_name, *([key] if label else [])], value)
+            family.add_metric([*self._labels, *([key] if label else [])], value)
         return family

@@ -10,8 +10,8 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from strandline.errors import EngineError, RequestError
-from strandline.server.engine_client import Job
 from strandline.server.error_responses import error_body, status_of
+from strandline.server.jobs import Job
 
 DONE: Final = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST: Final = 499

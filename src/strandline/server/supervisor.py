@@ -5,11 +5,11 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Final, Protocol
+from typing import Any, Final
 
 import zmq.asyncio
 
@@ -19,6 +19,7 @@ from strandline.records.events import Limits
 from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, FROM_CORE, EventEndpoints, Ready, Refused, Start
 from strandline.server.engine_client import EngineClient
+from strandline.server.engine_link import EngineLink
 
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
@@ -31,24 +32,21 @@ DRAIN_S: Final = 0.05
 """Time to receive the last messages of a process that has exited."""
 
 
-class Receiver(Protocol):
-    """Receives an engine's messages."""
-
-    async def receive(self) -> None:
-        """Receive until cancelled."""
-
-
 class EngineProcess:
     """A running engine process, the socket to it, and its heartbeat.
 
     Args:
         address: what the socket is bound to.
         inherited: file descriptors that the process keeps open.
+        name: of the engine, in messages to users.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, address: str, inherited: Sequence[int] = ()) -> None:
+    def __init__(
+        self, socket: zmq.asyncio.Socket, address: str, inherited: Sequence[int] = (), *, name: str = "the engine"
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.socket = socket
+        self.name = name
         self.events: EventEndpoints | None = None
         """Endpoints of published cache events; None: none."""
         self.heartbeat, self._process = _start(address, inherited)
@@ -68,21 +66,22 @@ class EngineProcess:
         await asyncio.wait((first, self._exited), return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             first.cancel()
-            raise EngineError("the engine's process ended while it started; its error is above")
+            raise EngineError(f"{self.name}'s process ended while it started; its error is above")
+        prefix = f"{self.name}: " if engine.data_parallel_size > 1 else ""
         match FROM_CORE.decode(first.result()):
             case Ready(limits, lines, events):
                 self.events = events
                 for line in lines:
-                    LOGGER.info("%s", line)
+                    LOGGER.info("%s%s", prefix, line)
                 return limits
             case Refused(message):
-                raise ConfigError(message)
+                raise ConfigError(prefix + message)
             case other:
-                raise EngineError(f"the engine began with {other!r}")
+                raise EngineError(f"{self.name} began with {other!r}")
 
-    async def receive_until_exit(self, client: Receiver) -> str:
-        """Let the client receive until the process exits or receiving fails; return the reason."""
-        receiving = asyncio.ensure_future(client.receive())
+    async def receive_until_exit(self, receive: Coroutine[Any, Any, None]) -> str:
+        """Run what receives the engine's messages until the process exits or receiving fails; return the reason."""
+        receiving = asyncio.ensure_future(receive)
         try:
             await asyncio.wait((receiving, self._exited), return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
@@ -96,16 +95,17 @@ class EngineProcess:
         finally:
             receiving.cancel()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the process's standard input, at which it exits; kill it if it does not."""
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+            await asyncio.wait((self._exited,), timeout=STOP_TIMEOUT_S)
+        finally:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            if not self._exited.done():
+                self._process.kill()
             self._process.wait()
 
 
@@ -128,30 +128,35 @@ async def engine_process(
         socket.linger = 0
         address = f"ipc://{folder.name}/core"
         socket.bind(address)
-        process = EngineProcess(socket, address, inherited)
+        process = EngineProcess(socket, address, inherited, name=engine_name(engine))
         try:
             limits = await process.handshake(engine)
             folder.cleanup()
             yield process, limits
         finally:
-            process.close()
+            await process.close()
 
 
-async def keep_restarting(engine: EngineConfig, client: EngineClient) -> None:
-    """Restart the engine whenever it has exited, with growing delays, and connect the client to it."""
+def engine_name(engine: EngineConfig) -> str:
+    """Return an engine's name in messages to users: with a number if there are several."""
+    return "the engine" if engine.data_parallel_size == 1 else f"engine {engine.data_parallel_rank}"
+
+
+async def keep_restarting(config: EngineConfig, client: EngineClient, engine: EngineLink) -> None:
+    """Restart an engine whenever it has exited, with growing delays, and connect the client to it."""
     loop = asyncio.get_running_loop()
     delay_s = FIRST_RESTART_DELAY_S
     while True:
-        LOGGER.warning("the engine has stopped: %s; restarting in %g s", client.failure, delay_s)
+        LOGGER.warning("%s has stopped: %s; restarting in %g s", engine.name, engine.failure, delay_s)
         await asyncio.sleep(delay_s)
         started_s = loop.time()
         try:
-            async with engine_process(engine) as (process, limits):
-                client.reconnect(process.socket, limits, process.heartbeat)
-                LOGGER.info("the engine has restarted")
-                client.fail(await process.receive_until_exit(client))
+            async with engine_process(config) as (process, limits):
+                client.reconnect(engine, process.socket, limits, process.heartbeat)
+                LOGGER.info("%s has restarted", engine.name)
+                client.fail(engine, await process.receive_until_exit(client.receive(engine)))
         except (StrandlineError, OSError, zmq.ZMQError) as error:
-            LOGGER.error("the engine failed to start: %s", error)
+            LOGGER.error("%s failed to start: %s", engine.name, error)
         is_stable = loop.time() - started_s > STABLE_AFTER_S
         delay_s = FIRST_RESTART_DELAY_S if is_stable else min(2 * delay_s, LONGEST_RESTART_DELAY_S)
 

@@ -100,8 +100,12 @@ class ServerProcess:
 
     def core_pid(self) -> int:
         """Wait until the engine's process runs; return its id."""
-        self.wait_until(lambda: len(self._core_pids()) == 1)
-        return self._core_pids()[0]
+        return self.core_pids(1)[0]
+
+    def core_pids(self, number: int) -> list[int]:
+        """Wait until the processes of this many engines run; return their ids, in the order of their starts."""
+        self.wait_until(lambda: len(self._core_pids()) == number)
+        return self._core_pids()
 
     def _core_pids(self) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

@@ -12,6 +12,7 @@ from strandline.server.config import ServerConfig
 FLAGS = [
     "--allowed-hosts", "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template",
     "--client-timeout-s",
+    "--data-parallel-size",
     "--dequantize", "--deterministic", "--device", "--disk-cache", "--disk-cache-size",
     "--distributed-executor-backend", "--dtype",
     "--enable-auto-tool-choice", "--enable-prefix-caching", "--enforce-eager",
@@ -24,7 +25,7 @@ FLAGS = [
     "--seed",
     "--served-model-name", "--snapshot-dtype", "--speculative-config", "--tensor-parallel-size", "--tokenizer",
     "--tool-call-parser",
-    "-tp",
+    "-dp", "-tp",
 ]  # fmt: skip
 
 OF_VLLM = {
@@ -33,6 +34,7 @@ OF_VLLM = {
     "--max-model-len": "100",
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048", "--tensor-parallel-size": "2",
+    "--data-parallel-size": "2",
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
     "--kv-transfer-config": '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "10.0.0.1"}',
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',

@@ -14,7 +14,7 @@ import pytest
 from strandline.config import EngineConfig
 from strandline.records import heartbeat as heartbeats
 from strandline.records.events import StepEvents
-from strandline.server import engine_client
+from strandline.server import engine_link
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
 from strandline.server.launch import start_core
@@ -86,17 +86,17 @@ def children() -> set[int]:
 
 def test_stopped_engine_is_reported_and_recovers(bytes_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "MAX_SILENCE_S", 3 * heartbeats.BEAT_INTERVAL_S)
-    monkeypatch.setattr(engine_client, "STATS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_link, "STATS_TIMEOUT_S", 0.1)
     before = children()
 
     async def run() -> None:
         async with client_of_server(bytes_dir) as http, asyncio.timeout(TIMEOUT_S):
             await health(http, 200)
-            assert 'engine_up{model_name="tiny"} 1.0' in (await http.get("/metrics")).text
+            assert 'engine_up{engine="0",model_name="tiny"} 1.0' in (await http.get("/metrics")).text
             [engine] = children() - before
             os.kill(engine, signal.SIGSTOP)
             metrics = (await http.get("/metrics")).text
-            assert 'engine_up{model_name="tiny"} 0.0' in metrics
+            assert 'engine_up{engine="0",model_name="tiny"} 0.0' in metrics
             assert "num_requests_running" not in metrics
             error = (await health(http, 503)).json()["error"]
             assert error["code"] == "engine_hung"

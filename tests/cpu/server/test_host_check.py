@@ -148,10 +148,13 @@ def test_allowed_hosts_must_be_names(name: str) -> None:
 
 
 class EmptyCache:
-    """Stands in for the engine's client: shows a cache with nothing in it."""
+    """Stands in for the engines' client, and for its only engine: shows a cache with nothing in it."""
+
+    number, failure = 0, None
 
     def __init__(self) -> None:
         self.frontend = SimpleNamespace(tokenizer=None)
+        self.engines = [self]
 
     async def show_cache(self, salt: str) -> CacheState:
         stats = CoreStats(0, 0, 0, 0, 0, {}, {}, {}, 0, 0, 0, {})

@@ -53,7 +53,7 @@ def test_metrics_count_published_events(publishing: ServerProcess) -> None:
     metrics = publishing.get("/metrics").text
     [published] = [line for line in metrics.splitlines() if line.startswith("strandline:kv_events_published_total{")]
     assert float(published.split()[-1]) > 3
-    assert 'strandline:kv_events_dropped_total{model_name="tiny"} 0.0' in metrics
+    assert 'strandline:kv_events_dropped_total{engine="0",model_name="tiny"} 0.0' in metrics
 
 
 def test_the_log_says_where_the_events_are(publishing: ServerProcess, sockets: Path) -> None:

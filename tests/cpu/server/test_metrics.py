@@ -43,7 +43,7 @@ def samples_of(text: str) -> dict[str, float]:
 def exposed(**fields: Any) -> str:
     """Return the metrics of an engine that has done nothing but what the fields say."""
     memory = dict.fromkeys(("slots_in_use", "blocks_in_use", "free"), 0)
-    return Metrics("model").expose(CoreStats(0, 0, 0, 0, 0, {}, {}, {}, 0, 0, 0, memory, **fields)).decode()
+    return Metrics("model").expose([CoreStats(0, 0, 0, 0, 0, {}, {}, {}, 0, 0, 0, memory, **fields)]).decode()
 
 
 HANDING_OVER = exposed(
@@ -138,12 +138,12 @@ def test_hits_are_replayed_and_compared(used: ServerProcess) -> None:
 
 def test_kernel_fallbacks_are_exposed_with_their_reasons() -> None:
     text = exposed(kernel_fallbacks=[KernelFallback("paged_attention", "Numba", "STRANDLINE_NUMBA is 0")])
-    labels = 'backend="Numba",model_name="model",operation="paged_attention",reason="STRANDLINE_NUMBA is 0"'
+    labels = 'backend="Numba",engine="0",model_name="model",operation="paged_attention",reason="STRANDLINE_NUMBA is 0"'
     assert f"strandline:kernel_fallback_info{{{labels}}} 1.0" in text
 
 
 def test_drafts_are_counted_in_all_and_by_position() -> None:
-    label = 'model_name="model"'
+    label = 'engine="0",model_name="model"'
     for name, value in (("drafts", 10), ("draft_tokens", 20), ("accepted_tokens", 13)):
         assert f"strandline:spec_decode_num_{name}_total{{{label}}} {value}.0" in SPECULATING
     for position, value in enumerate((9, 4)):
@@ -153,7 +153,7 @@ def test_drafts_are_counted_in_all_and_by_position() -> None:
 
 
 def test_hand_over_is_counted_by_outcome_and_direction() -> None:
-    label = 'model_name="model"'
+    label = 'engine="0",model_name="model"'
     for sample in (
         f'pulls_total{{{label},outcome="done"}} 3.0',
         f'pulls_total{{{label},outcome="stalled"}} 1.0',

@@ -14,6 +14,7 @@ from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskStats, FromCore, Stats, Submit
 from strandline.server.app import build_app
 from strandline.server.engine_client import EngineClient
+from strandline.server.engine_link import EngineLink
 from strandline.server.metrics import Metrics
 from strandline.server.service import Service
 from strandline.text.frontend import Frontend
@@ -65,11 +66,12 @@ class Server:
 
         eos_ids = frozenset({0})
         grammars = Grammars(vocabulary, VOCAB_SIZE)
-        frontend = Frontend(Limits(VOCAB_SIZE, 100), tokenizer=tokenizer, eos_ids=eos_ids, grammars=grammars)
+        limits = Limits(VOCAB_SIZE, 100)
+        frontend = Frontend(limits, tokenizer=tokenizer, eos_ids=eos_ids, grammars=grammars)
         heartbeat = new_heartbeat()
         heartbeat.beat()
         core: Any = self.core
-        self.client = EngineClient(core, frontend, Metrics("tiny"), heartbeat=heartbeat, max_unfinished=1)
+        self.client = EngineClient([EngineLink(core, limits, heartbeat)], frontend, Metrics("tiny"), max_unfinished=1)
         self.service = Service(self.client, ["tiny"])
         self._http = httpx.ASGITransport(build_app(self.service))
 
@@ -90,7 +92,7 @@ class Server:
 @asynccontextmanager
 async def held_server() -> AsyncIterator[Server]:
     server = Server()
-    receiving = asyncio.ensure_future(server.client.receive())
+    receiving = asyncio.ensure_future(server.client.receive(server.client.engines[0]))
     try:
         yield server
     finally:
@@ -135,7 +137,7 @@ def test_requests_being_prepared_count_as_queued(name: str) -> None:
             assert len((await server.core.submitted.get()).submissions) == 1
             assert await server.num_waiting() == 0  # the core counts it from here on
             assert (await server.post(path, body)).status_code == 429
-            server.client.fail("the test is over")
+            server.client.fail(server.client.engines[0], "the test is over")
             assert (await waiting).status_code == 503
 
     asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
@@ -150,7 +152,7 @@ def test_failed_request_releases_its_place_in_queue() -> None:
                 assert (await server.post("/v1/completions", body)).status_code == 400
             asking = asyncio.ensure_future(server.post("/v1/completions", {"prompt": "x"}))
             assert len((await server.core.submitted.get()).submissions) == 1
-            server.client.fail("the test is over")
+            server.client.fail(server.client.engines[0], "the test is over")
             assert (await asking).status_code == 503
 
     asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))

@@ -37,8 +37,9 @@ def test_restarts_go_on_after_errors_of_the_system(monkeypatch: pytest.MonkeyPat
             yield
 
         monkeypatch.setattr(supervisor, "engine_process", failing)
-        client: Any = SimpleNamespace(failure="it was killed")
-        restarting = asyncio.ensure_future(supervisor.keep_restarting(CONFIG, client))
+        client: Any = SimpleNamespace()
+        engine: Any = SimpleNamespace(name="the engine", failure="it was killed")
+        restarting = asyncio.ensure_future(supervisor.keep_restarting(CONFIG, client, engine))
         await asyncio.wait_for(has_failed.wait(), TIMEOUT_S)
         restarting.cancel()
 
@@ -49,7 +50,7 @@ def test_failed_start_leaves_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         assert list(tmp_path.iterdir())
         raise OSError(*EXHAUSTED)
 
