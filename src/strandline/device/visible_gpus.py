@@ -21,8 +21,10 @@ def take_gpus(config: EngineConfig, environment: MutableMapping[str, str] = os.e
         ConfigError: there are too few GPUs, or they cannot be hidden any more.
     """
     num_engines, num_ranks = config.data_parallel_size, config.tensor_parallel_size
+    if num_engines == 1 or config.device == "cpu":
+        return
     num_gpus = torch.cuda.device_count()  # asks NVML: CUDA would read the variable now, and never again
-    if num_engines == 1 or config.device == "cpu" or num_gpus == 0:
+    if num_gpus == 0:
         return
     if num_engines * num_ranks > num_gpus:
         raise ConfigError(

@@ -50,6 +50,7 @@ class EngineClient:
         frontend: turns requests into sequences and tokens into text.
         max_unfinished: maximum number of sequences that run or are queued; more are rejected.
         timeout_s: time limit of a job.
+        router: chooses among several engines; None: there is one.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class EngineClient:
         *,
         max_unfinished: int,
         timeout_s: float | None = None,
+        router: EngineRouter | None = None,
     ) -> None:
         self.engines = engines
         self.frontend = frontend
         self.metrics = metrics
         self.num_jobs_failed = 0
         """Jobs that were unfinished when an engine that ran them exited, since the start."""
-        self._router = EngineRouter(range(len(engines))) if len(engines) > 1 else None
+        self._router = router
         self._max_unfinished = max_unfinished
         self._timeout_s = timeout_s
         self._requests: dict[str, _Request] = {}
@@ -106,7 +108,7 @@ class EngineClient:
                     request_id, request, prompt=prompt.text, salt=salt, marks=prompt.marks, transfer=transfer
                 )
             )
-        engines = [self._choose(*each, salt) for each in zip(names, requests, strict=True)]
+        engines = [self._choose(each, request, salt) for each, request in zip(names, requests, strict=True)]
         try:
             self._send_all(engines, submissions)
         except RequestError:

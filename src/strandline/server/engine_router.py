@@ -20,10 +20,12 @@ class EngineRouter:
 
     Args:
         engines: numbers of those that run.
+        has_cache: whether they keep prefixes. If not, equal prompts are computed by each of their requests.
     """
 
-    def __init__(self, engines: Iterable[int]) -> None:
+    def __init__(self, engines: Iterable[int], *, has_cache: bool = True) -> None:
         self._router = SnapshotRouter()
+        self._has_cache = has_cache
         for engine in engines:
             self.add(engine)
 
@@ -45,6 +47,8 @@ class EngineRouter:
         Raises:
             NoReplicaError: there is none.
         """
+        if not self._has_cache:
+            salt = request_id  # nothing is in common with other prompts
         return int(self._router.route(request_id, PromptHashes(tokens, salt)))
 
     def begin(self, request_id: str) -> None:

@@ -26,6 +26,7 @@ from strandline.server.config import ServerConfig
 from strandline.server.engine_client import EngineClient, least_limits
 from strandline.server.engine_configs import engine_configs
 from strandline.server.engine_link import EngineLink
+from strandline.server.engine_router import EngineRouter
 from strandline.server.grammar_trials import GrammarTrials
 from strandline.server.http_protocol import HttpProtocol
 from strandline.server.listener import Listener, log_loop_error
@@ -296,6 +297,7 @@ def _new_client(
         for number, (process, limits) in enumerate(processes)
     ]
     config = configs[0]
+    has_cache = config.enable_prefix_caching and config.mamba_cache_mode != "none"
     names = server.served_model_name or (config.model,)
     return EngineClient(
         engines,
@@ -303,6 +305,7 @@ def _new_client(
         Metrics(names[0], len(engines)),
         max_unfinished=config.max_num_seqs * len(engines) + server.max_queue,
         timeout_s=server.request_timeout_s,
+        router=EngineRouter(range(len(engines)), has_cache=has_cache) if len(engines) > 1 else None,
     )
 
 

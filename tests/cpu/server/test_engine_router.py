@@ -54,6 +54,14 @@ def test_a_salt_hides_what_is_cached_without_it() -> None:
     run(check)
 
 
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_prompts_share_nothing_without_a_cache(*, has_cache: bool) -> None:
+    router = EngineRouter(range(2), has_cache=has_cache)
+    first = router.route("a", LONG, "")
+    router.begin("a")
+    assert (router.route("b", LONG, "") == first) == has_cache
+
+
 def test_a_turn_finds_the_last_one_before_its_events() -> None:
     async def check(router: EngineRouter) -> None:
         first = router.route("a", LONG, "")
