@@ -46,6 +46,24 @@ def multiply_bfloat16() -> None:
     builder.create_dot = dot_of_widened
 
 
+def subtract_bfloat16() -> None:
+    """Let kernels subtract bfloat16: Triton 3.6's interpreter subtracts the bits. Differences have to be exact."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    subtract = builder.create_fsub
+
+    def subtract_numbers(self: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar != interpreter.tl.bfloat16:
+            return subtract(self, a, b)
+        wide_a, wide_b = ((x.data.astype(np.uint32) << 16).view(np.float32) for x in (a, b))
+        bits = (wide_a - wide_b).view(np.uint32) >> 16
+        return interpreter.TensorHandle(bits.astype(np.uint16), a.dtype.scalar)
+
+    builder.create_fsub = subtract_numbers
+
+
 def convert_e4m3() -> None:
     """Convert from and to e4m3 as GPUs do: Triton 3.6's interpreter loses carries, and has no NaN there."""
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -356,7 +356,7 @@ def _gemv_kernel(
 
 
 @triton.jit
-def _place_tile(program, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def place_tile(program, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the rows and outputs of a program's tile."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -397,7 +397,7 @@ def _gemm_dense(
     GROUP: tl.constexpr,
 ):
     """Write a tile of the product of plain rows and an ordinary weight."""
-    row_M, row_N = _place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    row_M, row_N = place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
     # As many bytes at a time as of a weight in FP8: the shared memory that programs take decides how many run at once.
     BLOCK_K: tl.constexpr = GROUP // 2
     col_K = tl.arange(0, BLOCK_K)
@@ -444,7 +444,7 @@ def _gemm_scaled(
     GROUP: tl.constexpr,
 ):
     """Write a tile of the product of quantised rows and a weight in FP8."""
-    row_M, row_N = _place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    row_M, row_N = place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
     col_K = tl.arange(0, GROUP)
     is_row_N = row_N < N
     # Rows behind the last one read that: what becomes of them is not stored.

@@ -18,10 +18,19 @@ from strandline.kernels.block_scaled import (
     block_scaled_gated_linear_quantized,
     block_scaled_linear,
 )
+from strandline.kernels.four_bit import four_bit_gated_linear, four_bit_linear
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.quantizing import swiglu_quantized
-from strandline.kernels.weights import DenseWeight, HalfWeight, PackedWeight, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.weights import (
+    DenseWeight,
+    FourBitWeight,
+    HalfWeight,
+    PackedWeight,
+    ScaledWeight,
+    StackedWeight,
+    Weight,
+)
 
 Linear = Callable[[Any], Tensor]
 """A product of ``Rows`` with a bound weight and bias; quantised ones are taken by weights in FP8 alone, and by those of
@@ -71,14 +80,19 @@ def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
 @operation(triton("stacked_linear_triton", invariant="stacked_linear_triton"))
 def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias`` with a weight of parts, whose outputs lie side by side."""
-    parts = [
-        linear.reference(plain_rows(x), part.values_OI)
-        if isinstance(part, DenseWeight)
-        else block_scaled_linear.reference(x, part)
-        for part in weight.parts
-    ]
-    out = torch.cat(parts, dim=-1)
+    out = torch.cat([_multiply_part(x, part) for part in weight.parts], dim=-1)
     return out if bias_O is None else out.add_(bias_O)
+
+
+def _multiply_part(x: Rows, part: DenseWeight | ScaledWeight | FourBitWeight) -> Tensor:
+    match part:
+        case DenseWeight(values_OI):
+            return linear.reference(plain_rows(x), values_OI)
+        case FourBitWeight():
+            return four_bit_linear.reference(plain_rows(x), part)
+        case ScaledWeight():
+            return block_scaled_linear.reference(x, part)
+    assert_never(part)
 
 
 @operation(triton("linear_and_logits_triton", invariant="linear_and_logits_triton"))
@@ -96,6 +110,8 @@ LINEAR_OPERATIONS: Final = (
     block_scaled_linear,
     block_scaled_gated_linear,
     block_scaled_gated_linear_quantized,
+    four_bit_linear,
+    four_bit_gated_linear,
     stacked_linear,
     swiglu_quantized,
 )
@@ -115,6 +131,9 @@ def bind_linear(kernels: Kernels, weight: Weight, bias_O: Tensor | None = None) 
         case ScaledWeight():
             scaled = kernels[block_scaled_linear]
             return lambda x: scaled(x, weight, bias_O)
+        case FourBitWeight():
+            four_bit = kernels[four_bit_linear]
+            return lambda x: four_bit(x, weight, bias_O)
         case StackedWeight():
             stacked = kernels[stacked_linear]
             return lambda x: stacked(x, weight, bias_O)
@@ -145,6 +164,9 @@ def bind_gated_linear(kernels: Kernels, weight: Weight) -> Gated:
     if isinstance(weight, ScaledWeight):
         scaled = kernels[block_scaled_gated_linear]
         return lambda x: scaled(x, weight)
+    if isinstance(weight, FourBitWeight):
+        four_bit = kernels[four_bit_gated_linear]
+        return lambda x: four_bit(x, weight)
     multiply, activate = bind_linear(kernels, weight), kernels[swiglu]
     return lambda x: activate(multiply(x))
 

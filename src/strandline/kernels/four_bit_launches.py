@@ -1,0 +1,97 @@
+"""How products with weights in 4 bits are tiled, and from which sizes on which way is taken.
+
+Measured by ``benchmarks/kernels/four_bit.py --sweep``. All that depends on the GPU is here.
+"""
+
+from typing import Final, NamedTuple
+
+from strandline.kernels.sizes import NUM_SMS, cdiv
+
+
+class Gemv(NamedTuple):
+    """How a product of one to four rows is tiled."""
+
+    block_n: int
+    block_k: int
+    """Inputs of a chunk; a thread loads 32 of a row at once."""
+    warps: int
+
+
+class Tile(NamedTuple):
+    """How a product of more rows is tiled."""
+
+    block_n: int
+    """Outputs; from 64 on and with four warps, tensor cores of Hopper GPUs take the weight from registers."""
+    block_m: int
+    warps: int
+    stages: int
+
+
+GEMV_WIDE: Final = Gemv(4, 1024, 1)
+GEMV_NARROW: Final = Gemv(2, 4096, 4)
+"""For many and few outputs."""
+
+WIDE_OUTPUTS: Final = 8192
+"""From here on there are many outputs."""
+
+MAX_ROWS_GEMV: Final = 4
+"""Most rows that programs of matrix-vector products can take."""
+
+MAX_CODES_GEMV: Final = {1: 1 << 62, 2: 1 << 24}
+"""By the largest number of rows: codes of a weight beyond which tiles are faster."""
+
+TILES: Final = {16: Tile(64, 16, 4, 6), 32: Tile(64, 32, 4, 5), 64: Tile(64, 64, 4, 4)}
+"""By the largest number of rows."""
+
+TILE_WIDE: Final = Tile(128, 16, 4, 4)
+"""For up to 16 rows and many outputs."""
+
+TILE_MANY: Final = Tile(128, 128, 8, 3)
+
+TILE_INVARIANT: Final = Tile(128, 64, 8, 3)
+"""For any number of rows, if results may not depend on it."""
+
+MAX_ROWS_TILES: Final = 512
+"""With more rows the weight is dequantised, and multiplied by torch."""
+
+SCRATCH_CODES: Final = 1 << 24
+"""Weights that are dequantised at a time: 32 MiB in bfloat16 stay in the second-level cache."""
+
+MAX_ROWS_SPLIT: Final = 64
+"""Up to this many rows a weight with few outputs is split along the inputs."""
+
+PROGRAMS_SPLIT: Final = 2 * NUM_SMS
+"""What a split aims at: two programs per multiprocessor."""
+
+MAX_SPANS: Final = 8
+
+GROUP_ROWS: Final = 8
+"""Row tiles that share the weight's tiles while they are in the second-level cache."""
+
+
+def uses_gemv(num_rows: int, num_codes: int) -> bool:
+    """Return whether matrix-vector products are fastest."""
+    most = next((codes for rows, codes in MAX_CODES_GEMV.items() if num_rows <= rows), 0)
+    return num_rows > 0 and num_codes <= most
+
+
+def choose_gemv(num_outputs: int) -> Gemv:
+    return GEMV_WIDE if num_outputs >= WIDE_OUTPUTS else GEMV_NARROW
+
+
+def choose_tile(num_rows: int, num_outputs: int) -> Tile:
+    if num_rows <= TILE_WIDE.block_m and num_outputs >= WIDE_OUTPUTS:
+        return TILE_WIDE
+    return next((tile for rows, tile in TILES.items() if num_rows <= rows), TILE_MANY)
+
+
+def choose_spans(num_rows: int, num_outputs: int, num_blocks: int, tile: Tile) -> int:
+    """Return among how many programs the inputs of a tile are dealt out.
+
+    Args:
+        num_blocks: blocks of a row's inputs.
+    """
+    if num_rows > MAX_ROWS_SPLIT:
+        return 1
+    num_tiles = cdiv(num_outputs, tile.block_n) * cdiv(num_rows, tile.block_m)
+    return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, num_blocks))

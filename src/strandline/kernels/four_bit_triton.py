@@ -1,0 +1,401 @@
+"""Matrix products with weights in 4 bits in Triton (``four_bit.py``): few rows through registers, more on tensor cores.
+
+One row, and few with a small weight: every program multiplies them with a few of the weight's rows, in float32. Up to
+``MAX_ROWS_TILES``: tiles of outputs and rows, of weights that are unpacked in registers; with few rows narrow weights
+are split among programs along the inputs, too, and the parts are added up in order. More rows: the weight is
+dequantised, a part that fits the second-level cache at a time, and multiplied by torch. That takes
+``2.5 bytes / (2 rows FLOP)`` per weight more: at 4.3 TB/s and 700 TFLOP/s as much as the product of 200 rows, where
+unpacking in every tile again costs a product a third of its speed.
+
+Invariant: ``_invariant`` versions multiply in one way of tiling, whatever the number of rows.
+
+Shape suffixes: T rows, I inputs, O outputs, S spans of the inputs; in kernels as in ``four_bit_tile_triton.py``.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels import linear_triton
+from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.block_scaled_triton import flat_rows, place_tile, shaped
+from strandline.kernels.four_bit_launches import (
+    GROUP_ROWS,
+    MAX_ROWS_TILES,
+    SCRATCH_CODES,
+    TILE_INVARIANT,
+    Gemv,
+    Tile,
+    choose_gemv,
+    choose_spans,
+    choose_tile,
+    uses_gemv,
+)
+from strandline.kernels.four_bit_tile_triton import (
+    BLOCK_INPUTS,
+    BLOCK_WORDS,
+    MAGIC,
+    PIECE_INPUTS,
+    add_planes,
+    load_plane,
+    load_words,
+    load_zeros,
+    multiply_tile,
+    scaled_sums,
+    unpack_plane,
+)
+from strandline.kernels.linear_triton import add_spans, silu_times
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.weights import FourBitWeight
+
+DEQUANTIZED_ROWS = 32
+"""Rows of a weight that a program dequantises one block of."""
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    K,
+    N,
+    num_words,
+    num_groups,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    magic,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply a few rows with a few rows of a weight."""
+    PIECES: tl.constexpr = BLOCK_K // PIECE_INPUTS
+    PAIRS: tl.constexpr = GROUP // (2 * BLOCK_WORDS)
+    GROUPS: tl.constexpr = BLOCK_INPUTS // GROUP
+    row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_M = tl.arange(0, BLOCK_M)
+    num_rows = 2 * N if IS_GATED else N
+    words_J1NW = load_words(weight_ptr, row_N, tl.arange(0, PIECES), N, num_words, IS_EVEN)
+    if IS_GATED:
+        up_J1NW = load_words(weight_ptr, N + row_N, tl.arange(0, PIECES), num_rows, num_words, IS_EVEN)
+    # Weights and their scales are older than any launch of a step.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    out_JMN = tl.zeros([PIECES, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    out_up_JMN = tl.zeros([PIECES, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        piece_J = chunk * PIECES + tl.arange(0, PIECES)
+        if chunk > 0:
+            words_J1NW = load_words(weight_ptr, row_N, piece_J, N, num_words, IS_EVEN)
+            if IS_GATED:
+                up_J1NW = load_words(weight_ptr, N + row_N, piece_J, num_rows, num_words, IS_EVEN)
+        for group in tl.static_range(GROUPS):
+            acc_JMNW = tl.zeros([PIECES, BLOCK_M, BLOCK_N, 4], dtype=tl.float32)
+            acc_up_JMNW = tl.zeros([PIECES, BLOCK_M, BLOCK_N, 4], dtype=tl.float32)
+            sum_low_JMW = tl.zeros([PIECES, BLOCK_M, 4], dtype=tl.float32)
+            sum_high_JMW = tl.zeros([PIECES, BLOCK_M, 4], dtype=tl.float32)
+            for pair in tl.static_range(group * PAIRS, (group + 1) * PAIRS):
+                low_JMW = load_plane(x_ptr, row_M, piece_J, 2 * pair, M, K, stride_x, IS_EVEN)
+                high_JMW = load_plane(x_ptr, row_M, piece_J, 2 * pair + 1, M, K, stride_x, IS_EVEN)
+                sum_low_JMW += low_JMW
+                sum_high_JMW += high_JMW
+                acc_JMNW = add_planes(acc_JMNW, words_J1NW, low_JMW, high_JMW, pair, magic)
+                if IS_GATED:
+                    acc_up_JMNW = add_planes(acc_up_JMNW, up_J1NW, low_JMW, high_JMW, pair, magic)
+            group_J = piece_J // 4 * GROUPS + group
+            sums = (sum_low_JMW, sum_high_JMW, scale_ptr, zero_ptr)
+            sizes = (num_rows, num_groups, stride_sn, stride_sx)
+            out_JMN += scaled_sums(acc_JMNW, *sums, row_N, group_J, *sizes, IS_EVEN)
+            if IS_GATED:
+                out_up_JMN += scaled_sums(acc_up_JMNW, *sums, N + row_N, group_J, *sizes, IS_EVEN)
+    out_MN = tl.sum(out_JMN, axis=0)
+    if bias_ptr is not None:
+        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        out_MN = silu_times(out_MN, tl.sum(out_up_JMN, axis=0), out_ptr.dtype.element_ty)
+    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tile_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    num_words,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    span,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write a tile of the product; split, that of one span of the inputs, in float32."""
+    row_M, row_N = place_tile(tl.program_id(0), M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    # Rows behind the last one read that: what becomes of them is not stored.
+    x_M_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64) * stride_x
+    read_N = tl.minimum(row_N, N - 1).to(tl.int64)
+    first = tl.program_id(1) * span
+    acc_NM = multiply_tile(
+        x_M_ptr,
+        weight_ptr,
+        scale_ptr,
+        zero_ptr,
+        read_N,
+        first,
+        tl.minimum(first + span, tl.cdiv(K, BLOCK_INPUTS)),
+        K,
+        num_words,
+        stride_sn,
+        stride_sx,
+        x_ptr.dtype.element_ty,
+        IS_EVEN,
+        BLOCK_M,
+        BLOCK_N,
+        GROUP,
+    )
+    if bias_ptr is not None:
+        acc_NM += tl.load(bias_ptr + read_N).to(tl.float32)[:, None]
+    out_row_M = row_M.to(tl.int64)
+    if IS_SPLIT:
+        out_row_M += tl.program_id(1) * M
+    out_MN_ptr = out_ptr + out_row_M[:, None] * stride_out + row_N[None, :]
+    out_MN = tl.trans(acc_NM).to(out_ptr.dtype.element_ty)
+    tl.store(out_MN_ptr, out_MN, mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    N,
+    K,
+    num_words,
+    stride_sn,
+    stride_sx,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write one block of inputs of some rows."""
+    row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    word_W = tl.arange(0, BLOCK_WORDS)
+    read_N = tl.minimum(row_N, N - 1)
+    words_NW = tl.load(weight_ptr + (read_N * num_words)[:, None] + (block * BLOCK_WORDS + word_W)[None, :])
+    PLANES: tl.constexpr = GROUP // BLOCK_WORDS
+    # The product before may still read what was dequantised for it.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    for group in tl.static_range(BLOCK_INPUTS // GROUP):
+        offset_N = read_N * stride_sn + (block * (BLOCK_INPUTS // GROUP) + group) * stride_sx
+        scale_N = tl.load(scale_ptr + offset_N).to(tl.float32)
+        zero_N = load_zeros(zero_ptr, offset_N)
+        for plane in tl.static_range(group * PLANES, (group + 1) * PLANES):
+            col_W = block * BLOCK_INPUTS + plane * BLOCK_WORDS + word_W
+            value_NW = unpack_plane(words_NW, zero_N, plane, tl.float32) * scale_N[:, None]
+            mask_NW = (row_N < N)[:, None] & (col_W < K)[None, :]
+            tl.store(out_ptr + (row_N * K)[:, None] + col_W[None, :], value_NW.to(out_ptr.dtype.element_ty), mask_NW)
+
+
+def four_bit_linear(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = None) -> Tensor:
+    """Triton version of :func:`strandline.kernels.four_bit.four_bit_linear`."""
+    rows = flat_rows(x)
+    out_TO = _new_output(rows, weight.shape[0])
+    multiply_into(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
+
+
+def four_bit_linear_invariant(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = None) -> Tensor:
+    """As :func:`four_bit_linear`, with the same order of sums for any number of rows."""
+    rows = flat_rows(x)
+    out_TO = _new_output(rows, weight.shape[0])
+    multiply_into_invariant(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
+
+
+def four_bit_gated_linear(x: Tensor, gate_up: FourBitWeight) -> Tensor:
+    """Triton version of :func:`strandline.kernels.four_bit.four_bit_gated_linear`."""
+    rows = flat_rows(x)
+    if not uses_gemv(len(rows), _num_codes(gate_up)):
+        return swiglu(four_bit_linear(x, gate_up))
+    out_TO = _new_output(rows, gate_up.shape[0] // 2)
+    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(out_TO.shape[1]), is_gated=True)
+    return shaped(out_TO, x)
+
+
+def four_bit_gated_linear_invariant(x: Tensor, gate_up: FourBitWeight) -> Tensor:
+    """As :func:`four_bit_gated_linear`, with the same order of sums for any number of rows."""
+    return swiglu(four_bit_linear_invariant(x, gate_up))
+
+
+def _new_output(rows: Tensor, num_outputs: int) -> Tensor:
+    return torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
+
+
+def _num_codes(weight: FourBitWeight) -> int:
+    return weight.shape[0] * weight.num_inputs
+
+
+def multiply_into(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a product."""
+    num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
+    if not num_rows:
+        return
+    if uses_gemv(num_rows, _num_codes(weight)):
+        launch_gemv(out_TO, x_TI, weight, bias_O, choose_gemv(num_outputs))
+    elif num_rows <= MAX_ROWS_TILES:
+        tile = choose_tile(num_rows, num_outputs)
+        spans = choose_spans(num_rows, num_outputs, cdiv(num_inputs, BLOCK_INPUTS.value), tile)
+        launch_tile(out_TO, x_TI, weight, bias_O, tile, spans)
+    else:
+        multiply_dequantized(out_TO, x_TI, weight, bias_O)
+
+
+def multiply_into_invariant(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
+    """As :func:`multiply_into`, with the same order of sums for any number of rows."""
+    if len(x_TI):
+        launch_tile(out_TO, x_TI, weight, bias_O, TILE_INVARIANT, 1)
+
+
+def launch_gemv(
+    out_MO: Tensor, x_MI: Tensor, weight: FourBitWeight, bias_O: Tensor | None, gemv: Gemv, *, is_gated: bool = False
+) -> None:
+    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``."""
+    num_rows, (num_outputs, num_inputs) = len(x_MI), weight.shape
+    if is_gated:
+        num_outputs //= 2
+    block_k = min(gemv.block_k, max(BLOCK_INPUTS.value, next_power_of_2(num_inputs)))
+    _gemv_kernel[(cdiv(num_outputs, gemv.block_n),)](
+        x_MI,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bias_O,
+        out_MO,
+        num_rows,
+        num_inputs,
+        num_outputs,
+        weight.words.stride(-2),
+        weight.scales.shape[-1],
+        x_MI.stride(0),
+        out_MO.stride(0),
+        *weight.scales.stride(),
+        MAGIC,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % block_k == 0 and num_outputs % gemv.block_n == 0,
+        NUM_K=cdiv(num_inputs, block_k),
+        BLOCK_M=next_power_of_2(num_rows),
+        BLOCK_N=gemv.block_n,
+        BLOCK_K=block_k,
+        GROUP=weight.group,
+        num_warps=gemv.warps,
+        **overlap_options(out_MO),
+    )
+
+
+def launch_tile(
+    out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None, tile: Tile, spans: int
+) -> None:
+    """Fill ``out_TO`` with the product of rows.
+
+    Args:
+        spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
+    """
+    num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
+    num_blocks = cdiv(num_inputs, BLOCK_INPUTS.value)
+    span = cdiv(num_blocks, spans)
+    spans = cdiv(num_blocks, span)
+    part_STO = out_TO
+    if spans > 1:
+        part_STO = torch.empty((spans, *out_TO.shape), dtype=torch.float32, device=x_TI.device)
+    _tile_kernel[(cdiv(num_rows, tile.block_m) * cdiv(num_outputs, tile.block_n), spans)](
+        x_TI,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bias_O if spans == 1 else None,
+        part_STO,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        weight.words.stride(-2),
+        x_TI.stride(0),
+        part_STO.stride(-2),
+        *weight.scales.stride(),
+        span,
+        IS_EVEN=num_inputs % BLOCK_INPUTS.value == 0,
+        IS_SPLIT=spans > 1,
+        GROUP_M=GROUP_ROWS,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        GROUP=weight.group,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **overlap_options(out_TO),
+    )
+    if spans > 1:
+        add_spans(part_STO, bias_O, out_TO)
+
+
+def multiply_dequantized(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO`` with torch's products of rows with the dequantised weight, part by part."""
+    num_outputs, num_inputs = weight.shape
+    step = min(num_outputs, max(1, SCRATCH_CODES // num_inputs))
+    scratch_OI = torch.empty((step, num_inputs), dtype=x_TI.dtype, device=x_TI.device)
+    for start in range(0, num_outputs, step):
+        rows = slice(start, min(num_outputs, start + step))
+        part_OI = scratch_OI[: rows.stop - start]
+        dequantize_into(part_OI, weight, start)
+        bias = None if bias_O is None else bias_O[rows]
+        linear_triton.multiply_into(out_TO[:, rows], x_TI, part_OI, bias)
+
+
+def dequantize_into(out_OI: Tensor, weight: FourBitWeight, start: int = 0) -> None:
+    """Fill ``out_OI`` with the numbers that rows of a weight stand for, from ``start`` on."""
+    end, num_blocks = start + len(out_OI), cdiv(weight.num_inputs, BLOCK_INPUTS.value)
+    zeros = None if weight.zeros is None else weight.zeros[start:end]
+    _dequantize_kernel[(cdiv(len(out_OI), DEQUANTIZED_ROWS), num_blocks)](
+        weight.words[start:end],
+        weight.scales[start:end],
+        zeros,
+        out_OI,
+        len(out_OI),
+        weight.num_inputs,
+        weight.words.stride(-2),
+        *weight.scales.stride(),
+        BLOCK_N=DEQUANTIZED_ROWS,
+        GROUP=weight.group,
+        num_warps=4,
+        **overlap_options(out_OI),
+    )
