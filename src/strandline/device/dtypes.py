@@ -94,14 +94,14 @@ def choose_kv_cache_dtype(config: EngineConfig, device: torch.device) -> str | N
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Choice:
+class StorageChoice:
     """Whether weights that are published in FP8 stay so, and a line for the user where there are any."""
 
-    keeps_fp8: bool
+    keeps_quantized: bool
     note: str | None = None
 
 
-def choose_fp8(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Fp8Choice:
+def choose_storage(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> StorageChoice:
     """Decide whether FP8 weights stay as they are: on Hopper GPUs and later ones, if the user has not said otherwise.
 
     Args:
@@ -112,7 +112,7 @@ def choose_fp8(config: EngineConfig, model_config: Any, device: torch.device, dt
     """
     quantization = read_quantization(model_config)
     if quantization is None:
-        return Fp8Choice(False)
+        return StorageChoice(False)
     name = str(dtype).removeprefix("torch.")
     if isinstance(quantization, FourBit):
         obstacle: str | None = "products take weights in FP8 or --dtype"
@@ -120,10 +120,11 @@ def choose_fp8(config: EngineConfig, model_config: Any, device: torch.device, dt
         obstacle = why_dequantized(quantization, device)
     obstacle = "--dequantize" if config.dequantize else obstacle
     if obstacle is None:
-        return Fp8Choice(True, f"weights: {quantization}, kept in FP8; those that are not published so are in {name}")
+        note = f"weights: {quantization}, kept in FP8; those that are not published so are in {name}"
+        return StorageChoice(True, note)
     num_bytes = count_weights(model_config) * dtype.itemsize
     note = f"weights: {quantization}, dequantised to {name} one by one as they load ({obstacle}); they take"
-    return Fp8Choice(False, f"{note} {_size(num_bytes)}")
+    return StorageChoice(False, f"{note} {_size(num_bytes)}")
 
 
 def why_dequantized(quantization: Quantization, device: torch.device) -> str | None:

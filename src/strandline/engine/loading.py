@@ -7,7 +7,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.dtypes import choose_dtype, choose_fp8, choose_kv_cache_dtype, peak_note
+from strandline.device.dtypes import choose_dtype, choose_kv_cache_dtype, choose_storage, peak_note
 from strandline.device.executor import Executor
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
@@ -73,8 +73,8 @@ def load_uni_executor(
     device, shard = resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
-    fp8 = choose_fp8(config, model_config, device, choice.dtype)
-    stored = torch.float8_e4m3fn if fp8.keeps_fp8 else choice.dtype
+    fp8 = choose_storage(config, model_config, device, choice.dtype)
+    stored = torch.float8_e4m3fn if fp8.keeps_quantized else choice.dtype
     has_drafts = config.speculation is not None and config.speculation.has_draft_layer
     require_room_for_weights(model_config, stored, device, shard, with_draft_layer=has_drafts)
     notes = [choice.note, fp8.note]
@@ -94,11 +94,11 @@ def load_uni_executor(
         with_draft_layer=has_drafts,
         kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
-        keeps_fp8=fp8.keeps_fp8,
+        keeps_quantized=fp8.keeps_quantized,
     )
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
-    if fp8.keeps_fp8:
+    if fp8.keeps_quantized:
         LOGGER.warning(peak_note(device))
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     weights = "" if config.disk_cache is None else weights_digest(config)

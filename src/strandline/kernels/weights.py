@@ -123,16 +123,16 @@ class FourBitWeight:
         """Return the numbers that it stands for, in float32."""
         zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros.float().repeat_interleave(self.group, -1)
         scales = self.scales.float().repeat_interleave(self.group, -1)
-        values: Tensor = ((unpack_codes(self.words).float() - zeros) * scales)[..., : self.num_inputs]
-        return values
+        return ((unpack_codes(self.words).float() - zeros) * scales)[..., : self.num_inputs]
 
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of a ``FourBitWeight``, padded with zeros."""
-    padded = F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
+    padded: Tensor = F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
     low, high = padded.unflatten(-1, (-1, CODES_PER_WORD // 2, 2, BLOCK_WORDS)).unbind(-2)
     # Two codes are a byte; bytes of a number lie together, the lowest first.
-    return (low | high << 4).mT.contiguous().view(torch.int32).flatten(-3)
+    pairs: Tensor = low | high << 4
+    return pairs.mT.contiguous().view(torch.int32).flatten(-3)
 
 
 def unpack_codes(words: Tensor) -> Tensor:

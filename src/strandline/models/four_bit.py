@@ -19,7 +19,7 @@ Source: the published layouts ``pack-quantized`` of ``compressed-tensors``, ``gp
 Shape suffixes: N rows, K inputs, X groups of inputs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -99,6 +99,31 @@ def is_empty_bias(name: str, packed: Mapping[str, PackedNames], read: Callable[[
     """Return whether a tensor is a bias of zeros beside a 4-bit weight: some files have it for layers without one."""
     module, _, kind = name.rpartition(".")
     return kind == "bias" and f"{module}.weight" in packed and not bool(read(name).any())
+
+
+def group_size(scales: Sequence[int], shape: tuple[int, ...], quantization: FourBit) -> int | None:
+    """Return how many inputs of a matrix share a scale; None: the published scales have another shape.
+
+    Args:
+        scales: the shape of the published scales.
+    """
+    num_rows, num_inputs = shape
+    sizes = (size or num_inputs for size in quantization.group_sizes)
+    is_by_row = quantization.packing == "compressed-tensors"
+    for size in sizes:
+        count = -(-num_inputs // size)
+        if tuple(scales) == ((num_rows, count) if is_by_row else (count, num_rows)):
+            return size
+    return None
+
+
+def is_in_order(names: PackedNames, size: int, read: Callable[[str], Tensor]) -> bool:
+    """Return whether groups of ``size`` inputs follow one another."""
+    if "groups" not in names:
+        return True
+    group_K = read(names["groups"])
+    # Published so where inputs have not been sorted.
+    return bool((group_K == -1).all()) or torch.equal(group_K, (torch.arange(len(group_K)) // size).to(group_K.dtype))
 
 
 def read_packed(

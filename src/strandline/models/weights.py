@@ -91,7 +91,7 @@ def load_model(
     rounded_to: torch.dtype | None = None,
     with_draft_layer: bool = False,
     kv_cache_dtype: str | None = None,
-    keeps_fp8: bool = False,
+    keeps_quantized: bool = False,
 ) -> LoadableModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -107,7 +107,7 @@ def load_model(
         with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
         kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
-        keeps_fp8: leave weights that are published in FP8 as they are where kernels take them so; else all are
+        keeps_quantized: leave weights that are published in FP8 as they are where kernels take them so; else all are
             dequantised.
 
     Raises:
@@ -116,21 +116,21 @@ def load_model(
     """
     config = read_model_config(Path(path)) if config is None else config
     quantization = read_quantization(config)
-    keeps_fp8 = keeps_fp8 and isinstance(quantization, Quantization) and can_keep(quantization)
-    with matrices_without_memory() if keeps_fp8 else nullcontext():
+    keeps_quantized = keeps_quantized and isinstance(quantization, Quantization) and can_keep(quantization)
+    with matrices_without_memory() if keeps_quantized else nullcontext():
         model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
         if with_draft_layer:
             model.add_draft_layer()
     if kv_cache_dtype is not None:
         model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":
-        if keeps_fp8:
+        if keeps_quantized:
             _fill_fp8_randomly(model, seed, device)
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
         model.weights_report = _fill_from_files(
-            model, Path(path), quantization, rounded_to, device if keeps_fp8 else None, progress=progress
+            model, Path(path), quantization, rounded_to, device if keeps_quantized else None, progress=progress
         )
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")

@@ -96,14 +96,14 @@ def test_gpus_keep_what_they_multiply_with(
     options = EngineConfig(model="nowhere", device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
-    assert dtypes.choose_fp8(options, config, gpu, torch.bfloat16) == dtypes.Fp8Choice(False)
+    assert dtypes.choose_storage(options, config, gpu, torch.bfloat16) == dtypes.StorageChoice(False)
     config.quantization_config = {**CONFIG, "weight_block_size": block}
-    choice = dtypes.choose_fp8(options, config, gpu, torch.bfloat16)
-    assert choice.keeps_fp8 is (reason is None)
+    choice = dtypes.choose_storage(options, config, gpu, torch.bfloat16)
+    assert choice.keeps_quantized is (reason is None)
     assert re.search(reason or "kept in FP8; those that are not published so are in bfloat16", choice.note or "")
-    assert dtypes.choose_fp8(replace(options, tensor_parallel_size=2), config, gpu, torch.bfloat16) == choice
-    told = dtypes.choose_fp8(replace(options, dequantize=True), config, gpu, torch.bfloat16)
-    assert (told.keeps_fp8, "(--dequantize)" in (told.note or "")) == (False, True)
+    assert dtypes.choose_storage(replace(options, tensor_parallel_size=2), config, gpu, torch.bfloat16) == choice
+    told = dtypes.choose_storage(replace(options, dequantize=True), config, gpu, torch.bfloat16)
+    assert (told.keeps_quantized, "(--dequantize)" in (told.note or "")) == (False, True)
 
 
 def test_room_is_required_for_dequantised_weights(

@@ -62,7 +62,7 @@ def test_triton_versions_fit_layers_in_fp8(
 ) -> None:
     source = fp8.change_tensors(families.save(name, tmp_path), unfuse_experts)
     directory, _ = fp8.convert(source, tmp_path, block_config(128, 128), block=lambda _: (128, 128))
-    model = partial(load_model, directory, dtype=torch.float32, keeps_fp8=True)
+    model = partial(load_model, directory, dtype=torch.float32, keeps_quantized=True)
     tokens = prompt(6)
     expected = logits(model(), tokens, "cpu")
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)

@@ -127,7 +127,7 @@ def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
         assert found[name].dtype == torch.float8_e4m3fn
         for part, values in expected.items():
             assert torch.equal(found[part].float(), values)
-    kept: Any = load_model(tmp_path / "out", dtype=torch.float32, keeps_fp8=True)
+    kept: Any = load_model(tmp_path / "out", dtype=torch.float32, keeps_quantized=True)
     layers = [layer.mlp for layer in kept.decoder.layers if isinstance(layer.mlp, SparseMoe)]
     assert layers
     assert all(layer._scaled_experts is not None for layer in layers)

@@ -47,8 +47,8 @@ def save(name: str, directory: Path, scheme: dict[str, Any], **options: Any) -> 
     return fp8.convert(source, directory, **scheme, **options)[0]
 
 
-def load(directory: Path, *, keeps_fp8: bool, **options: Any) -> Any:
-    return load_model(directory, dtype=torch.float32, keeps_fp8=keeps_fp8, **options)
+def load(directory: Path, *, keeps_quantized: bool, **options: Any) -> Any:
+    return load_model(directory, dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
 
 
 def values_of(weight: Any) -> Tensor:
@@ -87,7 +87,7 @@ def logits(model: Any, num_tokens: int = 20, ranks: Ranks = ONE_RANK) -> Tensor:
 
 def check(directory: Path) -> Any:
     """Compare a model that stays in FP8 with the dequantised one; return it."""
-    kept, dequantized = load(directory, keeps_fp8=True), load(directory, keeps_fp8=False)
+    kept, dequantized = load(directory, keeps_quantized=True), load(directory, keeps_quantized=False)
     assert_same_weights(kept, dequantized)
     found, expected = logits(kept), logits(dequantized)
     assert float((found - expected).norm() / expected.norm()) < MAX_ERROR
@@ -110,7 +110,7 @@ def test_weights_stay_as_published(name: str, tmp_path: Path) -> None:
 def test_shards_hold_their_part_of_the_numbers(name: str, scheme: dict[str, Any], tmp_path: Path) -> None:
     directory = save(name, tmp_path, scheme)
     for index in range(2):
-        kept, dequantized = (load(directory, keeps_fp8=keeps, shard=Shard(index, 2)) for keeps in (True, False))
+        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
         assert_same_weights(kept, dequantized)
         report = kept.weights_report
         assert report.num_kept == report.num_quantized - (name == "kimi_linear") > 0
@@ -129,8 +129,8 @@ def down_of(model: Any) -> Any:
 @pytest.mark.parametrize(("size", "form"), [(512, ScaledWeight), (384, DenseWeight)])
 def test_scales_are_cut_with_inputs_in_whole_blocks(size: int, form: type, tmp_path: Path) -> None:
     directory = wide_model(tmp_path, size)
-    whole = load(directory, keeps_fp8=True)
-    shards = [load(directory, keeps_fp8=True, shard=Shard(index, 2)) for index in range(2)]
+    whole = load(directory, keeps_quantized=True)
+    shards = [load(directory, keeps_quantized=True, shard=Shard(index, 2)) for index in range(2)]
     assert {type(down_of(shard)) for shard in shards} == {form}
     assert torch.equal(torch.cat([values_of(down_of(shard)) for shard in shards], dim=1), values_of(down_of(whole)))
     gate_ups = [values_of(shard.decoder.layers[0].mlp.gate_up.weight).chunk(2) for shard in shards]
@@ -141,10 +141,10 @@ def test_scales_are_cut_with_inputs_in_whole_blocks(size: int, form: type, tmp_p
 def test_shards_in_fp8_compute_what_the_whole_computes(tmp_path: Path) -> None:
     """Experts are divided, and their scales."""
     directory = save("qwen3_5_moe", tmp_path, BLOCKS)
-    expected = logits(load(directory, keeps_fp8=True))
+    expected = logits(load(directory, keeps_quantized=True))
 
     def run(ranks: RankThread) -> Tensor:
-        return logits(load(directory, keeps_fp8=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
+        return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
 
     for found in RankThreads(2).run(run):
         assert float((found - expected).norm() / expected.norm()) < MAX_ERROR
@@ -165,7 +165,7 @@ def test_a_shard_in_fp8_reads_its_part_of_the_files(tmp_path: Path, monkeypatch:
         read = []
         for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
             num_read = 0
-            load(directory, keeps_fp8=True, shard=shard)
+            load(directory, keeps_quantized=True, shard=shard)
             read.append(num_read)
         assert max(read[1:]) < 0.65 * read[0]
 
@@ -193,16 +193,16 @@ def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:
 def test_blocks_of_another_width_are_dequantised(tmp_path: Path) -> None:
     scheme = {"config": block_config(16, 16), "block": blocks_of(16, 16)}
     directory = save("qwen3_5", tmp_path, scheme)
-    model = load(directory, keeps_fp8=True)
+    model = load(directory, keeps_quantized=True)
     assert model.weights_report.num_kept == 0
-    assert_same_weights(model, load(directory, keeps_fp8=False))
+    assert_same_weights(model, load(directory, keeps_quantized=False))
 
 
 def test_large_matrices_have_a_scale_per_block(tmp_path: Path) -> None:
     directory = save("qwen3_5", tmp_path, BLOCKS)
     name = "model.layers.0.mlp.down_proj.weight_scale_inv"
     tensors = load_file(directory / "model.safetensors")
-    model = load(directory, keeps_fp8=True)
+    model = load(directory, keeps_quantized=True)
     weight = model.decoder.layers[0].mlp.down.weight
     assert torch.equal(weight.scales[:, : tensors[name].shape[1]], tensors[name])
     assert weight.values.dtype == torch.float8_e4m3fn
@@ -211,7 +211,7 @@ def test_large_matrices_have_a_scale_per_block(tmp_path: Path) -> None:
 def test_draft_layers_stay_in_fp8(tmp_path: Path) -> None:
     directory = save("qwen3_5", tmp_path, BLOCKS)
     model: Any = load_model(
-        "nowhere", config=read_model_config(directory), load_format="dummy", keeps_fp8=True, with_draft_layer=True
+        "nowhere", config=read_model_config(directory), load_format="dummy", keeps_quantized=True, with_draft_layer=True
     )
     assert isinstance(model.draft_layer.layer.mlp.down.weight, ScaledWeight)
     assert isinstance(model.draft_layer.fc.weight, DenseWeight)
@@ -220,7 +220,7 @@ def test_draft_layers_stay_in_fp8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_random_weights_stay_in_fp8(name: str, tmp_path: Path) -> None:
     config = read_model_config(save(name, tmp_path, BLOCKS))
-    model = load(Path("nowhere"), keeps_fp8=True, config=config, load_format="dummy")
+    model = load(Path("nowhere"), keeps_quantized=True, config=config, load_format="dummy")
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
     assert 0.5 < float(spread) < 1.5

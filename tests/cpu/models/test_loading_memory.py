@@ -101,7 +101,7 @@ def test_storages_are_counted_while_they_live() -> None:
 def test_weights_that_stay_take_their_bytes_and_one_tensor(directory: Path, counted: LiveBytes) -> None:
     published = load_file(directory / "model.safetensors").values()
     with counted:
-        model: Any = load_model(directory, dtype=torch.float32, keeps_fp8=True)
+        model: Any = load_model(directory, dtype=torch.float32, keeps_quantized=True)
     assert model.weights_report.num_kept == model.weights_report.num_quantized > 10
     num_bytes = sum(tensor.nbytes for tensor in published)
     # A rotary table and the like come on top; in bfloat16, most weights would take twice as much.

@@ -165,15 +165,15 @@ def test_the_pattern_of_older_configurations_is_read(changed: Path) -> None:
         load(changed)
 
 
-@pytest.mark.parametrize("keeps_fp8", [False, True])
+@pytest.mark.parametrize("keeps_quantized", [False, True])
 def test_a_converted_draft_layer_drafts_within_the_precision_of_e4m3(
-    directory: Path, name: str, tmp_path: Path, *, keeps_fp8: bool
+    directory: Path, name: str, tmp_path: Path, *, keeps_quantized: bool
 ) -> None:
     convert_to_fp8(directory, tmp_path / "fp8")
-    model, exact = load(tmp_path / "fp8", keeps_fp8=keeps_fp8), load(directory)
+    model, exact = load(tmp_path / "fp8", keeps_quantized=keeps_quantized), load(directory)
     assert torch.equal(model.draft_layer.fc.weight_OI, exact.draft_layer.fc.weight_OI)
     attention = model.draft_layer.layer.mixer
-    assert isinstance(attention.in_proj.weight, ScaledWeight if keeps_fp8 else DenseWeight)
+    assert isinstance(attention.in_proj.weight, ScaledWeight if keeps_quantized else DenseWeight)
     found, expected = logits_in_parts(Driver(model), name, [LENGTH - 1]), expected_logits(name)
     # Three binary places, in a layer of few products: some per cent of the logits' spread. A wrong layer gives 100 %.
     assert 0 < float((found - expected).std() / expected.std()) < 0.1

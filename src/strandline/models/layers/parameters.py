@@ -13,7 +13,7 @@ _HAVE_NO_MEMORY: Final = ContextVar("matrices have no memory", default=False)
 
 @contextmanager
 def matrices_without_memory() -> Iterator[None]:
-    """Build layers whose matrices are on torch's meta device, until ``fp8_storage.py`` says what they need."""
+    """Build layers whose matrices are on torch's meta device, until ``kept_rows.py`` says what they need."""
     token = _HAVE_NO_MEMORY.set(True)
     try:
         yield
@@ -22,7 +22,7 @@ def matrices_without_memory() -> Iterator[None]:
 
 
 def matrix(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """Return the unfilled parameter of weights that may be kept in FP8."""
+    """Return the unfilled parameter of weights that may stay quantised."""
     return parameter(*shape, dtype=dtype, device="meta" if _HAVE_NO_MEMORY.get() else device)
 
 

@@ -20,7 +20,7 @@ from strandline.kernels.linear import (
 from strandline.kernels.operation import Operation
 from strandline.kernels.quantized_rows import Rows
 from strandline.kernels.quantizing import QUANTIZED
-from strandline.kernels.weights import DenseWeight, Layout, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.weights import DenseWeight, FourBitWeight, Layout, ScaledWeight, StackedWeight, Weight
 from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, sharded, stacked, unused, whole
@@ -29,8 +29,8 @@ from strandline.models.targets import NamedTargets, sharded, stacked, unused, wh
 class Projection(nn.Module):
     """A weight, possibly of several matrices one above the other, and a bias.
 
-    It is loaded as an ordinary parameter, or else given its weight, in FP8, by ``keep``. ``lay_out`` then chooses the
-    form in which a parameter is multiplied with, after which it can be neither loaded nor moved.
+    It is loaded as an ordinary parameter, or else given its weight, in FP8 or 4 bits, by ``keep``. ``lay_out`` then
+    chooses the form in which a parameter is multiplied with, after which it can be neither loaded nor moved.
 
     Args:
         num_outputs: rows of this shard.
@@ -68,23 +68,30 @@ class Projection(nn.Module):
         self.weight_OI = nn.Parameter(values_OI, requires_grad=False)
         self.weight = DenseWeight(self.weight_OI)
 
-    def keep(self, weight: ScaledWeight | StackedWeight) -> None:
-        """Multiply with this weight, in FP8; the parameter is freed."""
+    def keep(self, weight: ScaledWeight | FourBitWeight | StackedWeight) -> None:
+        """Multiply with this weight, which stays as it is; the parameter is freed."""
         del self.weight_OI
         self.weight = weight
 
     def lay_out(self, layout: Layout) -> None:
-        """Choose the form of the loaded weight; the parameter is freed. One that is in FP8 stays as it is."""
-        if isinstance(self.weight, ScaledWeight | StackedWeight):
+        """Choose the form of the loaded weight; the parameter is freed. One given by ``keep`` stays as it is."""
+        if self.is_kept:
             return
         values_OI = self.weight_OI.data
         del self.weight_OI
         self.weight = layout(values_OI)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether its weight is in FP8 or 4 bits, or has parts that are."""
+        return isinstance(self.weight, ScaledWeight | FourBitWeight | StackedWeight)
+
+    @property
     def takes_quantized(self) -> bool:
         """Whether it multiplies quantised rows, if the plain ones are kept beside them."""
-        return isinstance(self.weight, ScaledWeight | StackedWeight)
+        return isinstance(self.weight, ScaledWeight) or (
+            isinstance(self.weight, StackedWeight) and self.weight.is_in_fp8
+        )
 
     def fed_by(self, operation: Operation[..., Any]) -> Operation[..., Any]:
         """Return the version of an operation, a gate or a gated norm, whose results it takes: quantised or not."""

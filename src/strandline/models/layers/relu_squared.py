@@ -113,7 +113,7 @@ class ReluSquaredMoe(nn.Module):
         self._project = bind_linear_and_logits(kernels, up.weight, up.bias_O, router.weight, torch.float32)
         # A mixture adds the shared expert by itself, unless channels or forms of weights differ.
         self._shared_down = None
-        if self.to_latent is None and not self.shared.down.takes_quantized:
+        if self.to_latent is None and not self.shared.down.is_kept:
             self._shared_down = self.shared.down.weight
 
     def forward(self, hidden_TE: Tensor) -> Tensor:

@@ -104,9 +104,9 @@ class SigmoidMoe(nn.Module):
         """Compute with these kernels from now on."""
         self._mixture = kernels[mixture]
         self._route, self._scaled_experts_glu = kernels[route], kernels[block_scaled_experts_glu]
-        # A mixture adds the shared expert by itself, unless that is in FP8.
+        # A mixture adds the shared expert by itself, unless that is in FP8 or 4 bits.
         self._shared_down = None
-        if self.shared is not None and not self.shared.down.takes_quantized:
+        if self.shared is not None and not self.shared.down.is_kept:
             self._shared_down = self.shared.down.weight
             shared_and_router = (self.shared.gate_up.weight, None, self.router.weight, self.router_dtype)
             self._project = bind_linear_and_logits(kernels, *shared_and_router)
