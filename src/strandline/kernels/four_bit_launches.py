@@ -95,3 +95,48 @@ def choose_spans(num_rows: int, num_outputs: int, num_blocks: int, tile: Tile) -
         return 1
     num_tiles = cdiv(num_outputs, tile.block_n) * cdiv(num_rows, tile.block_m)
     return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, num_blocks))
+
+
+class Few(NamedTuple):
+    """How the two products of a few tokens with their experts are tiled."""
+
+    block_up_n: int
+    block_up_k: int
+    warps_up: int
+    block_down_n: int
+    warps_down: int
+
+
+class ExpertTile(NamedTuple):
+    """How one of the two products of many tokens is tiled."""
+
+    block_m: int
+    block_n: int
+    """Features; of the first product as many of the gate and as many of the up projection."""
+    warps: int
+    stages: int
+    split_m: int = 1
+    """Programs among which an expert's choices are dealt out."""
+
+
+MAX_TOKENS_FEW: Final = 4
+"""With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
+
+FEW: Final = (Few(4, 2048, 2, 8, 8), Few(4, 2048, 2, 8, 8))
+"""For one token, and for more."""
+
+EXPERTS_DECODE: Final = (ExpertTile(16, 64, 4, 4), ExpertTile(16, 64, 4, 4))
+EXPERTS_MIDDLE: Final = (ExpertTile(64, 64, 4, 3), ExpertTile(64, 64, 4, 4))
+EXPERTS_PREFILL: Final = (ExpertTile(64, 128, 8, 3, 2), ExpertTile(128, 128, 8, 3))
+EXPERTS_INVARIANT: Final = EXPERTS_MIDDLE
+"""For any number of tokens, if results may not depend on it."""
+
+CHOICES_PER_EXPERT_MIDDLE: Final = 16
+CHOICES_PER_EXPERT_PREFILL: Final = 64
+"""From how many choices per expert, on average, the larger tiles pay."""
+
+
+def choose_expert_tiles(choices_per_expert: int) -> tuple[ExpertTile, ExpertTile]:
+    if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
+        return EXPERTS_PREFILL
+    return EXPERTS_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else EXPERTS_DECODE

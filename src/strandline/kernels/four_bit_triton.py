@@ -38,12 +38,10 @@ from strandline.kernels.four_bit_tile_triton import (
     BLOCK_WORDS,
     MAGIC,
     PIECE_INPUTS,
-    add_planes,
-    load_plane,
     load_words,
     load_zeros,
+    multiply_pieces,
     multiply_tile,
-    scaled_sums,
     unpack_plane,
 )
 from strandline.kernels.linear_triton import add_spans, silu_times
@@ -84,14 +82,15 @@ def _gemv_kernel(
 ):
     """Multiply a few rows with a few rows of a weight."""
     PIECES: tl.constexpr = BLOCK_K // PIECE_INPUTS
-    PAIRS: tl.constexpr = GROUP // (2 * BLOCK_WORDS)
-    GROUPS: tl.constexpr = BLOCK_INPUTS // GROUP
     row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_M = tl.arange(0, BLOCK_M)
-    num_rows = 2 * N if IS_GATED else N
-    words_J1NW = load_words(weight_ptr, row_N, tl.arange(0, PIECES), N, num_words, IS_EVEN)
+    row_1N = row_N[None, :]
+    up_1N = N + row_1N
+    is_1N = row_1N < N
+    words_J1NW = load_words(weight_ptr, row_1N, is_1N, tl.arange(0, PIECES), num_words, IS_EVEN)
+    up_J1NW = words_J1NW
     if IS_GATED:
-        up_J1NW = load_words(weight_ptr, N + row_N, tl.arange(0, PIECES), num_rows, num_words, IS_EVEN)
+        up_J1NW = load_words(weight_ptr, up_1N, is_1N, tl.arange(0, PIECES), num_words, IS_EVEN)
     # Weights and their scales are older than any launch of a step.
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
@@ -100,28 +99,33 @@ def _gemv_kernel(
     for chunk in tl.static_range(NUM_K):
         piece_J = chunk * PIECES + tl.arange(0, PIECES)
         if chunk > 0:
-            words_J1NW = load_words(weight_ptr, row_N, piece_J, N, num_words, IS_EVEN)
+            words_J1NW = load_words(weight_ptr, row_1N, is_1N, piece_J, num_words, IS_EVEN)
             if IS_GATED:
-                up_J1NW = load_words(weight_ptr, N + row_N, piece_J, num_rows, num_words, IS_EVEN)
-        for group in tl.static_range(GROUPS):
-            acc_JMNW = tl.zeros([PIECES, BLOCK_M, BLOCK_N, 4], dtype=tl.float32)
-            acc_up_JMNW = tl.zeros([PIECES, BLOCK_M, BLOCK_N, 4], dtype=tl.float32)
-            sum_low_JMW = tl.zeros([PIECES, BLOCK_M, 4], dtype=tl.float32)
-            sum_high_JMW = tl.zeros([PIECES, BLOCK_M, 4], dtype=tl.float32)
-            for pair in tl.static_range(group * PAIRS, (group + 1) * PAIRS):
-                low_JMW = load_plane(x_ptr, row_M, piece_J, 2 * pair, M, K, stride_x, IS_EVEN)
-                high_JMW = load_plane(x_ptr, row_M, piece_J, 2 * pair + 1, M, K, stride_x, IS_EVEN)
-                sum_low_JMW += low_JMW
-                sum_high_JMW += high_JMW
-                acc_JMNW = add_planes(acc_JMNW, words_J1NW, low_JMW, high_JMW, pair, magic)
-                if IS_GATED:
-                    acc_up_JMNW = add_planes(acc_up_JMNW, up_J1NW, low_JMW, high_JMW, pair, magic)
-            group_J = piece_J // 4 * GROUPS + group
-            sums = (sum_low_JMW, sum_high_JMW, scale_ptr, zero_ptr)
-            sizes = (num_rows, num_groups, stride_sn, stride_sx)
-            out_JMN += scaled_sums(acc_JMNW, *sums, row_N, group_J, *sizes, IS_EVEN)
-            if IS_GATED:
-                out_up_JMN += scaled_sums(acc_up_JMNW, *sums, N + row_N, group_J, *sizes, IS_EVEN)
+                up_J1NW = load_words(weight_ptr, up_1N, is_1N, piece_J, num_words, IS_EVEN)
+        part_JMN, part_up_JMN = multiply_pieces(
+            words_J1NW,
+            up_J1NW,
+            x_ptr,
+            row_M,
+            piece_J,
+            M,
+            K,
+            stride_x,
+            scale_ptr,
+            zero_ptr,
+            row_1N,
+            up_1N,
+            is_1N,
+            num_groups,
+            stride_sn,
+            stride_sx,
+            magic,
+            IS_GATED,
+            IS_EVEN,
+            GROUP,
+        )
+        out_JMN += part_JMN
+        out_up_JMN += part_up_JMN
     out_MN = tl.sum(out_JMN, axis=0)
     if bias_ptr is not None:
         out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
@@ -164,11 +168,12 @@ def _tile_kernel(
     x_M_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64) * stride_x
     read_N = tl.minimum(row_N, N - 1).to(tl.int64)
     first = tl.program_id(1) * span
-    acc_NM = multiply_tile(
+    acc_NM, _ = multiply_tile(
         x_M_ptr,
         weight_ptr,
         scale_ptr,
         zero_ptr,
+        read_N,
         read_N,
         first,
         tl.minimum(first + span, tl.cdiv(K, BLOCK_INPUTS)),
@@ -177,6 +182,7 @@ def _tile_kernel(
         stride_sn,
         stride_sx,
         x_ptr.dtype.element_ty,
+        False,
         IS_EVEN,
         BLOCK_M,
         BLOCK_N,
