@@ -17,18 +17,17 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.linear import has_fast_gemms
-from strandline.models.fp8_storage import can_keep
 from strandline.models.quantization_config import FourBit, Quantization, read_quantization
 from strandline.models.registry import builder_for
 from strandline.models.shard import WHOLE, Shard
-from strandline.models.weights import published_dtype
+from strandline.models.weights import WeightsReport, can_stay, published_dtype
 from strandline.specs import E4M3
 
 E4M3_CAPABILITY: Final = (8, 9)
 """The lowest compute capability with conversions from and to e4m3."""
 
 PRODUCT_CAPABILITY: Final = (9, 0)
-"""The lowest compute capability for products in FP8: their tiles need the shared memory of Hopper GPUs."""
+"""The lowest compute capability for products in FP8 and 4 bits: tiles need the shared memory of Hopper GPUs."""
 
 MAX_WEIGHTS_SHARE: Final = 0.75
 """The share of the machine's memory for weights that are wider than published."""
@@ -95,14 +94,16 @@ def choose_kv_cache_dtype(config: EngineConfig, device: torch.device) -> str | N
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """Whether weights that are published in FP8 stay so, and a line for the user where there are any."""
+    """Whether weights that are published in FP8 or 4 bits stay so, and a line for the user where there are any."""
 
     keeps_quantized: bool
     note: str | None = None
+    bits: int | None = None
+    """Size of a weight that stays quantised; None: none does."""
 
 
 def choose_storage(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> StorageChoice:
-    """Decide whether FP8 weights stay as they are: on Hopper GPUs and later ones, if the user has not said otherwise.
+    """Decide whether quantised weights stay so: on Hopper GPUs and later ones, if the user has not said otherwise.
 
     Args:
         dtype: of activations, and of weights that are dequantised.
@@ -114,28 +115,40 @@ def choose_storage(config: EngineConfig, model_config: Any, device: torch.device
     if quantization is None:
         return StorageChoice(False)
     name = str(dtype).removeprefix("torch.")
-    if isinstance(quantization, FourBit):
-        obstacle: str | None = "products take weights in FP8 or --dtype"
-    else:
-        obstacle = why_dequantized(quantization, device)
-    obstacle = "--dequantize" if config.dequantize else obstacle
+    obstacle = "--dequantize" if config.dequantize else why_dequantized(quantization, device)
     if obstacle is None:
-        note = f"weights: {quantization}, kept in FP8; those that are not published so are in {name}"
-        return StorageChoice(True, note)
+        kind, bits = ("4 bits", 4) if isinstance(quantization, FourBit) else ("FP8", 8)
+        note = f"weights: {quantization}, kept in {kind}; those that are not published so are in {name}"
+        return StorageChoice(True, note, bits)
     num_bytes = count_weights(model_config) * dtype.itemsize
     note = f"weights: {quantization}, dequantised to {name} one by one as they load ({obstacle}); they take"
     return StorageChoice(False, f"{note} {_size(num_bytes)}")
 
 
-def why_dequantized(quantization: Quantization, device: torch.device) -> str | None:
-    """Return why weights cannot stay in FP8 on a device; None: they can."""
+def why_dequantized(quantization: Quantization | FourBit, device: torch.device) -> str | None:
+    """Return why weights cannot stay quantised on a device; None: they can."""
+    kind = "4 bits" if isinstance(quantization, FourBit) else "FP8"
     if device.type != "cuda":
-        return f"no products in FP8 on {device.type}"
-    if not can_keep(quantization):
+        return f"no products in {kind} on {device.type}"
+    if not can_stay(quantization):
         return f"no products with {quantization}"
     if torch.cuda.get_device_capability(device) < PRODUCT_CAPABILITY:
-        return f"products in FP8 need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
+        return f"products in {kind} need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
     return why_unavailable("Triton", device.type)
+
+
+def kept_note(report: WeightsReport) -> str | None:
+    """Return a line about published weights that were dequantised although others stay quantised; None: there are none.
+
+    Which weights these are is in docs/quantization.md.
+    """
+    num_dequantized = report.num_quantized - report.num_kept
+    if not num_dequantized:
+        return None
+    return (
+        f"weights: {num_dequantized:,} of {report.num_quantized:,} quantised ones were dequantised: no kernels for "
+        "their layers, groups, order of inputs or shards"
+    )
 
 
 def peak_note(device: torch.device) -> str:

@@ -143,10 +143,14 @@ def require_room_for_weights(
     shard: Shard = WHOLE,
     *,
     with_draft_layer: bool = False,
+    bits: int | None = None,
 ) -> None:
     """Check that the memory of a device holds a model's weights, or those of a shard, before any is allocated.
 
     Shards on CPUs share one memory.
+
+    Args:
+        bits: of a weight that stays quantised; None: all have the dtype.
 
     Raises:
         ConfigError: it does not, or the configuration is not supported.
@@ -154,10 +158,12 @@ def require_room_for_weights(
     num_shards = 1 if device.type == "cuda" else shard.count
     num_weights = count_weights(model_config, shard, with_draft_layer=with_draft_layer) * num_shards
     have = memory_bytes(device)
-    if num_weights * dtype.itemsize > have:
+    num_bytes = num_weights * (bits or 8 * dtype.itemsize) // 8
+    if num_bytes > have:
+        form = str(dtype).removeprefix("torch.") if bits is None else f"{bits} bits"
         raise ConfigError(
-            f"the {num_weights:,} weights that config.json describes take {num_weights * dtype.itemsize:,} bytes in "
-            f"{str(dtype).removeprefix('torch.')}, more than the {have:,} bytes of memory that there are"
+            f"the {num_weights:,} weights that config.json describes take {num_bytes:,} bytes in {form}, more than the "
+            f"{have:,} bytes of memory that there are"
         )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.dtypes import choose_dtype, choose_kv_cache_dtype, choose_storage, peak_note
+from strandline.device.dtypes import choose_dtype, choose_kv_cache_dtype, choose_storage, kept_note, peak_note
 from strandline.device.executor import Executor
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
@@ -73,11 +73,11 @@ def load_uni_executor(
     device, shard = resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
-    fp8 = choose_storage(config, model_config, device, choice.dtype)
-    stored = torch.float8_e4m3fn if fp8.keeps_quantized else choice.dtype
+    storage = choose_storage(config, model_config, device, choice.dtype)
     has_drafts = config.speculation is not None and config.speculation.has_draft_layer
-    require_room_for_weights(model_config, stored, device, shard, with_draft_layer=has_drafts)
-    notes = [choice.note, fp8.note]
+    need = (choice.dtype, device, shard)
+    require_room_for_weights(model_config, *need, with_draft_layer=has_drafts, bits=storage.bits)
+    notes = [choice.note, storage.note]
     notes.append(limit_threads(ranks.size, config.data_parallel_size) if device.type == "cpu" else None)
     for note in filter(None, notes if shard.is_first else ()):
         LOGGER.warning(note)
@@ -94,12 +94,13 @@ def load_uni_executor(
         with_draft_layer=has_drafts,
         kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
-        keeps_quantized=fp8.keeps_quantized,
+        keeps_quantized=storage.keeps_quantized,
     )
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
-    if fp8.keeps_quantized:
-        LOGGER.warning(peak_note(device))
+    if storage.keeps_quantized:
+        for note in filter(None, (kept_note(model.weights_report), peak_note(device))):
+            LOGGER.warning(note)
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     weights = "" if config.disk_cache is None else weights_digest(config)
     weights_s = SYSTEM_CLOCK() - start_s

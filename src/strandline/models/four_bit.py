@@ -245,8 +245,8 @@ def _numbers(num_codes: int) -> int:
 
 def _unpack(packed: Tensor, places: Collection[int] | None = None) -> Tensor:
     """Return the codes of each row of int32, those of a number in the order of ``places``."""
-    pairs = packed.contiguous().view(torch.uint8)  # little-endian, as safetensors
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    pairs = packed.flatten().view(torch.uint8)  # little-endian, as safetensors
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(packed), -1)
     return codes if places is None else codes.unflatten(1, (-1, PER_NUMBER))[..., list(places)].flatten(1)
 
 

@@ -76,6 +76,8 @@ class Fp8Storage:
         self._memory = {matrix: _Memory.of(matrix, device) for matrix in self._matrices.kept}
         self.names = self._matrices.names
         """Published tensors that ``fill`` takes."""
+        self.kept = self.names.intersection(quantized)
+        """Those that stay in FP8."""
 
     def fill(self, name: str, read: Read, scales: tuple[Block, Tensor] | None) -> None:
         """Copy what is used of a published tensor.

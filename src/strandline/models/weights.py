@@ -3,8 +3,8 @@
 Every published tensor is accounted for: it is copied to its target, or recognised and skipped, or it is an error. A
 tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
 
-Quantised tensors stay as they are (``fp8_storage.py``), or are dequantised one by one, on the device that they go to:
-beside the model there is never more than one of them.
+Quantised tensors stay so (``fp8_storage.py``, ``four_bit_storage.py``), or are dequantised one by one, on the device
+that they go to: beside the model there is never more than one of them.
 """
 
 import math
@@ -14,7 +14,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from strandline.models.four_bit import (
     is_empty_bias,
     read_packed,
 )
+from strandline.models.four_bit_storage import FourBitStorage, Scheme, can_keep_four_bit, find_keepable, scheme_of
 from strandline.models.fp8_conversion import is_converted
 from strandline.models.fp8_storage import Fp8Storage, can_keep
 from strandline.models.layers.parameters import Gain, matrices_without_memory
@@ -70,12 +71,18 @@ class WeightsReport:
     skipped: dict[str, int] = field(default_factory=dict)
     """Prefix -> number of tensors that were recognised and skipped."""
     num_kept: int = 0
-    """Quantised tensors that stay in FP8."""
+    """Quantised weights that stay so."""
 
     @property
     def is_mtp_present(self) -> bool:
         """Whether the weights hold draft layers (multi-token prediction)."""
         return bool(self.skipped.get("mtp."))
+
+
+class LoadedModel(LoadableModel, Protocol):
+    """A model with its weights."""
+
+    weights_report: WeightsReport
 
 
 def load_model(
@@ -92,10 +99,8 @@ def load_model(
     with_draft_layer: bool = False,
     kv_cache_dtype: str | None = None,
     keeps_quantized: bool = False,
-) -> LoadableModel:
+) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
-
-    The model has an attribute ``weights_report``, a :class:`WeightsReport`.
 
     Args:
         config: the model's ``PretrainedConfig``; None: read from the directory.
@@ -107,7 +112,7 @@ def load_model(
         with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
         kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
-        keeps_quantized: leave weights that are published in FP8 as they are where kernels take them so; else all are
+        keeps_quantized: leave weights that are published in FP8 or 4 bits so where kernels take them; else all are
             dequantised.
 
     Raises:
@@ -116,7 +121,7 @@ def load_model(
     """
     config = read_model_config(Path(path)) if config is None else config
     quantization = read_quantization(config)
-    keeps_quantized = keeps_quantized and isinstance(quantization, Quantization) and can_keep(quantization)
+    keeps_quantized = keeps_quantized and can_stay(quantization)
     with matrices_without_memory() if keeps_quantized else nullcontext():
         model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
         if with_draft_layer:
@@ -125,7 +130,7 @@ def load_model(
         model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":
         if keeps_quantized:
-            _fill_fp8_randomly(model, seed, device)
+            _fill_kept_randomly(model, quantization, published_dtype(config), seed, device)
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
@@ -134,8 +139,18 @@ def load_model(
         )
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
-    filled: LoadableModel = model.eval()
+    filled: LoadedModel = model.eval()
     return filled
+
+
+def can_stay(quantization: Quantization | FourBit | None) -> bool:
+    """Return whether kernels multiply with weights as they are published."""
+    match quantization:
+        case Quantization():
+            return can_keep(quantization)
+        case FourBit():
+            return can_keep_four_bit(quantization)
+    return False
 
 
 def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype) -> None:
@@ -202,11 +217,11 @@ def _fill_from_files(
     directory: Path,
     quantization: Quantization | FourBit | None,
     rounded_to: torch.dtype | None,
-    fp8_device: torch.device | str | None,
+    kept_device: torch.device | str | None,
     *,
     progress: bool,
 ) -> WeightsReport:
-    """Fill a model; ``fp8_device`` is where matrices without memory go, None where there are none."""
+    """Fill a model; ``kept_device`` is where matrices without memory go, None where there are none."""
     with ExitStack() as stack:
         files = open_files(directory, stack)
         holders = {name: file for file in files for name in file.names()}
@@ -223,22 +238,32 @@ def _fill_from_files(
         known = {*targets, *kv_scales, *empty_biases, *(scale for found in scales.values() for scale in found)}
         skipped = Counter(prefix for name in names - known for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         _check_names(directory, names, targets, known)
-        storage = None
-        if fp8_device is not None:
-            storage = Fp8Storage(model, targets, quantized, fp8_device)
+        storage: Fp8Storage | FourBitStorage | None = None
+        if kept_device is not None:
+            if isinstance(quantization, FourBit):
+                keepable = frozenset(find_keepable(packed, holders, quantization, targets))
+                scheme = scheme_of(packed, keepable, holders, quantization)
+                storage = FourBitStorage(model, targets, keepable, scheme, kept_device)
+            else:
+                storage = Fp8Storage(model, targets, quantized, kept_device)
             targets = dict(model.targets(names))  # where memory now is
         held = {names["codes"]: name for name, names in packed.items()}
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
             for name in filter(targets.__contains__, (held.get(published, published) for published in file.names())):
                 if isinstance(quantization, FourBit) and name in packed:
-                    _unpack_to(targets[name], packed[name], read_whole, quantization, rounded_to)
+                    parts = (name, targets[name], packed[name], read_whole)
+                    assert not isinstance(storage, Fp8Storage)
+                    _fill_packed(*parts, quantization, rounded_to, storage)
                     continue
                 _check_tensor(file, name, targets[name], is_quantized=name in scales)
                 if not targets[name].pieces:
                     continue  # its scales are another rank's, too
                 read: Read = partial(file.get, name)
                 found = {scale: holders[scale].get(scale) for scale in scales.get(name, ())}
-                if storage is not None and name in storage.names:
+                if isinstance(storage, FourBitStorage) and name in storage.names:
+                    storage.fill(name, read)
+                    continue
+                if isinstance(storage, Fp8Storage) and name in storage.names:
                     assert isinstance(quantization, Quantization)
                     storage.fill(name, read, _read_scales(found, targets[name], quantization) if found else None)
                     continue
@@ -249,14 +274,21 @@ def _fill_from_files(
         if storage is None:
             return WeightsReport(len(targets), len(used), dict(skipped))
         storage.finish()
-        return WeightsReport(len(targets), len(used), dict(skipped), len(storage.names & used))
+        return WeightsReport(len(targets), len(used), dict(skipped), len(storage.kept & used))
 
 
-def _fill_fp8_randomly(model: Any, seed: int, device: torch.device | str) -> None:
-    """Fill what published models have in FP8."""
+def _fill_kept_randomly(
+    model: Any, quantization: Quantization | FourBit | None, dtype: torch.dtype, seed: int, device: torch.device | str
+) -> None:
+    """Fill what published models have in FP8 or 4 bits; scales of the latter have a dtype."""
     targets = dict(model.targets(frozenset()))
     quantized = [name for name, target in targets.items() if is_converted(name, target.shape)]
-    storage = Fp8Storage(model, targets, quantized, device)
+    storage: Fp8Storage | FourBitStorage
+    if isinstance(quantization, FourBit):
+        scheme = Scheme.of(quantization, dtype, has_zeros=quantization.has_zeros)
+        storage = FourBitStorage(model, targets, quantized, scheme, device)
+    else:
+        storage = Fp8Storage(model, targets, quantized, device)
     storage.fill_randomly(seed)
     storage.finish()
 
@@ -305,19 +337,33 @@ def _reader(holders: Mapping[str, WeightsFile]) -> Callable[[str], Tensor]:
     return lambda name: holders[name].get(name)
 
 
-def _unpack_to(
+def _fill_packed(
+    name: str,
     target: Target,
     names: PackedNames,
     read: Callable[[str], Tensor],
     quantization: FourBit,
     rounded_to: torch.dtype | None,
+    storage: FourBitStorage | None,
 ) -> None:
-    """Dequantise a weight in 4 bits, on the device of its target."""
+    """Keep or dequantise a weight in 4 bits, on the device of its target."""
     place = target.place
     if place is None:
         return
-    matrix, dtype = read_packed(names, target.shape, quantization, read, place.device), rounded_to or place.dtype
-    target.copy_from(lambda index: matrix.part(index).dequantize(dtype))
+    is_stored = storage is not None and name in storage.names
+    device = storage.device if storage is not None and is_stored else place.device
+    matrix, dtype = read_packed(names, target.shape, quantization, read, device), rounded_to or place.dtype
+    if storage is not None and name in storage.kept:
+        storage.fill_packed(name, matrix)
+        return
+
+    def read_dequantized(index: Index) -> Tensor:
+        return matrix.part(index).dequantize(dtype)
+
+    if storage is not None and is_stored:
+        storage.fill(name, read_dequantized)
+    else:
+        target.copy_from(read_dequantized)
 
 
 def _check_packed(directory: Path, packed: Mapping[str, PackedNames], holders: Collection[str]) -> None:

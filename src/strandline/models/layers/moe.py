@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_mixture
+from strandline.kernels.four_bit_moe import four_bit_mixture
 from strandline.kernels.moe import mixture
 from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.router import Routing
-from strandline.kernels.weights import ScaledWeight
+from strandline.kernels.weights import FourBitWeight, ScaledWeight
 from strandline.model_config import Fields
 from strandline.models.layers.parameters import matrix
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -31,7 +32,8 @@ EXPERTS: Final = "experts"
 SHARED_CHANNELS: Final = "channels between the shared expert's projections"
 
 STAND_IN_SIZE: Final = 8
-"""Intermediate size of the shared expert of zeros that stands where a family has none: FP8 kernels always add one."""
+"""Intermediate size of the shared expert of zeros that stands where a family has none: kernels of experts in FP8 or 4
+bits always add one."""
 
 PROJECTION_ROWS = 8
 """A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
@@ -75,8 +77,9 @@ class SparseMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (mixture, block_scaled_mixture)
+    operations = (mixture, block_scaled_mixture, four_bit_mixture)
     _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
+    _four_bit_experts: tuple[FourBitWeight, FourBitWeight] | None = None
 
     def __init__(
         self, config: SparseMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -113,20 +116,24 @@ class SparseMoe(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._mixture, self._scaled_mixture = kernels[mixture], kernels[block_scaled_mixture]
+        self._four_bit_mixture = kernels[four_bit_mixture]
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
         """Weights of the products before and after the activation."""
         return self.gate_up_XFE, self.down_XEF
 
-    def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
+    def keep_experts(self, gate_up: ScaledWeight | FourBitWeight, down: ScaledWeight | FourBitWeight) -> None:
         """Compute with these instead of the parameters, which are freed."""
         del self.gate_up_XFE, self.down_XEF
-        self._scaled_experts = (gate_up, down)
+        if isinstance(gate_up, FourBitWeight) and isinstance(down, FourBitWeight):
+            self._four_bit_experts = (gate_up, down)
+        elif isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
+            self._scaled_experts = (gate_up, down)
 
     @property
     def dense_with_experts(self) -> tuple[Projection, ...]:
-        """Projections that must be in FP8 only if the experts are."""
+        """Projections that must be quantised only if the experts are."""
         return (self.shared_down,)
 
     def forward(self, hidden_TE: Rows) -> Tensor:
@@ -136,6 +143,9 @@ class SparseMoe(nn.Module):
         if self._scaled_experts is not None:
             weights = (*self._scaled_experts, self.shared_down.weight)
             return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing, self.held)
+        if self._four_bit_experts is not None:
+            in_4_bits = (*self._four_bit_experts, self.shared_down.weight)
+            return self._four_bit_mixture(plain_rows(hidden_TE), *projected, *in_4_bits, self.routing, self.held)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
         return self._mixture(plain_rows(hidden_TE), *projected, *experts, self.routing, held=self.held)
 

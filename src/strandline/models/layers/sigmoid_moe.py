@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
+from strandline.kernels.four_bit_moe import four_bit_experts_glu
 from strandline.kernels.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.moe import mixture
 from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.router import Routing, route
-from strandline.kernels.weights import ScaledWeight
+from strandline.kernels.weights import FourBitWeight, ScaledWeight
 from strandline.model_config import Fields
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import EXPERTS, expert_targets
@@ -71,8 +72,16 @@ class SigmoidMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (route, mixture, block_scaled_experts_glu, linear_and_logits, *LINEAR_OPERATIONS)
+    operations = (
+        route,
+        mixture,
+        block_scaled_experts_glu,
+        four_bit_experts_glu,
+        linear_and_logits,
+        *LINEAR_OPERATIONS,
+    )
     _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
+    _four_bit_experts: tuple[FourBitWeight, FourBitWeight] | None = None
 
     def __init__(
         self, config: SigmoidMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -104,6 +113,7 @@ class SigmoidMoe(nn.Module):
         """Compute with these kernels from now on."""
         self._mixture = kernels[mixture]
         self._route, self._scaled_experts_glu = kernels[route], kernels[block_scaled_experts_glu]
+        self._four_bit_experts_glu = kernels[four_bit_experts_glu]
         # A mixture adds the shared expert by itself, unless that is in FP8 or 4 bits.
         self._shared_down = None
         if self.shared is not None and not self.shared.down.is_kept:
@@ -116,20 +126,27 @@ class SigmoidMoe(nn.Module):
         """Weights of the products before and after the activation."""
         return self.gate_up_XFE, self.down_XEF
 
-    def keep_experts(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
+    def keep_experts(self, gate_up: ScaledWeight | FourBitWeight, down: ScaledWeight | FourBitWeight) -> None:
         """Compute with these instead of the parameters, which are freed."""
         del self.gate_up_XFE, self.down_XEF
-        self._scaled_experts = (gate_up, down)
+        if isinstance(gate_up, FourBitWeight) and isinstance(down, FourBitWeight):
+            self._four_bit_experts = (gate_up, down)
+        elif isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
+            self._scaled_experts = (gate_up, down)
 
     @property
     def dense_with_experts(self) -> tuple[Projection, ...]:
-        """Projections that must be in FP8 only if the experts are."""
+        """Projections that must be quantised only if the experts are."""
         return ()
 
     def forward(self, hidden_TE: Rows) -> Tensor:
         config, plain_TE = self.config, plain_rows(hidden_TE)
         if self._scaled_experts is not None:
-            return self._forward_scaled(hidden_TE, plain_TE, self._scaled_experts)
+            chosen, shared_TE = self._route_and_share(hidden_TE, plain_TE)
+            return self._scaled_experts_glu(hidden_TE, *self._scaled_experts, *chosen, shared_TE, None, self.held)
+        if self._four_bit_experts is not None:
+            chosen, shared_TE = self._route_and_share(plain_TE, plain_TE)
+            return self._four_bit_experts_glu(plain_TE, *self._four_bit_experts, *chosen, shared_TE, None, self.held)
         if self._shared_down is None:
             shared_TO, logits_TX = None, self._score(plain_TE)
         else:
@@ -140,12 +157,12 @@ class SigmoidMoe(nn.Module):
             return out_TE
         return out_TE.add_(self.shared(plain_TE))
 
-    def _forward_scaled(self, hidden_TE: Rows, plain_TE: Tensor, experts: tuple[ScaledWeight, ScaledWeight]) -> Tensor:
-        routed = self._route(self._score(plain_TE), self.bias_X, self.config.routing)
-        shared_TE = None
-        if self.shared is not None:
-            shared_TE = self.shared(hidden_TE if self.shared.takes_quantized else plain_TE)
-        return self._scaled_experts_glu(hidden_TE, *experts, *routed, shared_TE, None, self.held)
+    def _route_and_share(self, hidden_TE: Rows, plain_TE: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """Return the weights and numbers of tokens' experts, and what the shared expert makes of tokens."""
+        chosen = self._route(self._score(plain_TE), self.bias_X, self.config.routing)
+        if self.shared is None:
+            return chosen, None
+        return chosen, self.shared(hidden_TE if self.shared.takes_quantized else plain_TE)
 
     def _score(self, plain_TE: Tensor) -> Tensor:
         """Return the router's logits."""
