@@ -102,7 +102,7 @@ class EngineConfig:
     """Transfer of prefixes between engines (``KVTransferConfig``), as a mapping or as JSON; None: off. Supported by the
     server, not by ``LLM``."""
     dequantize: bool = False
-    """Convert weights published in FP8 to ``dtype`` as they load, also on GPUs."""
+    """Convert weights published in FP8 or 4 bits to ``dtype`` as they load, also on GPUs."""
     seed: int = 0
     """Seed for requests without a seed, and for dummy weights."""
 

@@ -18,6 +18,7 @@ from strandline.errors import ConfigError
 from strandline.kernels.weights import DenseWeight, HalfWeight
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import Shard
+from strandline.models.weights import WeightsReport
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import four_bit, fp8
 
@@ -104,6 +105,48 @@ def test_gpus_keep_what_they_multiply_with(
     assert dtypes.choose_storage(replace(options, tensor_parallel_size=2), config, gpu, torch.bfloat16) == choice
     told = dtypes.choose_storage(replace(options, dequantize=True), config, gpu, torch.bfloat16)
     assert (told.keeps_quantized, "(--dequantize)" in (told.note or "")) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("group", "capability", "reason"),
+    [
+        (128, (9, 0), None),
+        (128, (8, 9), "products in 4 bits need a GPU of compute capability 9.0"),
+        (16, (9, 0), r"no products with 4 bits \(gptq, groups of 16\)"),
+    ],
+)
+def test_gpus_keep_weights_in_4_bits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: int,
+    capability: tuple[int, int],
+    reason: str | None,
+) -> None:
+    config, gpu = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), torch.device("cuda")
+    options = EngineConfig(model="nowhere", device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
+    config.quantization_config = four_bit.gptq_config(group)
+    choice = dtypes.choose_storage(options, config, gpu, torch.bfloat16)
+    assert (choice.keeps_quantized, choice.bits) == ((True, 4) if reason is None else (False, None))
+    assert re.search(reason or "kept in 4 bits; those that are not published so are in bfloat16", choice.note or "")
+    told = dtypes.choose_storage(replace(options, dequantize=True), config, gpu, torch.bfloat16)
+    assert (told.keeps_quantized, "(--dequantize)" in (told.note or "")) == (False, True)
+
+
+def test_weights_dequantised_beside_others_are_counted() -> None:
+    assert dtypes.kept_note(WeightsReport(20, 10, {}, 10)) is None
+    assert "3 of 10 quantised ones were dequantised" in (dtypes.kept_note(WeightsReport(20, 10, {}, 7)) or "")
+
+
+def test_room_is_required_for_weights_in_4_bits(quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.from_pretrained(quantized[0])
+    num_bytes = count_weights(config) // 2
+    monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
+    require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), bits=4)
+    monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
+    with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in 4 bits, more than"):
+        require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), bits=4)
 
 
 def test_room_is_required_for_dequantised_weights(

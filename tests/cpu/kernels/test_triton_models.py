@@ -13,14 +13,16 @@ from strandline.kernels import binding
 from strandline.kernels.weights import DenseWeight
 from strandline.models.layers.decoder import Decoder
 from strandline.models.weights import load_model
-from tests.cpu.models import families, fp8
+from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import prompt
+from tests.cpu.models.test_four_bit_storage import KEPT
 from tests.cpu.models.test_quantization import block_config
 from tests.cpu.models.test_weights import unfuse_experts
-from tests.interpreter import convert_e4m3
+from tests.interpreter import convert_e4m3, subtract_bfloat16
 
 convert_e4m3()
+subtract_bfloat16()
 
 TOLERANCE = 2e-4
 """Four layers in float32, whose sums are in another order."""
@@ -29,6 +31,10 @@ NO_LAUNCHES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.n
 
 FP8_TOLERANCE = 0.05
 """``|logits - expected| / |expected|``: an input that lies between two e4m3 numbers may be rounded to either."""
+
+
+FOUR_BIT_TOLERANCE = 5e-4
+"""``|logits - expected| / |expected|``: products of few rows have sums of 2,048 times an input."""
 
 
 @pytest.mark.parametrize(
@@ -68,6 +74,28 @@ def test_triton_versions_fit_layers_in_fp8(
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     found = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
     assert float((found - expected).norm() / expected.norm()) < FP8_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "is_deterministic"),
+    [
+        ("qwen3_5_moe", "compressed", False),
+        ("qwen3_5", "gptq", True),
+        # Its kernels are those of the others.
+        pytest.param("kimi_linear", "awq", False, marks=pytest.mark.long),
+    ],
+)
+def test_triton_versions_fit_layers_in_4_bits(
+    name: str, scheme: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fp8.change_tensors(families.save(name, tmp_path), unfuse_experts)
+    directory, _ = four_bit.convert(source, tmp_path, KEPT[scheme])
+    model = partial(load_model, directory, dtype=torch.float32, keeps_quantized=True)
+    tokens = prompt(6)
+    expected = logits(model(), tokens, "cpu")
+    monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
+    found = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
+    assert float((found - expected).norm() / expected.norm()) < FOUR_BIT_TOLERANCE
 
 
 class Launches(TorchDispatchMode):
