@@ -5,6 +5,8 @@ Measured by ``benchmarks/kernels/four_bit.py --sweep``. All that depends on the 
 
 from typing import Final, NamedTuple
 
+import torch
+
 from strandline.kernels.sizes import NUM_SMS, cdiv
 
 
@@ -51,6 +53,9 @@ TILE_MANY: Final = Tile(128, 128, 8, 3)
 TILE_INVARIANT: Final = Tile(128, 64, 8, 3)
 """For any number of rows, if results may not depend on it."""
 
+TILE_FLOAT32: Final = Tile(64, 32, 4, 2)
+"""For any number of rows in plain float32, which does not use tensor cores: for tests and small models."""
+
 MAX_ROWS_TILES: Final = 512
 """With more rows the weight is dequantised, and multiplied by torch."""
 
@@ -79,10 +84,16 @@ def choose_gemv(num_outputs: int) -> Gemv:
     return GEMV_WIDE if num_outputs >= WIDE_OUTPUTS else GEMV_NARROW
 
 
-def choose_tile(num_rows: int, num_outputs: int) -> Tile:
+def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return TILE_FLOAT32
     if num_rows <= TILE_WIDE.block_m and num_outputs >= WIDE_OUTPUTS:
         return TILE_WIDE
     return next((tile for rows, tile in TILES.items() if num_rows <= rows), TILE_MANY)
+
+
+def choose_tile_invariant(dtype: torch.dtype) -> Tile:
+    return TILE_FLOAT32 if dtype == torch.float32 else TILE_INVARIANT
 
 
 def choose_spans(num_rows: int, num_outputs: int, num_blocks: int, tile: Tile) -> int:
@@ -131,12 +142,21 @@ EXPERTS_PREFILL: Final = (ExpertTile(64, 128, 8, 3, 2), ExpertTile(128, 128, 8, 
 EXPERTS_INVARIANT: Final = EXPERTS_MIDDLE
 """For any number of tokens, if results may not depend on it."""
 
+EXPERTS_FLOAT32: Final = (ExpertTile(32, 32, 4, 2), ExpertTile(32, 32, 4, 2))
+"""As ``TILE_FLOAT32``."""
+
 CHOICES_PER_EXPERT_MIDDLE: Final = 16
 CHOICES_PER_EXPERT_PREFILL: Final = 64
 """From how many choices per expert, on average, the larger tiles pay."""
 
 
-def choose_expert_tiles(choices_per_expert: int) -> tuple[ExpertTile, ExpertTile]:
+def choose_expert_tiles(choices_per_expert: int, dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:
+    if dtype == torch.float32:
+        return EXPERTS_FLOAT32
     if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
         return EXPERTS_PREFILL
     return EXPERTS_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else EXPERTS_DECODE
+
+
+def choose_expert_tiles_invariant(dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:
+    return EXPERTS_FLOAT32 if dtype == torch.float32 else EXPERTS_INVARIANT

@@ -19,11 +19,11 @@ from torch import Tensor
 from strandline.kernels.activation_triton import swiglu
 from strandline.kernels.block_scaled_triton import flat_rows
 from strandline.kernels.four_bit_launches import (
-    EXPERTS_INVARIANT,
     FEW,
     MAX_TOKENS_FEW,
     ExpertTile,
     choose_expert_tiles,
+    choose_expert_tiles_invariant,
 )
 from strandline.kernels.four_bit_moe_few_triton import mixture_few
 from strandline.kernels.four_bit_tile_triton import BLOCK_INPUTS, multiply_tile
@@ -217,7 +217,7 @@ def four_bit_experts_glu(
     held: range | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
-    tiles = choose_expert_tiles(experts_TK.numel() // down.shape[0])
+    tiles = choose_expert_tiles(experts_TK.numel() // down.shape[0], x_TD.dtype)
     return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
@@ -232,8 +232,8 @@ def four_bit_experts_glu_invariant(
     held: range | None = None,
 ) -> Tensor:
     """As :func:`four_bit_experts_glu`, in one way of tiling."""
-    chosen = (weights_TK, experts_TK)
-    return experts_glu_many(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *EXPERTS_INVARIANT, held)
+    chosen, tiles = (weights_TK, experts_TK), choose_expert_tiles_invariant(x_TD.dtype)
+    return experts_glu_many(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def experts_glu_many(

@@ -25,12 +25,12 @@ from strandline.kernels.four_bit_launches import (
     GROUP_ROWS,
     MAX_ROWS_TILES,
     SCRATCH_CODES,
-    TILE_INVARIANT,
     Gemv,
     Tile,
     choose_gemv,
     choose_spans,
     choose_tile,
+    choose_tile_invariant,
     uses_gemv,
 )
 from strandline.kernels.four_bit_tile_triton import (
@@ -281,7 +281,7 @@ def multiply_into(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: T
     if uses_gemv(num_rows, _num_codes(weight)):
         launch_gemv(out_TO, x_TI, weight, bias_O, choose_gemv(num_outputs))
     elif num_rows <= MAX_ROWS_TILES:
-        tile = choose_tile(num_rows, num_outputs)
+        tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
         spans = choose_spans(num_rows, num_outputs, cdiv(num_inputs, BLOCK_INPUTS.value), tile)
         launch_tile(out_TO, x_TI, weight, bias_O, tile, spans)
     else:
@@ -291,7 +291,7 @@ def multiply_into(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: T
 def multiply_into_invariant(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
     """As :func:`multiply_into`, with the same order of sums for any number of rows."""
     if len(x_TI):
-        launch_tile(out_TO, x_TI, weight, bias_O, TILE_INVARIANT, 1)
+        launch_tile(out_TO, x_TI, weight, bias_O, choose_tile_invariant(x_TI.dtype), 1)
 
 
 def launch_gemv(

@@ -152,6 +152,12 @@ def check_experts(
     assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(dtype, device)
 
 
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(four_bit_moe_triton, "FEW", (FEW, FEW))
+    for name, tiles in {"INVARIANT": TILES[1], "DECODE": TILES[0], "FLOAT32": TILES[0]}.items():
+        monkeypatch.setattr(four_bit_launches, f"EXPERTS_{name}", tiles)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "shape", "dtype", "group"),
     [
@@ -165,9 +171,7 @@ def check_experts(
 def test_the_mixture_equals_a_loop_in_float64(
     num_tokens: int, shape: Shape, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(four_bit_moe_triton, "FEW", (FEW, FEW))
-    monkeypatch.setattr(four_bit_moe_triton, "EXPERTS_INVARIANT", TILES[1])
-    monkeypatch.setattr(four_bit_launches, "EXPERTS_DECODE", TILES[0])
+    use_small_tiles(monkeypatch)
     is_first = num_tokens == 1
     options = {"is_shared_dense": num_tokens == 3, "has_gate": is_first, "symmetric": is_first}
     check_mixture(num_tokens, shape, dtype, "cpu", group=group, **options)
@@ -180,9 +184,7 @@ def test_the_mixture_equals_a_loop_in_float64(
 def test_the_experts_of_two_ranks_add_up_to_all(
     num_tokens: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(four_bit_moe_triton, "FEW", (FEW, FEW))
-    monkeypatch.setattr(four_bit_moe_triton, "EXPERTS_INVARIANT", TILES[1])
-    monkeypatch.setattr(four_bit_launches, "EXPERTS_DECODE", TILES[0])
+    use_small_tiles(monkeypatch)
     check_ranks(num_tokens, shape, dtype, "cpu")
 
 

@@ -29,8 +29,12 @@ TOLERANCE = 1e-4
 WORSE = 1.02
 """Most that an error may be of that of the product in float32 with the weight in bfloat16, both rounded to bfloat16."""
 
-INTERPRETED = 1e-2
-"""Most that an error may be in bfloat16 on a CPU: Triton's interpreter cuts off bits, where a GPU rounds."""
+ROUNDED = 1e-2
+"""Most that an error may be in 16 bits on a CPU, where Triton's interpreter cuts off bits that a GPU rounds, and of few
+numbers."""
+
+MIN_NUMBERS = 1000
+"""Fewest numbers whose errors are compared: rounding may favour either of a few."""
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -56,8 +60,8 @@ def check(
     if x.dtype == torch.float32:
         assert error(found, expected) < (1 + is_gated) * TOLERANCE
         return
-    if x.device.type == "cpu":
-        assert error(found, expected) < (1 + is_gated) * INTERPRETED
+    assert error(found, expected) < (1 + is_gated) * ROUNDED
+    if x.device.type == "cpu" or found.numel() < MIN_NUMBERS:
         return
     theirs = (x.float() @ exact_OI.to(x.dtype).float().t() + added).to(x.dtype)
     if is_gated:
@@ -130,7 +134,7 @@ def check_dequantized(num_rows: int, num_inputs: int, num_outputs: int, dtype: t
             product = torch.empty(num_rows, num_outputs, dtype=dtype, device=device)
             four_bit_triton.multiply_dequantized(product, x, weight, bias)
         is_exact = device != "cpu" or dtype == torch.float32
-        torch.testing.assert_close(found, weight.dequantize().to(dtype), rtol=0 if is_exact else INTERPRETED, atol=0)
+        torch.testing.assert_close(found, weight.dequantize().to(dtype), rtol=0 if is_exact else ROUNDED, atol=0)
         torch.testing.assert_close(product, torch.nn.functional.linear(x, found, bias), rtol=1e-2, atol=1e-2)
 
 
@@ -150,7 +154,7 @@ def check_parts(num_rows: int, num_inputs: int, sizes: list[int], dtype: torch.d
             with poisoned_memory():
                 found = multiply(x, weight, bias)
             assert (found.shape, found.dtype) == (expected.shape, dtype)
-            assert num_rows == 0 or error(found, expected.double()) < {torch.float32: TOLERANCE}.get(dtype, INTERPRETED)
+            assert num_rows == 0 or error(found, expected.double()) < {torch.float32: TOLERANCE}.get(dtype, ROUNDED)
 
 
 def check_invariant(num_rows: int, num_inputs: int, num_outputs: int, device: str) -> None:
