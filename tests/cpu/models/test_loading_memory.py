@@ -1,4 +1,4 @@
-"""Loading FP8 weights takes the memory of the model and of one published tensor, and no copy in another dtype.
+"""Loading quantised weights takes the memory of the model and of one published tensor, and no copy in another dtype.
 
 Storages are counted from the operation that makes them until they are freed. Files are mapped into memory, so that what
 is read of them is copied here, as a device would.
@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from strandline.kernels.weights import GROUP
-from strandline.models import fp8_storage, quantization
+from strandline.models import four_bit_storage, fp8_storage, quantization
 from strandline.models.weights import load_model
 from strandline.models.weights_files import WeightsFile
 from tests.cpu.engine.test_bits import MIXTURE, WIDE
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import fp8
+from tests.cpu.models import four_bit, fp8
+from tests.cpu.models.test_four_bit_storage import KEPT
 from tests.cpu.models.test_quantization import block_config, blocks_of
 from tests.cpu.models.test_weights import unfuse_experts
 
@@ -32,6 +33,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 CHUNK_ELEMENTS = 2**12
 """Elements that are computed at a time; many, where models are not tiny."""
+
+UNPACKED = 8
+"""Bytes beside the model for a byte of a published tensor in 4 bits: a byte for each code, several times."""
 
 ROW_BYTES = 64
 """For each row of a tensor: its number, several times."""
@@ -71,6 +75,12 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return fp8.convert(source, tmp_path, block_config(128, 128), block=blocks_of(128, 128))[0]
 
 
+@pytest.fixture(params=MODELS)
+def in_4_bits(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    source = fp8.change_tensors(save_tiny_model(tmp_path / "source", **MODELS[request.param]), unfuse_experts)
+    return four_bit.convert(source, tmp_path, KEPT["awq"])[0]
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
     """Count, also what is read of files."""
@@ -82,7 +92,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
         return mapped.clone()
 
     monkeypatch.setattr(WeightsFile, "get", get_copy)
-    for module in (quantization, fp8_storage):
+    for module in (quantization, fp8_storage, four_bit_storage):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", CHUNK_ELEMENTS)
     return LiveBytes()
 
@@ -110,6 +120,19 @@ def test_weights_that_stay_take_their_bytes_and_one_tensor(directory: Path, coun
     # Until all is loaded the host has a scale for every row and group.
     row_scales = 4 * num_bytes // GROUP
     assert counted.peak - counted.live <= largest + row_scales + 4 * CHUNK_ELEMENTS
+
+
+def test_weights_in_4_bits_take_their_bytes_and_one_tensor(in_4_bits: Path, counted: LiveBytes) -> None:
+    published = load_file(in_4_bits / "model.safetensors").values()
+    with counted:
+        model: Any = load_model(in_4_bits, dtype=torch.float32, keeps_quantized=True)
+    assert model.weights_report.num_kept == model.weights_report.num_quantized > 10
+    num_bytes = sum(tensor.nbytes for tensor in published)
+    # Zero points take a byte, and rows are padded to blocks of inputs.
+    assert 0.9 * num_bytes < counted.live < 1.3 * num_bytes
+    packed = [tensor for tensor in published if tensor.dtype == torch.int32]
+    largest = max(tensor.nbytes for tensor in packed) * UNPACKED + ROW_BYTES * max(map(len, packed)) * 8
+    assert counted.peak - counted.live <= largest + 16 * CHUNK_ELEMENTS
 
 
 def test_dequantised_weights_take_their_bytes_and_one_tensor(directory: Path, counted: LiveBytes) -> None:
