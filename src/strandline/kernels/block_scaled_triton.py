@@ -378,7 +378,7 @@ def _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT: tl.const
 
 
 @triton.jit
-def _gemm_dense(
+def gemm_dense(
     x_ptr,
     weight_ptr,
     out_ptr,
@@ -520,7 +520,7 @@ def _gemm_kernel(
         # Programs of the ordinary weight read twice as many bytes: they start first.
         dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
         if program < dense_programs:
-            _gemm_dense(
+            gemm_dense(
                 plain_ptr,
                 dense_ptr,
                 out_ptr + N,

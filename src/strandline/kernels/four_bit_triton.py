@@ -3,9 +3,11 @@
 One row, and few with a small weight: every program multiplies them with a few of the weight's rows, in float32. Up to
 ``MAX_ROWS_TILES``: tiles of outputs and rows, of weights that are unpacked in registers; with few rows narrow weights
 are split among programs along the inputs, too, and the parts are added up in order. More rows: the weight is
-dequantised, a part that fits the second-level cache at a time, and multiplied by torch. That takes
-``2.5 bytes / (2 rows FLOP)`` per weight more: at 4.3 TB/s and 700 TFLOP/s as much as the product of 200 rows, where
-unpacking in every tile again costs a product a third of its speed.
+dequantised, a part that fits the second-level cache at a time, and multiplied by torch. Dequantising moves 2.5 bytes
+for a weight; at 4.3 TB/s and 700 TFLOP/s that takes as long as its products with 200 rows. Tiles unpack the weight once
+for every 64 or 128 rows instead.
+
+A launch of few rows may multiply them with an ordinary weight, too: programs of its own do that.
 
 Invariant: ``_invariant`` versions multiply in one way of tiling, whatever the number of rows.
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from strandline.kernels import linear_triton
 from strandline.kernels.activation_triton import swiglu
-from strandline.kernels.block_scaled_triton import flat_rows, place_tile, shaped
+from strandline.kernels.block_scaled_triton import flat_rows, gemm_dense, place_tile, shaped
 from strandline.kernels.four_bit_launches import (
     GROUP_ROWS,
     MAX_ROWS_TILES,
@@ -44,7 +46,7 @@ from strandline.kernels.four_bit_tile_triton import (
     multiply_tile,
     unpack_plane,
 )
-from strandline.kernels.linear_triton import add_spans, silu_times
+from strandline.kernels.linear_triton import add_spans, multiply_rows, silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.weights import FourBitWeight
@@ -54,13 +56,14 @@ DEQUANTIZED_ROWS = 32
 
 
 @triton.jit
-def _gemv_kernel(
+def _gemv_packed(
     x_ptr,
     weight_ptr,
     scale_ptr,
     zero_ptr,
     bias_ptr,
     out_ptr,
+    program,
     M,
     K,
     N,
@@ -82,7 +85,7 @@ def _gemv_kernel(
 ):
     """Multiply a few rows with a few rows of a weight."""
     PIECES: tl.constexpr = BLOCK_K // PIECE_INPUTS
-    row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = program.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_M = tl.arange(0, BLOCK_M)
     row_1N = row_N[None, :]
     up_1N = N + row_1N
@@ -135,14 +138,103 @@ def _gemv_kernel(
     tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["M"])
-def _tile_kernel(
+@triton.jit
+def _gemv_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
     zero_ptr,
     bias_ptr,
     out_ptr,
+    dense_ptr,
+    M,
+    K,
+    N,
+    num_words,
+    num_groups,
+    num_dense,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    magic,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    DENSE_PROGRAMS: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    # Only a call's own arguments are constants: what goes through a tuple is not.
+    program = tl.program_id(0)
+    tensors = (x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr)
+    sizes = (M, K, N, num_words, num_groups, stride_x, stride_out, stride_sn, stride_sx, magic)
+    if DENSE_PROGRAMS > 0:
+        if program < DENSE_PROGRAMS:
+            # Half as many inputs at a time: four times as many bytes.
+            multiply_rows(
+                program,
+                0,
+                x_ptr,
+                dense_ptr,
+                None,
+                out_ptr + N,
+                M,
+                stride_x,
+                K,
+                num_dense,
+                stride_out,
+                False,
+                False,
+                False,
+                2 * NUM_K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K // 2,
+                OVERLAPS,
+            )
+        else:
+            _gemv_packed(
+                *tensors,
+                program - DENSE_PROGRAMS,
+                *sizes,
+                IS_GATED,
+                IS_EVEN,
+                NUM_K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GROUP,
+                OVERLAPS,
+            )
+    else:
+        _gemv_packed(
+            *tensors,
+            program,
+            *sizes,
+            IS_GATED,
+            IS_EVEN,
+            NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP,
+            OVERLAPS,
+        )
+
+
+@triton.jit
+def _tile_packed(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    program,
     M,
     N,
     K,
@@ -158,12 +250,9 @@ def _tile_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Write a tile of the product; split, that of one span of the inputs, in float32."""
-    row_M, row_N = place_tile(tl.program_id(0), M, N, GROUP_M, BLOCK_M, BLOCK_N)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
+    row_M, row_N = place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
     # Rows behind the last one read that: what becomes of them is not stored.
     x_M_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64) * stride_x
     read_N = tl.minimum(row_N, N - 1).to(tl.int64)
@@ -196,6 +285,77 @@ def _tile_kernel(
     out_MN_ptr = out_ptr + out_row_M[:, None] * stride_out + row_N[None, :]
     out_MN = tl.trans(acc_NM).to(out_ptr.dtype.element_ty)
     tl.store(out_MN_ptr, out_MN, mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tile_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    dense_ptr,
+    M,
+    N,
+    K,
+    num_words,
+    num_dense,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    span,
+    HAS_DENSE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensors = (x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr)
+    sizes = (M, N, K, num_words, stride_x, stride_out, stride_sn, stride_sx, span)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    if HAS_DENSE:
+        # Programs of the ordinary weight read four times as many bytes: they start first.
+        dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
+        if program < dense_programs:
+            gemm_dense(
+                x_ptr,
+                dense_ptr,
+                out_ptr + N,
+                program,
+                M,
+                num_dense,
+                K,
+                span,
+                stride_x,
+                stride_out,
+                IS_SPLIT,
+                True,
+                GROUP_M,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_INPUTS,
+            )
+        else:
+            _tile_packed(
+                *tensors,
+                program - dense_programs,
+                *sizes,
+                IS_EVEN,
+                IS_SPLIT,
+                GROUP_M,
+                BLOCK_M,
+                BLOCK_N,
+                GROUP,
+            )
+    else:
+        _tile_packed(*tensors, program, *sizes, IS_EVEN, IS_SPLIT, GROUP_M, BLOCK_M, BLOCK_N, GROUP)
 
 
 @triton.jit
@@ -294,32 +454,59 @@ def multiply_into_invariant(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight,
         launch_tile(out_TO, x_TI, weight, bias_O, choose_tile_invariant(x_TI.dtype), 1)
 
 
+def multiply_beside(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, dense_OI: Tensor) -> None:
+    """Fill ``out_TO`` with the products of one to ``MAX_ROWS_SPLIT`` rows with a weight and the ordinary one behind."""
+    num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
+    if uses_gemv(num_rows, _num_codes(weight)):
+        launch_gemv(out_TO, x_TI, weight, None, choose_gemv(num_outputs), dense_OI=dense_OI)
+        return
+    tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
+    spans = choose_spans(num_rows, num_outputs + len(dense_OI), cdiv(num_inputs, BLOCK_INPUTS.value), tile)
+    launch_tile(out_TO, x_TI, weight, None, tile, spans, dense_OI)
+
+
 def launch_gemv(
-    out_MO: Tensor, x_MI: Tensor, weight: FourBitWeight, bias_O: Tensor | None, gemv: Gemv, *, is_gated: bool = False
+    out_MO: Tensor,
+    x_MI: Tensor,
+    weight: FourBitWeight,
+    bias_O: Tensor | None,
+    gemv: Gemv,
+    *,
+    is_gated: bool = False,
+    dense_OI: Tensor | None = None,
 ) -> None:
-    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``."""
+    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``.
+
+    Args:
+        dense_OI: an ordinary weight that is multiplied in the same launch; its outputs come behind.
+    """
     num_rows, (num_outputs, num_inputs) = len(x_MI), weight.shape
     if is_gated:
         num_outputs //= 2
     block_k = min(gemv.block_k, max(BLOCK_INPUTS.value, next_power_of_2(num_inputs)))
-    _gemv_kernel[(cdiv(num_outputs, gemv.block_n),)](
+    num_dense = 0 if dense_OI is None else len(dense_OI)
+    dense_programs = cdiv(num_dense, gemv.block_n)
+    _gemv_kernel[(dense_programs + cdiv(num_outputs, gemv.block_n),)](
         x_MI,
         weight.words,
         weight.scales,
         weight.zeros,
         bias_O,
         out_MO,
+        dense_OI,
         num_rows,
         num_inputs,
         num_outputs,
         weight.words.stride(-2),
         weight.scales.shape[-1],
+        num_dense,
         x_MI.stride(0),
         out_MO.stride(0),
         *weight.scales.stride(),
         MAGIC,
         IS_GATED=is_gated,
         IS_EVEN=num_inputs % block_k == 0 and num_outputs % gemv.block_n == 0,
+        DENSE_PROGRAMS=dense_programs,
         NUM_K=cdiv(num_inputs, block_k),
         BLOCK_M=next_power_of_2(num_rows),
         BLOCK_N=gemv.block_n,
@@ -331,12 +518,20 @@ def launch_gemv(
 
 
 def launch_tile(
-    out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None, tile: Tile, spans: int
+    out_TO: Tensor,
+    x_TI: Tensor,
+    weight: FourBitWeight,
+    bias_O: Tensor | None,
+    tile: Tile,
+    spans: int,
+    dense_OI: Tensor | None = None,
 ) -> None:
     """Fill ``out_TO`` with the product of rows.
 
     Args:
+        bias_O: of the weight; None if there is an ordinary one behind it.
         spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
+        dense_OI: as of ``launch_gemv``.
     """
     num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
     num_blocks = cdiv(num_inputs, BLOCK_INPUTS.value)
@@ -345,21 +540,26 @@ def launch_tile(
     part_STO = out_TO
     if spans > 1:
         part_STO = torch.empty((spans, *out_TO.shape), dtype=torch.float32, device=x_TI.device)
-    _tile_kernel[(cdiv(num_rows, tile.block_m) * cdiv(num_outputs, tile.block_n), spans)](
+    num_dense = 0 if dense_OI is None else len(dense_OI)
+    num_tiles = cdiv(num_outputs, tile.block_n) + cdiv(num_dense, tile.block_n)
+    _tile_kernel[(cdiv(num_rows, tile.block_m) * num_tiles, spans)](
         x_TI,
         weight.words,
         weight.scales,
         weight.zeros,
         bias_O if spans == 1 else None,
         part_STO,
+        dense_OI,
         num_rows,
         num_outputs,
         num_inputs,
         weight.words.stride(-2),
+        num_dense,
         x_TI.stride(0),
         part_STO.stride(-2),
         *weight.scales.stride(),
         span,
+        HAS_DENSE=dense_OI is not None,
         IS_EVEN=num_inputs % BLOCK_INPUTS.value == 0,
         IS_SPLIT=spans > 1,
         GROUP_M=GROUP_ROWS,

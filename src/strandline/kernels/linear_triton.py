@@ -104,6 +104,7 @@ def multiply_rows(
     stride_x,
     K,
     N,
+    stride_out,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -147,7 +148,7 @@ def multiply_rows(
         out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
     if IS_GATED:
         out_MN = silu_times(out_MN, tl.sum(acc_up_MNK, axis=2), dtype)
-    out_MN_ptr = out_ptr + row_M.to(tl.int64)[:, None] * N + row_N[None, :]
+    out_MN_ptr = out_ptr + row_M.to(tl.int64)[:, None] * stride_out + row_N[None, :]
     tl.store(out_MN_ptr, out_MN.to(dtype), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
 
 
@@ -180,6 +181,7 @@ def _gemv_kernel(
         M,
         stride_x,
         K,
+        N,
         N,
         HAS_BIAS,
         IS_GATED,

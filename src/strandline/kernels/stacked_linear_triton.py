@@ -1,6 +1,6 @@
 """Matrix products with a weight of parts, some in FP8 or 4 bits: each writes its columns of one result.
 
-Of few rows, an ordinary weight behind one in FP8 is multiplied in the same launch.
+Of few rows, an ordinary weight behind one in FP8 or 4 bits is multiplied in the same launch.
 
 Shape suffixes: as in ``linear.py``; T rows.
 """
@@ -45,9 +45,12 @@ def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None)
     rows = flat_rows(x)
     if bias_O is not None or not 0 < len(rows) <= MAX_ROWS_SPLIT or not _is_pair(weight):
         return _multiply(x, weight, bias_O, FASTEST)
-    scaled, dense = weight.parts
+    first, dense = weight.parts
     out_TO = new_output(rows, sum(map(_num_outputs, weight.parts)))
-    multiply_beside(out_TO, rows, scaled, Beside(plain_rows(rows), dense.values_OI))
+    if isinstance(first, FourBitWeight):
+        four_bit_triton.multiply_beside(out_TO, rows, first, dense.values_OI)
+    else:
+        multiply_beside(out_TO, rows, first, Beside(plain_rows(rows), dense.values_OI))
     return shaped(out_TO, x)
 
 
@@ -57,7 +60,7 @@ def stacked_linear_invariant(x: Rows, weight: StackedWeight, bias_O: Tensor | No
 
 
 def _is_pair(weight: StackedWeight) -> bool:
-    return [type(part) for part in weight.parts] == [ScaledWeight, DenseWeight]
+    return [type(part) for part in weight.parts] in ([ScaledWeight, DenseWeight], [FourBitWeight, DenseWeight])
 
 
 def _num_outputs(part: DenseWeight | ScaledWeight | FourBitWeight) -> int:

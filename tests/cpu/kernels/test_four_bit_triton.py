@@ -225,8 +225,13 @@ def test_ways_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == ["launch_gemv", "launch_tile", "multiply_dequantized"]
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 9])
-def test_weights_of_parts_equal_the_reference(num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 9, 65])
+def test_weights_of_two_parts_equal_the_reference(num_rows: int) -> None:
+    check_parts(num_rows, 260, [130, 7], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_weights_of_more_parts_equal_the_reference(num_rows: int) -> None:
     check_parts(num_rows, 260, [130, 7, 20], torch.float32, "cpu")
 
 
