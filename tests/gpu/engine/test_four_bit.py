@@ -27,7 +27,7 @@ from tests.cpu.models.test_four_bit_storage import KEPT
 from tests.cpu.models.test_fp8_conversion import SIZES
 from tests.cpu.models.test_weights import unfuse_experts
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
-from tests.gpu.engine.test_fp8 import check_preferred
+from tests.gpu.engine.regrets import check_preferred
 
 __all__ = [
     "test_forks_have_the_bits_of_a_cold_run",

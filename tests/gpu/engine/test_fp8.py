@@ -35,6 +35,7 @@ from tests.cpu.models.test_fp8_conversion import SIZES
 from tests.cpu.models.test_quantization import block_config, blocks_of
 from tests.cpu.models.test_weights import unfuse_experts
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
+from tests.gpu.engine.regrets import MAX_REGRET, check_preferred, regrets
 
 __all__ = [
     "test_forks_have_the_bits_of_a_cold_run",
@@ -55,10 +56,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 LONG = SamplingParams(temperature=0, max_tokens=150)
 LONGEST = 230
 PROMPTS = [tokens(count, seed=count) for count in (1, 5, 63, 64, 65, 129, 300)]
-
-MAX_MEAN_REGRET = 0.03
-MAX_REGRET = 1.5
-"""In nats. Three times what activations in bfloat16, which round 2^15 times as coarsely, were seen to make."""
 
 MAX_MEAN_REGRET_LONG = 0.1
 MAX_SHARE_REGRETTED_LONG = 0.01
@@ -105,29 +102,6 @@ def engine_of(model_dir: Path, kv_cache_dtype: str) -> Iterator[EngineOf]:
 
 def cold(engine_of: EngineOf) -> LLM:
     return engine_of(enable_prefix_caching=False, enforce_eager=True)
-
-
-def regrets(judge: LLM, prompts: list[list[int]], found: list[list[int]], rank: int = 1) -> torch.Tensor:
-    """Return by how much the likeliest token is likelier than each token of answers, given those before it.
-
-    Args:
-        rank: 2: the second likeliest token; one that is likelier than that has no regret.
-    """
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=rank)
-    texts = [prompt + answer for prompt, answer in zip(prompts, found, strict=True)]
-    differences = []
-    for prompt, text, output in zip(prompts, texts, judge.generate(texts, params, use_tqdm=False), strict=True):
-        for place in range(len(prompt), len(text)):
-            entries = (output.prompt_logprobs or [])[place] or {}
-            ranked = sorted((entry.logprob for entry in entries.values()), reverse=True)
-            differences.append(max(0.0, ranked[rank - 1] - entries[text[place]].logprob))
-    return torch.tensor(differences)
-
-
-def check_preferred(judge: LLM, prompts: list[list[int]], found: list[list[int]]) -> None:
-    assert all(found)
-    missed = regrets(judge, prompts, found)
-    assert (float(missed.mean()) < MAX_MEAN_REGRET, float(missed.max()) < MAX_REGRET) == (True, True), missed
 
 
 def test_weights_stay_in_fp8(engine_of: EngineOf) -> None:
