@@ -192,6 +192,8 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     start = TO_CORE.decode(socket.recv())
     if not isinstance(start, Start):
         return 2
+    if start.config.data_parallel_size > 1:
+        logging.basicConfig(format=f"engine {start.config.data_parallel_rank}: %(message)s")
     leave_generation_out()
     try:
         take_gpus(start.config)
