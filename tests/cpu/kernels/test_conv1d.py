@@ -31,7 +31,7 @@ BFLOAT16_RELATIVE_NORM = 8e-3
 """Two roundings to bfloat16, by at most 2 ** -8 of each element: before and after the activation."""
 
 NUM_SLOTS = 16
-NUM_ROWS = 6
+NUM_ROWS = 10
 CHANNELS = 64
 """Fills whole vectors: where it does not, torch rounds the activation of the last channels differently."""
 WIDTH = 4
@@ -129,7 +129,7 @@ def test_prefill_equals_one_pass_at_any_length(num_tokens: int, start: int) -> N
     check_prefill(torch.randn(num_tokens, CHANNELS), make_filter(), make_arena([2]), [prompt])
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5])
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 10])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("channels", [CHANNELS, 37])
 @pytest.mark.parametrize("has_bias", [True, False])

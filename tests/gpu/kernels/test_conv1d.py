@@ -35,7 +35,7 @@ def test_prefill_of_a_mixed_batch_treats_each_sequence_alone(channels: int, dtyp
     check_prefill(MIXED, channels, dtype, "cuda")
 
 
-@pytest.mark.parametrize("width", [2, 4, 5])
+@pytest.mark.parametrize("width", [2, 4, 5, 10])
 def test_a_cut_may_go_to_its_own_sequences_slot(width: int) -> None:
     check_prefill(WITH_IN_PLACE, 8192, torch.bfloat16, "cuda", width)
 
@@ -45,7 +45,7 @@ def test_cuts_find_their_sequence_among_many() -> None:
     check_prefill(prompts, 72, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5])
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 10])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_any_width_bias_and_activation(width: int, activation: Activation, has_bias: bool) -> None:

@@ -23,7 +23,7 @@ from strandline.models.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
 
 MAX_TAPS: Final = 5
-"""Maximum taps of the filter: the most that kernels are tested with."""
+"""Maximum taps of a filter whose taps lie side by side: kernels are tested with these, and with 10."""
 
 
 class CausalConvolution(nn.Module):
