@@ -64,7 +64,7 @@ def gathered_sequences(
     for i in range(first, len(batch.context_lens)):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
         table_M, span = batch.block_table_NM[i], seen_span(batch, i, window_tokens)
-        yield rows, _gather(memory.k_BPGD, table_M, span, dtype), _gather(memory.v_BPGD, table_M, span, dtype)
+        yield rows, gathered(memory.k_BPGD, table_M, span, dtype), gathered(memory.v_BPGD, table_M, span, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,12 @@ def seen_span(batch: AttentionBatch, sequence: int, window_tokens: int | None) -
     return Span(0 if window_tokens is None else max(0, first_query - window_tokens + 1), end)
 
 
-def _gather(stream_BPGD: Tensor, table_M: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
-    """Return the keys or values of one sequence's span, and nothing around it."""
+def gathered(stream_BPGD: Tensor, table_M: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values of one sequence's span, and nothing around it.
+
+    Args:
+        dtype: of e4m3 numbers that are returned.
+    """
     start, end = span.rows
     blocks_M = table_M[span.first_block : span.first_block + span.num_blocks]
     if stream_BPGD.dtype != torch.float8_e4m3fn:
