@@ -13,6 +13,7 @@ O rows of a fused projection; of a window's memory R are the rows.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
-from strandline.kernels.norm import rms_norm_gated
+from strandline.kernels.norm import rms_norm_gated, rms_norm_sigmoid_gated
+from strandline.kernels.operation import Operation
 from strandline.kernels.quantized_rows import Rows
 from strandline.kernels.quantizing import with_quantized
 from strandline.kernels.replay import ReplayLog, replay_log
@@ -58,6 +60,8 @@ class GatedDeltaNetConfig:
     state_dtype: str
     max_beta: int = 1
     """Limit of the write strength: 1, or 2 where eigenvalues may be negative."""
+    is_sigmoid_gated: bool = False
+    """Whether the output gate is a sigmoid; else it is a SiLU."""
 
     @classmethod
     def read(cls, fields: Fields) -> "GatedDeltaNetConfig":
@@ -94,7 +98,7 @@ class GatedDeltaNet(nn.Module):
         shard: of the heads: key heads, each with its value heads.
     """
 
-    operations = (*with_quantized(rms_norm_gated), *GatedDelta.operations)
+    operations: tuple[Operation[..., Any], ...] = (*with_quantized(rms_norm_gated), *GatedDelta.operations)
 
     def __init__(
         self, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -103,7 +107,9 @@ class GatedDeltaNet(nn.Module):
         self.shard, config = shard, config.of(shard)
         self.num_key_heads, self.num_heads = config.num_key_heads, config.num_heads
         self.key_dim, self.value_dim = config.key_dim, config.value_dim
-        self.eps = config.eps
+        self.eps, self.is_sigmoid_gated = config.eps, config.is_sigmoid_gated
+        if self.is_sigmoid_gated:
+            self.operations = (rms_norm_sigmoid_gated, *GatedDelta.operations)
         sizes = (self.num_key_heads, self.num_heads, self.key_dim, self.value_dim)
         self.recurrence = GatedDelta(*sizes, config.state_dtype, config.max_beta)
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
@@ -132,7 +138,8 @@ class GatedDeltaNet(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm_gated = kernels[self.out_proj.fed_by(rms_norm_gated)]
+        fed = rms_norm_sigmoid_gated if self.is_sigmoid_gated else self.out_proj.fed_by(rms_norm_gated)
+        self._rms_norm_gated = kernels[fed]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> GatedDeltaNetMemory:
