@@ -155,6 +155,10 @@ class DecoderLayer(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return None if self.mixer is None else self.mixer.bind(memory)
 
+    def replay(self, batch: StepBatch, memory: Any) -> None:
+        """Advance the states over logged tokens alone; only of a layer whose spec says what is logged."""
+        cast(ReplayingMixer, self.mixer).replay(batch, memory)
+
     @property
     def first_norm_E(self) -> Tensor | None:
         """Weight of the norm before the layer's first part; None: that part reads the stream itself."""
@@ -321,7 +325,7 @@ class Decoder(nn.Module):
         """Return the arena as ``forward`` takes it."""
         bound = tuple(layer.bind(memory) for layer, memory in zip(self._layers, arena.layers, strict=False))
         replays = tuple(
-            partial(cast(ReplayingMixer, layer.mixer).replay, memory=bound[index])
+            partial(layer.replay, memory=bound[index])
             for index, layer in enumerate(self._layers)
             if arena.layers[index].replay is not None
         )
@@ -388,10 +392,14 @@ class Decoder(nn.Module):
         A tied head may be published all the same: it is the embedding once more.
         """
         yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.vocab_size)
-        yield f"{prefix}norm.weight", whole(self.norm_E)
+        yield from self.final_targets(prefix)
         if self.head is not None or "lm_head.weight" in names:
             rows_ZE = self.embed_ZE if self.head is None else self.head.weight_OI
             yield "lm_head.weight", spanned(rows_ZE, self.held_tokens, self.vocab_size)
+
+    def final_targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors behind the last layer, except the head's."""
+        yield f"{prefix}norm.weight", whole(self.norm_E)
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of all GEMM weights; they cannot be loaded or moved afterwards."""
