@@ -150,7 +150,7 @@ class CausalLM(nn.Module):
         if kept - {dtype}:
             raise ConfigError(
                 f"--kv-cache-dtype: this architecture has no keys and values in {dtype}; it keeps tokens in "
-                f"{', '.join(sorted(kept))}"
+                f"{', '.join(sorted(kept - {dtype}))}"
             )
 
     @property

@@ -377,7 +377,7 @@ def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized:
     if tuple(shape) != target.shape:
         wanted = list(target.shape)
         raise WeightsError(f"{file.path}: {name} has shape {shape}, the configuration asks for {wanted}")
-    if not is_quantized and dtype not in STORED_DTYPES:
+    if target.pieces and not is_quantized and dtype not in STORED_DTYPES:
         stored = ", ".join(STORED_DTYPES)
         hint = f"; {QUANTIZED_DTYPE} with a quantization_config in config.json" if dtype.startswith("F8") else ""
         raise WeightsError(f"{file.path}: {name} is stored as {dtype}; supported: {stored}{hint}")
