@@ -19,6 +19,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.operation import Operation
 from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.ngram_features import TOKENS
 from strandline.models.registry import ARCHITECTURES
 from strandline.specs import E4M3, TensorSpec
 
@@ -101,6 +102,19 @@ MODELS: Final = {
     "Qwen3NextForCausalLM": Model("Qwen3-Next-80B-A3B"),
     "Qwen3_5ForCausalLM": benchmark("Qwen3.5-4B", "qwen3.5-4b"),
     "Qwen3_5MoeForCausalLM": benchmark("Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
+    "Qwen4ExpForCausalLM": Model(
+        "Qwen4-Exp, transformers' default, 128 channels of index keys, n-grams in one layer",
+        {
+            "ple_layer_ids": [1],
+            "eos_token_id": 0,
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 128,
+            "indexer_budget": 2048,
+            "indexer_compress_ratio": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    ),
     "RecurrentGemmaForCausalLM": Model("RecurrentGemma-2B", {"num_key_value_heads": 1}),
     "Zamba2ForCausalLM": Model("Zamba2-2.7B", {"mamba_headdim": 64, "n_mamba_heads": 80}),
     "ZayaForCausalLM": Model("ZAYA1-8B, transformers' default"),
@@ -141,6 +155,7 @@ class Family:
 
 DENSE_OR_MOE, MOE = "attention; dense or MoE", "attention; MoE"
 TEXT_OF_VISION = "Qwen3.5; images are not taken"
+INDEXED, NGRAMS = "indexed attention; MoE", ", some with features of n-grams"
 
 FAMILIES: Final = {
     "BambaForCausalLM": Family("Bamba", "attention"),
@@ -164,6 +179,8 @@ FAMILIES: Final = {
     "Qwen3_5ForConditionalGeneration": Family(TEXT_OF_VISION, "attention"),
     "Qwen3_5MoeForCausalLM": Family("Qwen3.5, text only", MOE),
     "Qwen3_5MoeForConditionalGeneration": Family(TEXT_OF_VISION, MOE),
+    "Qwen4ExpForCausalLM": Family("Qwen4-Exp, text only", INDEXED, NGRAMS),
+    "Qwen4ExpForConditionalGeneration": Family("Qwen4-Exp; images are not taken", INDEXED, NGRAMS),
     "RecurrentGemmaForCausalLM": Family("RecurrentGemma", "sliding-window attention"),
     "Zamba2ForCausalLM": Family("Zamba2", "attention and a feed-forward part, shared by several layers"),
     "ZayaForCausalLM": Family("ZAYA1, without sliding windows", "MoE"),
@@ -185,7 +202,9 @@ KINDS: Final = {
     "sliding-window attention": "RecurrentGemmaForCausalLM",
     "latent attention": "KimiLinearForCausalLM",
     "convolved attention": "ZayaForCausalLM",
+    "indexed attention": "Qwen4ExpForCausalLM",
     "Gated DeltaNet": "Qwen3_5ForCausalLM",
+    "Gated DeltaNet with features of n-grams": "Qwen4ExpForCausalLM",
     "Kimi Delta Attention": "KimiLinearForCausalLM",
     "Mamba-2": "Mamba2ForCausalLM",
     "lightning attention": "MiniMaxForCausalLM",
@@ -215,7 +234,6 @@ def row(architecture: str, published: Model) -> tuple[str, ...]:
     token_bytes = spec.raw_block_bytes / BLOCK_TOKENS if any(layer.streams for layer in spec.layers) else 0
     snapshot_bytes = spec.raw_slot_bytes if spec.has_states else 0
     by_state = [x for x in model.operations if x.name.endswith(("_prefill", "_decode", "_update", "attention"))]
-    is_float32 = all(x.dtype == "float32" for layer in spec.layers for x in layer.states if x.is_recurrent)
     return (
         published.name,
         megabytes(snapshot_bytes) if snapshot_bytes else "none",
@@ -225,8 +243,16 @@ def row(architecture: str, published: Model) -> tuple[str, ...]:
         versions("Numba", by_state),
         speculation(model),
         in_fp8(architecture, published),
-        "yes" if is_float32 else "no",
+        deterministic_on(model),
     )
+
+
+def deterministic_on(model: CausalLM) -> str:
+    """Return whether a model can run deterministically, or where."""
+    states = (state for layer in model.spec.layers for state in layer.states)
+    if any(state.is_recurrent and state.dtype != "float32" for state in states):
+        return "no"
+    return "on CPUs" if any(x.reads_host for x in model.operations) else "yes"
 
 
 def versions(backend: str, operations: Sequence[Operation[..., Any]]) -> str:
@@ -301,20 +327,26 @@ def kept_by(kind: str, architecture: str) -> tuple[str, ...]:
     spec = build(architecture, MODELS[architecture]).spec
     is_attention = kind.endswith("attention") and kind not in RECURRENCES.values()
     layer = next(x for x in spec.layers if (x.streams if is_attention else x.states))
-    streams = "keys and values" if len(layer.streams) > 1 else "one latent for all heads"
+    streams = ("", "one latent for all heads", "keys and values", "keys, values and index keys")[len(layer.streams)]
     if is_attention and spec.window_tokens is not None:
         streams += ", until they lie behind every window"
     log = "" if not layer.states else f"{layer.log.num_tokens} tokens" if layer.log else "none"
     return (
         kind,
         streams if is_attention else "nothing",
-        " and ".join(described(state) for state in layer.states) or "nothing",
+        enumerated([described(state) for state in layer.states]) or "nothing",
         log,
     )
 
 
+def enumerated(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
 def described(state: TensorSpec) -> str:
     """Return what a state is, by its shape."""
+    if state.name == TOKENS:
+        return f"the last {state.shape[0]} tokens"
     if not state.is_recurrent:
         return f"a window of the last {state.shape[0]} inputs"
     per = {1: "one number per channel", 3: "a matrix per head"}.get(

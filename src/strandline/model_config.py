@@ -39,6 +39,8 @@ ARCHITECTURES: Final = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
     "RecurrentGemmaForCausalLM",
     "Zamba2ForCausalLM",
     "ZayaForCausalLM",
@@ -54,7 +56,6 @@ NEAREST_BY_LAYERS: Final = {
     "Inkling": "ZayaForCausalLM",  # convolutions inside attention
     "Lfm3": "Lfm2ForCausalLM",
     "Mistral": "LlamaForCausalLM",
-    "Qwen4Exp": "Qwen3NextForCausalLM",  # Gated DeltaNet, gated attention, experts
 }
 """Unsupported families whose layers resemble those of a family with another name."""
 

@@ -38,6 +38,9 @@ def rope(**values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **values}}
 
 
+INDEX = [f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")]
+"""Fields that a model with ordinary attention leaves out."""
+
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5", {"vocab_size": 0}, f"vocab_size is 0; {WHOLE} 1 to 16,777,216"),
     ("qwen3_5", {"hidden_size": -32}, f"hidden_size is -32; {WHOLE} 1 to 1,048,576"),
@@ -112,6 +115,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
      r"layer_types\[1\] 'sliding_attention' is not supported; supported: full_attention"),
     ("qwen3", rope(partial_rotary_factor=4.0), "rope_parameters.partial_rotary_factor is 4.0; it must be a number"),
+    ("qwen4_exp", dict.fromkeys(INDEX), "indexer_kv_heads is missing; it must be a whole number"),
+    ("qwen4_exp", {"indexer_head_dim": 512}, f"indexer_head_dim is 512; {WHOLE} 4 to 256"),
+    ("qwen4_exp", {"hc_count": 65}, f"hc_count is 65; {WHOLE} 2 to 64"),
+    ("qwen4_exp", {"ngram_size": 5}, f"ngram_size is 5; {WHOLE} 2 to 4"),
+    ("qwen4_exp", {"ple_conv_kernel_size": 5}, f"ple_conv_kernel_size is 5; {WHOLE} 2 to 4"),
+    ("qwen4_exp", {"eos_token_id": 97}, f"eos_token_id is 97; {WHOLE} 0 to 96"),
+    ("qwen4_exp", {"hidden_act": "gelu", "output_gate_type": "silu"}, "'gelu' is not supported; supported: silu"),
     ("zaya", {"cca_time0": 5}, f"cca_time0 is 5; {WHOLE} 1 to 4"),
     ("zaya", {"cca_time0": 4, "cca_time1": 3}, "cca_time1 is 3; it must be such that both convolutions together have"),
     ("zaya", {"attention_bias": True}, "attention_bias is True; it must be false"),
@@ -242,7 +252,6 @@ def test_generation_config_replaces_end_tokens(tmp_path: Path) -> None:
         ("MistralForCausalLM", "LlamaForCausalLM"),
         ("Glm5NextForConditionalGeneration", "KimiLinearForCausalLM"),
         ("InklingForCausalLM", "ZayaForCausalLM"),
-        ("Qwen4ExpForCausalLM", "Qwen3NextForCausalLM"),
         ("Qwen3_6MoeForCausalLM", "Qwen3_5MoeForCausalLM"),
         ("GPT2LMHeadModel", r"\w+"),
     ],

@@ -21,6 +21,7 @@ from strandline.models.olmo_hybrid import build_olmo_hybrid
 from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
 from strandline.models.qwen3_5 import build_qwen3_5
 from strandline.models.qwen3_next import build_qwen3_next
+from strandline.models.qwen4_exp import build_qwen4_exp
 from strandline.models.recurrent_gemma import build_recurrent_gemma
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.zamba2 import build_zamba2
@@ -64,6 +65,8 @@ ARCHITECTURES: dict[str, Builder] = {
     "Qwen3_5ForConditionalGeneration": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForConditionalGeneration": build_qwen3_5,
+    "Qwen4ExpForCausalLM": build_qwen4_exp,
+    "Qwen4ExpForConditionalGeneration": build_qwen4_exp,
     "RecurrentGemmaForCausalLM": build_recurrent_gemma,
     "Zamba2ForCausalLM": build_zamba2,
     "ZayaForCausalLM": build_zaya,

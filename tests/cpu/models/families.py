@@ -32,6 +32,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen4ExpConfig,
+    Qwen4ExpTextConfig,
     RecurrentGemmaConfig,
     Zamba2Config,
     ZayaConfig,
@@ -322,6 +324,26 @@ ZAMBA2: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+QWEN4: dict[str, Any] = {
+    **{name: value for name, value in sparse().items() if name != "layer_types"},
+    "layer_types": ["linear_attention", "qwen_sparse_attention", "linear_attention", "qwen_sparse_attention"],
+    "hc_count": 3,
+    "hc_lowrank": 6,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 24,
+    "heads_per_ngram": 3,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 12,
+    "split_ngram_parts": 3,
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 12,
+    "indexer_budget": 24,
+    "indexer_compress_ratio": 4,
+    "pad_token_id": None,
+    "eos_token_id": VOCAB_SIZE - 1,
+}
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -357,6 +379,33 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         Qwen3NextConfig,
         dense(**EXPERTS, linear_num_key_heads=1, decoder_sparse_step=2, rope_parameters=rope(0.5)),
+    ),
+    "qwen4_exp": ("Qwen4ExpForCausalLM", Qwen4ExpTextConfig, QWEN4),
+    "qwen4_exp-odd": (
+        "Qwen4ExpForCausalLM",
+        Qwen4ExpTextConfig,
+        {
+            **QWEN4,
+            **ODD,
+            "layer_types": ["qwen_sparse_attention", "linear_attention", "linear_attention", "linear_attention"],
+            "hc_count": 2,
+            "ple_layer_ids": [3],
+            "ple_conv_kernel_size": 3,
+            "ngram_size": 4,
+            "heads_per_ngram": 2,
+            "indexer_head_dim": 8,
+            "indexer_budget": 70,
+            "indexer_compress_ratio": 7,
+            "output_gate_type": "sigmoid",
+            "norm_topk_prob": False,
+            "eos_token_id": [5, VOCAB_SIZE - 1],
+            "rope_parameters": rope(1.0),
+        },
+    ),
+    "qwen4_exp-vision": (
+        "Qwen4ExpForConditionalGeneration",
+        Qwen4ExpConfig,
+        {"text_config": {**QWEN4, "rope_parameters": MROPE}, "vision_config": VISION},
     ),
     "mamba": ("MambaForCausalLM", MambaConfig, MAMBA),
     "mamba-odd": (
@@ -636,7 +685,7 @@ FAMILIES = [
 """The first configuration of every builder."""
 
 REPRESENTATIVES = ["jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
-REPRESENTATIVES += ["recurrent_gemma", "zaya"]
+REPRESENTATIVES += ["qwen4_exp", "recurrent_gemma", "zaya"]
 """One family for each kind of layer, and one without attention."""
 
 
@@ -673,6 +722,8 @@ def random_model(config: Any, seed: int) -> Any:
             parameter.normal_(0, scale)
         elif parameter_name.endswith(("norm.weight", "norm_f.weight", "bias", ".D", "A_log", "s_scale", "l_scale")):
             parameter.add_(torch.randn_like(parameter) * 0.2)
+        elif parameter_name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight")):
+            parameter.normal_(0, 0.2)
         elif parameter_name.endswith("qk_norm.temp"):
             parameter.normal_(1, 0.2)
     for buffer_name, buffer in model.named_buffers():
@@ -681,6 +732,16 @@ def random_model(config: Any, seed: int) -> Any:
     if config.tie_word_embeddings:
         # The embedding is as large as the residual stream has to be; the logits of it need not be.
         _final_norm(model).weight.sub_(0.9)
+    num_streams = getattr(config.get_text_config(), "hc_count", 1)
+    for parameter_name, parameter in model.named_parameters():
+        if num_streams > 1 and parameter_name.endswith(("mix_weight_down.weight", "inject_weight.weight")):
+            parameter.mul_(num_streams)  # which the layer divides their outputs by
+        if num_streams > 1 and parameter_name == "lm_head.weight":
+            parameter.mul_(4)  # what it reads is a mean of gated streams, less than a norm's result
+    end_tokens = config.get_text_config().eos_token_id
+    if end_tokens is not None:
+        # Their logits are 0, so that answers do not end.
+        model.get_output_embeddings().weight[end_tokens] = 0
     _as_published(model, config)
     return model
 

@@ -40,6 +40,7 @@ NUM_SHARDS = {
     "qwen3_5_moe": (2,),
     "qwen3_moe": (2,),
     "qwen3_next": (2,),
+    "qwen4_exp": (2,),
     "recurrent_gemma": (2, 4),
     "recurrent_gemma-odd": (2,),
     "zamba2": (2, 4),

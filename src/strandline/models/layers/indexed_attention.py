@@ -1,0 +1,138 @@
+"""Gated softmax attention to the tokens that an index chooses, by index keys beside keys and values (Qwen4-Exp).
+
+As long as all contexts of a step are within the index's budget, attention reads every token, by the kernels of ordinary
+attention. Beyond it, the choice and the attention run their reference implementation on all devices.
+
+Source: ``transformers`` (``qwen4_exp``).
+
+Shape suffixes: T tokens of the step, E hidden size, H query heads, D head dim, J index heads, C channels of an index
+key, O rows of a fused projection, B blocks, P tokens in a block, F rotated pairs of a head.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_index_keys
+from strandline.kernels.norm import rms_norm_zero_centered
+from strandline.kernels.rotary import apply_rotary
+from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
+from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
+from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, whole
+from strandline.specs import LayerSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedAttentionConfig:
+    """Sizes of the layer."""
+
+    attention: AttentionConfig
+    num_index_heads: int
+    index_dim: int
+    group_tokens: int
+    max_groups: int
+    rotary: RotaryFrequencies
+
+    @classmethod
+    def read(cls, fields: Fields, rotary: RotaryFrequencies) -> "IndexedAttentionConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+
+        Args:
+            rotary: of attention and index alike.
+        """
+        if fields.size("indexer_kv_heads") != 1:
+            fields.reject("indexer_kv_heads", "1")
+        group_tokens, budget_tokens = fields.size("indexer_compress_ratio"), fields.size("indexer_budget")
+        if budget_tokens % group_tokens:
+            fields.reject("indexer_budget", f"a multiple of indexer_compress_ratio, {group_tokens}")
+        rotary_dim = 2 * len(rotary.inv_freq_F)
+        return cls(
+            AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED),
+            num_index_heads=fields.size("indexer_n_heads", at_most=MAX_HEADS),
+            index_dim=fields.size("indexer_head_dim", at_least=rotary_dim, at_most=MAX_HEAD_DIM),
+            group_tokens=group_tokens,
+            max_groups=budget_tokens // group_tokens,
+            rotary=rotary,
+        )
+
+
+class IndexedAttention(GatedAttention):
+    """The layer. Its index is not divided among shards: every rank computes it, and keeps the index keys."""
+
+    operations = (*GatedAttention.operations, rms_norm_zero_centered, indexed_attention)
+
+    def __init__(
+        self, config: IndexedAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
+        super().__init__(config.attention, dtype, device, shard)
+        self.indexed = config
+        self.index_sizes = [config.num_index_heads * config.index_dim, config.index_dim]
+        self.index_proj = Projection(sum(self.index_sizes), config.attention.hidden_size, dtype, device)
+        """Rows: index queries, index key."""
+        self.index_q_norm_C, self.index_k_norm_C = (
+            parameter(config.index_dim, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.register_buffer("inv_freq_F", config.rotary.inv_freq_F.to(device), persistent=False)
+
+    inv_freq_F: Tensor
+
+    @property
+    def spec(self) -> LayerSpec:
+        spec, index_key = super().spec, TensorSpec("index_key", (self.indexed.index_dim,), dtype_name(self.dtype))
+        return replace(spec, streams=(*spec.streams, index_key))
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self._rms_norm, self._attend_indexed = kernels[rms_norm_zero_centered], kernels[indexed_attention]
+        # Whether all contexts are within the budget would depend on the step.
+        self._may_read_all = not kernels.workload.is_deterministic
+        its = self.indexed
+        self._index = GroupIndex(
+            its.group_tokens,
+            its.max_groups,
+            self.index_k_norm_C,
+            its.attention.eps,
+            self.inv_freq_F,
+            its.rotary.attention_factor,
+        )
+
+    def bind(self, memory: LayerMemory) -> Any:
+        """Return the layer's memory as ``forward`` takes it."""
+        return IndexedMemory(super().bind(memory), memory.streams["index_key"])
+
+    def forward(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
+        q_THD, gate_TO = self._prepared(hidden_TE, rotary, batch, memory.kv)
+        index_q_TJC = self._index_queries(hidden_TE, rotary, batch, memory.index_BPC)
+        scale, attention = self.config.scale, batch.attention
+        if self._may_read_all and all(map(self._index.is_whole, attention.context_lens)):
+            out_THD = self._attend(q_THD, memory.kv, attention, batch.num_decodes, scale=scale)
+        else:
+            out_THD = self._attend_indexed(q_THD, index_q_TJC, memory, attention, self._index, scale=scale)
+        return self.out_proj.multiply(self._sigmoid_gate(out_THD.flatten(1), gate_TO))
+
+    def _index_queries(
+        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, index_BPC: Tensor
+    ) -> Tensor:
+        """Store the step's index keys; return its index queries."""
+        q_TO, key_TC = self.index_proj.multiply(hidden_TE).split(self.index_sizes, dim=-1)
+        store_index_keys(key_TC, index_BPC, batch.attention)
+        q_TJC = q_TO.unflatten(-1, (self.indexed.num_index_heads, -1)).contiguous()
+        q_TJC = self._rms_norm(q_TJC, self.index_q_norm_C, self.config.eps)
+        return q_TJC if rotary is None else apply_rotary(q_TJC, rotary)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield from super().targets(prefix)
+        yield from self.index_proj.targets(f"{prefix}indexer.index_qk_proj.")
+        yield f"{prefix}indexer.q_layernorm.weight", whole(self.index_q_norm_C)
+        yield f"{prefix}indexer.k_layernorm.weight", whole(self.index_k_norm_C)

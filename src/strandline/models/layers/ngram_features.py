@@ -1,0 +1,361 @@
+"""Features of the n-grams that end at a token, added to the residual streams of a layer (Qwen4-Exp).
+
+For every n from 2 on, hashes of the last n tokens choose rows of a table. Side by side these are the token's features:
+a value for all streams, and a key for each, which is multiplied with the stream to a gate of the value. The gated
+values are also convolved over time, with distances between the taps.
+
+N-grams do not reach over the end token: what lies before it, and before the sequence, reads as the end token. A layer
+keeps the last tokens as their distance from it, in float32, so that a fresh window of zeros means end tokens. A
+convolution with a single tap per channel delays them. So tokens are a state like any other: a snapshot resumes them,
+and drafts are logged.
+
+Source: ``transformers`` (``qwen4_exp``, its per-layer embedding).
+
+Shape suffixes: T tokens of the step, S streams, E hidden size, A hash heads, Z rows of the table, D channels of a row,
+N tokens of the longest n-gram, C channels of a convolution, K taps, W inputs from the first tap to the last, R rows of
+a window's memory, O rows of a fused projection; of a window's memory S are the slots.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.norm import rms_norm_heads_zero_centered
+from strandline.kernels.replay import ReplayLog
+from strandline.model_config import Fields, read_eps, read_vocab_size
+from strandline.models.layers.convolution import CausalConvolution
+from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.projection import Projection
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, Piece, Target, unused, whole
+from strandline.specs import LayerSpec, TensorSpec
+
+MAX_NGRAM: Final = 4
+MAX_SPAN: Final = 10
+"""Maximum inputs from the first tap of the convolution to the last: the most that kernels are tested with."""
+
+MAX_HASH_HEADS: Final = 256
+MAX_TABLE: Final = 2**40
+
+MASK: Final = 2**64 - 1
+GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
+
+TOKENS, INPUTS = "ngram_tokens", "ngram_window"
+"""Names of the layer's windows: of tokens, and of the convolution's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class NgramFeaturesConfig:
+    """Sizes of one layer's features, and the constants of its hashes."""
+
+    num_streams: int
+    hidden_size: int
+    feature_dim: int
+    max_ngram: int
+    heads_per_ngram: int
+    num_taps: int
+    eps: float
+    end_token: int
+    head_rows: tuple[int, ...]
+    """Rows of the table that each hash head chooses from: primes."""
+    multipliers: tuple[int, ...]
+    """Factors of the tokens of an n-gram, the last one first."""
+    num_rows: int
+    """Rows of the published table: some to spare at the end."""
+    num_parts: int
+    """Tensors that the table is published in."""
+
+    @property
+    def span(self) -> int:
+        """Inputs from the first tap of the convolution to the last."""
+        return (self.num_taps - 1) * self.max_ngram + 1
+
+    @classmethod
+    def read(cls, fields: Fields, num_streams: int, number: int) -> "NgramFeaturesConfig":
+        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+
+        Args:
+            number: of the layer among those that have such features, from 0.
+        """
+        max_ngram = fields.size("ngram_size", at_least=2, at_most=MAX_NGRAM)
+        num_taps = fields.size("ple_conv_kernel_size", at_least=2, at_most=(MAX_SPAN - 1) // max_ngram + 1)
+        heads_per_ngram = fields.size("heads_per_ngram", at_most=MAX_HASH_HEADS)
+        num_heads, feature_dim = (max_ngram - 1) * heads_per_ngram, fields.size("ple_embed_dim")
+        if feature_dim % num_heads:
+            fields.reject("ple_embed_dim", f"a multiple of the {num_heads} hash heads")
+        vocab_size, seed = read_vocab_size(fields), fields.size("seed", at_least=0, at_most=MASK)
+        first = fields.size("ngram_vocab_size_base", at_least=2, at_most=MAX_TABLE // num_heads)
+        primes = primes_from(first)
+        head_rows = [next(primes) for _ in range((number + 1) * num_heads)][-num_heads:]
+        divisor = fields.size("make_ngram_vocab_size_divisible_by")
+        return cls(
+            num_streams=num_streams,
+            hidden_size=fields.size("hidden_size"),
+            feature_dim=feature_dim,
+            max_ngram=max_ngram,
+            heads_per_ngram=heads_per_ngram,
+            num_taps=num_taps,
+            eps=read_eps(fields),
+            end_token=_read_end_token(fields, vocab_size),
+            head_rows=tuple(head_rows),
+            multipliers=hash_multipliers(vocab_size, max_ngram, number, seed),
+            num_rows=-(-sum(head_rows) // divisor) * divisor,
+            num_parts=fields.size("split_ngram_parts"),
+        )
+
+
+def _read_end_token(fields: Fields, vocab_size: int) -> int:
+    """Return the end token, the first if there are several."""
+    value = fields.value("eos_token_id")
+    named = Fields({"eos_token_id": value[0] if isinstance(value, list) and value else value})
+    return named.size("eos_token_id", at_least=0, at_most=vocab_size - 1)
+
+
+def primes_from(start: int) -> Iterator[int]:
+    """Yield the primes from a number on."""
+    while True:
+        if start > 1 and all(start % divisor for divisor in range(2, math.isqrt(start) + 1)):
+            yield start
+        start += 1
+
+
+def hash_multipliers(vocab_size: int, max_ngram: int, number: int, seed: int) -> tuple[int, ...]:
+    """Return odd numbers, from a hash (splitmix64) of the layer's number, whose products with tokens fit 64 bits."""
+    half_bound = max(1, (2**63 - 1) // vocab_size // 2)
+    states = (seed + 10007 * number + GOLDEN_GAMMA * (index + 1) for index in range(max_ngram))
+    return tuple(2 * (_splitmix64(state) % half_bound) + 1 for state in states)
+
+
+def _splitmix64(state: int) -> int:
+    value = (state + GOLDEN_GAMMA) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+class ComposedConvolution(CausalConvolution):
+    """A convolution whose filter is no parameter, but composed of others when kernels are chosen.
+
+    Args:
+        name: of its window.
+    """
+
+    def __init__(
+        self, name: str, num_channels: int, num_taps: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(num_channels, num_taps, None, dtype, device, has_bias=False)
+        self.name = name
+        filter_CW = torch.zeros_like(self.weight_CW)
+        del self.weight_CW
+        self.register_buffer("weight_CW", filter_CW, persistent=False)
+
+    @property
+    def window(self) -> TensorSpec:
+        """Spec of the window: the last inputs of a sequence."""
+        return replace(super().window, name=self.name)
+
+    @property
+    def logged(self) -> TensorSpec:
+        """Spec of what is logged of a draft: its inputs."""
+        return TensorSpec(self.name, self.weight_CW.shape[:1], dtype_name(self.dtype))
+
+    def replay(self, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> None:
+        """Advance the window over logged tokens alone."""
+        self.convolve(self.weight_CW.new_empty(0, len(self.weight_CW)), batch, window_SRC, log)
+
+
+class TokenDelays(ComposedConvolution):
+    """The last tokens before each token, one per channel, as float32 numbers; the latest first."""
+
+    def __init__(self, num_delays: int, device: torch.device | str) -> None:
+        super().__init__(TOKENS, num_delays, num_delays + 1, torch.float32, device)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self.weight_CW[:, :-1] = torch.eye(len(self.weight_CW)).flip(1)
+
+
+class DilatedConvolution(ComposedConvolution):
+    """A convolution whose taps are some tokens apart."""
+
+    def __init__(
+        self, num_channels: int, num_taps: int, distance: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(INPUTS, num_channels, (num_taps - 1) * distance + 1, dtype, device)
+        self.taps_CK = parameter(num_channels, num_taps, dtype=dtype, device=device)
+        self.distance = distance
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self.weight_CW[:, :: self.distance] = self.taps_CK
+
+
+class NgramTable(nn.Module):
+    """The rows that hashes of n-grams choose.
+
+    Args:
+        shard: of the rows; every rank hashes all n-grams.
+    """
+
+    def __init__(
+        self, config: NgramFeaturesConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
+        super().__init__()
+        self.config, self.held = config, shard.span(config.num_rows, "rows of a table of n-grams")
+        row_dim = config.feature_dim // len(config.head_rows)
+        self.embed_ZD = parameter(len(self.held), row_dim, dtype=dtype, device=device)
+        starts = [sum(config.head_rows[:head]) for head in range(len(config.head_rows))]
+        for name, numbers in {"head_rows_A": config.head_rows, "first_row_A": starts}.items():
+            self.register_buffer(name, torch.tensor(numbers, device=device), persistent=False)
+
+    head_rows_A: Tensor
+    first_row_A: Tensor
+    operations = ()
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._ranks = kernels.ranks
+
+    def forward(self, token_ids_TN: Tensor) -> Tensor:
+        """Return the features of tokens ``[T, A D]``, given each one and those before it, the latest first."""
+        config, hashes = self.config, []
+        first, *others = (token_ids_TN[:, place] * factor for place, factor in enumerate(config.multipliers))
+        mixed_T = first
+        for product_T in others:
+            mixed_T = mixed_T ^ product_T
+            hashes.append(mixed_T.unsqueeze(-1).expand(-1, config.heads_per_ngram))
+        row_TA = torch.cat(hashes, dim=-1) % self.head_rows_A + self.first_row_A
+        if len(self.held) == config.num_rows:
+            return F.embedding(row_TA, self.embed_ZD).flatten(1)
+        row_TA = row_TA - self.held.start
+        is_elsewhere_TA = (row_TA < 0) | (row_TA >= len(self.held))
+        row_TAD = F.embedding(row_TA.masked_fill(is_elsewhere_TA, 0), self.embed_ZD)
+        return self._ranks.sum(row_TAD.masked_fill_(is_elsewhere_TA.unsqueeze(-1), 0.0).flatten(1))
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors: the table in parts, or as one, and constants of the hashes where they are."""
+        config = self.config
+        if f"{prefix}ngram_embedding.weight" in names:
+            yield f"{prefix}ngram_embedding.weight", self._part(0, config.num_rows)
+        else:
+            size = -(-config.num_rows // config.num_parts)
+            for part, start in enumerate(range(0, config.num_rows, size)):
+                end = min(start + size, config.num_rows)
+                yield f"{prefix}ngram_embedding.shard_{part}.weight", self._part(start, end)
+        num_heads = len(config.head_rows)
+        sizes = {"layer_multipliers": config.max_ngram, "ngram_heads_vocab_sizes": num_heads}
+        for name, size in (sizes | {"ngram_heads_offsets": num_heads}).items():
+            if f"{prefix}{name}" in names:
+                yield f"{prefix}{name}", unused(size)
+
+    def _part(self, start: int, end: int) -> Target:
+        """Return the target of rows ``[start, end)`` of the table."""
+        first, last = max(start, self.held.start), min(end, self.held.stop)
+        shape = (end - start, self.embed_ZD.shape[1])
+        if first >= last:
+            return unused(*shape)
+        rows = self.embed_ZD[first - self.held.start : last - self.held.start]
+        return Target(shape, (Piece((slice(first - start, last - start),), (rows,)),))
+
+
+@dataclass(frozen=True, slots=True)
+class NgramFeaturesMemory:
+    """A layer's share of all slots and logs."""
+
+    tokens_SRC: Tensor
+    window_SRC: Tensor
+    tokens_log: ReplayLog
+    window_log: ReplayLog
+
+
+class NgramFeatures(nn.Module):
+    """What a layer adds to its streams before its mixer.
+
+    Args:
+        dtype: of activations and the convolution's window, and of the weights until they are packed.
+        shard: of the table's rows; all else is computed on every rank.
+    """
+
+    def __init__(
+        self, config: NgramFeaturesConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> None:
+        super().__init__()
+        self.config, num_streams, hidden_size = config, config.num_streams, config.hidden_size
+        width = num_streams * hidden_size
+        self.table = NgramTable(config, dtype, device, shard)
+        self.delays = TokenDelays(config.max_ngram - 1, device)
+        self.sizes = [width, hidden_size]
+        self.in_proj = Projection(sum(self.sizes), config.feature_dim, dtype, device)
+        """Rows: a key for each stream, the value."""
+        self.key_norm_SE, self.stream_norm_SE, self.conv_norm_SE = (
+            parameter(num_streams, hidden_size, dtype=dtype, device=device) for _ in range(3)
+        )
+        self.conv = DilatedConvolution(width, config.num_taps, config.max_ngram, dtype, device)
+
+    def added_to(self, spec: LayerSpec) -> LayerSpec:
+        """Return the spec of a layer that keeps the windows as well."""
+        windows, logged = zip(*((conv.window, conv.logged) for conv in (self.delays, self.conv)), strict=True)
+        return replace(spec, states=(*spec.states, *windows), replay=(*spec.replay, *logged))
+
+    @staticmethod
+    def without(memory: LayerMemory) -> LayerMemory:
+        """Return a layer's memory without the windows, as the mixer takes it."""
+        replay = memory.replay and {name: log for name, log in memory.replay.items() if name not in (TOKENS, INPUTS)}
+        return replace(memory, replay=replay)
+
+    def bind(self, memory: LayerMemory) -> NgramFeaturesMemory:
+        """Return the layer's memory as ``forward`` takes it."""
+        logs = [None if memory.replay is None else (memory.replay[name],) for name in (TOKENS, INPUTS)]
+        return NgramFeaturesMemory(memory.states[TOKENS], memory.states[INPUTS], *logs)
+
+    def replay(self, batch: StepBatch, memory: NgramFeaturesMemory) -> None:
+        """Advance the windows over logged tokens alone."""
+        self.delays.replay(batch, memory.tokens_SRC, memory.tokens_log)
+        self.conv.replay(batch, memory.window_SRC, memory.window_log)
+
+    def forward(self, stream_TSE: Tensor, batch: StepBatch, memory: NgramFeaturesMemory) -> Tensor:
+        """Return what is added to the streams, ``[T, S, E]``."""
+        features_TO = self.table(self._ngrams(batch, memory))
+        key_TO, value_TE = self.in_proj.multiply(features_TO).split(self.sizes, dim=-1)
+        key_TSE = self._norm(key_TO.unflatten(-1, (self.config.num_streams, -1)), self.key_norm_SE)
+        score_TS1 = (key_TSE * self._norm(stream_TSE, self.stream_norm_SE)).sum(-1, keepdim=True)
+        score_TS1 = score_TS1 / math.sqrt(self.config.hidden_size)
+        gate_TS1 = (score_TS1.abs().clamp_min(1e-6).sqrt() * score_TS1.sign()).sigmoid_()
+        gated_TSE: Tensor = gate_TS1 * value_TE.unsqueeze(1)
+        convolved_TC = self.conv.convolve(
+            self._norm(gated_TSE, self.conv_norm_SE).flatten(1), batch, memory.window_SRC, memory.window_log
+        )
+        return gated_TSE + F.silu(convolved_TC).view_as(gated_TSE)
+
+    def _ngrams(self, batch: StepBatch, memory: NgramFeaturesMemory) -> Tensor:
+        """Return each token and those before it, the latest first, up to the last end token before it."""
+        end_token, num_delays = self.config.end_token, self.config.max_ngram - 1
+        from_end_T = (batch.token_ids_T - end_token).float()
+        repeated_TC = from_end_T.unsqueeze(-1).repeat(1, num_delays)
+        delayed_TC = self.delays.convolve(repeated_TC, batch, memory.tokens_SRC, memory.tokens_log)
+        is_within_TC = (delayed_TC != 0).cumprod(dim=-1)
+        return torch.cat((from_end_T.unsqueeze(-1), delayed_TC * is_within_TC), dim=-1).long() + end_token
+
+    def _norm(self, x_TSE: Tensor, weight_SE: Tensor) -> Tensor:
+        return rms_norm_heads_zero_centered(x_TSE, weight_SE, self.config.eps)
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors."""
+        yield from self.table.targets(f"{prefix}ple_embedding.", names)
+        key, value = self.in_proj.weight_OI.split(self.sizes)
+        yield f"{prefix}key_proj.weight", whole(key)
+        yield f"{prefix}value_proj.weight", whole(value)
+        norms = {"key": self.key_norm_SE, "query": self.stream_norm_SE, "conv": self.conv_norm_SE}
+        for name, weight_SE in norms.items():
+            yield f"{prefix}norm_{name}.weight", whole(weight_SE.view(-1))
+        yield f"{prefix}conv1d.weight", whole(self.conv.taps_CK.unsqueeze(1))

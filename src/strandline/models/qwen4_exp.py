@@ -1,0 +1,102 @@
+"""Qwen4-Exp: three Gated DeltaNet layers, then one of indexed attention, and so on, each before a mixture of experts.
+
+Parts read a mix of several residual streams (``layers/gated_streams.py``). Some Gated DeltaNet layers first add
+features of n-grams to these (``layers/ngram_features.py``). Attention reads the tokens that an index chooses
+(``layers/indexed_attention.py``).
+
+Of multimodal models the text part is built; the vision tower's tensors are recognised and skipped, and so are those of
+the layer for multi-token prediction, which transformers does not implement.
+
+Source: ``transformers`` (``qwen4_exp``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
+from strandline.models.layers.gated_streams import GatedStreamsConfig, StreamsDecoder, StreamsLayer
+from strandline.models.layers.indexed_attention import IndexedAttention, IndexedAttentionConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesConfig
+from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.qwen3_5 import in_proj_targets
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets
+
+ATTENTION: Final = "qwen_sparse_attention"
+LAYER_TYPES: Final = (ATTENTION, "linear_attention")
+
+
+def build_qwen4_exp(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    text = config.get_text_config()
+    fields, rotary = Fields(text), rotary_frequencies(text)
+    fields.choice("hidden_act", ["silu"])
+    layer_types, streams = read_layer_types(fields, LAYER_TYPES), GatedStreamsConfig.read(fields)
+    attention, gated_delta = IndexedAttentionConfig.read(fields, rotary), _read_gated_delta(fields)
+    moe = SparseMoeConfig.read(fields, is_normalised=fields.flag("norm_topk_prob"))
+    ngrams = _read_ngrams(fields, layer_types, streams.num_streams)
+
+    def build_layer(index: int, kind: str) -> StreamsLayer:
+        mixer: IndexedAttention | GatedDeltaNet
+        if kind == ATTENTION:
+            mixer = IndexedAttention(attention, dtype, device, shard)
+        else:
+            mixer = GatedDeltaNet(gated_delta, dtype, device, shard)
+        features = NgramFeatures(ngrams[index], dtype, device, shard) if index in ngrams else None
+        return StreamsLayer(mixer, SparseMoe(moe, dtype, device, shard), features, streams, dtype, device)
+
+    layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
+    is_tied, vocab_size = Fields(config).flag("tie_word_embeddings"), read_vocab_size(fields)
+    decoder = StreamsDecoder(layers, streams, rotary, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
+    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
+
+
+def _read_gated_delta(fields: Fields) -> GatedDeltaNetConfig:
+    gate = fields.choice("output_gate_type", ["silu", "sigmoid"], default="silu")
+    return replace(GatedDeltaNetConfig.read(fields), is_sigmoid_gated=gate == "sigmoid")
+
+
+def _read_ngrams(fields: Fields, layer_types: Sequence[str], num_streams: int) -> dict[int, NgramFeaturesConfig]:
+    """Return the features of n-grams, by the layers that have them."""
+    ids = fields.list_of(
+        "ple_layer_ids", lambda entries, name: entries.size(name, at_least=1, at_most=len(layer_types))
+    )
+    if any(layer_types[layer - 1] == ATTENTION for layer in ids):
+        fields.reject("ple_layer_ids", "numbers of linear_attention layers, from 1")
+    layers = [layer - 1 for layer in sorted(set(ids))]
+    return {layer: NgramFeaturesConfig.read(fields, num_streams, number) for number, layer in enumerate(layers)}
+
+
+def _published(decoder: StreamsDecoder, layers: Sequence[StreamsLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors: under ``model.``, or next to a vision tower ``model.language_model.``."""
+    is_nested = any(name.startswith("model.language_model.") for name in names)
+    prefix = "model.language_model." if is_nested else "model."
+    yield from decoder.targets(prefix, names)
+    for index, layer in enumerate(layers):
+        yield from _published_layer(layer, f"{prefix}layers.{index}.", names)
+
+
+def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
+    mixer, mlp = layer.mixer, layer.mlp
+    yield from layer.targets(prefix)
+    if isinstance(mixer, IndexedAttention):
+        yield from mixer.targets(f"{prefix}self_attn.")
+    else:
+        assert isinstance(mixer, GatedDeltaNet)
+        yield from mixer.targets(f"{prefix}linear_attn.")
+        yield from in_proj_targets(mixer, f"{prefix}linear_attn.")
+    assert isinstance(mlp, SparseMoe)
+    yield from mlp.targets(f"{prefix}mlp.", names)
+    if layer.features is not None:
+        yield from layer.features.targets(f"{prefix}ple.", names)
