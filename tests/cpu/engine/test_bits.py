@@ -22,6 +22,7 @@ from tests.cpu.engine.test_deterministic import prompts_that_share
 from tests.cpu.engine.test_exactness import tokens
 from tests.cpu.engine.test_state_oracle import AT_ONCE, contents, live_through_much
 from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.models import families
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
 SHORT = SamplingParams(temperature=1.0, seed=7, max_tokens=8, logprobs=2, ignore_eos=True)
@@ -113,6 +114,21 @@ def test_resuming_at_any_position_gives_the_same_bits(make_exact: MakeLLM) -> No
         salt = {"cache_salt": str(position)}
         traces(llm, [{"prompt_token_ids": prompt[:position], **salt}], SHORT)
         assert traces(llm, [{"prompt_token_ids": prompt, **salt}], SHORT) == expected
+
+
+@pytest.mark.parametrize("step_tokens", [100, 1000])
+def test_indexed_attention_gives_the_same_bits(
+    step_tokens: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = families.save("qwen4_exp-odd", tmp_path)
+    make = llm_maker(directory, monkeypatch, deterministic=True, device="cpu", dtype=dtype, memory="32MiB")
+    prompts = prompts_that_share(5, count=4)
+    cold = make(enable_prefix_caching=False)
+    expected = [trace for prompt in prompts for trace in traces(cold, [prompt], SHORT)]
+    llm = make(max_num_batched_tokens=step_tokens)
+    assert traces(llm, prompts, SHORT) == expected
+    assert traces(llm, prompts[::-1], SHORT) == expected[::-1]
+    assert llm.engine.cache.stats().hit_tokens > 0
 
 
 def test_forks_have_the_bits_of_a_cold_run(make_exact: MakeLLM) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
-from strandline.kernels.attention import paged_attention
+from strandline.kernels.attention import QUERY_TOKENS, paged_attention
 from strandline.kernels.batch import KVMemory
 from strandline.kernels.indexed_attention import (
     GroupIndex,
@@ -43,8 +43,8 @@ def random_tokens(count: int) -> Tokens:
 
 
 def nan_memory() -> IndexedMemory:
-    k_BPGD, v_BPGD = torch.full((2, 9, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM), torch.nan)
-    return IndexedMemory(KVMemory(k_BPGD, v_BPGD), torch.full((9, BLOCK_TOKENS, INDEX_DIM), torch.nan))
+    k_BPGD, v_BPGD = torch.full((2, 10, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM), torch.nan)
+    return IndexedMemory(KVMemory(k_BPGD, v_BPGD), torch.full((10, BLOCK_TOKENS, INDEX_DIM), torch.nan))
 
 
 def attend(parts: list[tuple[Tokens, int, int]], memory: IndexedMemory, index: GroupIndex) -> list[Tensor]:
@@ -73,6 +73,16 @@ def test_steps_of_any_size_equal_the_definition(bounds: list[int], group_tokens:
         start = end
     expected = indexed_attention_reference(*tokens, index, SCALE)
     torch.testing.assert_close(torch.cat(outs), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_prompts_are_masked_some_queries_at_a_time() -> None:
+    length, index, memory = 2 * QUERY_TOKENS + 10, make_index(8, 5), nan_memory()
+    tokens = random_tokens(length)
+    batch = make_batch([[3, 8, 1, 2, 7, 5, 4, 6, 9]], [(0, length)])
+    write_kv(tokens[1], tokens[2], memory.kv, batch)
+    store_index_keys(tokens[4], memory.index_BPC, batch)
+    out = indexed_attention.reference(tokens[0], tokens[3], memory, batch, index, scale=SCALE)
+    torch.testing.assert_close(out, indexed_attention_reference(*tokens, index, SCALE), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("bounds", [[130], [100, 129, 130]])

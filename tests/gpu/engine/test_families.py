@@ -26,7 +26,10 @@ KINDS = families.REPRESENTATIVES
 FURTHER = ["falcon_h1", "granite_hybrid", "mamba", "zamba2"]
 """Combine the same layers in other ways."""
 
-CASES = [*((name, False) for name in [*KINDS, *FURTHER]), *((name, True) for name in KINDS)]
+UNCAPTURED = ["qwen4_exp"]
+"""Have an operation that reads sizes on the host, so that their kernels are launched in any case."""
+
+CASES = [*((name, False) for name in [*KINDS, *FURTHER]), *((name, True) for name in KINDS if name not in UNCAPTURED)]
 """And whether every kernel is launched by itself."""
 
 CAPTURED = [(name, False) for name in KINDS]
@@ -88,7 +91,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert [len(answer) for answer in expected] == [LONG.max_tokens] * len(PROMPTS)
     assert expected == families.greedy_tokens(case[0], PROMPTS, expected)
     assert answers(llm, PROMPTS, LONG) == expected  # resumed where the prompts end
-    assert (sum(replayed) > 20) is not case[1]
+    assert (sum(replayed) > 20) is not (case[1] or case[0] in UNCAPTURED)
 
 
 def counting(replay: Any, replayed: list[bool]) -> Any:

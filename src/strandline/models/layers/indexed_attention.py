@@ -94,8 +94,6 @@ class IndexedAttention(GatedAttention):
         """Compute with these kernels from now on."""
         super().use_kernels(kernels)
         self._rms_norm, self._attend_indexed = kernels[rms_norm_zero_centered], kernels[indexed_attention]
-        # Whether all contexts are within the budget would depend on the step.
-        self._may_read_all = not kernels.workload.is_deterministic
         its = self.indexed
         self._index = GroupIndex(
             its.group_tokens,
@@ -114,7 +112,7 @@ class IndexedAttention(GatedAttention):
         q_THD, gate_TO = self._prepared(hidden_TE, rotary, batch, memory.kv)
         index_q_TJC = self._index_queries(hidden_TE, rotary, batch, memory.index_BPC)
         scale, attention = self.config.scale, batch.attention
-        if self._may_read_all and all(map(self._index.is_whole, attention.context_lens)):
+        if all(map(self._index.is_whole, attention.context_lens)):
             out_THD = self._attend(q_THD, memory.kv, attention, batch.num_decodes, scale=scale)
         else:
             out_THD = self._attend_indexed(q_THD, index_q_TJC, memory, attention, self._index, scale=scale)
