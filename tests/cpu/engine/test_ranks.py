@@ -35,6 +35,7 @@ NUM_RANKS = {
     "olmo_hybrid": 2,
     "qwen3_5": 2,
     "qwen3_next": 2,
+    "qwen4_exp": 2,
     "recurrent_gemma": 2,
     "zamba2": 2,
 }

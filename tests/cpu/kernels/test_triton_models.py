@@ -47,8 +47,8 @@ FOUR_BIT_TOLERANCE = 5e-4
         ("bamba", False),
         ("kimi_linear", True),
         ("nemotron_h", False),
+        # Their kernels are those of others; the interpreter takes long.
         pytest.param("qwen4_exp", False, marks=pytest.mark.long),
-        # Its kernels are those of others; the interpreter takes long.
         pytest.param("zaya", False, marks=pytest.mark.long),
     ],
 )

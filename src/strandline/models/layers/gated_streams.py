@@ -13,7 +13,7 @@ Shape suffixes: T tokens of the step, S streams, E hidden size, R rank of the ga
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
 from strandline.specs import LayerSpec
 
-MAX_STREAMS = 64
+MAX_STREAMS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)

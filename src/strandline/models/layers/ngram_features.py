@@ -43,7 +43,7 @@ MAX_SPAN: Final = 10
 """Maximum inputs from the first tap of the convolution to the last: the most that kernels are tested with."""
 
 MAX_HASH_HEADS: Final = 256
-MAX_TABLE: Final = 2**40
+MAX_TABLE: Final = 2**32
 
 MASK: Final = 2**64 - 1
 GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
