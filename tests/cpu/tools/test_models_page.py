@@ -3,6 +3,9 @@
 from strandline.models.registry import ARCHITECTURES
 from tools.models_page import FAMILIES, FURTHER, HEADER, KINDS, MODELS, PAGE, RECURRENCES, build, page, row
 
+ON_CPUS = {"Qwen4ExpForCausalLM"}
+"""Have an operation without a batch-invariant kernel for GPUs."""
+
 
 def test_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run: PYTHONPATH=src python tools/models_page.py"
@@ -24,6 +27,8 @@ def test_every_recurrence_has_a_row() -> None:
 
 
 def test_every_model_can_be_deterministic() -> None:
-    """``test_deterministic_families.py`` runs all families and expects no exception."""
+    """``test_deterministic_families.py`` runs all families, and on GPUs expects these exceptions."""
     column = HEADER.index("determ.")
-    assert {row(name, model)[column] for name, model in (*MODELS.items(), *FURTHER.items())} == {"yes"}
+    found = {name: row(name, model)[column] for name, model in (*MODELS.items(), *FURTHER.items())}
+    assert {name for name, value in found.items() if value != "yes"} == ON_CPUS
+    assert {found[name] for name in ON_CPUS} == {"on CPUs"}
