@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import inf
 from typing import Any, Final
 
 from strandline.errors import ConfigError
 from strandline.json_options import read_json_option
 
-METHODS: Final = ("mtp", "ngram")
+METHODS: Final = ("mtp", "ngram", "suffix")
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_MATCH: Final = 5
+MIN_TREE_DEPTH: Final = 4
+"""Tokens of the shortest match of ``suffix``, and one draft."""
+MAX_TREE_DEPTH: Final = 256
 
 SAMPLE_METHODS: Final = ("standard", "synthetic")
 
@@ -27,7 +31,8 @@ class SpeculativeConfig:
 
     method: str
     """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``ngram``:
-    drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the output."""
+    drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the output.
+    ``suffix``: those that followed most often, there or in earlier answers under the request's salt."""
     num_speculative_tokens: int
     """Maximum number of drafts of a request per step."""
     prompt_lookup_max: int | None = None
@@ -35,6 +40,15 @@ class SpeculativeConfig:
     matches replace the layer's drafts; if both are None, there is no search."""
     prompt_lookup_min: int | None = None
     """The shortest; None: ``prompt_lookup_max``, or 5."""
+    suffix_decoding_max_tree_depth: int = 24
+    """With ``suffix``: the most tokens of a match and its drafts together."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """With ``suffix``: the most earlier answers of a salt; the oldest are evicted first. 0: only the request itself is
+    searched."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """With ``suffix``: drafts per token of the match, at most."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """With ``suffix``: the least probability of a draft and those before it, by how often they followed the match."""
     draft_vocab_size: int | None = None
     """With ``mtp``: draft only tokens whose ids are below this, which takes less time; None: any token."""
     rejection_sample_method: str = "standard"
@@ -52,6 +66,7 @@ class SpeculativeConfig:
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), None)
+        self._check_suffix_fields()
         if self.draft_vocab_size is not None:
             _require_count("draft_vocab_size", self.draft_vocab_size, None)
             if not self.has_draft_layer:
@@ -66,6 +81,25 @@ class SpeculativeConfig:
             raise ConfigError(f"{FLAG}: adaptive must be true or false, got {self.adaptive!r}")
         if self.min_match > self.max_match:
             raise ConfigError(f"{FLAG}: prompt_lookup_min {self.min_match} is above prompt_lookup_max {self.max_match}")
+
+    def _check_suffix_fields(self) -> None:
+        prefix = "suffix_decoding_"
+        if self.method != "suffix":
+            for field in fields(self):
+                if field.name.startswith(prefix) and getattr(self, field.name) != field.default:
+                    raise ConfigError(f"{FLAG}: {field.name} is for method suffix; got method {self.method!r}")
+            return
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{FLAG}: {name} is for methods ngram and mtp; got method {self.method!r}")
+        depth = self.suffix_decoding_max_tree_depth
+        _require_count(f"{prefix}max_tree_depth", depth, MAX_TREE_DEPTH, at_least=MIN_TREE_DEPTH)
+        _require_count(f"{prefix}max_cached_requests", self.suffix_decoding_max_cached_requests, None, at_least=0)
+        factor, probability = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        if type(factor) not in (int, float) or not 0 < factor < inf:
+            raise ConfigError(f"{FLAG}: {prefix}max_spec_factor must be a number above 0, got {factor!r}")
+        if type(probability) not in (int, float) or not 0 <= probability <= 1:
+            raise ConfigError(f"{FLAG}: {prefix}min_token_prob must be a number from 0 to 1, got {probability!r}")
 
     def _check_rates(self) -> None:
         rates = self.synthetic_acceptance_rates
@@ -122,7 +156,7 @@ def _are_rates(rates: Any, count: int) -> bool:
     return are_shares and all(after <= before for before, after in pairwise(rates))
 
 
-def _require_count(name: str, value: object, at_most: int | None) -> None:
-    if type(value) is not int or value < 1 or (at_most is not None and value > at_most):
+def _require_count(name: str, value: object, at_most: int | None, *, at_least: int = 1) -> None:
+    if type(value) is not int or value < at_least or (at_most is not None and value > at_most):
         limit = "" if at_most is None else f" and at most {at_most}"
-        raise ConfigError(f"{FLAG}: {name} must be a whole number of at least 1{limit}, got {value!r}")
+        raise ConfigError(f"{FLAG}: {name} must be a whole number of at least {at_least}{limit}, got {value!r}")

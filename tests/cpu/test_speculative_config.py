@@ -11,7 +11,7 @@ FAULTS = {
     "[1]": "must be a mapping such as",
     '{"method": "ngram"}': "num_speculative_tokens is missing",
     '{"num_speculative_tokens": 1}': "method is missing",
-    '{"method": "eagle", "num_speculative_tokens": 1}': "method must be one of mtp, ngram; got 'eagle'",
+    '{"method": "eagle", "num_speculative_tokens": 1}': "method must be one of mtp, ngram, suffix; got 'eagle'",
     '{"method": "mtp", "num_speculative_tokens": 0}': "at least 1 and at most 16, got 0",
     '{"method": "mtp", "num_speculative_tokens": true}': "at least 1 and at most 16, got True",
     '{"method": "mtp", "num_speculative_tokens": 17}': "at least 1 and at most 16, got 17",
@@ -29,6 +29,26 @@ FAULTS = {
     '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 0}': "at least 1, got 0",
     '{"method": "mtp", "num_speculative_tokens": 1, "draft_vocab_size": 0}': "draft_vocab_size .* at least 1, got 0",
     '{"method": "ngram", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "draft_vocab_size is for method mtp",
+    '{"method": "suffix", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "draft_vocab_size is for method mtp",
+    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': "max is for methods ngram and mtp",
+    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_min": 4}': "min is for methods ngram and mtp",
+    '{"method": "ngram", "num_speculative_tokens": 1, "suffix_decoding_max_tree_depth": 9}': "is for method suffix",
+    '{"method": "mtp", "num_speculative_tokens": 1, "suffix_decoding_min_token_prob": 0}': "prob is for method suffix",
+    **{
+        f'{{"method": "suffix", "num_speculative_tokens": 1, "suffix_decoding_{field}}}': message
+        for field, message in {
+            'max_tree_depth": 3': "max_tree_depth must be a whole number of at least 4 and at most 256, got 3",
+            'max_tree_depth": 257': "at least 4 and at most 256, got 257",
+            'max_tree_depth": 24.0': "at least 4 and at most 256, got 24.0",
+            'max_cached_requests": -1': "max_cached_requests must be a whole number of at least 0, got -1",
+            'max_spec_factor": 0': "max_spec_factor must be a number above 0, got 0",
+            'max_spec_factor": "1"': "max_spec_factor must be a number above 0, got '1'",
+            'max_spec_factor": Infinity': "max_spec_factor must be a number above 0, got inf",
+            'min_token_prob": 1.5': "min_token_prob must be a number from 0 to 1, got 1.5",
+            'min_token_prob": true': "min_token_prob must be a number from 0 to 1, got True",
+            'max_depth": 9': "unknown field 'suffix_decoding_max_depth'",
+        }.items()
+    },
 }
 
 
@@ -51,3 +71,9 @@ def test_a_reduced_vocabulary_of_drafts_is_for_one_rank() -> None:
 def test_lookup_lengths_have_vllms_defaults(given: dict[str, int], expected: tuple[int, int]) -> None:
     config = read_speculative_config({"method": "ngram", "num_speculative_tokens": 1, **given})
     assert (config.min_match, config.max_match) == expected
+
+
+def test_suffix_fields_have_vllms_defaults() -> None:
+    config = read_speculative_config({"method": "suffix", "num_speculative_tokens": 1})
+    assert (config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests) == (24, 10_000)
+    assert (config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob) == (1.0, 0.1)

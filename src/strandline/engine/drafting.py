@@ -5,7 +5,9 @@ from typing import Protocol
 from strandline.cache import TokenBuffer
 from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.draft_depth import DraftDepth
+from strandline.engine.earlier_answers import EarlierAnswers
 from strandline.engine.request import Request
+from strandline.engine.suffix_drafter import SuffixDrafter
 from strandline.speculative_config import SpeculativeConfig
 
 
@@ -78,6 +80,14 @@ def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
     """Return what makes drafts as configured; None: nothing does."""
     if config is None:
         return None
+    if config.method == "suffix":
+        return SuffixDrafter(
+            EarlierAnswers(config.suffix_decoding_max_cached_requests),
+            max_drafts=config.num_speculative_tokens,
+            max_depth=config.suffix_decoding_max_tree_depth,
+            max_factor=config.suffix_decoding_max_spec_factor,
+            min_probability=config.suffix_decoding_min_token_prob,
+        )
     if not config.looks_up:
         return DraftLayerDrafter()
     ngrams = NgramDrafter(config.max_match, config.min_match)

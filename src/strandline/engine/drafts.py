@@ -1,8 +1,8 @@
 """How many drafts each sequence verifies in a step, and makes for the next one; and what became of them.
 
-N-grams are looked up before a step, which then waits for the tokens of the one before. So where the depth is chosen,
-and a step finds no n-gram for any of its requests, lookups *rest*: the depth is 0, so that steps are planned ahead, and
-n-grams are looked up behind a step's result instead, in a growing interval of steps, until one is found.
+N-grams and suffixes are looked up before a step, which then waits for the tokens of the one before. So where the depth
+is chosen, and a step finds drafts for none of its requests, lookups *rest*: the depth is 0, so that steps are planned
+ahead, and drafts are looked up behind a step's result instead, in a growing interval of steps, until some are found.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +14,7 @@ from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter, DraftLayerOrNgramDrafter
 from strandline.engine.request import Request
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span
+from strandline.engine.suffix_drafter import SuffixDrafter
 from strandline.ids import NULL_LOG, RequestId
 from strandline.records.plan import SequencePlan, StepPlan
 
@@ -42,7 +43,7 @@ class Drafts:
         corrects_lengths: bool = False,
     ) -> None:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
-        # N-grams are looked up in tokens that have reached the host.
+        # N-grams and suffixes are looked up in tokens that have reached the host.
         self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
         self._is_kept_plain = False
         """Whether the planned step neither verifies nor makes drafts because no graph would do so."""
@@ -56,7 +57,7 @@ class Drafts:
         self.has_layer = isinstance(drafter, (DraftLayerDrafter, DraftLayerOrNgramDrafter))
         self._may_rest = chooser is not None and not self.has_layer
         self.is_resting = False
-        """Whether no n-grams are looked up before steps, because none were found."""
+        """Whether no drafts are looked up before steps, because none were found."""
         self._lookup_steps = 0
         """While lookups rest: steps from one to the next."""
         self._steps_to_lookup = 0
@@ -115,13 +116,17 @@ class Drafts:
             self.is_resting, self._lookup_steps, self._steps_to_lookup = True, 1, 1
         self.choose_depth(num_running, is_timed=is_of_decodes)
 
-    def look_up(self, advanced: Iterable[Request], num_running: int) -> None:
-        """While lookups rest: look for drafts of requests behind tokens that have come in, if it is time to.
+    def look_up(self, advanced: Sequence[Request], num_running: int) -> None:
+        """Keep the answers of requests that have ended; while lookups rest, look for drafts if it is time to.
 
-        Requests that got their first token are always looked up. Where there are drafts, the depth of the next step is
-        chosen again; it looks them up itself.
+        Drafts are looked for behind tokens that have come in. Requests that got their first token are always looked up.
+        Where there are drafts, the depth of the next step is chosen again; it looks them up itself.
         """
         drafter = self.drafter
+        if isinstance(drafter, SuffixDrafter):
+            for request in advanced:
+                if request.finish_reason is not None:
+                    drafter.add_answer(request)
         if not self.is_resting or drafter is None:
             return
         self._steps_to_lookup -= 1

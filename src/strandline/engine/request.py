@@ -5,6 +5,7 @@ from enum import Enum
 
 from strandline.cache import Account, Lead, Lease, Offer, TokenBuffer
 from strandline.engine.draft_counters import DraftCounters
+from strandline.engine.suffix_index import SuffixIndex
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest
@@ -51,6 +52,7 @@ class Request:
         "status",
         "stop_ids",
         "stop_reason",
+        "suffixes",
         "tokens",
         "transfer",
     )
@@ -78,6 +80,8 @@ class Request:
         """Drafts of the model's draft layer for the tokens after the last one."""
         self.counted_drafts: DraftCounters | None = None
         """Counters of its verified drafts; None before the first."""
+        self.suffixes: SuffixIndex | None = None
+        """Index of its tokens for suffix decoding; None before the first search."""
         self.max_total = max_total
         """Most tokens of prompt and output together, by ``max_tokens`` or ``max_model_len``."""
         self.salt = salt
