@@ -40,6 +40,7 @@ SPECULATION: Final[Mapping[str, dict[str, Any] | None]] = {
         "prompt_lookup_min": 2,
         "adaptive": False,
     },
+    "suffix": {"method": "suffix", "num_speculative_tokens": 6, "adaptive": False},
 }
 NEXT_TURN: Final = "\nuser: And then?\nassistant:"
 

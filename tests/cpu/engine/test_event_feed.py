@@ -51,6 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlapped": {"async_scheduling": True},
     "deterministic": {"deterministic": True},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
+    "suffixes": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
 }
 
 

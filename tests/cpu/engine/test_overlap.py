@@ -1,6 +1,7 @@
 """Planning a step while the one before it runs changes no answer, and leaves the cache as it should be."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_draft_layer import Alternating
 from tests.cpu.engine.tiny import VOCAB_SIZE
+
+LOOKUPS: list[dict[str, Any]] = [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"}]
 
 Answer = tuple[list[int], str | None, int]
 
@@ -119,19 +122,26 @@ def test_stopped_answer_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLL
     assert again.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("lookup", LOOKUPS, ids=["ngram", "suffix"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_steps_with_drafts_and_late_events_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
+def test_steps_with_drafts_and_late_events_give_the_same_answers(
+    make_llm: MakeLLM, seed: int, lookup: dict[str, Any]
+) -> None:
+    drafts = {**lookup, "num_speculative_tokens": 2, "adaptive": False}
     expected = serve(make_llm, seed, async_scheduling=False)
     assert serve(make_llm, seed, async_scheduling=True, speculative_config=drafts) == expected
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_steps_of_changing_depth_give_the_same_answers(make_llm: MakeLLM, seed: int, is_tight: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "lookup"), [(seed, LOOKUPS[0]) for seed in (1, 2, 3)] + [(4, LOOKUPS[1]), (5, LOOKUPS[1])], ids=str
+)
+def test_steps_of_changing_depth_give_the_same_answers(
+    make_llm: MakeLLM, seed: int, lookup: dict[str, Any], is_tight: bool
+) -> None:
     slab = make_llm().engine.core.spec.slab_bytes
     little = {"memory": 14 * slab, "max_model_len": 256, "max_num_batched_tokens": 100} if is_tight else {}
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    drafts = {**lookup, "num_speculative_tokens": 2}
     expected = serve(make_llm, seed, async_scheduling=False)
 
     def make_changing(**options: object) -> LLM:

@@ -134,9 +134,9 @@ def test_synthetic_workloads_hit_as_without_drafts() -> None:
     for name in SYNTHETIC:
         expected = run_workload(engines["plain"], name)
         assert sum(hit for hit, _ in expected) > 0, name
-        for method in ("mtp", "ngram"):
+        for method in ("mtp", "ngram", "suffix"):
             assert run_workload(engines[method], name) == expected, (method, name)
     stats = {name: llm.engine.core.stats() for name, llm in engines.items()}
-    assert stats["plain"].hit_tokens == stats["mtp"].hit_tokens == stats["ngram"].hit_tokens
+    assert len({each.hit_tokens for each in stats.values()}) == 1
     accepted = [stats[name].speculation.num_accepted_tokens for name in engines]
-    assert (accepted[0], accepted[1] > 100, accepted[2] > 5) == (0, True, True)
+    assert (accepted[0], accepted[1] > 100, accepted[2] > 5, accepted[3] > 5) == (0, True, True, True)

@@ -111,9 +111,9 @@ def hold(llm: LLM, prompt: list[int], params: SamplingParams, salt: str) -> tupl
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", ["mtp", "ngram", "oracle"])
+@pytest.mark.parametrize("method", ["mtp", "ngram", "suffix", "oracle"])
 def test_stop_strings_end_requests_as_without_drafts(dialogues: list[Dialogue], method: str, num_drafts: int) -> None:
-    source = "mtp" if method == "mtp" else "ngram"
+    source = "ngram" if method == "oracle" else method
     config: dict[str, Any] = {"method": source, "num_speculative_tokens": num_drafts, "adaptive": False}
     if method == "ngram":
         config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
