@@ -78,7 +78,7 @@ def test_a_salt_above_every_limit_keeps_its_latest_answer() -> None:
         assert finds(answers, str(number), LAST, 1) == [encode([number])]
 
 
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 10)
 @given(seed=st.integers(0, 1000))
 def test_memory_is_bounded(seed: int) -> None:
     rng = random.Random(seed)
