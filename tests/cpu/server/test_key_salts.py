@@ -1,5 +1,6 @@
 """``--salt-per-key``: requests with another key have another cache."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,21 @@ def test_cache_page_shows_a_key_its_own_entries(shared: ServerProcess) -> None:
     assert refused.status_code == 400
     for who, is_hit in ((ADA, True), (BOB, False)):
         assert (post(shared, "/cache/explain", who, prompt=body["prompt"])["account"]["hit"] > 0) is is_hit
+
+
+def test_key_drafts_nothing_from_answers_to_another(bytes_dir: Path, tmp_path: Path) -> None:
+    config = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False}
+    flags = ["--api-key", "adas", "bobs", "--salt-per-key", "--speculative-config", json.dumps(config)]
+    body = {"prompt": "draft for one key", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    with running_server(bytes_dir, tmp_path / "log", *flags) as server:
+        first, again, others = (post(server, "/v1/completions", who, **body) for who in (ADA, ADA, BOB))
+    assert first["choices"] == again["choices"] == others["choices"]
+
+    def accepted(answer: Any) -> int:
+        return int(answer["usage"].get("completion_tokens_details", {}).get("accepted_prediction_tokens", 0))
+
+    assert accepted(again) > 40
+    assert accepted(others) == accepted(first) < accepted(again)
 
 
 def test_keys_share_unless_told_otherwise_and_each_keeps_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
