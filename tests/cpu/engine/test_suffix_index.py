@@ -10,8 +10,12 @@ from strandline.cache import TokenBuffer
 from strandline.cache.tokens import decode, encode
 from strandline.engine.suffix_index import BULK_TOKENS, MAX_OCCURRENCES, MIN_MATCH_TOKENS, Match, SuffixIndex
 
-TOKENS = st.integers(0, 3)
-PIECES = st.lists(st.lists(TOKENS, max_size=2 * BULK_TOKENS), max_size=8)
+PIECE = st.builds(
+    lambda seed, length: random.Random(seed).choices(range(4), k=length),
+    st.integers(0, 1000),
+    st.integers(0, 2 * BULK_TOKENS),
+)
+"""Tokens to be appended: one by one or together, by their number."""
 
 
 def naive_search(text: list[int], last: list[int], max_tokens: int) -> Match:
@@ -31,7 +35,7 @@ def naive_search(text: list[int], last: list[int], max_tokens: int) -> Match:
     return Match(longest, [encode(text[end : end + max_tokens]) for end in found])
 
 
-@given(pieces=PIECES, max_match=st.integers(1, 12), max_tokens=st.integers(1, 5))
+@given(pieces=st.lists(PIECE, max_size=8), max_match=st.integers(1, 12), max_tokens=st.integers(1, 5))
 def test_a_request_finds_what_a_naive_search_finds(pieces: list[list[int]], max_match: int, max_tokens: int) -> None:
     tokens, text = TokenBuffer(), list[int]()
     index = SuffixIndex(tokens)
@@ -43,22 +47,20 @@ def test_a_request_finds_what_a_naive_search_finds(pieces: list[list[int]], max_
         assert index.find(encode(last), max_tokens) == naive_search(text, last, max_tokens)
 
 
-@given(
-    steps=st.lists(st.tuples(st.lists(TOKENS, max_size=2 * BULK_TOKENS), st.floats(0, 1)), max_size=8),
-    last=st.lists(TOKENS, max_size=8),
-)
-def test_dropped_tokens_are_never_found(steps: list[tuple[list[int], float]], last: list[int]) -> None:
+@given(steps=st.lists(st.tuples(PIECE, st.floats(0, 1), st.integers(1, 8)), max_size=8))
+def test_dropped_tokens_are_never_found(steps: list[tuple[list[int], float, int]]) -> None:
     tokens, text = TokenBuffer(), list[int]()
     index = SuffixIndex(tokens)
-    for piece, share in steps:
+    for piece, share, max_match in steps:
         tokens.extend(piece)
         text += piece
         index.update()
         num_dropped = int(share * len(text))
         index.drop_first(num_dropped)
-        text = text[num_dropped:]
+        dropped, text = text[:num_dropped], text[num_dropped:]
         assert len(index) == len(text)
-        assert index.find(encode(last), 3) == naive_search(text, last, 3)
+        for last in (dropped[-max_match:], dropped[:max_match], piece[:max_match]):
+            assert index.find(encode(last), 3) == naive_search(text, last, 3)
 
 
 @settings(max_examples=settings().max_examples // 4)
