@@ -259,7 +259,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="TOKENS", help="maximum length of a request, prompt and output together")
     add("--max-num-seqs", type=int, default=256, help="maximum number of running requests (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, help="maximum number of tokens per step (default: 2048, on GPUs 8192)")
-    text = "tokens per step of long prefills while others decode; 0: no limit (default: a quarter of a step)"
+    text = "tokens per step of each long prefill while others decode; 0: no limit (default: a quarter of a step)"
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
     add("--memory", metavar="SIZE", help="memory of the cache and running requests, such as 4GiB, of each engine")
     add(

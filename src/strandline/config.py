@@ -124,7 +124,7 @@ class EngineConfig:
         rank: object = self.data_parallel_rank
         if type(rank) is not int or not 0 <= rank < self.data_parallel_size:
             raise ConfigError(
-                f"--data-parallel-rank must be from 0 to below --data-parallel-size {self.data_parallel_size}, "
+                f"data_parallel_rank must be at least 0 and less than data_parallel_size {self.data_parallel_size}, "
                 f"got {rank!r}"
             )
         for name in ("max_model_len", "max_num_batched_tokens"):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from strandline.engine.core import new_warm_up
+from strandline.engine.warm_up import FEWEST_DECODED_TOKENS
+from strandline.kernels import gdn_log, mamba1_log
 from strandline.kernels.binding import why_unavailable
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
@@ -39,6 +41,11 @@ def test_what_is_evicted_during_warm_up_does_not_rest_below(make_llm: MakeLLM) -
         assert answers(llm, [prompt]) == [answer]
     [host] = llm.engine.core.cache.stats().tiers
     assert host.num_snapshots_demoted > 0
+
+
+def test_logs_are_filled_twice() -> None:
+    """A log of n tokens is folded into the state with the next one."""
+    assert 2 * (max(gdn_log.LOG_TOKENS, mamba1_log.LOG_TOKENS) + 1) <= FEWEST_DECODED_TOKENS
 
 
 PRINT_LOADED_KERNELS = """

@@ -66,5 +66,5 @@ def test_disk_caches_are_separate_directories() -> None:
 
 
 def test_a_rank_beyond_the_engines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--data-parallel-rank must be from 0 to below"):
+    with pytest.raises(ConfigError, match="data_parallel_rank must be at least 0 and less than data_parallel_size 2"):
         EngineConfig(model="demo", data_parallel_size=2, data_parallel_rank=2)
