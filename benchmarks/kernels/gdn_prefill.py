@@ -145,7 +145,7 @@ def report(case: Case) -> float:
     whole = time_ms(lambda: kernels.gdn_prefill(*case.inputs, *slots))
     prepare = time_ms(lambda: kernels.prepare(q, k, *gates, case.chunks))
     prepared = kernels.prepare(q, k, *gates, case.chunks)
-    launch = kernels.choose_launch(case.num_sequences, *v.shape[1:])
+    launch = kernels.choose_launch(case.chunks, *v.shape[1:])
     advance = time_ms(lambda: kernels.advance(q, k, v, prepared, *slots, launch))
     peers = PEERS_MS.get((case.num_tokens, case.num_sequences))
     print(

@@ -40,6 +40,8 @@ class ChunkTable:
     cut_slots_C: Tensor
     is_short: bool = False
     """Whether every sequence has only a few tokens, so that computing them one by one is fastest."""
+    is_padded: bool = False
+    """Whether most sequences may be without tokens; the host copies say how much room there is."""
 
     @property
     def num_sequences(self) -> int:
@@ -55,6 +57,7 @@ class Chunks:
     lengths: tuple[int, ...]
     cut_slots: tuple[int, ...]
     is_short: bool = False
+    is_padded: bool = False
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
@@ -73,6 +76,7 @@ class Chunks:
             lengths,
             cut_slots,
             self.is_short,
+            self.is_padded,
         )
 
 

@@ -350,7 +350,7 @@ def gdn_prefill(
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
     if chunks.is_short:
         return gdn_prefill_short(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, replay)
-    launch = choose_launch(chunks.num_sequences, *v_THV.shape[1:])
+    launch = choose_launch(chunks, *v_THV.shape[1:])
     return of_step(replay, _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, launch))
 
 
@@ -504,10 +504,13 @@ def advance(
     return out_THV
 
 
-def choose_launch(num_sequences: int, num_heads: int, value_dim: int) -> Advance:
-    """Return the launch parameters that carry the states of ``num_sequences * num_heads`` heads."""
-    programs = num_sequences * num_heads * cdiv(value_dim, FEW_PROGRAMS.columns)
-    return FEW_PROGRAMS if programs <= NUM_SMS else MANY_PROGRAMS
+def choose_launch(chunks: ChunkTable, num_heads: int, value_dim: int) -> Advance:
+    """Return the launch parameters that carry the states of all sequences' heads.
+
+    A padded step most likely has few long sequences. Where it has many, they are short.
+    """
+    programs = chunks.num_sequences * num_heads * cdiv(value_dim, FEW_PROGRAMS.columns)
+    return FEW_PROGRAMS if chunks.is_padded or programs <= NUM_SMS else MANY_PROGRAMS
 
 
 def aligned(x_THD: Tensor) -> Tensor:
