@@ -128,7 +128,7 @@ def attend_sequence(
         k_1GLD, v_1GLD = (x.transpose(0, 1).unsqueeze(0) for x in (k_LGD, v_LGD))
         out_TGRD.copy_(F.scaled_dot_product_attention(q_TGRD, k_1GLD, v_1GLD, scale=scale))
         return
-    k_GRLD, v_GRLD = (x.transpose(0, 1).unsqueeze(1).expand(-1, heads_per_key, -1, -1) for x in (k_LGD, v_LGD))
+    k_GRLD, v_GRLD = (by_query_head(x, heads_per_key) for x in (k_LGD, v_LGD))
     q_GRTD, out_GRTD = q_TGRD.permute(1, 2, 0, 3), out_TGRD.permute(1, 2, 0, 3)
     if offset == 0 and (window_tokens is None or num_keys <= window_tokens):
         out_GRTD.copy_(F.scaled_dot_product_attention(q_GRTD, k_GRLD, v_GRLD, is_causal=True, scale=scale))
@@ -141,6 +141,16 @@ def attend_sequence(
         out_GRTD[:, :, start:end] = F.scaled_dot_product_attention(
             q_GRTD[:, :, start:end], k_GRLD[:, :, first:last], v_GRLD[:, :, first:last], attn_mask=mask_TL, scale=scale
         )
+
+
+def by_query_head(x_LGD: Tensor, heads_per_key: int) -> Tensor:
+    """Return keys or values as ``x_GRLD``, the same for all query heads of a key/value head.
+
+    A view on CPUs. On GPUs, torch 2.11 returns a wrong last query under a mask where these heads share memory and
+    there is one query more than a multiple of 64.
+    """
+    x_GRLD = x_LGD.transpose(0, 1).unsqueeze(1).expand(-1, heads_per_key, -1, -1)
+    return x_GRLD if x_LGD.device.type == "cpu" else x_GRLD.contiguous()
 
 
 def _mask(queries: tuple[int, int], keys: tuple[int, int], window_tokens: int | None, like: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
-from strandline.kernels.attention import QUERY_TOKENS, attend_sequence, gathered, seen_span
+from strandline.kernels.attention import QUERY_TOKENS, attend_sequence, by_query_head, gathered, seen_span
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.norm import rms_norm_heads_zero_centered
 from strandline.kernels.operation import operation
@@ -130,7 +130,7 @@ def _attend_many(
 ) -> None:
     """Attend the last T of a sequence's L tokens, with all others masked that a query does not attend to."""
     num_keys, num_queries, heads_per_key = len(k_LGD), len(q_TGRD), q_TGRD.shape[2]
-    k_GRLD, v_GRLD = (x.transpose(0, 1).unsqueeze(1).expand(-1, heads_per_key, -1, -1) for x in (k_LGD, v_LGD))
+    k_GRLD, v_GRLD = (by_query_head(x, heads_per_key) for x in (k_LGD, v_LGD))
     q_GRTD, out_GRTD = q_TGRD.permute(1, 2, 0, 3), out_TGRD.permute(1, 2, 0, 3)
     for start in range(0, num_queries, QUERY_TOKENS):
         rows = slice(start, min(start + QUERY_TOKENS, num_queries))

@@ -21,7 +21,7 @@ from strandline.kernels.indexed_attention import (
 from strandline.kernels.qkv import write_kv
 from tests.cpu.kernels.test_latent_attention import make_batch
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE = 4, 2, 6, 0.4
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.4
 NUM_INDEX_HEADS, INDEX_DIM = 8, 10
 TABLES = [[4, 2, 7], [5, 1, 0]]
 
