@@ -9,7 +9,7 @@ the median of as many calls is taken. Each way is first compared with the sum. T
 stays off, as in the engine, unless the environment says otherwise.
 
 A message consists of rows of the hidden size. The engine sums few rows in a kernel of its own on GPUs
-(``strandline/kernels/rank_sums_triton.py``), with the residual addition and the norm if one follows, and up to 32 MiB
+(``strandline/kernels/rank_sums_triton.py``), with the residual addition and the norm if one follows, and many rows
 in another (``strandline/kernels/many_row_sums_triton.py``), which does the same. "NCCL" and "gloo" are the backend's
 sum alone, or followed by the engine's kernel for the addition and the norm.
 

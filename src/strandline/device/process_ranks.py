@@ -1,6 +1,6 @@
 """Ranks in separate processes, which communicate through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
-On GPUs, sums of up to 32 MiB go through symmetric memory where it is available (``symmetric_memory.py``).
+On GPUs, sums go through symmetric memory where it is available (``symmetric_memory.py``).
 Ranks rendezvous at a file and connect over the loopback interface only, since all are on one machine.
 """
 

@@ -1,6 +1,6 @@
-"""Sums over ranks of up to 32 MiB, taken by one kernel on each rank's device (``many_row_sums_triton.py``).
+"""Sums over ranks of many rows, taken by one kernel on each rank's device (``many_row_sums_triton.py``).
 
-Few rows are summed faster by ``rank_sums.py``, and larger tensors are left to the backend of ``Ranks.sum``.
+Few rows are summed faster by ``rank_sums.py``. Tensors that do not fit in the buffers are summed in parts of one size.
 
 Shape suffixes: T rows, E channels, N ranks, B blocks.
 """
@@ -8,13 +8,14 @@ Shape suffixes: T rows, E channels, N ranks, B blocks.
 from importlib import import_module
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from strandline.kernels.rank_sums import DTYPES, Connection
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
-MAX_SUM_BYTES: Final = 32 << 20
-"""The size of a message: 8,192 rows of 2,048 channels in bfloat16."""
+MAX_SUM_BYTES: Final = 36 << 20
+"""What a launch sums at most: 8,192 rows of prompts beside 1,024 decodes, of 2,048 channels in bfloat16."""
 
 BLOCK_BYTES: Final = 16 << 10
 """What one program of the kernel moves: enough for all threads, and as little as lets a message overlap with itself."""
@@ -23,7 +24,7 @@ FLAG_BYTES: Final = 4
 
 
 def num_blocks(num_ranks: int) -> int:
-    """Return the number of blocks of the largest message; each rank has as many."""
+    """Return the number of blocks that a launch sums at most; each rank has as many."""
     return cdiv(MAX_SUM_BYTES // BLOCK_BYTES, num_ranks) * num_ranks
 
 
@@ -42,7 +43,7 @@ def counter_shape(num_ranks: int) -> tuple[int, int]:
 
 
 class ManyRowSums:
-    """Sums taken by one kernel on each rank, of tensors that fit in its buffers.
+    """Sums taken by one kernel on each rank.
 
     All ranks call it in the same order, with tensors of the same shapes, on one stream or on streams that wait for each
     other. Calls can be captured in CUDA graphs.
@@ -51,11 +52,11 @@ class ManyRowSums:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._kernels: Any = import_module("strandline.kernels.many_row_sums_triton")
-        self._max_blocks = num_blocks(len(connection.address_N))
+        self._max_blocks = connection.counter.shape[1]
 
     def can_sum(self, x: Tensor) -> bool:
         """Return whether the kernel takes a tensor of this shape and dtype."""
-        return x.dtype in DTYPES and 0 < x.nbytes <= MAX_SUM_BYTES
+        return x.dtype in DTYPES and x.numel() > 0
 
     def sum(self, x: Tensor, max_polls: int = -1) -> Tensor:
         """Return the sum of all ranks' tensors, dense; ``x`` may be overwritten.
@@ -66,15 +67,13 @@ class ManyRowSums:
                 late; negative: no limit.
         """
         x, its = x.contiguous(), self._connection
-        self._kernels.sum_elements(x.view(-1), its.address_N, its.counter, its.rank, BLOCK_BYTES, max_polls)
+        for part in x.view(-1).split(self._part_size(x.numel(), BLOCK_BYTES // x.itemsize)):
+            self._kernels.sum_elements(part, its.address_N, its.counter, its.rank, BLOCK_BYTES, max_polls)
         return x
 
     def can_add_norm(self, x_TE: Tensor) -> bool:
         """Return whether the kernel also takes the norm of rows of this shape and dtype."""
-        num_rows, size = x_TE.shape
-        if not self.can_sum(x_TE) or _block_rows(size, x_TE.itemsize) == 0:
-            return False
-        return num_rows <= self._max_blocks * _block_rows(size, x_TE.itemsize)
+        return self.can_sum(x_TE) and _block_rows(x_TE.shape[1], x_TE.itemsize) > 0
 
     def add_norm(
         self,
@@ -93,21 +92,30 @@ class ManyRowSums:
             residual_TE: of the same dtype.
             max_polls: as for ``sum``.
         """
-        x_TE, its = x_TE.contiguous(), self._connection
-        normed_TE = self._kernels.sum_add_norm_rows(
-            x_TE,
-            residual_TE.contiguous(),
-            weight_E,
-            eps,
-            its.address_N,
-            its.counter,
-            its.rank,
-            BLOCK_BYTES,
-            _block_rows(x_TE.shape[1], x_TE.itemsize),
-            max_polls,
-            is_zero_centered=is_zero_centered,
-        )
+        x_TE, residual_TE, its = x_TE.contiguous(), residual_TE.contiguous(), self._connection
+        normed_TE = torch.empty_like(x_TE)
+        num_rows, size = x_TE.shape
+        block_rows = _block_rows(size, x_TE.itemsize)
+        part_rows = self._part_size(num_rows, block_rows)
+        for parts in zip(*(rows_TE.split(part_rows) for rows_TE in (x_TE, residual_TE, normed_TE)), strict=True):
+            self._kernels.sum_add_norm_rows(
+                *parts,
+                weight_E,
+                eps,
+                its.address_N,
+                its.counter,
+                its.rank,
+                BLOCK_BYTES,
+                block_rows,
+                max_polls,
+                is_zero_centered=is_zero_centered,
+            )
         return normed_TE, x_TE
+
+    def _part_size(self, num_items: int, block_items: int) -> int:
+        """Return how many items, which come in blocks, each launch takes; all but the last take as many."""
+        blocks = cdiv(num_items, block_items)
+        return cdiv(blocks, cdiv(blocks, self._max_blocks)) * block_items
 
 
 def _block_rows(size: int, element_bytes: int) -> int:

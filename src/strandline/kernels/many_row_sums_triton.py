@@ -49,7 +49,6 @@ norm counts as rows of one block.
 """
 # mypy: ignore-errors
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -272,6 +271,7 @@ def sum_elements(
 def sum_add_norm_rows(
     x_TE: Tensor,
     residual_TE: Tensor,
+    normed_TE: Tensor,
     weight_E: Tensor,
     eps: float,
     address_N: Tensor,
@@ -282,17 +282,17 @@ def sum_add_norm_rows(
     max_polls: int = -1,
     *,
     is_zero_centered: bool,
-) -> Tensor:
-    """Replace rows by the sums of all ranks' rows and of the residual stream, and return these normalised.
+) -> None:
+    """Replace rows by the sums of all ranks' rows and of the residual stream, and store these normalised.
 
     As ``sum_elements``, then ``add_rms_norm`` or ``add_rms_norm_zero_centered``, with the same rounding.
 
     Args:
         x_TE: contiguous, of at most B blocks.
         residual_TE: as ``x_TE``.
+        normed_TE: as ``x_TE``; receives the normalised rows.
         block_rows: rows of a block, which have room in it; a power of 2.
     """
-    normed_TE = torch.empty_like(x_TE)
     _launch(
         x_TE,
         residual_TE,
@@ -307,7 +307,6 @@ def sum_add_norm_rows(
         max_polls,
         is_zero_centered=is_zero_centered,
     )
-    return normed_TE
 
 
 def _launch(

@@ -70,9 +70,11 @@ def inputs(
 def check_norm(given: few_rows.Inputs, kind: str, address_N: Tensor, counter_2B: Tensor, rank: int) -> None:
     """Sum this rank's rows, add the residual stream and normalise, and compare."""
     x_TE, residual_TE = amid_nan(given.x_NTE[rank]), amid_nan(given.residual_TE)
-    normed_TE = many_row_sums_triton.sum_add_norm_rows(
+    normed_TE = amid_nan(torch.full_like(x_TE, torch.nan))
+    many_row_sums_triton.sum_add_norm_rows(
         x_TE,
         residual_TE,
+        normed_TE,
         given.weight_E,
         EPS,
         address_N,
@@ -88,6 +90,7 @@ def check_norm(given: few_rows.Inputs, kind: str, address_N: Tensor, counter_2B:
     assert torch.equal(x_TE, total_TE)
     assert torch.equal(residual_TE, given.residual_TE)
     check_amid_nan(x_TE)
+    check_amid_nan(normed_TE)
 
 
 def rows_of(size: int, dtype: torch.dtype) -> int:
