@@ -208,7 +208,15 @@ class StepGraphs:
             captured.keeping.replay()
 
     def prefill(self, host: HostBatch) -> StepHidden | None:
-        """Replay a step with prompts; return hidden states, which the next replay overwrites. None: none has room."""
+        """Replay a step; return hidden states, which the next replay overwrites. None: none has room.
+
+        Without prompts, it is one of decodes beside sequences whose hidden states are stored.
+        """
+        if not host.num_prompts:
+            if (captured := _first_with_room(self._decodes, host)) is None:
+                return None
+            self._replay(captured, host)
+            return StepHidden(captured.hidden_TE, captured.hidden_TE[: host.num_sequences], len(captured.hidden_TE))
         captured = None if _has_long_prefix(host) else _first_with_room(self._mixed, host)
         if captured is None:
             return None
