@@ -86,14 +86,16 @@ def _place_kernel(
     """Put a block's choices where they belong."""
     block = tl.program_id(0)
     expert_E = tl.arange(0, BLOCK_E)
-    total_E = tl.zeros([BLOCK_E], dtype=tl.int32)
-    before_E = tl.zeros([BLOCK_E], dtype=tl.int32)
+    total_BE = tl.zeros([BLOCK_B, BLOCK_E], dtype=tl.int32)
+    before_BE = tl.zeros([BLOCK_B, BLOCK_E], dtype=tl.int32)
+    # Added up at the end: sums over blocks need all warps to wait.
     for first in range(0, num_blocks, BLOCK_B):
         block_B = first + tl.arange(0, BLOCK_B)
         mask_BE = (block_B < num_blocks)[:, None] & (expert_E < E)[None, :]
         count_BE = tl.load(counts_ptr + block_B[:, None] * E + expert_E[None, :], mask=mask_BE, other=0)
-        total_E += tl.sum(count_BE, axis=0)
-        before_E += tl.sum(tl.where((block_B < block)[:, None], count_BE, 0), axis=0)
+        total_BE += count_BE
+        before_BE += tl.where((block_B < block)[:, None], count_BE, 0)
+    total_E, before_E = tl.sum(total_BE, axis=0), tl.sum(before_BE, axis=0)
     start_E = tl.cumsum(total_E, axis=0) - total_E
     if block == 0:
         tl.store(starts_ptr + expert_E, start_E, mask=expert_E < E)
