@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-4b
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,serving
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b-fp8 --only decode,prefill
-    STRANDLINE_FOUR_BIT=1 python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b-w4a16 --only decode
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b-w4a16 --only decode
     python benchmarks/gpu.py --model benchmarks/configs/nemotron-3-nano-30b-a3b --only decode,prefill
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only long,beside --max-model-len 262144
     python benchmarks/gpu.py --model demo --load-format auto --only beside --beside-tokens 6000 --max-model-len 8192

@@ -8,7 +8,6 @@ API_KEY: Final = "STRANDLINE_API_KEY"
 CLIENT_KEY: Final = "OPENAI_API_KEY"
 TRITON: Final = "STRANDLINE_TRITON"
 NUMBA: Final = "STRANDLINE_NUMBA"
-FOUR_BIT: Final = "STRANDLINE_FOUR_BIT"
 
 
 def is_cache_debugged() -> bool:
@@ -24,11 +23,6 @@ def is_triton_off() -> bool:
 def is_numba_off() -> bool:
     """Whether to run reference implementations on CPUs (slower), to isolate faults of kernels."""
     return os.environ.get(NUMBA, "1") == "0"
-
-
-def multiplies_four_bits() -> bool:
-    """Whether GPUs multiply with weights in 4 bits instead of dequantising them; off until it has been run on one."""
-    return os.environ.get(FOUR_BIT, "0") == "1"
 
 
 def read_api_key() -> str | None:

@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 
 from strandline.config import EngineConfig
-from strandline.env import FOUR_BIT, multiplies_four_bits
 from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.linear import has_fast_gemms
@@ -135,8 +134,6 @@ def why_dequantized(quantization: Quantization | FourBit, device: torch.device) 
         return f"no products with {quantization}"
     if torch.cuda.get_device_capability(device) < PRODUCT_CAPABILITY:
         return f"products in {kind} need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
-    if isinstance(quantization, FourBit) and not multiplies_four_bits():
-        return f"products in 4 bits are experimental: {FOUR_BIT}=1 enables them"
     return why_unavailable("Triton", device.type)
 
 

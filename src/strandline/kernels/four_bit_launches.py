@@ -30,8 +30,9 @@ class Tile(NamedTuple):
 
 
 GEMV_WIDE: Final = Gemv(4, 1024, 1)
-GEMV_NARROW: Final = Gemv(2, 4096, 4)
-"""For many and few outputs."""
+GEMV_NARROW: Final = Gemv(4, 4096, 4)
+GEMV_NARROW_ROWS: Final = Gemv(4, 2048, 2)
+"""For many outputs; for few, of one row and of several."""
 
 WIDE_OUTPUTS: Final = 8192
 """From here on there are many outputs."""
@@ -39,34 +40,33 @@ WIDE_OUTPUTS: Final = 8192
 MAX_ROWS_GEMV: Final = 4
 """Most rows that programs of matrix-vector products can take."""
 
-MAX_CODES_GEMV: Final = {1: 1 << 62, 2: 1 << 24}
+MAX_CODES_GEMV: Final = {1: 1 << 62, 2: 1 << 24, 4: 1 << 23}
 """By the largest number of rows: codes of a weight beyond which tiles are faster."""
 
-TILES: Final = {16: Tile(64, 16, 4, 6), 32: Tile(64, 32, 4, 5), 64: Tile(64, 64, 4, 4)}
-"""By the largest number of rows."""
+TILES_NARROW: Final = {16: Tile(64, 16, 2, 4), 64: Tile(128, 32, 4, 3)}
+TILES_WIDE: Final = {16: Tile(128, 16, 4, 3), 32: Tile(128, 32, 4, 3), 64: Tile(128, 64, 8, 3)}
+"""For few outputs and for many, by the largest number of rows."""
 
-TILE_WIDE: Final = Tile(128, 16, 4, 4)
-"""For up to 16 rows and many outputs."""
+TILE_MANY: Final = Tile(128, 64, 8, 3)
 
-TILE_MANY: Final = Tile(128, 128, 8, 3)
-
-TILE_INVARIANT: Final = Tile(128, 64, 8, 3)
+TILE_INVARIANT: Final = TILE_MANY
 """For any number of rows, if results may not depend on it."""
 
 TILE_FLOAT32: Final = Tile(64, 32, 4, 2)
 """For any number of rows in plain float32, which does not use tensor cores: for tests and small models."""
 
-MAX_ROWS_TILES: Final = 512
-"""With more rows the weight is dequantised, and multiplied by torch."""
+MAX_ROWS_NARROW: Final = 64
+MAX_ROWS_WIDE: Final = 256
+"""With more rows the weight is dequantised, and multiplied by torch: with few outputs and with many."""
 
 SCRATCH_CODES: Final = 1 << 24
 """Weights that are dequantised at a time: 32 MiB in bfloat16 stay in the second-level cache."""
 
-MAX_ROWS_SPLIT: Final = 64
-"""Up to this many rows a weight with few outputs is split along the inputs."""
+MAX_TILE_ROWS_SPLIT: Final = 32
+"""Tiles of up to this many rows are split along the inputs, where there are few."""
 
-PROGRAMS_SPLIT: Final = 2 * NUM_SMS
-"""What a split aims at: two programs per multiprocessor."""
+PROGRAMS_SPLIT: Final = 3 * NUM_SMS
+"""What a split aims at: three programs per multiprocessor."""
 
 MAX_SPANS: Final = 8
 
@@ -80,16 +80,22 @@ def uses_gemv(num_rows: int, num_codes: int) -> bool:
     return num_rows > 0 and num_codes <= most
 
 
-def choose_gemv(num_outputs: int) -> Gemv:
-    return GEMV_WIDE if num_outputs >= WIDE_OUTPUTS else GEMV_NARROW
+def choose_gemv(num_rows: int, num_outputs: int) -> Gemv:
+    if num_outputs >= WIDE_OUTPUTS:
+        return GEMV_WIDE
+    return GEMV_NARROW if num_rows == 1 else GEMV_NARROW_ROWS
+
+
+def uses_tiles(num_rows: int, num_outputs: int) -> bool:
+    """Return whether products of codes are faster than one with the dequantised weight."""
+    return num_rows <= (MAX_ROWS_WIDE if num_outputs >= WIDE_OUTPUTS else MAX_ROWS_NARROW)
 
 
 def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return TILE_FLOAT32
-    if num_rows <= TILE_WIDE.block_m and num_outputs >= WIDE_OUTPUTS:
-        return TILE_WIDE
-    return next((tile for rows, tile in TILES.items() if num_rows <= rows), TILE_MANY)
+    tiles = TILES_WIDE if num_outputs >= WIDE_OUTPUTS else TILES_NARROW
+    return next((tile for rows, tile in tiles.items() if num_rows <= rows), TILE_MANY)
 
 
 def choose_tile_invariant(dtype: torch.dtype) -> Tile:
@@ -102,7 +108,7 @@ def choose_spans(num_rows: int, num_outputs: int, num_blocks: int, tile: Tile) -
     Args:
         num_blocks: blocks of a row's inputs.
     """
-    if num_rows > MAX_ROWS_SPLIT:
+    if tile.block_m > MAX_TILE_ROWS_SPLIT:
         return 1
     num_tiles = cdiv(num_outputs, tile.block_n) * cdiv(num_rows, tile.block_m)
     return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, num_blocks))
@@ -133,12 +139,11 @@ class ExpertTile(NamedTuple):
 MAX_TOKENS_FEW: Final = 4
 """With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
 
-FEW: Final = (Few(4, 2048, 2, 8, 8), Few(4, 2048, 2, 8, 8))
-"""For one token, and for more."""
+FEW: Final = Few(4, 2048, 2, 8, 4)
 
-EXPERTS_DECODE: Final = (ExpertTile(16, 64, 4, 4), ExpertTile(16, 64, 4, 4))
-EXPERTS_MIDDLE: Final = (ExpertTile(64, 64, 4, 3), ExpertTile(64, 64, 4, 4))
-EXPERTS_PREFILL: Final = (ExpertTile(64, 128, 8, 3, 2), ExpertTile(128, 128, 8, 3))
+EXPERTS_DECODE: Final = (ExpertTile(16, 64, 4, 4), ExpertTile(16, 128, 4, 3))
+EXPERTS_MIDDLE: Final = (ExpertTile(64, 64, 4, 3), ExpertTile(16, 128, 4, 3))
+EXPERTS_PREFILL: Final = (ExpertTile(64, 64, 4, 3, 2), ExpertTile(64, 128, 8, 3))
 EXPERTS_INVARIANT: Final = EXPERTS_MIDDLE
 """For any number of tokens, if results may not depend on it."""
 

@@ -168,8 +168,7 @@ def four_bit_mixture(
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
     if len(x_TD) <= MAX_TOKENS_FEW:
         projected = (flat_rows(shared_gate_up_TS), logits_TE, shared_gate_T1)
-        few = FEW[len(x_TD) > 1]
-        return mixture_few(flat_rows(x_TD), *projected, gate_up, down, shared_down, routing, few, held)
+        return mixture_few(flat_rows(x_TD), *projected, gate_up, down, shared_down, routing, FEW, held)
     chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, FourBitWeight):
         shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into)

@@ -1,11 +1,11 @@
 """Matrix products with weights in 4 bits in Triton (``four_bit.py``): few rows through registers, more on tensor cores.
 
 One row, and few with a small weight: every program multiplies them with a few of the weight's rows, in float32. Up to
-``MAX_ROWS_TILES``: tiles of outputs and rows, of weights that are unpacked in registers; with few rows narrow weights
-are split among programs along the inputs, too, and the parts are added up in order. More rows: the weight is
-dequantised, a part that fits the second-level cache at a time, and multiplied by torch. Dequantising moves 2.5 bytes
-for a weight; at 4.3 TB/s and 700 TFLOP/s that takes as long as its products with 200 rows. Tiles unpack the weight once
-for every 64 or 128 rows instead.
+64 rows, or 256 of a wide weight: tiles of outputs and rows, of weights that are unpacked in registers; with few rows
+narrow weights are split among programs along the inputs, too, and the parts are added up in order. More rows: the
+weight is dequantised, a part that fits the second-level cache at a time, and multiplied by torch. Dequantising moves
+2.5 bytes for a weight; at 4.3 TB/s and 700 TFLOP/s that takes as long as its products with 200 rows. Tiles unpack the
+weight once for every 64 rows instead.
 
 A launch of few rows may multiply them with an ordinary weight, too: programs of its own do that.
 
@@ -25,7 +25,6 @@ from strandline.kernels.activation_triton import swiglu
 from strandline.kernels.block_scaled_triton import flat_rows, gemm_dense, place_tile, shaped
 from strandline.kernels.four_bit_launches import (
     GROUP_ROWS,
-    MAX_ROWS_TILES,
     SCRATCH_CODES,
     Gemv,
     Tile,
@@ -34,6 +33,7 @@ from strandline.kernels.four_bit_launches import (
     choose_tile,
     choose_tile_invariant,
     uses_gemv,
+    uses_tiles,
 )
 from strandline.kernels.four_bit_tile_triton import (
     BLOCK_INPUTS,
@@ -416,7 +416,7 @@ def four_bit_gated_linear(x: Tensor, gate_up: FourBitWeight) -> Tensor:
     if not uses_gemv(len(rows), _num_codes(gate_up)):
         return swiglu(four_bit_linear(x, gate_up))
     out_TO = _new_output(rows, gate_up.shape[0] // 2)
-    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(out_TO.shape[1]), is_gated=True)
+    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(len(rows), out_TO.shape[1]), is_gated=True)
     return shaped(out_TO, x)
 
 
@@ -439,8 +439,8 @@ def multiply_into(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: T
     if not num_rows:
         return
     if uses_gemv(num_rows, _num_codes(weight)):
-        launch_gemv(out_TO, x_TI, weight, bias_O, choose_gemv(num_outputs))
-    elif num_rows <= MAX_ROWS_TILES:
+        launch_gemv(out_TO, x_TI, weight, bias_O, choose_gemv(num_rows, num_outputs))
+    elif uses_tiles(num_rows, num_outputs):
         tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
         spans = choose_spans(num_rows, num_outputs, cdiv(num_inputs, BLOCK_INPUTS.value), tile)
         launch_tile(out_TO, x_TI, weight, bias_O, tile, spans)
@@ -455,10 +455,10 @@ def multiply_into_invariant(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight,
 
 
 def multiply_beside(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, dense_OI: Tensor) -> None:
-    """Fill ``out_TO`` with the products of one to ``MAX_ROWS_SPLIT`` rows with a weight and the ordinary one behind."""
+    """Fill ``out_TO`` with the products of a few rows with a weight and the ordinary one behind."""
     num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
     if uses_gemv(num_rows, _num_codes(weight)):
-        launch_gemv(out_TO, x_TI, weight, None, choose_gemv(num_outputs), dense_OI=dense_OI)
+        launch_gemv(out_TO, x_TI, weight, None, choose_gemv(num_rows, num_outputs), dense_OI=dense_OI)
         return
     tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
     spans = choose_spans(num_rows, num_outputs + len(dense_OI), cdiv(num_inputs, BLOCK_INPUTS.value), tile)

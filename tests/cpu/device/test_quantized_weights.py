@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from strandline import LLM, SamplingParams, env
+from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
 from strandline.device import dtypes, sizing
 from strandline.device.dtypes import count_weights
@@ -126,16 +126,12 @@ def test_gpus_keep_weights_in_4_bits(
     options = EngineConfig(model="nowhere", device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
-    monkeypatch.setenv(env.FOUR_BIT, "1")
     config.quantization_config = four_bit.gptq_config(group)
     choice = dtypes.choose_storage(options, config, gpu, torch.bfloat16)
     assert (choice.keeps_quantized, choice.bits) == ((True, 4) if reason is None else (False, None))
     assert re.search(reason or "kept in 4 bits; those that are not published so are in bfloat16", choice.note or "")
     told = dtypes.choose_storage(replace(options, dequantize=True), config, gpu, torch.bfloat16)
     assert (told.keeps_quantized, "(--dequantize)" in (told.note or "")) == (False, True)
-    monkeypatch.delenv(env.FOUR_BIT)
-    told = dtypes.choose_storage(options, config, gpu, torch.bfloat16)
-    assert (told.keeps_quantized, reason is None) == (False, "STRANDLINE_FOUR_BIT=1 enables" in (told.note or ""))
 
 
 def test_weights_dequantised_beside_others_are_counted() -> None:

@@ -153,7 +153,7 @@ def check_experts(
 
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit_moe_triton, "FEW", (FEW, FEW))
+    monkeypatch.setattr(four_bit_moe_triton, "FEW", FEW)
     for name, tiles in {"INVARIANT": TILES[1], "DECODE": TILES[0], "FLOAT32": TILES[0]}.items():
         monkeypatch.setattr(four_bit_launches, f"EXPERTS_{name}", tiles)
 

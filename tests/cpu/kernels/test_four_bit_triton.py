@@ -220,7 +220,7 @@ def test_ways_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("launch_gemv", "launch_tile", "multiply_dequantized"):
         monkeypatch.setattr(four_bit_triton, name, lambda *_, name=name, **__: taken.append(name))
     weight = four_bit_weight(64, 128)
-    for num_rows in (0, 1, 16, four_bit_launches.MAX_ROWS_TILES + 1):
+    for num_rows in (0, 1, 16, four_bit_launches.MAX_ROWS_NARROW + 1):
         four_bit_triton.four_bit_linear(torch.zeros(num_rows, 128), weight)
     assert taken == ["launch_gemv", "launch_tile", "multiply_dequantized"]
 

@@ -12,7 +12,6 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.device.dtypes import PRODUCT_CAPABILITY
-from strandline.env import FOUR_BIT
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_bits import (
     MIXTURE,
@@ -65,7 +64,6 @@ def engine_of(model_dir: Path) -> Iterator[EngineOf]:
     made: dict[str, LLM] = {}
     settings = {"device": "cuda", "dtype": "float32", "max_num_seqs": MAX_NUM_SEQS, "memory": "64MiB"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOUR_BIT, "1")
         make = llm_maker(model_dir, patch, max_model_len=1024, **settings)
 
         def get(**options: Any) -> LLM:

@@ -26,7 +26,11 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = [torch.float32, torch.bfloat16]
 MODELS = [(1, 2048, 12288), (4, 4096, 2048), (16, 2048, 4096), (33, 5120, 1280), (300, 2048, 1024), (700, 512, 2048)]
-TILES = [*four_bit_launches.TILES.values(), four_bit_launches.TILE_WIDE, four_bit_launches.TILE_MANY]
+TILES = [
+    *four_bit_launches.TILES_NARROW.values(),
+    *four_bit_launches.TILES_WIDE.values(),
+    four_bit_launches.TILE_MANY,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
