@@ -97,6 +97,7 @@ def decoder(add_norm: AddNorm, x: Tensor, residual: Tensor, weight: Tensor) -> T
 
 
 def captured(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Return a graph of a function and its result; what the function reads must stay in memory."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -109,10 +110,11 @@ def compare_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
     """Graphs of different sizes are replayed many times in turn, and give the same every time."""
     device = torch.device("cuda", ranks.rank)
     add_norm = bind_sum_add_norm(kernels_of(ranks, dtype), add_rms_norm)
-    graphs, firsts = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor]()
+    graphs, firsts, kept = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor](), list[Tensor]()
     for num_rows in (1, 3, 64, MAX_ROWS, 2):
         x = rows(ranks.rank, (num_rows, 2048), dtype, num_rows)
         residual, weight = torch.zeros_like(x), torch.ones(2048, dtype=dtype, device=device)
+        kept += [x, residual, weight]
 
         def run(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> Tensor:
             return decoder(add_norm, x.clone(), residual, weight)

@@ -83,9 +83,10 @@ def compare_strided(ranks: ProcessRanks, dtype: torch.dtype) -> None:
 
 def compare_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
     """Graphs of different sizes are replayed many times in turn, and give the same every time."""
-    graphs, firsts = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor]()
+    graphs, firsts, kept = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor](), list[Tensor]()
     for num_rows in (4096, 300, 64, 2049, 1):
         x = rows(ranks.rank, (num_rows, 2048), dtype, num_rows)
+        kept.append(x)
 
         def run(x: Tensor = x) -> Tensor:
             total = x.clone()
@@ -123,10 +124,11 @@ def compare_norms(ranks: ProcessRanks, dtype: torch.dtype) -> None:
 
 def compare_norms_in_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
     add_norm = bind_sum_add_norm(kernels_of(ranks, dtype), add_rms_norm)
-    graphs, firsts = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor]()
+    graphs, firsts, kept = list[tuple[torch.cuda.CUDAGraph, Tensor]](), list[Tensor](), list[Tensor]()
     for num_rows in (4096, 300, 64, 2049):
         x = rows(ranks.rank, (num_rows, 2048), dtype, num_rows)
         residual, weight = torch.zeros_like(x), torch.ones(2048, dtype=dtype, device=x.device)
+        kept += [x, residual, weight]
 
         def run(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> Tensor:
             return decoder(add_norm, x.clone(), residual, weight)
