@@ -78,15 +78,22 @@ class SnapshotRouter:
             self._index.clear(number)
             self._loads.fill(number, 0)
 
-    def route(self, request_id: str, prompt: PromptHashes) -> str:
+    def route(self, request_id: str, prompt: PromptHashes, avoided: Iterable[str] = ()) -> str:
         """Return the replica for a request, and reserve its tokens there.
+
+        Args:
+            avoided: replicas that get it only if there are no others. Unknown ones are ignored.
 
         Raises:
             NoReplicaError: there is none.
         """
-        if not self._index.replicas:
+        replicas = self._index.replicas
+        if not replicas:
             raise NoReplicaError("there is no replica")
-        number, num_hit = self._choose(prompt)
+        others = replicas
+        for number in map(self._names.number, avoided):
+            others &= ~(0 if number is None else 1 << number)
+        number, num_hit = self._choose(prompt, others or replicas)
         self._loads.reserve(request_id, number, prompt.num_tokens - num_hit + self._decode_tokens)
         self._pending.add(request_id, number, prompt.blocks, num_hit // BLOCK_TOKENS)
         return self._names.name(number)
@@ -107,8 +114,8 @@ class SnapshotRouter:
         """Yield the replicas, the least loaded first."""
         return map(self._names.name, self._loads)
 
-    def _choose(self, prompt: PromptHashes) -> tuple[int, int]:
-        """Return the replica where a prompt costs least, and how many of its tokens it would hit there.
+    def _choose(self, prompt: PromptHashes, replicas: int) -> tuple[int, int]:
+        """Return the one of some replicas where a prompt costs least, and how many of its tokens it would hit there.
 
         Hits come deepest first, and no load is below the least one, so most of them need not be looked at.
         """
@@ -126,8 +133,8 @@ class SnapshotRouter:
                 ):
                     break
                 for num_shared, sharing in shared:
-                    if mask & sharing:
-                        replica = self._loads.least_of(mask & sharing)
+                    if candidates := mask & sharing & replicas:
+                        replica = self._loads.least_of(candidates)
                         to_compute = _to_compute(prompt.num_tokens, num_hit, num_shared)
                         cost = weight * to_compute + self._loads.load(replica)
                         if cost < least_cost:

@@ -124,7 +124,8 @@ class EngineClient:
         """Return the engine for a prompt."""
         if self._router is None:
             return self.engines[0]
-        return self.engines[self._router.route(request_id, request.prompt_ids, salt)]
+        hung = [engine.number for engine in self.engines if engine.find_hang() is not None]
+        return self.engines[self._router.route(request_id, request.prompt_ids, salt, hung)]
 
     def _send_all(self, engines: Sequence[EngineLink], submissions: Sequence[list[Submission]]) -> None:
         """Send each engine its sequences in one message."""

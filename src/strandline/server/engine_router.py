@@ -41,15 +41,18 @@ class EngineRouter:
         """Record events of an engine's cache."""
         self._router.apply(str(engine), decode_batch(batch).events)
 
-    def route(self, request_id: str, tokens: Iterable[int], salt: str) -> int:
+    def route(self, request_id: str, tokens: Iterable[int], salt: str, hung: Iterable[int] = ()) -> int:
         """Return the engine for a prompt, and reserve its tokens there.
+
+        Args:
+            hung: engines that do not respond: they get it only if no other runs.
 
         Raises:
             NoReplicaError: there is none.
         """
         if not self._has_cache:
             salt = request_id  # nothing is in common with other prompts
-        return int(self._router.route(request_id, PromptHashes(tokens, salt)))
+        return int(self._router.route(request_id, PromptHashes(tokens, salt), map(str, hung)))
 
     def begin(self, request_id: str) -> None:
         """Record that a request's first token was sampled."""

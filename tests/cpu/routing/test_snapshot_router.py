@@ -207,8 +207,11 @@ def test_choice_is_a_cheapest_of_all_replicas(num_replicas: int) -> None:
         more = pattern(step, choose.choice([0, 9, 300]))
         prompt = PromptHashes([*choose.choice(histories[base].prompts), *more])
         weight = 1 + oracle.least_requests(router)
-        chosen = router.route(f"q{step}", prompt)
-        assert oracle.cost(chosen, prompt, weight) == min(oracle.cost(name, prompt, weight) for name in oracle.indices)
+        avoided = choose.sample(["gone", *oracle.indices], choose.choice([0, 0, 1, 2, num_replicas + 1]))
+        allowed = oracle.indices.keys() - avoided or oracle.indices.keys()
+        chosen = router.route(f"q{step}", prompt, avoided)
+        assert chosen in allowed
+        assert oracle.cost(chosen, prompt, weight) == min(oracle.cost(name, prompt, weight) for name in allowed)
         num_hit = oracle.hit(chosen, prompt)
         tokens = prompt.num_tokens - num_hit + DECODE_TOKENS
         oracle.reserved[f"q{step}"] = chosen, tokens, prompt.blocks[num_hit // BLOCK_TOKENS :]

@@ -85,6 +85,15 @@ def test_an_ended_prompt_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     run(check)
 
 
+def test_a_hung_engine_gets_prompts_only_if_all_hang() -> None:
+    async def check(router: EngineRouter) -> None:
+        router.apply(1, events_of(LONG))
+        assert router.route("a", LONG, "", hung=[1]) == 0
+        assert router.route("b", LONG, "", hung=[0, 1]) == 1
+
+    run(check)
+
+
 def test_a_removed_engine_gets_nothing_until_it_returns() -> None:
     async def check(router: EngineRouter) -> None:
         router.apply(1, events_of(LONG))
