@@ -75,17 +75,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def compile_kernels() -> None:
-    """Fill Numba's cache if it is empty: for half a minute, in two processes."""
+    """Fill Numba's cache unless that has been done: for half a minute, in two processes."""
     from strandline.kernels import runtime_numba
 
     directory = runtime_numba.cache_directory()
-    if directory is None or any(directory.iterdir()):
+    # Any process may have compiled some kernels already, or is about to: what lies there does not say that all do.
+    if directory is None or (directory / "complete").exists():
         return
     files = sorted(Path(runtime_numba.__file__).parent.glob("*_numba.py"))
     modules = [f"strandline.kernels.{path.stem}" for path in files]
     programs = [f"import {', '.join(share)}" for share in (modules[::2], modules[1::2])]
-    for process in [subprocess.Popen([sys.executable, "-c", program]) for program in programs]:
-        process.wait()
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    codes = [process.wait() for process in processes]
+    if not any(codes):
+        (directory / "complete").touch()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

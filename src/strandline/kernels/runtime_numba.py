@@ -21,9 +21,10 @@ evenly; a task's result depends on nothing but its number and the arguments::
 Kernels compute in float32; ``load`` and ``store`` convert rows of what lies in memory. No sum may be taken apart by the
 number of threads or of rows. Exponentials are polynomials, because the C library's take one number at a time.
 
-Compiled code is kept for the next process in ``$XDG_CACHE_HOME/strandline`` (``~/.cache/strandline``), by the sources'
-hash and by CPU; where nothing can be written it is compiled anew, and a warning says so. Threads are those of the GNU
-OpenMP library that torch brings along on Linux: a second pool would compete with the first for the same cores.
+Compiled code is kept for the next process in ``$XDG_CACHE_HOME/strandline`` (``~/.cache/strandline``), by CPU and by
+the sources' hash, wherever the sources lie; where nothing can be written it is compiled anew, and a warning says so.
+Threads are those of the GNU OpenMP library that torch brings along on Linux: a second pool would compete with the first
+for the same cores.
 """
 
 # mypy: ignore-errors
@@ -43,6 +44,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, cfunc, from_dtype, njit, types
+from numba.core.caching import UserProvidedCacheLocator
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -149,18 +151,32 @@ def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
     compile_it = partial(cfunc, types.void(types.CPointer(record)), fastmath=MATH, error_model="numpy")
 
     def decorate(body: Callable[[Any], None]) -> Kernel:
-        directory, before = cache_directory(), numba.config.CACHE_DIR
+        directory, config = cache_directory(), numba.config
+        before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
         if directory is not None:
-            numba.config.CACHE_DIR = str(directory)
+            config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(directory), f"{__name__}.{FlatLocator.__name__}"
             try:
                 return Kernel(compile_it(cache=True)(body), table)
             except OSError as error:
                 _say_uncached(str(error))  # the disk is full, say
             finally:
-                numba.config.CACHE_DIR = before
+                config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
         return Kernel(compile_it()(body), table)
 
     return decorate
+
+
+class FlatLocator(UserProvidedCacheLocator):
+    """Place of a compiled kernel: the folder ``numba.config.CACHE_DIR`` itself.
+
+    By default Numba adds a folder named by the path of the sources, so that each clone of a repository and each
+    virtual environment would compile the same kernels anew.
+    """
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, _py_file):
+        """Return no folder."""
+        return ""
 
 
 @cache
@@ -170,7 +186,8 @@ def cache_directory() -> Path | None:
     Numba looks at a kernel's own file alone when it decides what is out of date, not at what it calls, nor at the
     numbers that it takes from other modules.
     """
-    digest = sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
+    parts = [numba.__version__.encode(), *(path.read_bytes() for path in SOURCES)]
+    digest = sha256(b"".join(parts)).hexdigest()[:16]
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = base / "strandline" / f"kernels-{digest}"

@@ -1,6 +1,7 @@
 """What compiled kernels are made of: rows in memory, exponentials, tasks and threads, and where they are kept."""
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +167,41 @@ def test_kernels_are_kept_by_what_their_sources_say(monkeypatch: pytest.MonkeyPa
     assert first.parent == tmp_path / "strandline"
     assert first.is_dir()
     assert first == again != other
+
+
+ANSWER = """
+from strandline.kernels import runtime_numba as runtime
+
+@runtime.kernel("out")
+def answer(tasks):
+    runtime.ints(runtime.arguments(tasks).out, 1)[0] = {}
+"""
+
+
+def test_kernels_are_shared_by_copies_of_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runtime.cache_directory.cache_clear()
+    kept, answers = [], []
+    try:
+        for folder, number in (("clone", 1), ("other", 1), ("changed", 2)):
+            source = tmp_path / folder / "module.py"
+            source.parent.mkdir()
+            source.write_text(ANSWER.format(number))
+            spec = importlib.util.spec_from_file_location("module", source)
+            assert spec
+            assert spec.loader
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            out = torch.zeros(1, dtype=torch.int64)
+            module.answer(1, out=out.data_ptr())
+            answers.append(out.item())
+            files = tmp_path.glob("strandline/*/*.nb?")
+            kept.append({path.name: path.stat().st_mtime_ns for path in files})
+    finally:
+        runtime.cache_directory.cache_clear()
+    assert answers == [1, 1, 2]
+    assert len(kept[0]) == 2
+    assert kept[0] == kept[1] != kept[2]
 
 
 def imported(source: Path) -> Iterator[Path]:
