@@ -23,6 +23,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# OpenMP's threads spin before they sleep, which slows down what runs beside them on as few cores as there are workers.
+# It is read when torch is loaded: by workers and by the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 TESTS = Path(__file__).parent
 GPU_TESTS = TESTS / "gpu"
 
