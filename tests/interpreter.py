@@ -1,6 +1,7 @@
 """What Triton's interpreter needs to run our kernels with the NumPy that is installed."""
 
 import importlib
+import math
 import os
 from functools import cache
 from typing import Any
@@ -89,11 +90,15 @@ def multiply_rows_alike(a: Any, b: Any, dtype: Any) -> Any:
 
 
 def spare_repeated_work() -> None:
-    """Keep what Triton 3.6's interpreter finds out anew for each call and each value: half of its time went there."""
+    """Keep what Triton 3.6's interpreter finds out anew for each call and each value: most of its time went there."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     _patch_language_once(interpreter)
     _keep_dtypes(interpreter)
     _keep_types_of_shapes(interpreter.tl.core)
+    _keep_types_of_blocks(interpreter.tl.core)
+    _keep_shapes(interpreter.tl.core)
+    _compare_shapes_at_once(interpreter.tl.core, interpreter.TritonSemantic)
+    _leave_out_dropped_checks(interpreter.TritonSemantic)
 
 
 def _patch_language_once(interpreter: Any) -> None:
@@ -137,3 +142,60 @@ def _keep_types_of_shapes(core: Any) -> None:
         return find_of_integers(numbers) if is_plain else find(values, fields)
 
     core._type_for_tuple_values = find_kept
+
+
+def _keep_types_of_blocks(core: Any) -> None:
+    """Keep the attributes of types of blocks of numbers, which never change."""
+    create, kept = core.block_type.__init__, dict[tuple[Any, ...], dict[str, Any]]()
+
+    def create_kept(self: Any, element_type: Any, shape: Any) -> None:
+        sizes = [x.value if type(x) is core.constexpr else x for x in shape]
+        if type(element_type) is not core.dtype or not all(type(x) is int for x in sizes):
+            create(self, element_type, shape)
+            return
+        key = (element_type.name, *sizes)
+        if key not in kept:
+            create(self, element_type, shape)
+            kept[key] = dict(vars(self))
+        vars(self).update(kept[key])
+
+    core.block_type.__init__ = create_kept
+
+
+def _keep_shapes(core: Any) -> None:
+    """Keep what tensors of the same shape have in common."""
+    find = cache(lambda sizes: (core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(x) for x in sizes])))
+
+    def create(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = find(tuple(type.shape) if type.is_block() else ())
+
+    core.tensor.__init__ = create
+
+
+def _compare_shapes_at_once(core: Any, semantic: Any) -> None:
+    """Compare shapes as lists, without a value of the language for each size; broadcast what has to be."""
+    equals, broadcast = core.tuple.__eq__, semantic.broadcast_impl_value
+
+    def equals_list(self: Any, other: Any) -> Any:
+        sizes = other.values if type(other) is core.tuple else other
+        is_plain = type(sizes) is list and all(type(x) is int for x in sizes)
+        return core.constexpr(self.values == sizes) if is_plain else equals(self, other)
+
+    def broadcast_others(self: Any, x: Any, y: Any) -> Any:
+        shapes = [each.type.shape.values if each.type.is_block() else None for each in (x, y)]
+        return (x, y) if shapes[0] == shapes[1] else broadcast(self, x, y)
+
+    core.tuple.__eq__ = equals_list
+    semantic.broadcast_impl_value = broadcast_others
+
+
+def _leave_out_dropped_checks(semantic: Any) -> None:
+    """Compute no check for overflow whose result ``device_assert`` drops, as it does unless it debugs."""
+    check = semantic.binary_op_sanitize_overflow_impl
+
+    def check_to_debug(self: Any, *operands: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *operands)
+
+    semantic.binary_op_sanitize_overflow_impl = check_to_debug
