@@ -5,7 +5,6 @@ GPU does that has room for one. Numbers are such that sums have no rounding erro
 device.
 """
 
-import multiprocessing
 import os
 from typing import NamedTuple
 
@@ -18,12 +17,12 @@ pytest.importorskip("triton")
 from strandline.kernels import many_row_sums_triton, rank_sums_triton
 from strandline.kernels.many_row_sums import BLOCK_BYTES, FLAG_BYTES
 from tests.cpu.kernels import test_rank_sums_triton as few_rows
+from tests.cpu.kernels.rank_processes import run_ranks
 from tests.cpu.kernels.test_rank_sums_triton import addresses, amid_nan, check_amid_nan
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
 MAX_GROUPS = 3
-MAX_WAIT_S = 240
 EPS = 1e-6
 KINDS = ("plain", "zero-centred")
 
@@ -107,7 +106,6 @@ class Case(NamedTuple):
 
 
 def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> None:
-    torch.set_num_threads(1)
     _, dtype, first_count, many_row_sums_triton.DEPTH, channels = case
     num_ranks = len(shared)
     counter_2B, counter_R = counters(num_ranks, first_count), torch.zeros(few_rows.MAX_ROWS, dtype=torch.int32)
@@ -147,17 +145,8 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
     ids=str,
 )
 def test_processes_sum_messages_call_after_call(case: Case) -> None:
-    context = multiprocessing.get_context("spawn")
     num_ranks = case.num_ranks
-    shared, few = buffers(num_ranks), few_rows.buffers(num_ranks)
-    processes = [context.Process(target=run_rank, args=(rank, shared, few, case)) for rank in range(num_ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(MAX_WAIT_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
+    codes = run_ranks(run_rank, num_ranks, buffers(num_ranks), few_rows.buffers(num_ranks), case)
     assert codes == [0] * num_ranks
 
 

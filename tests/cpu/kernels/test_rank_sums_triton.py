@@ -4,7 +4,6 @@ A kernel really waits here until another process has stored its words. Numbers a
 error: the interpreter cuts bfloat16 off where a GPU rounds it. The ``check_`` functions run on any device.
 """
 
-import multiprocessing
 import os
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ from strandline.kernels.operation import Operation
 pytest.importorskip("triton")
 
 from strandline.kernels import rank_sums_triton
+from tests.cpu.kernels.rank_processes import run_ranks
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
 MAX_ROWS, MAX_WORDS = 8, 64
-MAX_WAIT_S = 240
 EPS = 1e-6
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 """Relative: float32 adds squares in another order; the interpreter cuts bfloat16 off, twice."""
@@ -105,7 +104,6 @@ def check_call(given: Inputs, kind: str, address_N: Tensor, counter_R: Tensor, r
 
 
 def run_rank(rank: int, shared: list[Tensor], size: int, dtype: torch.dtype, first_count: int) -> None:
-    torch.set_num_threads(1)
     counter_R = torch.full((MAX_ROWS,), first_count, dtype=torch.int32)
     for index, num_rows in enumerate(ROWS):
         given = inputs(index, len(shared), num_rows, size, dtype)
@@ -126,18 +124,7 @@ def run_rank(rank: int, shared: list[Tensor], size: int, dtype: torch.dtype, fir
     ],
 )
 def test_processes_sum_rows_call_after_call(num_ranks: int, size: int, dtype: torch.dtype, first_count: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    shared = buffers(num_ranks)
-    processes = [
-        context.Process(target=run_rank, args=(rank, shared, size, dtype, first_count)) for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(MAX_WAIT_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
+    codes = run_ranks(run_rank, num_ranks, buffers(num_ranks), size, dtype, first_count)
     assert codes == [0] * num_ranks
 
 
