@@ -19,6 +19,7 @@ import zmq
 
 from strandline.device.visible_gpus import take_gpus
 from strandline.engine.core import EngineCore
+from strandline.engine.engine_log import name_engine_in_log
 from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_core
 from strandline.errors import ConfigError, RequestError
@@ -192,8 +193,7 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     start = TO_CORE.decode(socket.recv())
     if not isinstance(start, Start):
         return 2
-    if start.config.data_parallel_size > 1:
-        logging.basicConfig(format=f"engine {start.config.data_parallel_rank}: %(message)s")
+    name_engine_in_log(start.config)
     leave_generation_out()
     try:
         take_gpus(start.config)

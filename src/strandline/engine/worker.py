@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Final
 import strandline.errors
 from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.process_ranks import ProcessRanks
+from strandline.engine.engine_log import name_engine_in_log
 from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_uni_executor, resolve_device
 from strandline.engine.packed_plan import PackedPlan, PlanUnpacker
@@ -140,6 +141,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
 
     start: Start = pickle.load(calls)
     rank = 0 if start.place is None else start.place.rank
+    name_engine_in_log(start.config)
     leave_generation_out()
     try:
         ranks = None if start.place is None else ProcessRanks(start.place, resolve_device(start.config, rank))

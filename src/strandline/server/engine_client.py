@@ -1,9 +1,11 @@
 """The HTTP process's side of its engines: where each prompt runs, its outputs, and what follows from failures."""
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Final
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import EngineError, RequestError
@@ -18,6 +20,8 @@ from strandline.server.jobs import Job
 from strandline.server.metrics import Metrics
 from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
 from strandline.text.prompts import check_text
+
+LOGGER: Final = logging.getLogger(__name__)
 
 
 class QueueFullError(RequestError):
@@ -124,8 +128,13 @@ class EngineClient:
         """Return the engine for a prompt."""
         if self._router is None:
             return self.engines[0]
-        hung = [engine.number for engine in self.engines if engine.find_hang() is not None]
-        return self.engines[self._router.route(request_id, request.prompt_ids, salt, hung)]
+        return self.engines[self._router.route(request_id, request.prompt_ids, salt, self._hung())]
+
+    def _hung(self) -> set[int]:
+        """Return the numbers of the engines that hang; none if no other one responds."""
+        hung = {engine.number for engine in self.engines if engine.find_hang() is not None}
+        running = {engine.number for engine in self.engines if engine.failure is None}
+        return hung if running - hung else set()
 
     def _send_all(self, engines: Sequence[EngineLink], submissions: Sequence[list[Submission]]) -> None:
         """Send each engine its sequences in one message."""
@@ -164,11 +173,18 @@ class EngineClient:
                 f"the request asks for {num_sequences} outputs (prompts times n), at most {limit} may run and wait; "
                 "send several requests, or raise --max-queue"
             )
-        num_taken = len(self.frontend) + self._num_expected
+        num_taken = len(self.frontend) + self._num_expected - self._num_stuck()
         if num_taken + num_sequences > limit:
             raise QueueFullError(
                 f"{num_taken} outputs run and wait already, at most {limit} may; try again later, or raise --max-queue"
             )
+
+    def _num_stuck(self) -> int:
+        """Return how many sequences are on engines that hang while another one responds."""
+        if not (hung := self._hung()):
+            return 0
+        streams = (self.frontend.requests.get(name) for name, x in self._requests.items() if x.engine.number in hung)
+        return sum(not output.is_finished for stream in streams if stream is not None for output in stream.outputs)
 
     def close(self, job: Job) -> None:
         """Abort the unfinished requests of a job, and drop it."""
@@ -206,6 +222,13 @@ class EngineClient:
         for job in jobs:
             job.fail(f"{engine.name} has stopped: {engine.failure}")
 
+    def fail_hung(self) -> None:
+        """Fail the jobs of engines that hang: nothing waits for them any longer."""
+        for engine in self.engines:
+            if (hang := engine.find_hang()) is not None:
+                LOGGER.warning("%s hangs, and its requests are not waited for: %s", engine.name, hang)
+                self.fail(engine, f"it hangs: {hang}")
+
     def reconnect(self, engine: EngineLink, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
         """Use a new process of an engine; all jobs of the old one have failed."""
         engine.reconnect(socket, limits, heartbeat)
@@ -233,12 +256,16 @@ class EngineClient:
 
         Raises:
             EngineDeadError: the engine has exited, or all have.
-            RequestTimeoutError: an engine does not respond.
+            RequestTimeoutError: none of those asked responds.
         """
         self.require_running()
         asked = [x for x in self.engines if (x.failure is None if number is None else x.number == number)]
-        answers = await asyncio.gather(*(engine.explain(question) for engine in asked))
-        return max(zip((x.number for x in asked), answers, strict=True), key=lambda each: _hit_tokens(each[1]))
+        answers = await asyncio.gather(*(engine.explain(question) for engine in asked), return_exceptions=True)
+        found = [(x.number, each) for x, each in zip(asked, answers, strict=True) if isinstance(each, CacheAnswer)]
+        for answer in answers:
+            if isinstance(answer, BaseException) and not (found and isinstance(answer, EngineError)):
+                raise answer
+        return max(found, key=lambda each: _hit_tokens(each[1]))
 
     async def flush(self) -> FlushReport | None:
         """Have all engines that run write entries that are only in memory to the disk cache, and return the sum.

@@ -42,6 +42,11 @@ from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabular
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
 
+LOOK_S: Final = 0.5
+"""How often a server that drains looks whether an engine hangs."""
+ANSWER_S: Final = 1.0
+"""How long a server that is stopped at once takes to tell its clients."""
+
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until a signal; return the exit code. The first signal drains, a second Ctrl-C stops at once.
@@ -97,7 +102,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
             shown_as = "without prompt text" if mode == "counts" else "with prompt text"
             LOGGER.info("cache page (%s): %s/cache", shown_as, address)
         LOGGER.info("serving %s on %s", service.model_names[0], address)
-        if await _run_http(app, listener, server.client_timeout_s or None):
+        if await _run_http(app, listener, client, server.client_timeout_s or None):
             LOGGER.info("stopped at once")
             return INTERRUPTED
         if engine.disk_cache is not None and any(each.failure is None for each in client.engines):
@@ -152,15 +157,34 @@ def _cancel_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, cancel)
 
 
-async def _run_http(app: ASGIApp, listener: socket.socket, client_timeout_s: float | None) -> bool:
+async def _run_http(
+    app: ASGIApp, listener: socket.socket, client: EngineClient, client_timeout_s: float | None
+) -> bool:
     """Serve until a signal; return whether a second Ctrl-C ended unfinished requests."""
     asyncio.get_running_loop().set_exception_handler(log_loop_error)
     http = uvicorn.Server(http_config(app, client_timeout_s))
     # At shutdown uvicorn raises the signals that it handled again, for the handlers that were installed before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    await http.serve(sockets=[listener])
+    watching = asyncio.ensure_future(_fail_hung(http, client))
+    try:
+        await http.serve(sockets=[listener])
+    finally:
+        watching.cancel()
+    if http.force_exit:
+        for engine in client.engines:
+            client.fail(engine, "the server was stopped")
+        if http.server_state.tasks:
+            await asyncio.wait(http.server_state.tasks, timeout=ANSWER_S)
     return http.force_exit
+
+
+async def _fail_hung(http: uvicorn.Server, client: EngineClient) -> None:
+    """Once the server drains, do not let it wait for engines that hang."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if http.should_exit:
+            client.fail_hung()
 
 
 async def _flush(client: EngineClient) -> None:

@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_post, running_server
 
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
@@ -73,16 +73,22 @@ def test_sigterm_at_start_leaves_no_files_and_no_process(
 
 def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
     core = doomed.core_pid()
-    with doomed.stream(**ENDLESS, n=4) as events:
+    with ThreadPoolExecutor() as pool, doomed.stream(**ENDLESS, n=4) as events:
+        whole = pool.submit(http_post, f"{doomed.url}/v1/completions", json=ENDLESS)
         next(events)
+        doomed.wait_until(lambda: doomed.metric("num_requests_running") == 5)
         doomed.signal(signal.SIGINT)
         doomed.wait_until(lambda: not listens(doomed))
         assert doomed.process.poll() is None
         doomed.signal(signal.SIGINT)
+        *_, error, done = events
+        assert "the server was stopped" in json.loads(error)["error"]["message"]
+        assert done == "[DONE]"
+        assert whole.result().status_code == 503
+        assert "the server was stopped" in whole.result().json()["error"]["message"]
         assert doomed.exit_code() == 130
-        with pytest.raises(httpx.RemoteProtocolError, match="closed connection"):
-            list(events)
     assert not lives(core)
+    assert "Traceback" not in doomed.log()
 
 
 def test_a_restarted_server_hits_what_the_last_one_left(bytes_dir: Path, tmp_path: Path) -> None:
