@@ -56,6 +56,7 @@ class ServerConfig:
                 raise ConfigError(
                     f"--allowed-hosts must be names without ports, as api.example.com, *.example.com or *: got {name!r}"
                 )
+        _require_texts("--api-key", self.api_key)
         if self.max_queue < 0 or self.max_body_bytes < 1:
             raise ConfigError("--max-queue must be at least 0 and --max-body-bytes at least 1")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
@@ -69,9 +70,11 @@ class ServerConfig:
         """Return the valid keys, the environment's included, each with the prefix of its requests' salts.
 
         Raises:
-            ConfigError: ``salt_per_key`` is set and there is no key.
+            ConfigError: ``salt_per_key`` is set and there is no key, or the environment's is blank.
         """
         key = read_api_key()
+        if key is not None:
+            _require_texts(API_KEY, [key])
         keys = [*self.api_key, *([key] if key else [])]
         if self.salt_per_key and not keys:
             raise ConfigError(
@@ -90,6 +93,14 @@ class ServerConfig:
         if self.cache_page != "auto":
             return self.cache_page
         return "local" if is_local(address) else "counts"
+
+
+def _require_texts(flag: str, values: object) -> None:
+    """Raise a ConfigError unless values are a sequence of strings that are not blank. A string is no such sequence."""
+    if not isinstance(values, list | tuple) or not all(type(value) is str for value in values):
+        raise ConfigError(f"{flag} must be a list of strings, got {type(values).__name__}")
+    if not all(value.strip() for value in values):
+        raise ConfigError(f"{flag} must not be empty or blank: the shell variable that it comes from may be unset")
 
 
 def salt_of_key(key: str) -> str:

@@ -63,9 +63,11 @@ class Gate:
         await self._app({**scope, KEY_SALT: salt}, self._counted(receive), send)
 
     def _salt(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the prefix of a key's salts; None if the key is not valid."""
+        """Return the prefix of a key's salts; None if the key is missing, empty or not valid."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        if not key:
+            return None
         # All keys are compared, each in constant time, so that the time reveals nothing about them.
         found = [salt for known, salt in self._keys.items() if hmac.compare_digest(key, known)]
         return found[0] if found else None

@@ -113,3 +113,21 @@ def test_a_salt_per_key_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY, raising=False)
     with pytest.raises(ConfigError, match="add --api-key or STRANDLINE_API_KEY"):
         ServerConfig(salt_per_key=True).key_salts()
+
+
+@pytest.mark.parametrize("keys", [("",), ("  ",), ("a", ""), ["\t"]])
+@pytest.mark.parametrize("salt_per_key", [False, True])
+def test_blank_key_is_refused_at_start(keys: list[str], salt_per_key: bool) -> None:
+    with pytest.raises(ConfigError, match="--api-key must not be empty or blank"):
+        ServerConfig(api_key=keys, salt_per_key=salt_per_key)
+
+
+def test_blank_key_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, " ")
+    with pytest.raises(ConfigError, match="STRANDLINE_API_KEY must not be empty or blank"):
+        ServerConfig().key_salts()
+
+
+def test_one_string_is_no_list_of_keys() -> None:
+    with pytest.raises(ConfigError, match="--api-key must be a list of strings, got str"):
+        ServerConfig(api_key="secret")  # else each of its letters would be a key

@@ -65,6 +65,14 @@ def test_keys_are_compared_in_constant_time_and_never_logged(
     assert compared == [b"a", b"b"]
 
 
+@pytest.mark.parametrize(
+    "headers", [{}, {b"authorization": b"Bearer"}, {b"authorization": b"Bearer  "}, {b"x-api-key": b""}]
+)
+def test_missing_key_never_equals_an_empty_one(headers: dict[bytes, bytes]) -> None:
+    door = gate.Gate(lambda *_: None, api_keys={"": "", "a": ""}, max_body_bytes=1)  # type: ignore[arg-type,return-value]
+    assert door._salt(headers) is None
+
+
 def test_too_large_body_gets_413_with_and_without_length(strict: ServerProcess) -> None:
     assert ask(strict, prompt="x" * 3000).status_code == 413
     pieces = (b"x" * 500 for _ in range(10))
