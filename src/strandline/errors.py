@@ -22,7 +22,15 @@ class WeightsError(ConfigError):
 
 
 class RequestError(StrandlineError, ValueError):
-    """A fault of the caller (HTTP 4xx). No other request is affected."""
+    """A fault of the caller (HTTP 4xx). No other request is affected.
+
+    Args:
+        param: the field at fault, if it is a single one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class EngineError(StrandlineError, RuntimeError):

@@ -176,7 +176,7 @@ class SamplingParams:
         _require_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise RequestError("top_p must be above 0 and at most 1, got 0")
+            raise RequestError("top_p must be above 0 and at most 1, got 0", param="top_p")
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number(
             "repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
@@ -191,7 +191,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _require_integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, MAX_COUNT)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+                raise RequestError(
+                    f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="max_tokens"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _require_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -200,13 +202,14 @@ class SamplingParams:
         if self.n > 1 and self.is_greedy:
             raise RequestError(
                 f"n must be 1 with greedy sampling, got {self.n}: all outputs would be equal; temperature is "
-                f"{self.temperature:g}, which is the model's default if the request sets none"
+                f"{self.temperature:g}, which is the model's default if the request sets none",
+                param="n",
             )
 
     def _check_stops(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         if not all(s and isinstance(s, str) for s in stop):
-            raise RequestError(f"stop must hold non-empty strings, got {self.stop!r:.100}")
+            raise RequestError(f"stop must hold non-empty strings, got {self.stop!r:.100}", param="stop")
         _require_few("stop", stop)
         if stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True")
@@ -218,7 +221,7 @@ class SamplingParams:
                 f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r:.100}"
             )
         if not all(word and isinstance(word, str) for word in self.bad_words or ()):
-            raise RequestError(f"bad_words must hold non-empty strings, got {self.bad_words!r:.100}")
+            raise RequestError(f"bad_words must hold non-empty strings, got {self.bad_words!r:.100}", param="bad_words")
         _require_few("bad_words", self.bad_words or ())
         for token, bias in (self.logit_bias or {}).items():
             _require_integer("logit_bias token", token, 0, None)
@@ -238,17 +241,22 @@ def _require_few(name: str, strings: Sequence[str]) -> None:
     if len(strings) > MAX_STRINGS or num_characters > MAX_STRING_CHARACTERS:
         raise RequestError(
             f"{name} has {len(strings)} strings of {num_characters} characters together; at most {MAX_STRINGS} and "
-            f"{MAX_STRING_CHARACTERS} may be"
+            f"{MAX_STRING_CHARACTERS} may be",
+            param=name,
         )
 
 
 def _require_number(name: str, value: object, low: float, high: float) -> None:
+    """Raise a RequestError unless a value is in range. The field is the first word of the name."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # type: ignore[operator]
-        raise RequestError(f"{name} must be a number between {low:g} and {high:g}, got {value!r}")
+        raise RequestError(
+            f"{name} must be a number between {low:g} and {high:g}, got {value!r:.100}", param=name.split()[0]
+        )
 
 
 def _require_integer(name: str, value: object, low: int, high: int | None) -> None:
+    """Raise a RequestError unless a value is in range. The field is the first word of the name."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        limits = f"of at least {low}" if high in (None, MAX_COUNT) else f"between {low} and {high}"
-        raise RequestError(f"{name} must be a whole number {limits}, got {value!r}")
+        limits = f"of at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be a whole number {limits}, got {value!r:.100}", param=name.split()[0])

@@ -13,7 +13,7 @@ from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
-from strandline.server.request_bodies import ChatBody
+from strandline.server.request_bodies import ChatBody, sent_as
 from strandline.server.segments import merge_segments
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, plain_events
@@ -133,9 +133,12 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
         raise RequestError("top_logprobs needs logprobs: true")
     box = toolbox(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
     transfer = service.transfer_params(body.kv_transfer_params)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens, sent = body.max_tokens, {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        max_tokens, sent["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
+    with sent_as(sent):
+        params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
     with service.client.expect(params.n):
         prompt = await service.render(
             body.messages,

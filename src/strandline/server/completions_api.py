@@ -140,7 +140,8 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     """Return the number of log-probabilities per prompt token. A prompt that is only echoed is also run for them."""
     if not body.echo:
         return None
-    return 0 if body.max_tokens == 0 and body.logprobs is None else body.logprobs
+    is_only_echoed = body.max_tokens is not None and body.max_tokens < 1
+    return 0 if is_only_echoed and body.logprobs is None else body.logprobs
 
 
 def _text(entry: Entry) -> str:

@@ -95,7 +95,8 @@ async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineError)
     status, code = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
-    return error_response(request.url.path, status, str(error), code=code, headers=headers)
+    param = error.param if isinstance(error, RequestError) else None
+    return error_response(request.url.path, status, str(error), param=param, code=code, headers=headers)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.messages_blocks import Blocks, chat_messages, chat_tools
-from strandline.server.request_bodies import Objects, Strings, check_extra
+from strandline.server.request_bodies import Objects, Strings, check_extra, sent_as
 from strandline.server.segments import merge_segments
 from strandline.server.service import Service
 from strandline.server.sse import (
@@ -75,14 +75,17 @@ class MessagesBody(CountBody):
         check_extra(self.model_extra)
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
-        wanted = self.output_format or (self.output_config or {}).get("format")
-        structure = structure_of({"structured_outputs": self.structured_outputs, "response_format": wanted})
-        return SamplingParams(
-            **{**defaults, **given},
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            structured_outputs=structure,
-        )
+        name, wanted = "output_format", self.output_format
+        if not wanted:
+            name, wanted = "output_config.format", (self.output_config or {}).get("format")
+        structure = structure_of({"structured_outputs": self.structured_outputs, name: wanted}, name)
+        with sent_as({"stop": "stop_sequences"}):
+            return SamplingParams(
+                **{**defaults, **given},
+                max_tokens=self.max_tokens,
+                stop=self.stop_sequences,
+                structured_outputs=structure,
+            )
 
 
 class Message:

@@ -5,7 +5,9 @@ logged once. Unsupported fields that would change the answer are rejected.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
@@ -162,7 +164,7 @@ class CompletionBody(SamplingBody):
     """Body of ``/v1/completions``."""
 
     prompt: Prompts
-    max_tokens: Count | None = 16
+    max_tokens: int | None = 16
     logprobs: Count | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -212,14 +214,30 @@ def check_extra(fields: Mapping[str, Any] | None) -> None:
     """
     for name, value in (fields or {}).items():
         if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
-            raise RequestError(f"{name} is not served by this version")
+            raise RequestError(f"{name} is not served by this version", param=name)
         if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
             _log_once(name)
 
 
+@contextmanager
+def sent_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the field of a RequestError as the client did.
+
+    Args:
+        names: sampling parameters, each with the request's field, where that has another name.
+    """
+    try:
+        yield
+    except RequestError as error:
+        param, sent = error.param, names.get(error.param or "")
+        if param is None or sent is None:
+            raise
+        raise RequestError(re.sub(rf"\b{param}\b", sent, str(error), count=1), param=sent) from error
+
+
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 20):
-        raise RequestError(f"logit_bias must map token ids to numbers, got the key {key[:50]!r}")
+        raise RequestError(f"logit_bias must map token ids to numbers, got the key {key[:50]!r}", param="logit_bias")
     return int(key)
 
 

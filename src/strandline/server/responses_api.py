@@ -16,7 +16,7 @@ from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.reasoning import CLOSE
-from strandline.server.request_bodies import Count, Objects, Strings, check_extra
+from strandline.server.request_bodies import Count, Objects, Strings, check_extra, sent_as
 from strandline.server.responses_items import Items, chat_messages, chat_tools
 from strandline.server.segments import merge_segments
 from strandline.server.service import Service
@@ -28,6 +28,7 @@ from strandline.text.frontend import CheckedParams
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need stored state."""
+TEXT_FORMAT: Final = "text.format"
 LOGPROBS: Final = "message.output_text.logprobs"
 """Value of ``include`` that requests log-probabilities."""
 
@@ -81,13 +82,14 @@ class ResponsesBody(BaseModel):
         if self.top_logprobs and not self.wants_logprobs:
             raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]")
         given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
-        wanted = {"structured_outputs": self.structured_outputs, "response_format": (self.text or {}).get("format")}
-        return SamplingParams(
-            **{**defaults, **given},
-            max_tokens=self.max_output_tokens,
-            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            structured_outputs=structure_of(wanted),
-        )
+        wanted = {"structured_outputs": self.structured_outputs, TEXT_FORMAT: (self.text or {}).get("format")}
+        with sent_as({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
+            return SamplingParams(
+                **{**defaults, **given},
+                max_tokens=self.max_output_tokens,
+                logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+                structured_outputs=structure_of(wanted, TEXT_FORMAT),
+            )
 
     @property
     def wants_logprobs(self) -> bool:

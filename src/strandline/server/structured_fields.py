@@ -15,8 +15,11 @@ GUIDED: Final[Mapping[str, str]] = {
 """vLLM's older fields, and their names in ``structured_outputs``."""
 
 
-def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
+def structure_of(fields: Mapping[str, Any], format_name: str = "response_format") -> StructuredOutputsParams | None:
     """Return the structure requested by ``response_format``, ``structured_outputs`` or ``guided_…``.
+
+    Args:
+        format_name: the field that the API has instead of ``response_format``.
 
     Raises:
         RequestError: one of them is wrong, or there are several.
@@ -24,8 +27,8 @@ def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
     found: dict[str, StructuredOutputsParams | None] = {}
     if fields.get("structured_outputs") is not None:
         found["structured_outputs"] = StructuredOutputsParams.from_mapping(fields["structured_outputs"])
-    if fields.get("response_format") is not None:
-        found["response_format"] = structure_of_format(fields["response_format"])
+    if fields.get(format_name) is not None:
+        found[format_name] = structure_of_format(fields[format_name], format_name)
     for field, name in GUIDED.items():
         if fields.get(field) is not None:
             pattern = fields.get("guided_whitespace_pattern")
@@ -36,8 +39,11 @@ def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
     return next(iter(given.values()), None)
 
 
-def structure_of_format(value: Any) -> StructuredOutputsParams | None:
+def structure_of_format(value: Any, name: str) -> StructuredOutputsParams | None:
     """Return the structure of a ``response_format``; None for plain text. The schema may also be next to the type.
+
+    Args:
+        name: the field that has it.
 
     Raises:
         RequestError: it is of an unknown type, or has no schema.
@@ -51,9 +57,9 @@ def structure_of_format(value: Any) -> StructuredOutputsParams | None:
             holder = value.get("json_schema", value)
             schema = holder.get("schema") if isinstance(holder, Mapping) else None
             if not isinstance(schema, Mapping):
-                raise RequestError("response_format of type json_schema needs a json_schema with a schema")
+                raise RequestError(f"{name} of type json_schema needs a json_schema with a schema", param=name)
             return StructuredOutputsParams(json=dict(schema))
         case other:
             raise RequestError(
-                f"response_format must be of type text, json_object or json_schema, got {str(other)[:100]!r}"
+                f"{name} must be of type text, json_object or json_schema, got {str(other)[:100]!r}", param=name
             )

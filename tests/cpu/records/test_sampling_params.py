@@ -15,7 +15,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": True}, "temperature"),
     ({"top_p": 0.0}, "top_p must be above 0"),
     ({"top_p": 1.1}, "top_p must be a number between 0 and 1, got 1.1"),
-    ({"top_k": -2}, "top_k must be a whole number of at least -1, got -2"),
+    ({"top_k": -2}, "top_k must be a whole number between -1 and 9223372036854775807, got -2"),
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 1.5}, "min_p"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be a number between 0.001 and 1000, got 0.0"),
@@ -28,16 +28,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"n": 2, "temperature": 0},
         "got 2: all outputs would be equal; temperature is 0, which is the model's default if",
     ),
-    ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number between 1 and 9223372036854775807, got 0"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
     ({"logprobs": 21}, "logprobs must be a whole number between 0 and 20, got 21"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"seed": 2**63}, "seed"),
+    (
+        {"seed": 2**63},
+        "seed must be a whole number between -9223372036854775808 and 9223372036854775807, got 9223372036854775808",
+    ),
+    ({"max_tokens": 2**64}, "max_tokens must be a whole number between 1 and 9223372036854775807, got 184467"),
+    ({"top_k": 2**63}, "top_k must be a whole number between -1 and 9223372036854775807, got 9223372036854775808"),
     ({"stop": [""]}, "stop must hold non-empty strings"),
     ({"stop": ["a"], "detokenize": False}, "stop strings need detokenize=True"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids must be a whole number of at least 0, got -1"),
     ({"bad_words": [""]}, "bad_words"),
     ({"logit_bias": {3: 101.0}}, "logit_bias of token 3 must be a number between -100 and 100, got 101.0"),
     ({"logit_bias": {-3: 1.0}}, "logit_bias token"),
@@ -49,6 +54,8 @@ def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message
     with pytest.raises(RequestError) as caught:
         SamplingParams(**values)
     assert message in str(caught.value)
+    if "detokenize" not in values:
+        assert caught.value.param in values
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from typing import Any
 
@@ -61,12 +62,12 @@ def items(*content: Any) -> list[Any]:
         (CHAT, "response_format", {"type": []}, "response_format must be"),
         (MESSAGE, "thinking", {"type": []}, ""),
         (MESSAGE, "thinking", 5, "thinking"),
-        (MESSAGE, "output_config", {"format": 5}, "response_format must be"),
+        (MESSAGE, "output_config", {"format": 5}, "output_config.format must be"),
         (MESSAGE, "stop_sequences", [""], "non-empty"),
-        (RESPONSE, "max_output_tokens", 2**70, "max_tokens must be"),
+        (RESPONSE, "max_output_tokens", 2**70, "max_output_tokens must be"),
         (RESPONSE, "input", items(5), "an input item must be"),
         (RESPONSE, "input", items({"text": 5}), "an input item must be"),
-        (RESPONSE, "text", {"format": 5}, "response_format must be"),
+        (RESPONSE, "text", {"format": 5}, "text.format must be"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -86,6 +87,39 @@ def test_it_is_refused_and_the_server_goes_on(
     else:
         assert answer.status_code == 200
     assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_of", "fields", "param"),
+    [
+        (COMPLETION, {"seed": 2**63}, "seed"),
+        (COMPLETION, {"max_tokens": -1}, "max_tokens"),
+        (COMPLETION, {"logprobs": 21}, "logprobs"),
+        (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias"),
+        (COMPLETION, {"best_of": 2}, "best_of"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 1, "min_tokens": 2}, "max_completion_tokens"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"response_format": {"type": "nope"}}, "response_format"),
+        (MESSAGE, {"max_tokens": 0}, "max_tokens"),
+        (MESSAGE, {"stop_sequences": [""]}, "stop_sequences"),
+        (MESSAGE, {"output_format": {"type": "nope"}}, "output_format"),
+        (RESPONSE, {"max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSE, {"text": {"format": {"type": "nope"}}}, "text.format"),
+        (RESPONSE, {"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_field_that_was_sent(
+    server: ServerProcess, request_of: tuple[str, dict[str, Any]], fields: dict[str, Any], param: str
+) -> None:
+    path, body = request_of
+    answer = server.post(path, **{**body, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert re.search(rf"(?<!\w){re.escape(param)}\b", error["message"])
 
 
 JSON = {"Content-Type": "application/json"}
