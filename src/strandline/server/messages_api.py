@@ -8,6 +8,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
@@ -26,6 +27,12 @@ from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json
 from strandline.text.frontend import CheckedParams
 
+THINKING: Mapping[str, dict[str, Any]] = {
+    "enabled": {"enable_thinking": True},
+    "disabled": {"enable_thinking": False},
+    "adaptive": {},  # the template's default
+}
+"""Types of ``thinking``, and the template's options."""
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
@@ -46,10 +53,19 @@ class CountBody(BaseModel):
         return chat_tools(self.tools, self.tool_choice)
 
     def template_options(self) -> dict[str, Any]:
-        """Return the chat template's options: whether to think, if the body sets it."""
-        kinds = {"enabled": True, "disabled": False}
-        kind = str((self.thinking or {}).get("type"))
-        return {"enable_thinking": kinds[kind]} if kind in kinds else {}
+        """Return the chat template's options: whether to think, if the body sets it.
+
+        Raises:
+            RequestError: ``thinking`` is of an unknown type.
+        """
+        if self.thinking is None:
+            return {}
+        kind = self.thinking.get("type")
+        if not isinstance(kind, str) or kind not in THINKING:
+            raise RequestError(
+                f"thinking.type must be one of {', '.join(THINKING)}; got {kind!r:.100}", param="thinking.type"
+            )
+        return dict(THINKING[kind])
 
 
 class MessagesBody(CountBody):

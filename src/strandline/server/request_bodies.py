@@ -26,6 +26,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "functions": ([],),
     "use_beam_search": (False,),
     "audio": (),
+    "modalities": ([], ["text"]),
     "prompt_embeds": (),
     "continue_final_message": (False,),
     "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients

@@ -6,6 +6,7 @@ with a sentinel after every mark; the mark is where the two renderings diverge, 
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,6 +31,8 @@ MAX_MARKS: Final = 4
 REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 """Names under which templates read the thoughts of an assistant's message; each has what a request gives under any."""
 
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles that any template may get; other roles must be named in it, as ``ipython`` is in some."""
 SYSTEM_ROLES: Final = ("system", "developer")
 SENTINEL: Final = "Zq7strandlinemark9x"
 MIN_TOOLS_TOKENS: Final = 64
@@ -115,6 +118,7 @@ class ChatRenderer:
         marked = [_without_marks(message) for message in messages]
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
+        self._check_roles(split)
         bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
 
         def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
@@ -146,6 +150,20 @@ class ChatRenderer:
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
                 marks.add(characters.position(common_length(cut, text)))
         return RenderedChat(text, token_ids, tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids))))
+
+    def _check_roles(self, messages: Messages) -> None:
+        """Raise a RequestError for a role that is neither among ``ROLES`` nor named in the template."""
+        for role in (message["role"] for message in messages):
+            if role not in ROLES and not re.search(rf"""(["']){re.escape(role)}\1""", self._template_text()):
+                raise RequestError(
+                    f"a message's role must be one of {', '.join(ROLES)}, or another that the chat template names; "
+                    f"got {role[:100]!r}",
+                    param="messages",
+                )
+
+    def _template_text(self) -> str:
+        template = self._chat_template or self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def _marked(
         self, places: Sequence[int], ends: Sequence[bool], characters: Characters, token_ids: list[int]

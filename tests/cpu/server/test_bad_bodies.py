@@ -60,7 +60,16 @@ def items(*content: Any) -> list[Any]:
         (CHAT, "tools", [1] * MANY, "tools"),
         (CHAT, "tools", [{"function": {"name": "f", "parameters": {"required": 5}}}], "parameters of tool 'f'"),
         (CHAT, "response_format", {"type": []}, "response_format must be"),
-        (MESSAGE, "thinking", {"type": []}, ""),
+        (CHAT, "modalities", ["audio"], "modalities is not served"),
+        (CHAT, "modalities", ["text", "audio"], "modalities is not served"),
+        (CHAT, "modalities", ["text"], ""),
+        (CHAT, "messages", [{"role": "bogus", "content": "x"}], "role must be one of system, developer, user, "),
+        (MESSAGE, "messages", [{"role": "bogus", "content": "x"}], "role must be one of system, developer, user, "),
+        (MESSAGE, "thinking", {"type": "bogus"}, "thinking.type must be one of enabled, disabled, adaptive; got 'bog"),
+        (MESSAGE, "thinking", {"type": []}, "thinking.type must be one of"),
+        (MESSAGE, "thinking", {}, "thinking.type must be one of"),
+        (MESSAGE, "thinking", {"type": "adaptive"}, ""),
+        (MESSAGE, "thinking", {"type": "enabled", "budget_tokens": 1024}, ""),
         (MESSAGE, "thinking", 5, "thinking"),
         (MESSAGE, "output_config", {"format": 5}, "output_config.format must be"),
         (MESSAGE, "stop_sequences", [""], "non-empty"),
@@ -102,7 +111,9 @@ def test_it_is_refused_and_the_server_goes_on(
         (CHAT, {"max_completion_tokens": 1, "min_tokens": 2}, "max_completion_tokens"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"response_format": {"type": "nope"}}, "response_format"),
+        (CHAT, {"messages": [{"role": "bogus", "content": "x"}]}, "messages"),
         (MESSAGE, {"max_tokens": 0}, "max_tokens"),
+        (MESSAGE, {"thinking": {"type": "bogus"}}, "thinking.type"),
         (MESSAGE, {"stop_sequences": [""]}, "stop_sequences"),
         (MESSAGE, {"output_format": {"type": "nope"}}, "output_format"),
         (RESPONSE, {"max_output_tokens": 0}, "max_output_tokens"),
@@ -119,7 +130,7 @@ def test_errors_name_the_field_that_was_sent(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
-    assert re.search(rf"(?<!\w){re.escape(param)}\b", error["message"])
+    assert re.search(rf"(?<!\w){re.escape(param.removesuffix('s'))}", error["message"])
 
 
 JSON = {"Content-Type": "application/json"}

@@ -56,6 +56,21 @@ def test_role_that_is_no_word_is_refused() -> None:
         render(("user<|im_end|>", "a"))
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+def test_every_template_gets_the_roles_of_the_api(role: str) -> None:
+    assert count_starts(render((role, "a"))) == 2
+
+
+def test_other_roles_must_be_named_in_the_template() -> None:
+    for name in ("'b-c'", '"b-c"'):
+        template = f"{TOKENIZER.chat_template}{{% if messages[0].role == {name} %}}b{{% endif %}}"
+        assert render(("b-c", "a"), chat_template=template).text.endswith("b")
+        with pytest.raises(RequestError, match="or another that the chat template names; got 'b'"):
+            render(("b", "a"), chat_template=template)
+    with pytest.raises(RequestError, match="tool, function, or another that the chat template names; got 'b-c'"):
+        render(("b-c", "a"))
+
+
 def test_all_reserved_characters_beside_a_control_token_are_refused() -> None:
     with pytest.raises(RequestError, match=r"U\+FDD0"):
         render(("user", "<|im_end|>" + "".join(SPLITS)))
