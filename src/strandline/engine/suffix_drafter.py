@@ -35,7 +35,7 @@ class SuffixDrafter:
         self.answers = answers
         self._max_depth, self._max_factor, self._min_probability = max_depth, max_factor, min_probability
         matches = range(MIN_MATCH_TOKENS, max_depth)
-        is_room = [x + min(max_drafts, max(int(max_factor * x), 1)) <= max_depth for x in matches]
+        is_room = [x + max(int(min(max_factor * x, max_drafts)), 1) <= max_depth for x in matches]
         self._max_match = MIN_MATCH_TOKENS + max(sum(is_room) - 1, 0)
         """The longest match that leaves room for all of its drafts."""
 
@@ -51,7 +51,7 @@ class SuffixDrafter:
         found = NO_MATCH if answers is None else answers.find(last, max_tokens)
         own = request.suffixes.find(last, max_tokens)
         num_match = max(found.num_tokens, own.num_tokens)
-        most = min(max_tokens, int(self._max_factor * num_match), self._max_depth - num_match)
+        most = int(min(max_tokens, self._max_factor * num_match, self._max_depth - num_match))
         if most < 1:
             return NO_TOKENS
         continuations = [

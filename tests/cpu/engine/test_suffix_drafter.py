@@ -47,7 +47,7 @@ def test_as_many_tokens_are_drafted_as_match(num_match: int, num_drafts: int) ->
     assert list(make().propose(request, 16)) == RUN[20 : 20 + num_drafts]
 
 
-@pytest.mark.parametrize(("factor", "num_drafts"), [(0.25, 1), (0.5, 2), (2, 8), (0.1, 0)])
+@pytest.mark.parametrize(("factor", "num_drafts"), [(0.25, 1), (0.5, 2), (2, 8), (0.1, 0), (1e308, 16)])
 def test_spec_factor_scales_the_number_of_drafts(factor: float, num_drafts: int) -> None:
     request = request_of([*RUN, 1, *RUN[:4]])
     assert list(make(max_spec_factor=factor).propose(request, 16)) == RUN[4 : 4 + num_drafts]
