@@ -50,7 +50,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     """With ``suffix``: the least probability of a draft and those before it, by how often they followed the match."""
     draft_vocab_size: int | None = None
-    """With ``mtp``: draft only tokens whose ids are below this, which takes less time; None: any token."""
+    """With ``mtp``: draft only tokens whose ids are below this, which takes less time; None, or the vocabulary's size
+    and more: any token."""
     rejection_sample_method: str = "standard"
     """``standard``, or for benchmarks ``synthetic``: drafts are accepted by chance, whatever the model samples."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None

@@ -92,8 +92,12 @@ def first_drafts(trained: demo_network.DemoModel, tokens: list[int], vocab_size:
     return F.linear(hidden_NE, trained.model.embed_tokens.weight)[..., :vocab_size].argmax(-1).tolist()
 
 
-def test_first_drafts_are_those_of_the_trained_layer(make: Callable[..., LLM], trained: demo_network.DemoModel) -> None:
-    llm = make(1)
+@pytest.mark.parametrize("draft_vocab_size", [None, 2**40])
+def test_first_drafts_are_those_of_the_trained_layer(
+    make: Callable[..., LLM], trained: demo_network.DemoModel, draft_vocab_size: int | None
+) -> None:
+    speculation = {"method": "mtp", "num_speculative_tokens": 1, "adaptive": False}
+    llm = make(speculative_config={**speculation, "draft_vocab_size": draft_vocab_size})
     prompt = ids(llm)
     answer, drafts = run(llm, prompt)
     expected = first_drafts(trained, prompt + answer)
