@@ -57,6 +57,7 @@ class ServerConfig:
                     f"--allowed-hosts must be names without ports, as api.example.com, *.example.com or *: got {name!r}"
                 )
         _require_texts("--api-key", self.api_key)
+        _require_texts("--served-model-name", self.served_model_name)
         if self.max_queue < 0 or self.max_body_bytes < 1:
             raise ConfigError("--max-queue must be at least 0 and --max-body-bytes at least 1")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:

@@ -7,6 +7,7 @@ import pytest
 
 from strandline.cli import build_parser
 from strandline.config import EngineConfig
+from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
 
 FLAGS = [
@@ -81,3 +82,11 @@ def test_a_flag_given_twice_keeps_both_values(flag: str) -> None:
     options = build_parser().parse_args(["serve", flag, "a", "b", flag, "c"])
     assert getattr(options, flag[2:].replace("-", "_")) == ["a", "b", "c"]
     assert getattr(build_parser().parse_args(["serve"]), flag[2:].replace("-", "_")) == ()
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+@pytest.mark.parametrize("blank", ["", " "])
+def test_blank_values_are_refused_by_flag(flag: str, blank: str) -> None:
+    values = getattr(build_parser().parse_args(["serve", flag, "a", blank]), flag[2:].replace("-", "_"))
+    with pytest.raises(ConfigError, match=f"{flag} must not be empty or blank"):
+        ServerConfig(**{flag[2:].replace("-", "_"): values})
