@@ -22,6 +22,8 @@ CACHE_MODES: Final = ("auto", "align", "all", "none")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EXECUTORS: Final = ("uni", "mp")
 
+MIN_MODEL_LEN: Final = 2
+"""A token of a prompt, and one of output."""
 DISK_CACHE_SIZE: Final = "100GiB"
 """The size of a disk cache that is given none."""
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -127,9 +129,9 @@ class EngineConfig:
                 f"data_parallel_rank must be at least 0 and less than data_parallel_size {self.data_parallel_size}, "
                 f"got {rank!r}"
             )
-        for name in ("max_model_len", "max_num_batched_tokens"):
+        for name, least in (("max_model_len", MIN_MODEL_LEN), ("max_num_batched_tokens", 1)):
             if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
+                _require_count(name, getattr(self, name), least)
         if self.mamba_block_size % BLOCK_TOKENS:
             raise ConfigError(f"--mamba-block-size must be a multiple of {BLOCK_TOKENS}, got {self.mamba_block_size}")
         seed: object = self.seed
@@ -155,18 +157,12 @@ class EngineConfig:
         if self.memory is not None:
             parse_bytes(self.memory)
         self._require_tiers()
-        if self.kv_events is not None and not self.enable_prefix_caching:
-            raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
+        self._require_cache()
         has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
         if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
             raise ConfigError(
                 "--kv-transfer-config: NixlConnector reads the memory of the engine's own process, so it goes with "
                 "neither --tensor-parallel-size nor --distributed-executor-backend mp; use SocketConnector"
-            )
-        if self.kv_transfer is not None and (not self.enable_prefix_caching or self.mamba_cache_mode == "none"):
-            raise ConfigError(
-                "--kv-transfer-config hands over what the cache holds; drop --no-enable-prefix-caching and "
-                "--mamba-cache-mode none"
             )
         if self.speculation is not None and self.deterministic:
             raise ConfigError(
@@ -183,8 +179,6 @@ class EngineConfig:
         """Check the options of host memory and the disk cache."""
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "--host-memory")
-            if not self.enable_prefix_caching:
-                raise ConfigError("--host-memory holds what the cache evicts; drop --no-enable-prefix-caching")
         _require_type("disk_cache", self.disk_cache, (str, NoneType))
         if self.disk_cache_size is not None:
             parse_bytes(self.disk_cache_size, "--disk-cache-size")
@@ -193,11 +187,8 @@ class EngineConfig:
                     f"--disk-cache-size {self.disk_cache_size} is the size of a disk cache, and there is none; add "
                     "--disk-cache DIR"
                 )
-        if self.disk_cache is not None:
-            if not self.disk_cache:
-                raise ConfigError("--disk-cache must be a directory, got ''")
-            if not self.enable_prefix_caching:
-                raise ConfigError("--disk-cache holds what the cache evicts; drop --no-enable-prefix-caching")
+        if self.disk_cache == "":
+            raise ConfigError("--disk-cache must be a directory, got ''")
         if self.snapshot_dtype != "float32":
             if self.deterministic:
                 raise ConfigError(
@@ -209,6 +200,22 @@ class EngineConfig:
                     f"--snapshot-dtype {self.snapshot_dtype} applies to host memory and the disk cache; add "
                     "--host-memory or --disk-cache"
                 )
+
+    def _require_cache(self) -> None:
+        """Refuse options that would have no effect because nothing can be hit."""
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
+        if self.enable_prefix_caching and self.mamba_cache_mode != "none":
+            return
+        for name, is_given, use in (
+            ("--kv-transfer-config", self.kv_transfer is not None, "hands over what the cache holds"),
+            ("--host-memory", self.host_memory is not None, "holds what the cache evicts"),
+            ("--disk-cache", self.disk_cache is not None, "holds what the cache evicts"),
+            ("--audit-rate", self.audit_rate > 0, "replays what hits the cache"),
+        ):
+            if is_given:
+                cause = "--mamba-cache-mode none" if self.enable_prefix_caching else "--no-enable-prefix-caching"
+                raise ConfigError(f"{name} {use}; drop {cause}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -297,6 +304,6 @@ def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
         raise ConfigError(f"{flag(name)} must be {wanted}, got {value!r}")
 
 
-def _require_count(name: str, value: object) -> None:
-    if type(value) is not int or not 1 <= value < 2**63:
-        raise ConfigError(f"{flag(name)} must be a whole number of at least 1, got {value!r}")
+def _require_count(name: str, value: object, least: int = 1) -> None:
+    if type(value) is not int or not least <= value < 2**63:
+        raise ConfigError(f"{flag(name)} must be a whole number of at least {least}, got {value!r}")

@@ -121,3 +121,16 @@ def test_audit_rate_is_the_share_that_is_replayed(make_llm: MakeLLM) -> None:
 def test_audit_rate_must_be_a_share(make_llm: MakeLLM, rate: object) -> None:
     with pytest.raises(ConfigError, match="--audit-rate"):
         make_llm(audit_rate=rate)
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ({"mamba_cache_mode": "none"}, "--mamba-cache-mode none"),
+    ],
+)
+def test_audits_are_refused_where_nothing_hits(make_llm: MakeLLM, options: dict[str, Any], cause: str) -> None:
+    make_llm(audit_rate=0.0, **options)
+    with pytest.raises(ConfigError, match=f"--audit-rate replays what hits the cache; drop {cause}"):
+        make_llm(audit_rate=0.1, **options)

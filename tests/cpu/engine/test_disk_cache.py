@@ -292,8 +292,10 @@ def test_sizes_without_room_for_a_snapshot_are_refused(make_llm: MakeLLM, tmp_pa
 
 
 def test_wrong_disk_caches_are_refused(make_llm: MakeLLM, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--disk-cache holds what the cache evicts"):
+    with pytest.raises(ConfigError, match="--disk-cache holds what the cache evicts; drop --no-enable-prefix-caching"):
         make_llm(disk_cache="d", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="--disk-cache holds what the cache evicts; drop --mamba-cache-mode none"):
+        make_llm(disk_cache="d", mamba_cache_mode="none")
     with pytest.raises(ConfigError, match="--disk-cache-size must be a size"):
         make_llm(disk_cache="d", disk_cache_size="much")
     with pytest.raises(ConfigError, match="add --disk-cache DIR"):

@@ -145,8 +145,10 @@ def test_without_host_memory_nothing_rests(make_llm: MakeLLM) -> None:
 
 
 def test_host_memory_is_refused_without_a_cache(make_llm: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match="--host-memory holds what the cache evicts"):
+    with pytest.raises(ConfigError, match="--host-memory holds what the cache evicts; drop --no-enable-prefix-caching"):
         make_llm(host_memory="8MiB", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="--host-memory holds what the cache evicts; drop --mamba-cache-mode none"):
+        make_llm(host_memory="8MiB", mamba_cache_mode="none")
     with pytest.raises(ConfigError, match="--host-memory must be a size"):
         make_llm(host_memory="much")
     with pytest.raises(ConfigError, match=r"--host-memory of .* bytes is more than the .* lower it"):
