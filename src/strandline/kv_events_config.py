@@ -52,6 +52,11 @@ class KVEventsConfig:
                 raise ConfigError(f"{FLAG}: {name} must be a whole number of at least 1, got {value!r}")
 
     @property
+    def is_bound(self) -> bool:
+        """Whether the PUB socket binds to its endpoint, as in vLLM; else it connects to it."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith(("ipc://", "inproc://"))
+
+    @property
     def is_published(self) -> bool:
         """Whether events are collected and sent."""
         return self.enable_kv_cache_events and self.publisher != "null"

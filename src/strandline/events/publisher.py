@@ -126,7 +126,7 @@ class _Sender:
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.set_hwm(config.hwm)
-            self.endpoint = _attach(self._pub, config.endpoint)
+            self.endpoint = (_bind if config.is_bound else _connect)(self._pub, config.endpoint)
             self._replay: zmq.Socket[bytes] | None = None
             self.replay_endpoint: str | None = None
             if config.replay_endpoint is not None:
@@ -214,10 +214,7 @@ def _batches(events: Iterable[CacheEvent]) -> Iterator[list[CacheEvent]]:
         yield batch
 
 
-def _attach(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
-    """Bind a PUB socket to an endpoint, or connect it, as vLLM does; return the endpoint with its port."""
-    if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
-        return _bind(socket, endpoint)
+def _connect(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -226,6 +223,7 @@ def _attach(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
 
 
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
+    """Bind a socket; return the endpoint with its port."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

@@ -1,7 +1,8 @@
 """The configuration of each of a server's engines: what cannot be shared gets the engine's number, as in vLLM."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,8 +12,36 @@ from strandline.kv_events_config import FLAG as EVENTS_FLAG
 from strandline.kv_events_config import KVEventsConfig
 from strandline.kv_transfer_config import FLAG as TRANSFER_FLAG
 from strandline.kv_transfer_config import KVTransferConfig
+from strandline.server.host_names import MAX_PORT, is_local
 
-MAX_PORT: Final = 65535
+WILDCARDS: Final = ("*", "0.0.0.0", "::")
+"""Hosts that stand for every address of this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Socket:
+    """A socket of an engine with a fixed address."""
+
+    rank: int
+    flag: str
+    field: str
+    host: str
+    """In lower case, without brackets; of a socket without a port, the whole endpoint."""
+    port: int | None
+    is_bound: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.field} of {self.flag} for engine {self.rank}"
+
+    def overlaps(self, other: "_Socket") -> bool:
+        """Return whether both cannot be, or one that connects would reach the other, which is of this server."""
+        if self.port != other.port:
+            return False
+        for one, two in ((self, other), (other, self)):
+            if one.is_bound and one.host in WILDCARDS and (two.is_bound or is_local(two.host)):
+                return True
+        return self.host == other.host
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
@@ -21,14 +50,16 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     Raises:
         ConfigError: engines would use each other's ports.
     """
-    configs = [_config_of(config, rank) for rank in range(config.data_parallel_size)]
-    endpoints = [endpoint for each in configs for endpoint in _event_endpoints(each)]
     size = config.data_parallel_size
-    if size > 1 and len(set(endpoints)) < len(endpoints):
-        raise ConfigError(
-            f"{EVENTS_FLAG}: with --data-parallel-size {size} each engine adds its number to the ports, so those of "
-            f"endpoint and replay_endpoint must be at least {size} apart"
-        )
+    configs = [_config_of(config, rank) for rank in range(size)]
+    sockets = [each for config in configs for each in _sockets(config)] if size > 1 else []
+    for one, other in combinations(sockets, 2):
+        if one.overlaps(other):
+            address = other.host if other.port is None else f"port {other.port}"
+            raise ConfigError(
+                f"{one.name} and {other.name} both use {address}: with --data-parallel-size {size} each engine adds "
+                f"its number to its ports, so these must be at least {size} apart"
+            )
     return configs
 
 
@@ -81,8 +112,26 @@ def _numbered_port(port: int, rank: int, flag: str) -> int:
     return port + rank if port else 0
 
 
-def _event_endpoints(config: EngineConfig) -> Iterator[str]:
-    """Yield the endpoints of an engine's events that no other engine can have, too."""
-    events = config.kv_events
-    endpoints = () if events is None else (events.endpoint, events.replay_endpoint)
-    yield from (each for each in endpoints if each is not None and not each.endswith((":*", ":0")))
+def _sockets(config: EngineConfig) -> Iterator[_Socket]:
+    """Yield an engine's sockets whose addresses no other socket of the server can have, too."""
+    rank, events, transfer = config.data_parallel_rank, config.kv_events, config.kv_transfer
+    if events is not None:
+        endpoints = {"endpoint": events.endpoint, "replay_endpoint": events.replay_endpoint}
+        for field, endpoint in endpoints.items():
+            if endpoint is not None and not endpoint.endswith((":*", ":0")):
+                is_bound = field == "replay_endpoint" or events.is_bound
+                yield _Socket(rank, EVENTS_FLAG, field, *_address(endpoint), is_bound)
+    if transfer is not None and transfer.is_producer and transfer.kv_port:
+        yield _Socket(rank, TRANSFER_FLAG, "kv_port", _host(transfer.kv_ip), transfer.kv_port)
+
+
+def _address(endpoint: str) -> tuple[str, int | None]:
+    """Return the host and the port of an endpoint; if it has no port, the whole endpoint."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return (_host(host), int(port)) if endpoint.startswith("tcp://") and port.isdigit() else (endpoint, None)
+
+
+def _host(name: str) -> str:
+    """Return a host's name in the form in which names are compared."""
+    plain = name.lower().strip("[]")
+    return "127.0.0.1" if plain == "localhost" else plain

@@ -41,6 +41,47 @@ def test_overlapping_event_ports_are_refused() -> None:
         configs(4, kv_events_config=apart)
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "kv_port", "first", "second", "port"),
+    [
+        (("tcp://127.0.0.1:47101", None), 47100, "endpoint", "kv_port", 47101),
+        (("tcp://*:47101", None), 47100, "endpoint", "kv_port", 47101),
+        (("tcp://*:47100", None), 47100, "endpoint", "kv_port", 47100),
+        (("tcp://*:5557", "tcp://127.0.0.1:5558"), 0, "replay_endpoint", "endpoint", 5558),
+        (("tcp://[::1]:5557", "tcp://*:5558"), 0, "replay_endpoint", "endpoint", 5558),
+        (("tcp://*:5557", "tcp://LOCALHOST:47099"), 47100, "kv_port", "replay_endpoint", 47100),
+    ],
+)
+def test_ports_of_events_and_transfers_may_not_meet(
+    endpoints: tuple[str, str | None], kv_port: int, first: str, second: str, port: int
+) -> None:
+    live, replay = endpoints
+    events = {**EVENTS, "endpoint": live, "replay_endpoint": replay}
+    flags = {name: "--kv-transfer-config" if name == "kv_port" else "--kv-events-config" for name in (first, second)}
+    message = (
+        rf"{first} of {flags[first]} for engine \d and {second} of {flags[second]} for engine \d both use port {port}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        configs(2, kv_events_config=events, kv_transfer_config={**TRANSFER, "kv_port": kv_port})
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "transfer"),
+    [
+        (("tcp://*:5557", "tcp://*:5559"), {"kv_port": 5561}),
+        (("tcp://10.0.0.1:5557", "tcp://*:5558"), {"kv_port": 0}),
+        (("tcp://10.0.0.1:5557", "tcp://127.0.0.1:5557"), {"kv_ip": "10.0.0.2", "kv_port": 5557}),
+        (("tcp://*:5557", None), {"kv_port": 5557, "kv_role": "kv_consumer"}),
+        (("tcp://*:*", "tcp://*:0"), {"kv_port": 0}),
+    ],
+)
+def test_ports_on_other_machines_or_addresses_may_be_equal(
+    endpoints: tuple[str, str | None], transfer: dict[str, Any]
+) -> None:
+    events = {**EVENTS, "endpoint": endpoints[0], "replay_endpoint": endpoints[1]}
+    assert len(configs(2, kv_events_config=events, kv_transfer_config={**TRANSFER, **transfer})) == 2
+
+
 def test_transfer_ports_and_ids_are_numbered() -> None:
     found = [x.kv_transfer for x in configs(kv_transfer_config={**TRANSFER, "kv_port": 9000, "engine_id": "a"})]
     assert [(x.kv_port, x.engine_id) for x in found if x is not None] == [(9000, "a"), (9001, "a_dp1"), (9002, "a_dp2")]
