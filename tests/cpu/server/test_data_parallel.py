@@ -63,7 +63,8 @@ def say(server: ServerProcess, turns: list[str], text: str) -> tuple[str, int]:
     turns.append(text)
     roles = ("user", "assistant")
     messages = [{"role": roles[place % 2], "content": turn} for place, turn in enumerate(turns)]
-    answer = server.post("/v1/chat/completions", messages=messages, max_tokens=12, **GREEDY).json()
+    body = {"messages": messages, "max_tokens": 12, "cache_salt": "talks", **GREEDY}  # other tests share no prefix
+    answer = server.post("/v1/chat/completions", **body).json()
     turns.append(answer["choices"][0]["message"]["content"])
     return turns[-1], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
