@@ -4,7 +4,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run, Snapshot, num_continuations, snapshot_above
-from strandline.cache.use import NO_INTERARRIVAL, Use
+from strandline.cache.use import Use
 from strandline.cache.walk import branch_snapshots
 
 
@@ -17,7 +17,7 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: Reuse
     again. A snapshot at the end of a prompt counts as ``PROMPT_END``, whatever it was taken for.
     """
     tick = memory.next_tick()
-    is_return = lease.interarrival_bin != NO_INTERARRIVAL
+    is_return = lease.is_return
     if not is_return:
         reuse.count_hit(num_continuations(source))
     if source.position == len(lease.tokens):
@@ -36,10 +36,9 @@ def record_use(lease: Lease, copied_run: Run | None, memory: CacheMemory, reuse:
     This counts as a use of the whole path, which the return of a path does not make shared.
     """
     memory.touch(lease.run, copied_run)
-    is_return = lease.interarrival_bin != NO_INTERARRIVAL
     for run in lease.run.ancestry():
         run.use = run.use.next(reuse.now)
-        run.is_shared |= not is_return
+        run.is_shared |= not lease.is_return
     if copied_run is not None:
         copied_run.use = copied_run.use.next(reuse.now)
 

@@ -135,6 +135,11 @@ class Lease:
         return self.transfer is None and self.held is None
 
     @property
+    def is_return(self) -> bool:
+        """Whether it continues a path that was served before."""
+        return self.interarrival_bin != NO_INTERARRIVAL
+
+    @property
     def num_logged(self) -> int:
         """Tokens in the log, the last ones before ``computed``."""
         return self.computed - self.folded

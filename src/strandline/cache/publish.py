@@ -28,7 +28,7 @@ from strandline.cache.tree import (
     split,
     tail_that_begins,
 )
-from strandline.cache.use import NO_INTERARRIVAL, Use
+from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 
 
@@ -186,7 +186,7 @@ class Publisher:
         if stub_key is not None and held_child(home, stub_key) is None:
             self._publish_tail(lease, stub_key)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
-        is_shared = is_on_cached_path and lease.interarrival_bin == NO_INTERARRIVAL
+        is_shared = is_on_cached_path and not lease.is_return
         use = Use(self._reuse.now, lease.interarrival_bin)
         snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared)
         attach_snapshot(home, snapshot, stub_key)
