@@ -21,6 +21,8 @@ class SnapshotKind(StrEnum):
     """At a position that the sender or the chat template marked as the end of a shared prefix."""
     LADDER = "ladder"
     """Inside a prompt seen for the first time, at exponentially growing distances."""
+    PROBE = "probe"
+    """Inside a prompt seen for the first time, while memory is scarce: the one rung that it gets."""
     BOUNDARY = "boundary"
     """On a fixed grid, in the modes ``align`` and ``all``."""
     PREEMPTION = "preemption"

@@ -233,7 +233,8 @@ class PrefixCache:
             self._reuse.count_admission()
             lease.interarrival_bin = self._reuse.record_return(salt, tokens.data)
         self._fill_lease(lease, match)
-        self._plan_snapshots(lease, match.end.kv_tokens, marks)
+        if self.is_enabled:
+            self._plan_snapshots(lease, match.end.kv_tokens, marks)
         if is_counted:
             self._counters.count(account)
         return lease
@@ -264,11 +265,9 @@ class PrefixCache:
 
     def _plan_snapshots(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement at which positions the lease leaves snapshots."""
-        if not self.is_enabled:
-            return
-        num_spare = self._allocator.num_free_slabs - self._num_reserved_slabs
-        admission = Admission(lease.computed, len(lease.tokens), kv_tokens, marks, num_spare, self._slot_tokens)
-        lease.planned_cuts = self._placement.on_admission(admission)
+        prompt = (lease.computed, len(lease.tokens), kv_tokens, marks)
+        room = (self._allocator.num_free_slabs - self._num_reserved_slabs, self._slot_tokens)
+        lease.planned_cuts = self._placement.on_admission(Admission(*prompt, *room, self._publisher.may_probe(lease)))
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; unpin ``run``, which holds the original."""
@@ -335,6 +334,7 @@ class PrefixCache:
         if (boundary := self._placement.in_step(lease.computed, end)) is not None:
             due.setdefault(boundary, SnapshotKind.BOUNDARY)
         lease.planned_cuts = {position: kind for position, kind in lease.planned_cuts.items() if position > end}
+        self._publisher.probation.make_room(sum(kind is SnapshotKind.PROBE for kind in due.values()))
         for position in sorted(due):
             slot = self._memory.take_slot() if self._memory.can_take(0, 1) else None
             if slot is not None:

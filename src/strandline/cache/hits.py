@@ -1,5 +1,6 @@
 """Records hits: in the snapshots on a path, and, without states, in its runs."""
 
+from strandline.cache.account import SnapshotKind
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.reuse import ReuseHistory
@@ -15,10 +16,18 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: Reuse
     would evict those prefixes and hit less. The return of a path does not make its prefixes shared; it supersedes the
     snapshots at the end of the previous turn and at the end of its prompt, from which the path does not continue
     again. A snapshot at the end of a prompt counts as ``PROMPT_END``, whatever it was taken for.
+
+    A rung from which a prompt resumes is a stand-in if the prompt matches deeper: it is not shared then, since the
+    prompt leaves a snapshot at the branch point. Otherwise a probe is the snapshot at a branch point from now on.
     """
     tick = memory.next_tick()
     is_return = lease.is_return
-    if not is_return:
+    is_probe = source.kind is SnapshotKind.PROBE
+    is_rung = is_probe or source.kind is SnapshotKind.LADDER
+    is_stand_in = is_rung and source.position < lease.account.kv_tokens
+    if is_probe and not is_stand_in:
+        source.kind = SnapshotKind.BRANCH
+    if not is_return and not is_probe:
         reuse.count_hit(num_continuations(source))
     if source.position == len(lease.tokens):
         source.record_prompt_end()
@@ -27,7 +36,9 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: Reuse
             if previous is not None:
                 previous.is_superseded = True
     for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
-        snapshot.record_hit(tick, reuse.now, is_source=snapshot is source, is_return=is_return)
+        is_source = snapshot is source
+        is_return_here = is_return or (is_source and is_stand_in)
+        snapshot.record_hit(tick, reuse.now, is_source=is_source, is_return=is_return_here)
 
 
 def record_use(lease: Lease, copied_run: Run | None, memory: CacheMemory, reuse: ReuseHistory) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from strandline.cache.account import SnapshotKind
 from strandline.cache.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
@@ -9,6 +10,7 @@ from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.memory import resolve
+from strandline.cache.probation import max_probes
 from strandline.cache.resting import NO_PLACE
 from strandline.cache.resume import BehindWindows, first_block_seen
 from strandline.cache.spills import OnTheirWay
@@ -48,6 +50,7 @@ def check(checked: PrefixCache) -> None:
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_index(cache)
+    _check_probes(cache, runs)
     if isinstance(cache.rule, BehindWindows):
         _check_windows(cache.rule, runs)
         for lease in cache.leases.values():
@@ -185,6 +188,12 @@ def _check_waiters(cache: Internals, runs: list[Run]) -> None:
     for entry in entries:
         _require(entry.num_waiters == waiters[id(entry)], f"{entry.num_waiters} waiters of {entry} counted")
     _require(not cache.expected.keys() & cache.leases.keys(), "a running request counts as waiting")
+
+
+def _check_probes(cache: Internals, runs: list[Run]) -> None:
+    snapshots = [s for run in runs for s in (*run.snapshots.values(), *run.stubs.values())]
+    num_probes = sum(snapshot.kind is SnapshotKind.PROBE for snapshot in snapshots)
+    _require(num_probes <= max_probes(cache.allocator.num_slabs), f"{num_probes} unproven probes are too many")
 
 
 def _check_logs(cache: Internals) -> None:

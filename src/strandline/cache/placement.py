@@ -6,8 +6,8 @@ when no slot can be allocated.
 
 ``Auto`` takes snapshots where the next turn resumes (at the ends of prompt and answer), where other prompts will share
 the prefix (where a prompt diverges from a cached one, and at marked positions: ends of tools, system prompt and turns),
-and, while memory is to spare, on a *ladder* through prompts seen for the first time, so that the second prompt with a
-prefix already hits most of it.
+and on a *ladder* through prompts seen for the first time, so that the second prompt with a prefix already hits most of
+it. When memory is scarce, one *probe* in prompts that are mostly new takes the place of the ladder.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ MIN_REWIND_SLOTS: Final = 10
 is scarce, since a rewind there would recompute all of it."""
 FALLBACK_SLOTS: Final = 20
 """Also one snapshot every ``FALLBACK_SLOTS * slot_tokens`` tokens, as fallbacks once its end has been evicted."""
+PROBE_SHARE: Final = 0.75
+"""Where the probe lies: after this share of what is new in the prompt."""
 RESERVE_SHARE: Final = 0.25
 """Share of the memory that ladders leave free."""
 
@@ -50,6 +52,8 @@ class Admission(NamedTuple):
     """Slots that can be allocated without eviction before memory is scarce."""
     slot_tokens: int = 0
     """Tokens whose keys and values are as large as a slot; 0: unknown."""
+    may_probe: bool = False
+    """Whether a probe may be taken: the prompt continues no path, and the memory is large enough for probes."""
 
 
 class Placement(Protocol):
@@ -79,15 +83,10 @@ class Auto:
     is_stepwise: ClassVar[bool] = False
 
     def on_admission(self, admission: Admission) -> SnapshotPositions:
-        """Return the branch point, the marks, and as many rungs of the ladder as spare memory allows."""
+        """Return the branch point, the marks, and as many rungs as spare memory allows, a few when it is scarce."""
         start, end = admission.start, admission.end
         rungs = _thinned(ladder(start, end), admission.num_spare_slots)
-        if not rungs and 0 < MIN_REWIND_SLOTS * admission.slot_tokens <= end - start:
-            rungs = [
-                *fallbacks(start, end, FALLBACK_SLOTS * admission.slot_tokens),
-                (end // BLOCK_TOKENS - 1) * BLOCK_TOKENS,
-            ]
-        positions = dict.fromkeys(rungs, SnapshotKind.LADDER)
+        positions = dict.fromkeys(rungs, SnapshotKind.LADDER) or _when_scarce(admission)
         positions |= {mark: SnapshotKind.MARK for mark in admission.marks if start + MIN_MARK_TOKENS <= mark < end}
         if start < admission.kv_tokens < end:
             positions[admission.kv_tokens] = SnapshotKind.BRANCH
@@ -246,6 +245,32 @@ def ladder(start: int, end: int) -> list[int]:
 def fallbacks(start: int, end: int, stride: int) -> list[int]:
     """Return positions on the 64-token grid, ``stride`` apart from each other, from the end and from the start."""
     return [position // BLOCK_TOKENS * BLOCK_TOKENS for position in range(end - stride, start + stride - 1, -stride)]
+
+
+def probe(admission: Admission) -> int | None:
+    """Return the position of the one rung that a prompt gets when memory is scarce, on the 64-token grid, or None.
+
+    New is what lies beyond the cached keys and values and the last mark, since other prompts that share less diverge at
+    a branch point or a mark. A prompt that continues a path is a turn of a conversation that has been evicted. It gets
+    no probe, and neither does a prompt that is less than half new.
+    """
+    known = max(admission.start, admission.kv_tokens, *(mark for mark in admission.marks if mark < admission.end))
+    num_new = admission.end - known
+    if not admission.may_probe or num_new < max(MIN_LADDER_TOKENS, known):
+        return None
+    return int(known + PROBE_SHARE * num_new) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def _when_scarce(admission: Admission) -> SnapshotPositions:
+    """Return the positions inside a prompt when memory is scarce: the probe, and a few in long prompts."""
+    start, end = admission.start, admission.end
+    positions: SnapshotPositions = {}
+    if (probed := probe(admission)) is not None:
+        positions[probed] = SnapshotKind.PROBE
+    if 0 < MIN_REWIND_SLOTS * admission.slot_tokens <= end - start:
+        rungs = fallbacks(start, end, FALLBACK_SLOTS * admission.slot_tokens)
+        positions |= dict.fromkeys([*rungs, (end // BLOCK_TOKENS - 1) * BLOCK_TOKENS], SnapshotKind.LADDER)
+    return positions
 
 
 def _thinned(rungs: list[int], num_spare: int) -> list[int]:

@@ -11,6 +11,7 @@ from strandline.cache.account import CacheCounters, SnapshotKind
 from strandline.cache.hits import record_departure
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
+from strandline.cache.probation import Probation
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
@@ -46,6 +47,11 @@ class Publisher:
         self._reuse = reuse
         self._counters = counters
         self._leases = leases
+        self.probation = Probation(memory)
+
+    def may_probe(self, lease: Lease) -> bool:
+        """Whether a lease may leave a probe: it continues no path, and the memory is large enough for probes."""
+        return not lease.is_return and self.probation.max_probes > 0
 
     def publish_blocks(self, lease: Lease) -> None:
         """Publish the lease's full blocks; adopt those that the index already has."""
@@ -182,6 +188,8 @@ class Publisher:
             num_readers: leases that will read it in their next step.
         """
         slot, position, kind = cut.slot, cut.position, cut.kind
+        if kind is SnapshotKind.PROBE and lease.transfer is not None:
+            kind = SnapshotKind.BRANCH  # a prompt that needs it has proven it
         home, stub_key = place
         if stub_key is not None and held_child(home, stub_key) is None:
             self._publish_tail(lease, stub_key)
@@ -199,6 +207,8 @@ class Publisher:
             self._counters.snapshots_taken[kind] += 1
         else:
             self._counters.loads.num_snapshots += 1
+        if kind is SnapshotKind.PROBE:
+            self.probation.enter(snapshot)
         return snapshot
 
     def _publish_tail(self, lease: Lease, key: bytes) -> None:

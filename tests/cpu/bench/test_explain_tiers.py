@@ -46,7 +46,7 @@ def test_explain_and_replay_simulate_the_same_machine(flags: tuple[str, ...]) ->
     assert (explain.host_memory, explain.snapshot_dtype) == (("2GiB", "int8") if flags else (None, "float32"))
 
 
-@pytest.mark.parametrize(("number", "store"), [(9, "host"), (34, "disk")])
+@pytest.mark.parametrize(("number", "store"), [(9, "host"), (18, "disk")])
 def test_loads_are_listed_with_their_tier_and_tokens(
     number: int, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from strandline.cache import SnapshotKind, TokenBuffer, placement
-from strandline.cache.placement import Admission, Align, Auto, EveryBoundary, NoSnapshots, Placement, ladder
+from strandline.cache.placement import Admission, Align, Auto, EveryBoundary, NoSnapshots, Placement, ladder, probe
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
 from tests.cpu.cache.driver import Driver, published
@@ -13,9 +13,16 @@ from tests.cpu.cache.test_lookup import prompt
 
 
 def admission(
-    end: int, start: int = 0, *, kv: int = 0, marks: tuple[int, ...] = (), spare: int = 1000, slot: int = 3200
+    end: int,
+    start: int = 0,
+    *,
+    kv: int = 0,
+    marks: tuple[int, ...] = (),
+    spare: int = 1000,
+    slot: int = 3200,
+    may_probe: bool = True,
 ) -> Admission:
-    return Admission(start, end, kv, marks, spare, slot)
+    return Admission(start, end, kv, marks, spare, slot, may_probe)
 
 
 def positions(driver: Driver) -> list[int]:
@@ -44,16 +51,16 @@ def test_prompt_without_its_last_block_has_a_rung_near(end: int) -> None:
     assert end - 128 <= max(rung for rung in ladder(0, end) if rung <= end - 64)
 
 
-@given(st.integers(512, 100_000), st.integers(-3, 60))
+@given(st.integers(512, 100_000), st.integers(1, 60))
 def test_ladder_takes_at_most_the_spare_slots(end: int, spare: int) -> None:
     positions = Auto().on_admission(admission(end, spare=spare, slot=0))
-    assert len(positions) <= max(spare, 0)
+    assert len(positions) <= spare
     assert set(positions) <= set(ladder(0, end))
 
 
 @given(st.integers(0, 200_000), st.integers(1, 500_000))
-def test_scarce_memory_leaves_few_rungs_in_long_prompts_alone(start: int, new: int) -> None:
-    positions = sorted(Auto().on_admission(admission(start + new, start, spare=0)))
+def test_scarce_memory_leaves_few_rungs_in_long_turns_alone(start: int, new: int) -> None:
+    positions = sorted(Auto().on_admission(admission(start + new, start, spare=0, may_probe=False)))
     assert len(positions) <= 2 * new / (10 * 3200)
     assert bool(positions) == (new >= 10 * 3200)
     if positions:
@@ -62,8 +69,30 @@ def test_scarce_memory_leaves_few_rungs_in_long_prompts_alone(start: int, new: i
         assert max(gaps) < 2 * 20 * 3200 + 128
 
 
+@given(
+    st.integers(0, 20_000),
+    st.integers(1, 20_000),
+    st.integers(0, 20_000),
+    st.lists(st.integers(1, 40_000)),
+    st.booleans(),
+)
+def test_prompt_has_one_probe_when_mostly_new(
+    start: int, more: int, kv: int, marks: list[int], may_probe: bool
+) -> None:
+    end = start + more
+    known = max(start, kv, *(mark for mark in marks if mark < end))
+    asked = admission(end, start, kv=kv, marks=tuple(marks), spare=0, slot=0, may_probe=may_probe)
+    position = probe(asked)
+    assert (position is not None) == (may_probe and end - known >= max(512, known))
+    if position is not None:
+        assert known < position < end
+        assert position % 64 == 0
+        assert abs(position - known - 3 * (end - known) / 4) < 64
+        assert Auto().on_admission(asked).get(position) in (SnapshotKind.PROBE, SnapshotKind.MARK, SnapshotKind.BRANCH)
+
+
 def test_branches_and_marks_are_taken_without_spare_memory() -> None:
-    positions = Auto().on_admission(admission(900, 100, kv=300, marks=(50, 200, 900), spare=0))
+    positions = Auto().on_admission(admission(700, 100, kv=300, marks=(50, 200, 700), spare=0))
     assert positions == {300: SnapshotKind.BRANCH, 200: SnapshotKind.MARK}
 
 
