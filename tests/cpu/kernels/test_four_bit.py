@@ -27,7 +27,11 @@ TOLERANCE = 2e-6
 
 
 def four_bit_weight(
-    *shape: int, group: int = 128, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+    *shape: int,
+    group: int = 128,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
 ) -> FourBitWeight:
     """Return random weights, whose scales differ."""
     num_inputs = shape[-1]
@@ -35,7 +39,7 @@ def four_bit_weight(
     num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // group
     scales = (torch.rand(*shape[:-1], num_groups) + 0.2) * 0.2 * num_inputs**-0.5
     zeros = None if symmetric else torch.randint(0, 16, scales.shape, dtype=torch.uint8).to(device)
-    return FourBitWeight(pack_codes(codes).to(device), scales.to(device, dtype), zeros, num_inputs, group)
+    return FourBitWeight(pack_codes(codes).to(device), scales.to(device, scale_dtype), zeros, num_inputs, group)
 
 
 def exact(weight: FourBitWeight) -> Tensor:

@@ -45,7 +45,9 @@ def test_products_are_as_exact_as_dequantised(
 @pytest.mark.parametrize("group", GROUPS_FOUR_BIT)
 @pytest.mark.parametrize("num_rows", [1, 16, 65])
 def test_groups_are_as_exact_as_dequantised(num_rows: int, group: int, *, symmetric: bool) -> None:
-    check_linear(num_rows, 2048, 384, torch.bfloat16, "cuda", group=group, symmetric=symmetric, dtype=torch.float16)
+    check_linear(
+        num_rows, 2048, 384, torch.bfloat16, "cuda", group=group, symmetric=symmetric, scale_dtype=torch.float16
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
