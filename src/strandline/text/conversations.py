@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from strandline.errors import RequestError
@@ -115,7 +115,7 @@ class ChatRenderer:
             raise RequestError(
                 "the model's chat template does not support tools; remove tools, or pass --chat-template"
             )
-        marked = [_without_marks(message) for message in messages]
+        marked = self._with_known_roles([_without_marks(message) for message in messages])
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
         self._check_roles(split)
@@ -124,7 +124,10 @@ class ChatRenderer:
         def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
             return self._render(messages, add_generation_prompt, tools, template_options)
 
-        rendered = text_of(split, bare_tools)
+        try:
+            rendered = text_of(split, bare_tools)
+        except RequestError as error:
+            raise RequestError(f"{error}{_unparsed(split)}") from error
         check_length(rendered, max_characters)
         check_text(rendered)
         whole = SplitText(self._tokenizer, rendered, mark)
@@ -154,12 +157,35 @@ class ChatRenderer:
     def _check_roles(self, messages: Messages) -> None:
         """Raise a RequestError for a role that is neither among ``ROLES`` nor named in the template."""
         for role in (message["role"] for message in messages):
-            if role not in ROLES and not re.search(rf"""(["']){re.escape(role)}\1""", self._template_text()):
+            if role not in ROLES and not self._names(role):
                 raise RequestError(
                     f"a message's role must be one of {', '.join(ROLES)}, or another that the chat template names; "
                     f"got {role[:100]!r}",
                     param="messages",
                 )
+
+    def _with_known_roles(self, marked: list[_MarkedMessage]) -> list[_MarkedMessage]:
+        """Return developers' messages as system prompts, unless the template names the role; join adjacent ones.
+
+        Most templates leave out a message whose role they do not know.
+        """
+        if not any(_role(entry) == "developer" for entry in marked) or self._names("developer"):
+            return marked
+        found: list[_MarkedMessage] = []
+        for entry in marked:
+            is_system = _role(entry) in SYSTEM_ROLES
+            if not (is_system and found and _role(found[-1]) == "system"):
+                found.append(replace(entry, message={**entry.message, "role": "system"}) if is_system else entry)
+                continue
+            text = f"{_content(found[-1])}\n\n"
+            content = text + _content(entry)
+            places = [*found[-1].places, *(len(text) + place for place in entry.places)]
+            found[-1] = _MarkedMessage({**found[-1].message, "content": content}, places)
+        return found
+
+    def _names(self, role: str) -> bool:
+        """Return whether the template names a role."""
+        return re.search(rf"""(["']){re.escape(role)}\1""", self._template_text()) is not None
 
     def _template_text(self) -> str:
         template = self._chat_template or self._tokenizer.chat_template or ""
@@ -231,12 +257,16 @@ def _is_marked(thing: Mapping[str, Any]) -> bool:
 
 
 def _without_marks(message: Any) -> _MarkedMessage:
-    """Join a message's text parts by newlines, as vLLM does for text-only templates; remove the marks."""
-    if not isinstance(message, Mapping):
-        return _MarkedMessage(message)  # rejected where messages are checked
-    plain = {name: value for name, value in message.items() if name != MARK}
+    """Join a message's text parts by newlines, as vLLM does for text-only templates; remove the marks and nulls."""
+    [message] = check_messages([message])
+    # Clients send null for what a message has not; templates test whether a field is there.
+    plain = {name: value for name, value in message.items() if name != MARK and value is not None}
     entry = _MarkedMessage(plain)
     content = message.get("content")
+    if "content" in message:
+        plain["content"] = content or ""
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]
     thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
     if thought is not None:
         plain |= {name: thought for name in REASONING_FIELDS if name not in plain}
@@ -263,7 +293,7 @@ def _without_marks(message: Any) -> _MarkedMessage:
 
 
 def _parsed_calls(calls: Any) -> list[dict[str, Any]]:
-    """Parse the arguments of earlier tool calls into objects; leave anything else unchanged."""
+    """Parse the arguments of earlier tool calls into objects, none into an empty one; leave anything else unchanged."""
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -273,12 +303,23 @@ def _parsed_calls(calls: Any) -> list[dict[str, Any]]:
                 f"'arguments': …}}}}, got {json.dumps(call, default=str)[:200]}"
             )
         arguments = function.get("arguments")
-        if isinstance(arguments, str):
+        if isinstance(arguments, str | None):
             with contextlib.suppress(ValueError):
                 value = json.loads(arguments or "{}")
-                arguments = value if isinstance(value, dict) else arguments
+                arguments = {} if value is None else value if isinstance(value, dict) else arguments
         found.append({**call, "function": {**function, "arguments": arguments}})
     return found
+
+
+def _unparsed(messages: Messages) -> str:
+    """Return a note on the first call whose arguments are not an object, a likely reason why a template fails."""
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    names = [function["name"] for function in calls if not isinstance(function["arguments"], Mapping)]
+    return f"; the arguments of a call of {names[0]:.100} are not a JSON object" if names else ""
+
+
+def _role(entry: _MarkedMessage) -> object:
+    return entry.message.get("role")
 
 
 def _content(entry: _MarkedMessage) -> str:

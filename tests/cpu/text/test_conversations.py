@@ -1,0 +1,86 @@
+"""Messages as clients send them, in templates that expect them otherwise."""
+
+from typing import Any
+
+import pytest
+
+from strandline.errors import RequestError
+from strandline.text.conversations import ChatRenderer
+from tests.cpu.engine.tokenizers import byte_tokenizer
+
+CALLS = (
+    "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}<{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}>{% endfor %}{% endif %}"
+)
+TEMPLATE = (
+    "{% for m in messages if m.role in ('system', 'user', 'assistant', 'tool') %}{{ m.role[0] + ':' }}"
+    "{% if m.name is defined %}{{ m.name + ', ' }}{% endif %}{{ m.content }}" + CALLS + ";{% endfor %}"
+)
+"""Leaves out roles that it does not know, and takes a field that is there for one with a value."""
+USER = {"role": "user", "content": "x"}
+
+
+def rendered(*messages: dict[str, Any], template: str = TEMPLATE) -> str:
+    return ChatRenderer(byte_tokenizer(), template).render(messages).text
+
+
+def call(**more: Any) -> dict[str, Any]:
+    function = {"name": "clock", **more}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_calls": None},
+        {"tool_calls": []},
+        {"name": None, "refusal": None, "reasoning_content": None, "audio": None},
+    ],
+)
+def test_null_and_empty_fields_are_left_out(more: dict[str, Any]) -> None:
+    assert rendered(USER, {"role": "assistant", "content": "y", **more}) == "u:x;a:y;"
+
+
+def test_null_content_is_an_empty_text() -> None:
+    assert rendered(USER, {"role": "assistant", "content": None}, USER) == "u:x;a:;u:x;"
+
+
+@pytest.mark.parametrize("more", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "null"}, {"arguments": {}}])
+def test_call_without_arguments_has_an_empty_object(more: dict[str, Any]) -> None:
+    assert rendered(USER, call(**more)) == "u:x;a:<clock>;"
+
+
+@pytest.mark.parametrize("arguments", ['{"days": 2', "[2]", "2"])
+def test_refusal_says_which_arguments_are_no_object(arguments: str) -> None:
+    with pytest.raises(RequestError, match="the arguments of a call of clock are not a JSON object"):
+        rendered(USER, call(arguments=arguments))
+
+
+def test_message_without_content_and_calls_is_refused() -> None:
+    for more in ({}, {"tool_calls": None}, {"tool_calls": []}):
+        with pytest.raises(RequestError, match="must be a mapping with 'role' and 'content'"):
+            rendered({"role": "assistant", **more})
+
+
+def test_developers_message_is_a_system_prompt() -> None:
+    rule = {"role": "developer", "content": "Be brief."}
+    assert rendered(rule, USER) == "s:Be brief.;u:x;"
+    assert rendered({"role": "system", "content": "Be kind."}, rule, USER) == "s:Be kind.\n\nBe brief.;u:x;"
+    assert rendered(USER, rule, USER) == "u:x;s:Be brief.;u:x;"
+
+
+def test_developers_message_stays_where_template_names_it() -> None:
+    template = "{% for m in messages %}{{ '!' if m.role == 'developer' else '' }}{{ m.content }};{% endfor %}"
+    rule = {"role": "developer", "content": "Be brief."}
+    assert rendered(rule, rule, USER, template=template) == "!Be brief.;!Be brief.;x;"
+
+
+def test_marks_of_joined_prompts_stay_at_their_ends() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    first = {"role": "system", "content": "A rule of some length.", **mark}
+    second = {"role": "developer", "content": [{"type": "text", "text": "Another one.", **mark}]}
+    tokenizer = byte_tokenizer()
+    chat = ChatRenderer(tokenizer, TEMPLATE).render([first, second, USER])
+    ends = [tokenizer.decode(chat.token_ids[:mark]) for mark in chat.marks]
+    assert "s:A rule of some length." in ends
+    assert "s:A rule of some length.\n\nAnother one." in ends
