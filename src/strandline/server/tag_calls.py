@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.server.json_calls import parse_json
+from strandline.server.python_calls import parse_literal
+from strandline.server.schema_types import value_types
 from strandline.server.segments import Segment, SegmentKind, split_at_tag, split_space
 from strandline.server.tool_calls import Schemas
 
 MAX_NAME_CHARACTERS: Final = 256
 """Maximum length of the name of a function or parameter, with the end of its tag."""
+NULLS: Final = ("null", "None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class TagCalls:
             return True
         self._key, self._text = name, rest
         self._value, self._is_first = [], True
-        self._is_streamed = is_text(self._schema())
+        self._is_streamed = is_text(self._types())
         if not self._num_parameters:
             self._begin(segments)
         comma = ", " if self._num_parameters else ""
@@ -178,7 +181,8 @@ class TagCalls:
         if self._is_streamed:
             segments.append(Segment(SegmentKind.ARGUMENTS, '"'))
         else:
-            segments.append(Segment(SegmentKind.ARGUMENTS, value_as_json("".join(self._value), self._schema())))
+            types = self._types() or frozenset()
+            segments.append(Segment(SegmentKind.ARGUMENTS, value_as_json("".join(self._value), types)))
         self._text = split.after if split.tag == tags.end_parameter else split.tag + split.after
         self._step = self._in_function
         return True
@@ -203,9 +207,10 @@ class TagCalls:
         self._rest = self._text.removeprefix(self._tags.close)
         return False
 
-    def _schema(self) -> Any:
-        properties = self._schemas.get(self._name or "", {}).get("properties")
-        return properties.get(self._key) if isinstance(properties, Mapping) else None
+    def _types(self) -> frozenset[str] | None:
+        schema = self._schemas.get(self._name, {})
+        properties = schema.get("properties")
+        return value_types(properties.get(self._key), schema) if isinstance(properties, Mapping) else None
 
 
 def split_name(text: str) -> tuple[str | None, str] | None:
@@ -226,31 +231,49 @@ def _append_content(text: str, segments: list[Segment]) -> None:
         segments.append(Segment(SegmentKind.CONTENT, text))
 
 
-def is_text(schema: Any) -> bool:
-    """Return whether a value must be a string. A value without a schema is one."""
-    if not isinstance(schema, Mapping):
-        return True
-    return schema.get(
-        "type", "string" if not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "enum"} else None
-    ) in (
-        "string",
-        ["string"],
-    )
+def is_text(types: frozenset[str] | None) -> bool:
+    """Return whether a value of these types is a string. One without a type is."""
+    return types is None or types == {"string"}
 
 
-def value_as_json(text: str, schema: Any) -> str:
-    """Return a value as JSON: unchanged if it is valid JSON that the schema allows, else as a string."""
-    value = parse_json(text.strip())
-    if value is None and text.strip() != "null":
-        lowered = text.strip().lower()
-        if lowered in ("true", "false"):  # Python's spellings
-            return lowered
+def value_as_json(text: str, types: frozenset[str]) -> str:
+    """Return a value as JSON: what it says as one of the types, else a string.
+
+    Python's spellings are understood, because templates write earlier values in them.
+    """
+    value = _parsed(text)
+    is_null = value is None and text.strip() in NULLS
+    if "string" in types and not (_is_of(value, types) or (is_null and "null" in types)):
         return json.dumps(text, ensure_ascii=False)
-    types = schema.get("type") if isinstance(schema, Mapping) else None
-    allowed = types if isinstance(types, list) else [types]
-    is_only_text = (
-        "string" in allowed and not isinstance(value, list | dict) and not (value is None and "null" in allowed)
-    )
-    if is_only_text and not (isinstance(value, bool | int | float) and set(allowed) & {"boolean", "integer", "number"}):
-        return json.dumps(text, ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(text if value is None and not is_null else value, ensure_ascii=False)
+
+
+def _parsed(text: str) -> Any:
+    """Return what a text says in JSON or Python; None if it is neither."""
+    text = text.strip()
+    if (value := parse_json(text)) is not None:
+        return value
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if not text.startswith(("[", "{", "(")):
+        return None
+    try:
+        value = parse_literal(text)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return value
+
+
+def _is_of(value: Any, types: frozenset[str]) -> bool:
+    """Return whether a value has one of the types other than string and null."""
+    match value:
+        case bool():
+            return "boolean" in types
+        case int() | float():
+            return bool(types & {"integer", "number"})
+        case list():
+            return "array" in types
+        case dict():
+            return "object" in types
+    return False

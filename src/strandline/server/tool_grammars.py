@@ -11,6 +11,7 @@ from typing import Any, Final
 from strandline.errors import RequestError
 from strandline.server.headed_calls import ARGUMENTS, function_name
 from strandline.server.python_calls import NAME, split_keyword
+from strandline.server.schema_types import literals, value_types
 from strandline.server.tag_calls import Tags, split_name
 from strandline.text.closed_objects import close_objects
 
@@ -74,12 +75,13 @@ def tag_call(tags: Tags) -> CallRules:
     def opening(name: str) -> str:
         return json.dumps(f"{tags.parameter}{tags.quote}{name}{tags.quote}>{tags.around_value}")
 
-    def value(schema: Any, definitions: Schema) -> str:
-        if not isinstance(schema, Mapping) or (schema.get("type") == "string" and "enum" not in schema):
+    def value(schema: Any, root: Schema, definitions: Schema) -> str:
+        values, types = literals(schema, root), value_types(schema, root)
+        if values is not None and not any(isinstance(value, list | dict) for value in values):
+            written = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            return f"({' | '.join(map(json.dumps, written))}) {closing}"
+        if types is None or "string" in types:  # strings are written as they are
             return "text"
-        values = schema.get("enum")
-        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-            return f"({' | '.join(json.dumps(value) for value in values)}) {closing}"
         return f"%json {_json({**definitions, **schema})} {closing}"
 
     def rules(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
@@ -90,7 +92,7 @@ def tag_call(tags: Tags) -> CallRules:
                 raise _unwritable(written)
         parts = [json.dumps(f"{tags.function}{tags.quote}{name}{tags.quote}>\n")]
         for key, property_schema in (properties or {}).items():
-            part = f"{opening(key)} {value(property_schema, definitions)}"
+            part = f"{opening(key)} {value(property_schema, schema, definitions)}"
             parts.append(part if key in required else f"({part})?")
         if properties is None:  # no schema of the parameters: any are allowed
             begin, end = json.dumps(tags.parameter + tags.quote), json.dumps(f"{tags.quote}>{tags.around_value}")

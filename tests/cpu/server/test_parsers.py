@@ -195,3 +195,44 @@ def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
 def test_text_is_split_at_first_tag_and_partial_tag_held() -> None:
     assert split_at_tag("ab<y>c<x>", ("<x>", "<y>")) == ("ab", "<y>", "c<x>")
     assert split_at_tag("ab<", ("<x>",)) == ("ab", None, "<")
+
+
+TYPED: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"unit": {"enum": ["c", "1"]}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}] * 2}},
+    "properties": {
+        "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "listed": {"type": ["string", "null", "array"]},
+        "unit": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+        "wrapped": {"allOf": [{"$ref": "#/$defs/unit"}]},
+        "level": {"oneOf": [{"type": "integer"}, {"const": "high"}]},
+        "tags": {"type": "array"},
+        "flag": {"type": ["boolean", "string"]},
+        "loop": {"$ref": "#/$defs/loop"},
+        "lost": {"$ref": "#/$defs/none"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        *(("name", "12", "12"), ("name", "true", "true"), ("name", "[1]", "[1]"), ("name", "Ulm", "Ulm")),
+        *(("name", "None", None), ("name", "null", None), ("count", "None", None), ("count", "3", 3)),
+        *(("listed", "[1]", [1]), ("listed", '{"a": 1}', '{"a": 1}'), ("listed", "1", "1")),
+        *(
+            ("unit", "1", "1"),
+            ("unit", "None", None),
+            ("wrapped", "1", "1"),
+            ("level", "3", 3),
+            ("level", "high", "high"),
+        ),
+        *(("tags", "['a', \"it's\", True, None]", ["a", "it's", True, None]), ("tags", "['a', b]", "['a', b]")),
+        *(("flag", "False", False), ("flag", "1", "1"), ("loop", "1", 1), ("lost", "x", "x")),
+    ],
+)
+def test_values_in_tags_have_the_types_of_their_schema(key: str, text: str, value: Any) -> None:
+    call = f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    parser = tool_format("qwen3_coder").parser({"f": TYPED})
+    assert calls(merge_segments(parser.feed(call))) == [("f", {key: value})]

@@ -156,6 +156,21 @@ def test_tagged_arguments_have_the_white_space_of_templates() -> None:
         assert (start.deep_copy().validate_tokens(tokens) == len(tokens)) is is_allowed
 
 
+def test_required_values_in_tags_are_written_without_quotes() -> None:
+    unit = {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}
+    properties = {"name": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "unit": unit, "days": {"type": "integer"}}
+    parameters = {"properties": properties, "$defs": {"unit": {"enum": ["c", "1"]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    grammar = toolbox(tools, "required").grammar("qwen3_coder", json.dumps)
+    grammars = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256)
+    start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
+    allowed = [("name", "Ulm"), ("name", "null"), ("unit", "c"), ("unit", "1"), ("unit", "null"), ("days", "2")]
+    for key, text in [*allowed, ("unit", "k"), ("unit", '"c"'), ("days", "two")]:
+        call = f"<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
+        tokens = byte_tokenizer().encode(f"<tool_call>\n{call}\n</tool_call>")
+        assert (start.deep_copy().validate_tokens(tokens) == len(tokens)) is ((key, text) in allowed)
+
+
 def test_calls_and_their_results_are_rendered_for_the_next_turn(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**saying(CALL))
     history = [*QUESTION, answer.choices[0].message.model_dump(exclude_none=True)]
