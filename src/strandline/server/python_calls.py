@@ -8,6 +8,7 @@ import ast
 import json
 import re
 import warnings
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any, Final
@@ -135,6 +136,10 @@ class Scanner:
         """The closing quotation mark; empty outside of strings."""
         self._num_quotes = 0
         self._is_escaped = False
+        self._closed: tuple[str, int] | None = None
+        """A quotation mark that ends a string, and its place, unless a word follows."""
+        self._inner: list[int] = []
+        """Quotation marks inside strings that lack a backslash: templates write strings unescaped, and models too."""
 
     @property
     def text(self) -> str:
@@ -155,11 +160,21 @@ class Scanner:
         """Return the source text of each argument of a complete call."""
         text = self.text
         cuts = [-1, *self._commas, len(text) - 1]
-        parts = [text[start + 1 : end] for start, end in pairwise(cuts)]
+        parts = [self._escaped(text, start + 1, end) for start, end in pairwise(cuts)]
         return parts if parts[-1].strip() else parts[:-1]
+
+    def _escaped(self, text: str, start: int, end: int) -> str:
+        """Return a part of the text with a backslash before each quotation mark inside a string."""
+        inner = self._inner[bisect_left(self._inner, start) : bisect_left(self._inner, end)]
+        return "\\".join(text[first:last] for first, last in pairwise([start, *inner, end]))
 
     def _take(self, character: str, place: int) -> bool:
         """Consume a character; return whether it ends the call."""
+        if self._closed is not None and not character.isspace():
+            (mark, closed_at), self._closed = self._closed, None
+            if character.isalnum() or character == "_":
+                self._quote = mark
+                self._inner.append(closed_at)
         if self._opening:
             if character == self._opening[0]:
                 self._opening += character
@@ -169,7 +184,7 @@ class Scanner:
             self._quote = self._opening if len(self._opening) == 1 else ""
             self._opening = ""
         if self._quote:
-            self._take_string(character)
+            self._take_string(character, place)
             return False
         if character in "\"'":
             self._opening = character
@@ -184,13 +199,14 @@ class Scanner:
             self._commas.append(place)
         return self.is_wrong
 
-    def _take_string(self, character: str) -> None:
+    def _take_string(self, character: str, place: int) -> None:
         if self._is_escaped or character != self._quote[0]:
             self._is_escaped = character == "\\" and not self._is_escaped
             self._num_quotes = 0
             return
         self._num_quotes += 1
         if self._num_quotes == len(self._quote):
+            self._closed = (self._quote, place) if self._num_quotes == 1 else None
             self._quote, self._num_quotes = "", 0
 
 

@@ -565,6 +565,24 @@ def test_optional_arguments_of_python_calls_may_be_left_out(
     assert (start.deep_copy().validate_tokens(tokens) == len(tokens)) is is_allowed
 
 
+@pytest.mark.parametrize("name", ["lfm2", "olmo3"])
+@pytest.mark.parametrize(
+    ("written", "city"),
+    [
+        *(("'it's'", "it's"), ("'it's the dog's'", "it's the dog's"), ("""'the "x" of'""", 'the "x" of')),
+        *(('"the "x" of"', 'the "x" of'), ("'rock 'n' roll'", "rock 'n' roll"), ("'it\\'s O'Neil'", "it's O'Neil")),
+        *(("'a' 'b'", "ab"), ("'Ulm' ", "Ulm"), ("''", "")),
+    ],
+)
+def test_quotes_inside_strings_may_lack_a_backslash(name: str, written: str, city: str) -> None:
+    known = tool_format(name)
+    [opener, *_], [close, *_] = known.openers, known.other_tags
+    text = f"{opener}[weather(city={written}, tags=['it's', {written}], days=2)]{close} Done."
+    segments = parse(name, *text)
+    assert calls(segments) == [("weather", {"city": city, "tags": ["it's", city], "days": 2})]
+    assert contents(segments) == "Done."
+
+
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_function_without_parameters_may_be_called_with_any(name: str, grammars: Grammars) -> None:
     tools = [{"type": "function", "function": {"name": "clock"}}]
