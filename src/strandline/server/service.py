@@ -20,6 +20,7 @@ from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
 from strandline.server.output_parser import OutputFormat
 from strandline.server.reasoning import CLOSE
+from strandline.server.tool_formats import tool_format
 from strandline.server.tools import Toolbox
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
@@ -71,8 +72,14 @@ class Service:
     def renderer(self) -> ChatRenderer:
         """Return the renderer of conversations. Raises as ``tokenizer``."""
         if not self._renderers:
+            tool_calls = self.output_format.tool_calls
             self._renderers.append(
-                ChatRenderer(self.tokenizer, self.chat_template, parse_special_tokens=self.parse_special_tokens)
+                ChatRenderer(
+                    self.tokenizer,
+                    self.chat_template,
+                    parse_special_tokens=self.parse_special_tokens,
+                    write_calls=None if tool_calls == "none" else tool_format(tool_calls).write,
+                )
             )
         return self._renderers[0]
 

@@ -3,10 +3,11 @@
 The names are those of vLLM's parsers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from strandline.errors import RequestError
 from strandline.server import headed_calls
 from strandline.server.headed_calls import HeadedCalls
 from strandline.server.json_calls import JsonCalls
@@ -14,6 +15,7 @@ from strandline.server.python_calls import PythonCalls
 from strandline.server.tag_calls import TagCalls, Tags
 from strandline.server.tool_calls import Calls, Schemas, ToolCallParser
 from strandline.server.tool_grammars import CallRules, Frame, headed_call, json_call, python_call, tag_call
+from strandline.server.written_calls import WriteCall, write_headed, write_json, write_python, write_tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class ToolFormat:
     """Returns a parser of the calls that an opener begins."""
     frame: Frame
     rules: CallRules
+    write_call: WriteCall
     bare: str = ""
     """How calls without a tag, at the beginning of the output, start; empty: there are none."""
 
@@ -41,18 +44,35 @@ class ToolFormat:
         """
         return ToolCallParser(self.openers, lambda opener: self.make_calls(opener, schemas), self.bare)
 
+    def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Return calls, in OpenAI's form with parsed arguments, as the model writes them.
+
+        Raises:
+            RequestError: the arguments of one are not an object.
+        """
+        written = []
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if not isinstance(arguments, Mapping):
+                raise RequestError(f"the arguments of a call of {name:.100} are not a JSON object")
+            written.append(self.write_call(name, arguments, str(call.get("id"))))
+        return self.frame.text(written)
+
     @property
     def tags(self) -> tuple[str, ...]:
         return *self.openers, *self.other_tags
 
 
 _JSON_RULES: Final = json_call("arguments")
+_WRITE_JSON: Final = write_json("arguments")
 
 
 def _json_format(sign: str, name: str, frame: Frame) -> ToolFormat:
     """Return a format of JSON objects between two tags."""
     opener, close = f"<{name}>", f"</{name}>"
-    return ToolFormat((sign,), (opener,), (close,), lambda tag, _: JsonCalls(tag, close), frame, _JSON_RULES)
+    return ToolFormat(
+        (sign,), (opener,), (close,), lambda tag, _: JsonCalls(tag, close), frame, _JSON_RULES, _WRITE_JSON
+    )
 
 
 def _tag_format(tags: Tags, frame: Frame, signs: tuple[str, ...]) -> ToolFormat:
@@ -63,6 +83,7 @@ def _tag_format(tags: Tags, frame: Frame, signs: tuple[str, ...]) -> ToolFormat:
         lambda tag, schemas: TagCalls(tags, tag, schemas),
         frame,
         tag_call(tags),
+        write_tags(tags),
     )
 
 
@@ -70,7 +91,7 @@ def _python_format(signs: tuple[str, ...], opener: str, close: str, frame: Frame
     def make_calls(tag: str, schemas: Schemas) -> Calls:
         return PythonCalls(tag, close, schemas)
 
-    return ToolFormat(signs, (opener,), (close,), make_calls, frame, python_call)
+    return ToolFormat(signs, (opener,), (close,), make_calls, frame, python_call, write_python)
 
 
 _QWEN: Final = Tags("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>")
@@ -95,6 +116,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         lambda tag, _: HeadedCalls(tag),
         Frame((headed_calls.OPEN,), (headed_calls.CLOSE,), (headed_calls.CALL,), (headed_calls.END_CALL,)),
         headed_call,
+        write_headed,
     ),
     "lfm2": _python_format(
         ("<|tool_call_start|>", "<|tool_list_start|>"),
@@ -117,6 +139,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         lambda tag, schemas: JsonCalls(tag, None, schemas),
         Frame(separator="; "),
         json_call("parameters"),
+        write_json("parameters"),
         bare="{",
     ),
     "minimax": _json_format(

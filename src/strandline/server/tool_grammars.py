@@ -49,6 +49,11 @@ class Frame:
             " ".join(["call:", *map(tag, self.begin_call), one, *map(tag, self.end_call)]),
         ]
 
+    def text(self, calls: Sequence[str]) -> str:
+        """Return calls with the tags and the text around them."""
+        written = ["".join([*self.begin_call, call, *self.end_call]) for call in calls]
+        return "".join([*self.begin, self.separator.join(written), *self.end])
+
 
 def json_call(key: str) -> CallRules:
     """Return the rule of calls as JSON objects with their arguments under a key."""

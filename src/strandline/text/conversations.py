@@ -7,7 +7,7 @@ with a sentinel after every mark; the mark is where the two renderings diverge, 
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -42,6 +42,8 @@ PROBE_TOOL: Final[Mapping[str, Any]] = {
     "function": {"name": SENTINEL, "description": "", "parameters": {"type": "object", "properties": {}}},
 }
 
+WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
+
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
@@ -67,14 +69,24 @@ class ChatRenderer:
     Args:
         chat_template: replaces the tokenizer's own.
         parse_special_tokens: parse control tokens in user and tool messages.
+        write_calls: writes tool calls, with parsed arguments, as the model does; for templates that leave them out.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None, *, parse_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        parse_special_tokens: bool = False,
+        write_calls: WriteCalls | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._write_calls = write_calls
         self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens)
         self._chat_template = chat_template
         self._turns: Turns | None = None
         self._renders_tools: bool | None = None
+        self._renders_calls: bool | None = None
 
     @property
     def turns(self) -> Turns:
@@ -93,6 +105,20 @@ class ChatRenderer:
             except RequestError:
                 self._renders_tools = False
         return self._renders_tools
+
+    @property
+    def renders_calls(self) -> bool:
+        """Whether the template renders earlier tool calls, or rejects the probe; probed on first use."""
+        if self._renders_calls is None:
+            # Some templates render a call's id alone, which names the function.
+            call = {"id": SENTINEL, "type": "function", "function": {"name": SENTINEL, "arguments": {}}}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": "x", "content": "x"}
+            try:
+                self._renders_calls = SENTINEL in self._render([{"role": "user", "content": "x"}, answer, result], True)
+            except RequestError:
+                self._renders_calls = True
+        return self._renders_calls
 
     def render(
         self,
@@ -115,7 +141,7 @@ class ChatRenderer:
             raise RequestError(
                 "the model's chat template does not support tools; remove tools, or pass --chat-template"
             )
-        marked = self._with_known_roles([_without_marks(message) for message in messages])
+        marked = self._with_written_calls(self._with_known_roles([_without_marks(message) for message in messages]))
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
         self._check_roles(split)
@@ -182,6 +208,13 @@ class ChatRenderer:
             places = [*found[-1].places, *(len(text) + place for place in entry.places)]
             found[-1] = _MarkedMessage({**found[-1].message, "content": content}, places)
         return found
+
+    def _with_written_calls(self, marked: list[_MarkedMessage]) -> list[_MarkedMessage]:
+        """Return messages with their calls at the end of their content, if the template leaves calls out."""
+        write = self._write_calls
+        if write is None or not any("tool_calls" in entry.message for entry in marked) or self.renders_calls:
+            return marked
+        return [_with_text_of_calls(entry, write) for entry in marked]
 
     def _names(self, role: str) -> bool:
         """Return whether the template names a role."""
@@ -316,6 +349,16 @@ def _unparsed(messages: Messages) -> str:
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     names = [function["name"] for function in calls if not isinstance(function["arguments"], Mapping)]
     return f"; the arguments of a call of {names[0]:.100} are not a JSON object" if names else ""
+
+
+def _with_text_of_calls(entry: _MarkedMessage, write: WriteCalls) -> _MarkedMessage:
+    message, before = dict(entry.message), _content(entry)
+    calls = message.pop("tool_calls", None)
+    if not calls:
+        return entry
+    content = before + write(calls)
+    places = [len(content) if place == len(before) else place for place in entry.places]
+    return _MarkedMessage({**message, "content": content}, places)
 
 
 def _role(entry: _MarkedMessage) -> object:

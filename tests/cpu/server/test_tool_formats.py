@@ -542,6 +542,21 @@ def test_grammar_takes_what_the_parser_parses(name: str, grammars: Grammars) -> 
         assert start.deep_copy().validate_tokens(tokens) < len(tokens)
 
 
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_written_calls_are_parsed_and_taken_by_the_grammar(name: str, grammars: Grammars) -> None:
+    ids = ("functions.weather:0", "functions.clock:1")
+    functions = ({"name": key, "arguments": arguments} for key, arguments in WANTED)
+    answer = tool_format(name).write([{"id": id, "function": each} for id, each in zip(ids, functions, strict=True)])
+    assert calls(parse(name, answer)) == WANTED
+    tools = [{"type": "function", "function": {"name": key, "parameters": value}} for key, value in SCHEMAS.items()]
+    grammar = toolbox(tools, "required").grammar(name, json.dumps)
+    start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
+    tokens = byte_tokenizer().encode(answer)
+    assert start.validate_tokens(tokens) == len(tokens)
+    with pytest.raises(RequestError, match="arguments of a call of clock are not a JSON object"):
+        tool_format(name).write([{"id": "x", "function": {"name": "clock", "arguments": "[1]"}}])
+
+
 @pytest.mark.parametrize(
     ("arguments", "is_allowed"),
     [
