@@ -109,6 +109,8 @@ class Service:
             if structure is not None:
                 raise RequestError(f"tool_choice {toolbox.choice!r} and another structure cannot be combined")
             parser = self.output_format.tool_calls
+            if toolbox.is_parallel and not await self.in_thread(lambda: self.renderer.takes_parallel_calls):
+                toolbox = replace(toolbox, is_parallel=False)  # the next turn could not be rendered
             grammar = await asyncio.to_thread(toolbox.grammar, parser, grammars.tag)
             structure = StructuredOutputsParams(grammar=grammar)
         if structure is not None:

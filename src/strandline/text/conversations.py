@@ -87,6 +87,7 @@ class ChatRenderer:
         self._turns: Turns | None = None
         self._renders_tools: bool | None = None
         self._renders_calls: bool | None = None
+        self._takes_parallel_calls: bool | None = None
 
     @property
     def turns(self) -> Turns:
@@ -110,15 +111,26 @@ class ChatRenderer:
     def renders_calls(self) -> bool:
         """Whether the template renders earlier tool calls, or rejects the probe; probed on first use."""
         if self._renders_calls is None:
-            # Some templates render a call's id alone, which names the function.
-            call = {"id": SENTINEL, "type": "function", "function": {"name": SENTINEL, "arguments": {}}}
-            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-            result = {"role": "tool", "tool_call_id": "x", "content": "x"}
-            try:
-                self._renders_calls = SENTINEL in self._render([{"role": "user", "content": "x"}, answer, result], True)
-            except RequestError:
-                self._renders_calls = True
+            text = self._with_calls(1)
+            self._renders_calls = text is None or SENTINEL in text
         return self._renders_calls
+
+    @property
+    def takes_parallel_calls(self) -> bool:
+        """Whether the template takes several tool calls in a message, or none at all; probed on first use."""
+        if self._takes_parallel_calls is None:
+            self._takes_parallel_calls = self._with_calls(2) is not None or self._with_calls(1) is None
+        return self._takes_parallel_calls
+
+    def _with_calls(self, num_calls: int) -> str | None:
+        """Render a conversation with tool calls; return None if the template rejects it."""
+        # Some templates render a call's id alone, which names the function.
+        call = {"id": SENTINEL, "type": "function", "function": {"name": SENTINEL, "arguments": {}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call] * num_calls}
+        results = [{"role": "tool", "tool_call_id": "x", "content": "x"}] * num_calls
+        with contextlib.suppress(RequestError):
+            return self._render([{"role": "user", "content": "x"}, answer, *results], True)
+        return None
 
     def render(
         self,

@@ -1,17 +1,23 @@
 """Tools, reasoning and structured outputs by OpenAI's own client, from random models with grammars."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from strandline import StructuredOutputsParams
+from strandline import SamplingParams, StructuredOutputsParams
+from strandline.records.events import Limits
+from strandline.server.output_parser import OutputFormat
+from strandline.server.service import Service
 from strandline.server.tools import toolbox
+from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
-from tests.cpu.engine.tokenizers import CHAT_SPECIALS, byte_tokenizer
+from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_SPECIALS, byte_tokenizer, chat_template
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 WEATHER: dict[str, Any] = {
@@ -169,6 +175,22 @@ def test_required_values_in_tags_are_written_without_quotes() -> None:
         call = f"<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
         tokens = byte_tokenizer().encode(f"<tool_call>\n{call}\n</tool_call>")
         assert (start.deep_copy().validate_tokens(tokens) == len(tokens)) is ((key, text) in allowed)
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+def test_required_calls_are_as_many_as_the_template_takes(is_single: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template(CALLS_IN_JSON, thinks=False)
+    if is_single:
+        tokenizer.chat_template += "{% for m in messages if (m.tool_calls or []) | length > 1 %}{{ 1 / 0 }}{% endfor %}"
+    frontend = Frontend(Limits(256, 64), tokenizer=tokenizer, eos_ids=frozenset({0}))
+    client: Any = SimpleNamespace(frontend=frontend)
+    service = Service(client, ["x"], output_format=OutputFormat("hermes"))
+    checked = asyncio.run(service.bind(SamplingParams(), toolbox([WEATHER], "required"), ""))
+    assert checked.params.structured_outputs is not None
+    start = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256).compile(checked.params.structured_outputs).start
+    tokens = byte_tokenizer().encode("\n".join([CALL[CALL.index("<tool_call>") :]] * 2))
+    assert (start.validate_tokens(tokens) < len(tokens)) is is_single
 
 
 def test_calls_and_their_results_are_rendered_for_the_next_turn(client: openai.OpenAI) -> None:

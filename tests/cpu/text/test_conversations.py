@@ -107,3 +107,10 @@ def test_calls_that_a_template_leaves_out_are_written() -> None:
     tokenizer = byte_tokenizer()
     chat = ChatRenderer(tokenizer, PLAIN, write_calls=write).render([USER, marked, USER])
     assert "u:x;a:So:[clock {'a': 1}]" in [tokenizer.decode(chat.token_ids[:mark]) for mark in chat.marks]
+
+
+def test_template_may_take_a_single_call_per_message() -> None:
+    single = TEMPLATE.replace("{% for c in m", "{% if m.tool_calls | length > 1 %}{{ 1 / 0 }}{% endif %}{% for c in m")
+    none = "{% for m in messages %}{{ 1 / 0 if m.tool_calls else m.content }}{% endfor %}"
+    for template, is_taken in ((TEMPLATE, True), (single, False), (PLAIN, True), (none, True)):
+        assert ChatRenderer(byte_tokenizer(), template).takes_parallel_calls is is_taken
