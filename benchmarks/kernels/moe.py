@@ -1,8 +1,9 @@
 """Time the router and the experts of Qwen3.5-35B-A3B on a GPU, alone and against torch's grouped product.
 
-Run: ``PYTHONPATH=src python3 benchmarks/kernels/moe.py [--sweep]``. Times are medians of graph replays; several layers'
-weights take turns, so that none is found in the cache. The floor is the chosen experts' weights over 4.3 TB/s or the
-products over 700 TFLOP/s, whichever is longer.
+Run: ``PYTHONPATH=src python3 benchmarks/kernels/moe.py [--sweep] [--ranks 2]``. Times are medians of graph replays;
+several layers' weights take turns, so that none is found in the cache. The floor is the chosen experts' weights over
+4.3 TB/s or the products over 700 TFLOP/s, whichever is longer. With ``--ranks`` few tokens are multiplied with the
+first rank's experts alone; the floor is that of all experts, divided.
 """
 
 import argparse
@@ -207,6 +208,7 @@ def report(
     name: str, num_tokens: int, variant: str, make: Callable[[Inputs], Callable[[], object]], *, share: float = 1.0
 ) -> float:
     """Time one variant with its share of the experts' weights, print a line, and return microseconds."""
+    torch.manual_seed(num_tokens)
     sets = [inputs(num_tokens, weights) for weights in LAYERS]
     try:
         measured = time_us([make(arguments) for arguments in sets])
@@ -239,7 +241,7 @@ def variants_down(tile: Tile, arguments: Inputs) -> Callable[[], object]:
 
 def sweep_few(num_tokens: int) -> None:
     """Time first products in front of the second one in force, then second products behind the fastest of these."""
-    in_force = choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True)
+    in_force = choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True, is_divided=NUM_RANKS > 1)
     if in_force is None:
         raise RuntimeError("experts of this size do not go this way")
 
@@ -249,7 +251,7 @@ def sweep_few(num_tokens: int) -> None:
         except Exception:  # noqa: BLE001 - the report says why it does not run
             error = 0.0
         verdict = "" if error < 1e-2 else f" ERROR {error:.1e}"
-        return report("few", num_tokens, f"{tuple(variant)}{verdict}", partial(few, variant))
+        return report("few", num_tokens, f"{tuple(variant)}{verdict}", partial(few, variant), share=1 / NUM_RANKS)
 
     down_in_force = in_force[3:]
     ups = {up: taken_us(Few(*up, *down_in_force)) for up in FEW_UPS}
@@ -295,7 +297,9 @@ def few(few: Few, arguments: Inputs) -> Callable[[], object]:
     fused = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
     projected = fused.split([2 * SIZE, EXPERTS, 1, 7], dim=-1)[:3]
     shared = Shared(projected[0], projected[2], SHARED_DOWN)
-    return lambda: mixture_few(x_TD, projected[1], gate_up, down, shared, ROUTING, few)
+    held = None if NUM_RANKS == 1 else range(EXPERTS // NUM_RANKS)
+    num_held = EXPERTS // NUM_RANKS
+    return lambda: mixture_few(x_TD, projected[1], gate_up[:num_held], down[:num_held], shared, ROUTING, few, held=held)
 
 
 def many(tiles: tuple[Tile, Tile], arguments: Inputs) -> Callable[[], object]:
@@ -303,11 +307,15 @@ def many(tiles: tuple[Tile, Tile], arguments: Inputs) -> Callable[[], object]:
     return lambda: moe_triton.experts_many(*arguments, *tiles)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="try the launch variants")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    arguments = parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=1, help="among which the experts of few tokens are divided")
+    return parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
     check()
     for num_tokens in arguments.tokens:
         if arguments.sweep and num_tokens <= MAX_TOKENS_FEW:
@@ -317,8 +325,9 @@ def main() -> None:
         routed = time_us([lambda: route(logits, None, ROUTING)])  # noqa: B023
         print(f"route tokens={num_tokens}: {routed:.1f} us", flush=True)
         report("experts", num_tokens, "chosen", lambda a: lambda: moe_triton.experts(*a))
-        if num_tokens <= 16 and (chosen := choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True)):
-            report("experts", num_tokens, "few", partial(few, chosen))
+        chosen = choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True, is_divided=NUM_RANKS > 1)
+        if num_tokens <= 16 and chosen:
+            report("experts", num_tokens, "few", partial(few, chosen), share=1 / NUM_RANKS)
         for name in ("DECODE", "MIDDLE", "PREFILL"):
             tiles = getattr(moe_triton, f"TILES_{name}")
             report("experts", num_tokens, name, partial(many, tiles))
@@ -330,6 +339,8 @@ def main() -> None:
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
+    OPTIONS = parse()
+    NUM_RANKS = OPTIONS.ranks
     LAYERS = layers()
     SHARED_DOWN = torch.randn(HIDDEN, SIZE, device="cuda", dtype=torch.bfloat16).mul_(SIZE**-0.5)
-    main()
+    main(OPTIONS)

@@ -54,8 +54,58 @@ MAX_CHOICES_FEW = 16
 MAX_ELEMENTS_DOWN = 32768
 """Most numbers of a row of the second GEMM: 64 KiB."""
 
-DOWN_ONE, DOWN_MORE = Down(16384, 4), Down(16384, 4)
-"""For one token, and for more: 32 KiB (benchmarks/kernels/moe.py)."""
+DOWN, DOWN_DIVIDED = Down(16384, 4), Down(16384, 4, 2)
+"""32 KiB; for several tokens and some of the experts two of these in turn (benchmarks/kernels/moe.py)."""
+
+UP, UP_RELU = (4, 512, 2), (4, 512, 1)
+UP_ONE, UP_ONE_RELU = (2, 1024, 1), (4, 1024, 1)
+"""Outputs, inputs at a time and warps of a program of the first GEMM; for one token and all experts."""
+
+
+@triton.jit
+def _multiply_up(
+    x_ptr,
+    weight_ptr,
+    expert,
+    row_N,
+    D,
+    F,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return hidden features of one row of inputs and one expert."""
+    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
+    col_K = tl.arange(0, BLOCK_K)
+    gate_NK_ptr = weight_ptr + expert * (NUM_PARTS * F * D) + row_N[:, None] * D + col_K[None, :]
+    up_NK_ptr = gate_NK_ptr + (NUM_PARTS - 1) * F * D
+    gate_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        start = chunk * BLOCK_K
+        if IS_EVEN:
+            if IS_GATED:
+                gate_weight_NK = tl.load(gate_NK_ptr + start, eviction_policy="evict_first")
+            up_weight_NK = tl.load(up_NK_ptr + start, eviction_policy="evict_first")
+            x_1K = tl.load(x_ptr + (start + col_K)[None, :]).to(tl.float32)
+        else:
+            is_1K = (start + col_K < D)[None, :]
+            mask_NK = (row_N < F)[:, None] & is_1K
+            if IS_GATED:
+                gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
+            up_weight_NK = tl.load(up_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
+            x_1K = tl.load(x_ptr + (start + col_K)[None, :], mask=is_1K, other=0.0).to(tl.float32)
+        if IS_GATED:
+            gate_NK += gate_weight_NK.to(tl.float32) * x_1K
+        up_NK += up_weight_NK.to(tl.float32) * x_1K
+    if IS_GATED:
+        hidden_N = silu_times(tl.sum(gate_NK, axis=1), tl.sum(up_NK, axis=1), DTYPE)
+    else:
+        hidden_N = squared_relu(tl.sum(up_NK, axis=1), DTYPE)
+    return hidden_N
 
 
 @triton.jit
@@ -88,44 +138,31 @@ def _few_up_kernel(
     choice = tl.program_id(1)
     token = (choice // TOP_K).to(tl.int64)
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_K = tl.arange(0, BLOCK_K)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     token_logits_ptr = logits_ptr + token * stride_logits
     expert = choose_nth(token_logits_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
-    num_rows = F
+    is_held = True
     if IS_DIVIDED:
         expert = expert - first_expert
-        num_rows = tl.where((expert >= 0) & (expert < num_held), F, 0)
-    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
-    gate_NK_ptr = weight_ptr + expert * (NUM_PARTS * F * D) + row_N[:, None] * D + col_K[None, :]
-    up_NK_ptr = gate_NK_ptr + (NUM_PARTS - 1) * F * D
-    x_1K_ptr = x_ptr + token * stride_x + col_K[None, :]
-    gate_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    up_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for chunk in tl.static_range(NUM_K):
-        start = chunk * BLOCK_K
-        if IS_EVEN:
-            if IS_GATED:
-                gate_weight_NK = tl.load(gate_NK_ptr + start, eviction_policy="evict_first")
-            up_weight_NK = tl.load(up_NK_ptr + start, eviction_policy="evict_first")
-            x_1K = tl.load(x_1K_ptr + start).to(tl.float32)
-        else:
-            is_1K = (start + col_K < D)[None, :]
-            mask_NK = (row_N < num_rows)[:, None] & is_1K
-            if IS_GATED:
-                gate_weight_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
-            up_weight_NK = tl.load(up_NK_ptr + start, mask=mask_NK, other=0.0, eviction_policy="evict_first")
-            x_1K = tl.load(x_1K_ptr + start, mask=is_1K, other=0.0).to(tl.float32)
-        if IS_GATED:
-            gate_NK += gate_weight_NK.to(tl.float32) * x_1K
-        up_NK += up_weight_NK.to(tl.float32) * x_1K
-    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-    if IS_GATED:
-        hidden_N = silu_times(tl.sum(gate_NK, axis=1), tl.sum(up_NK, axis=1), dtype)
-    else:
-        hidden_N = squared_relu(tl.sum(up_NK, axis=1), dtype)
-    tl.store(hidden_ptr + choice.to(tl.int64) * F + row_N, hidden_N, mask=row_N < num_rows)
+        is_held = (expert >= 0) & (expert < num_held)
+    if is_held:
+        x_token_ptr = x_ptr + token * stride_x
+        hidden_N = _multiply_up(
+            x_token_ptr,
+            weight_ptr,
+            expert,
+            row_N,
+            D,
+            F,
+            IS_GATED,
+            IS_EVEN,
+            NUM_K,
+            BLOCK_N,
+            BLOCK_K,
+            hidden_ptr.dtype.element_ty,
+        )
+        tl.store(hidden_ptr + choice.to(tl.int64) * F + row_N, hidden_N, mask=row_N < F)
 
 
 @triton.jit
@@ -138,14 +175,14 @@ def _load_shared(weight_ptr, row_N, D, S, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
-def _load_chosen(weight_ptr, chosen_C, mask_C1K, row_N, D, F, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_chosen(weight_ptr, chosen_C, row_N, D, F, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load rows of the chosen experts' last weights, ``[C, N, K]``."""
     offset_CN = chosen_C[:, None].to(tl.int64) * (D * F) + (row_N * F)[None, :]
     weight_CNK_ptr = weight_ptr + offset_CN[:, :, None] + tl.arange(0, BLOCK_K)[None, None, :]
     if IS_EVEN:
         weight_CNK = tl.load(weight_CNK_ptr, eviction_policy="evict_first")
     else:
-        mask_CNK = mask_C1K & (row_N < D)[None, :, None]
+        mask_CNK = (tl.arange(0, BLOCK_K) < F)[None, None, :] & (row_N < D)[None, :, None]
         weight_CNK = tl.load(weight_CNK_ptr, mask=mask_CNK, other=0.0, eviction_policy="evict_first")
     return weight_CNK
 
@@ -205,9 +242,12 @@ def _few_down_kernel(
     if IS_DIVIDED:
         chosen_C = chosen_C - first_expert
         is_choice_C = is_choice_C & (chosen_C >= 0) & (chosen_C < num_held)
+    if IS_DIVIDED or TOP_K < BLOCK_C:
+        # Others read again what one of them reads: masks would take half as many registers again.
+        chosen_C = tl.where(is_choice_C, chosen_C, tl.max(tl.where(is_choice_C, chosen_C, 0), axis=0))
     col_K = tl.arange(0, BLOCK_K)
     mask_C1K = is_choice_C[:, None, None] & (col_K < F)[None, None, :]
-    weight_CNK = _load_chosen(weight_ptr, chosen_C, mask_C1K, row_N, D, F, IS_EVEN, BLOCK_K)
+    weight_CNK = _load_chosen(weight_ptr, chosen_C, row_N, D, F, IS_EVEN, BLOCK_K)
     if shared_ptr is not None:
         first_S = tl.load(token_ptr + col_S, mask=is_S, other=0.0, cache_modifier=".cg").to(tl.float32)
         if IS_GATED:
@@ -227,7 +267,7 @@ def _few_down_kernel(
     for block in tl.static_range(BLOCKS):
         if block + 1 < BLOCKS:
             next_N = row_N + BLOCK_N
-            next_CNK = _load_chosen(weight_ptr, chosen_C, mask_C1K, next_N, D, F, IS_EVEN, BLOCK_K)
+            next_CNK = _load_chosen(weight_ptr, chosen_C, next_N, D, F, IS_EVEN, BLOCK_K)
             if shared_ptr is not None:
                 next_NS = _load_shared(shared_weight_ptr, next_N, D, S, BLOCK_S)
         out_CN = tl.sum(weight_CNK.to(tl.float32) * hidden_C1K, axis=2).to(dtype).to(tl.float32)
@@ -242,19 +282,24 @@ def _few_down_kernel(
                 shared_N = _multiply_shared(next_NS, shared_hidden_S, factor, dtype)
 
 
-def choose_few(num_tokens: int, top_k: int, size: int, shared_size: int, *, is_gated: bool) -> Few | None:
+def choose_few(
+    num_tokens: int, top_k: int, size: int, shared_size: int, *, is_gated: bool, is_divided: bool = False
+) -> Few | None:
     """Return the tiling for experts of a size, and a shared one of another, or 0; None: this way is no faster.
 
     Programs of the first GEMM hold 4 to 8 KiB at a time.
+
+    Args:
+        is_divided: whether other ranks have some of the experts.
     """
     largest = max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
     if top_k > MAX_CHOICES_FEW or largest > MAX_ELEMENTS_DOWN:
         return None
-    down = DOWN_ONE if num_tokens == 1 else DOWN_MORE
+    down = DOWN_DIVIDED if is_divided and num_tokens > 1 else DOWN
     block_down_n = min(16, max(1, down.elements // largest))
     warps_down = down.warps * max(1, largest // down.elements)
-    up = (2 if is_gated else 4, 1024, 1) if num_tokens == 1 else (4, 512, 2 if is_gated else 1)
-    return Few(*up, block_down_n, warps_down, down.blocks)
+    up, up_relu = (UP_ONE, UP_ONE_RELU) if num_tokens == 1 and not is_divided else (UP, UP_RELU)
+    return Few(*(up if is_gated else up_relu), block_down_n, warps_down, down.blocks)
 
 
 class Shared(NamedTuple):
@@ -279,7 +324,7 @@ def mixture_few(
     """Compute ``mixture`` or ``mixture_relu_squared`` choice by choice; experts have a gate if they have its rows."""
     num_tokens, num_experts = logits_TE.shape
     num_held, num_channels, size = down_EDF.shape
-    first_expert, is_whole = 0 if held is None else held.start, held is None
+    first_expert = 0 if held is None else held.start
     projected_TS, gate_T1, shared_DS = shared or (None, None, None)
     shared_size = 1 if shared_DS is None else shared_DS.shape[1]
     hidden_AF = torch.empty((num_tokens * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
@@ -288,7 +333,7 @@ def mixture_few(
     block_f = next_power_of_2(size)
     options = overlap_options(x_TD)
     choice = choice_options(routing, num_experts)
-    kind = {"IS_GATED": up_EFD.shape[1] == 2 * size, "IS_DIVIDED": not is_whole}
+    kind = {"IS_GATED": up_EFD.shape[1] == 2 * size, "IS_DIVIDED": held is not None}
     _few_up_kernel[(cdiv(size, few.block_up_n), num_tokens * routing.top_k)](
         x_TD,
         logits_TE,
@@ -304,7 +349,7 @@ def mixture_few(
         num_held,
         **choice,
         **kind,
-        IS_EVEN=is_whole and num_channels % block_k == 0 and size % few.block_up_n == 0,
+        IS_EVEN=num_channels % block_k == 0 and size % few.block_up_n == 0,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=few.block_up_n,
         BLOCK_K=block_k,
@@ -332,7 +377,7 @@ def mixture_few(
         num_held,
         **choice,
         **kind,
-        IS_EVEN=is_whole and size == block_f and num_channels % rows_down == 0 and routing.top_k == choice["BLOCK_C"],
+        IS_EVEN=size == block_f and num_channels % rows_down == 0,
         BLOCK_N=few.block_down_n,
         BLOCK_K=block_f,
         BLOCK_S=next_power_of_2(shared_size),

@@ -309,7 +309,8 @@ def _mixture(
     (logits_TE, bias_E, routing), size = router, down_EDF.shape[2]
     if len(x_TD) <= MAX_TOKENS_FEW:
         shared_size = 0 if shared is None else shared.down_DS.shape[1]
-        few = choose_few(len(x_TD), routing.top_k, size, shared_size, is_gated=up_EFD.shape[1] == 2 * size)
+        kind = {"is_gated": up_EFD.shape[1] == 2 * size, "is_divided": held is not None}
+        few = choose_few(len(x_TD), routing.top_k, size, shared_size, **kind)
         if few is not None:
             return mixture_few(x_TD, logits_TE, up_EFD, down_EDF, shared, routing, few, bias_E, held)
     chosen = route(*router)
