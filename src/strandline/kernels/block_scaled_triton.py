@@ -294,50 +294,30 @@ def _gemv_kernel(
     program = tl.program_id(0)
     tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
     sizes = (M, K, N, stride_x, stride_xs, stride_out, stride_sy, stride_sx)
-    if DENSE_PROGRAMS > 0:
+    if DENSE_PROGRAMS > 0 and program < DENSE_PROGRAMS:
         # As many bytes at a time as of a weight in FP8.
-        if program < DENSE_PROGRAMS:
-            _gemv_dense(
-                plain_ptr,
-                dense_ptr,
-                out_ptr + N,
-                program,
-                M,
-                K,
-                num_dense,
-                stride_plain,
-                stride_out,
-                2 * NUM_K,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K // 2,
-                GROUP // 2,
-                PIECE // 2,
-                OVERLAPS,
-            )
-        else:
-            _gemv_scaled(
-                *tensors,
-                program - DENSE_PROGRAMS,
-                *sizes,
-                IS_QUANTIZED,
-                HAS_BIAS,
-                IS_GATED,
-                IS_EVEN,
-                SCALE_ROWS,
-                NUM_K,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                GROUP,
-                PIECE,
-                PREFETCHED,
-                OVERLAPS,
-            )
+        _gemv_dense(
+            plain_ptr,
+            dense_ptr,
+            out_ptr + N,
+            program,
+            M,
+            K,
+            num_dense,
+            stride_plain,
+            stride_out,
+            2 * NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K // 2,
+            GROUP // 2,
+            PIECE // 2,
+            OVERLAPS,
+        )
     else:
         _gemv_scaled(
             *tensors,
-            program,
+            program - DENSE_PROGRAMS,
             *sizes,
             IS_QUANTIZED,
             HAS_BIAS,
@@ -511,6 +491,7 @@ def _gemm_kernel(
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    dense_programs = 0
     program = tl.program_id(0)
     tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
     sizes = (M, N, K, span, stride_xs, stride_out, stride_sy, stride_sx)
@@ -519,44 +500,29 @@ def _gemm_kernel(
     if HAS_DENSE:
         # Programs of the ordinary weight read twice as many bytes: they start first.
         dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
-        if program < dense_programs:
-            gemm_dense(
-                plain_ptr,
-                dense_ptr,
-                out_ptr + N,
-                program,
-                M,
-                num_dense,
-                K,
-                span,
-                stride_plain,
-                stride_out,
-                IS_SPLIT,
-                IS_SWAPPED,
-                GROUP_M,
-                BLOCK_M,
-                BLOCK_N,
-                GROUP,
-            )
-        else:
-            _gemm_scaled(
-                *tensors,
-                program - dense_programs,
-                *sizes,
-                HAS_BIAS,
-                IS_EVEN,
-                SCALE_ROWS,
-                IS_SPLIT,
-                IS_SWAPPED,
-                GROUP_M,
-                BLOCK_M,
-                BLOCK_N,
-                GROUP,
-            )
+    if HAS_DENSE and program < dense_programs:
+        gemm_dense(
+            plain_ptr,
+            dense_ptr,
+            out_ptr + N,
+            program,
+            M,
+            num_dense,
+            K,
+            span,
+            stride_plain,
+            stride_out,
+            IS_SPLIT,
+            IS_SWAPPED,
+            GROUP_M,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
     else:
         _gemm_scaled(
             *tensors,
-            program,
+            program - dense_programs,
             *sizes,
             HAS_BIAS,
             IS_EVEN,

@@ -172,48 +172,33 @@ def _gemv_kernel(
     program = tl.program_id(0)
     tensors = (x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr)
     sizes = (M, K, N, num_words, num_groups, stride_x, stride_out, stride_sn, stride_sx, magic)
-    if DENSE_PROGRAMS > 0:
-        if program < DENSE_PROGRAMS:
-            # Half as many inputs at a time: four times as many bytes.
-            multiply_rows(
-                program,
-                0,
-                x_ptr,
-                dense_ptr,
-                None,
-                out_ptr + N,
-                M,
-                stride_x,
-                K,
-                num_dense,
-                stride_out,
-                False,
-                False,
-                False,
-                2 * NUM_K,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K // 2,
-                OVERLAPS,
-            )
-        else:
-            _gemv_packed(
-                *tensors,
-                program - DENSE_PROGRAMS,
-                *sizes,
-                IS_GATED,
-                IS_EVEN,
-                NUM_K,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                GROUP,
-                OVERLAPS,
-            )
+    if DENSE_PROGRAMS > 0 and program < DENSE_PROGRAMS:
+        # Half as many inputs at a time: four times as many bytes.
+        multiply_rows(
+            program,
+            0,
+            x_ptr,
+            dense_ptr,
+            None,
+            out_ptr + N,
+            M,
+            stride_x,
+            K,
+            num_dense,
+            stride_out,
+            False,
+            False,
+            False,
+            2 * NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K // 2,
+            OVERLAPS,
+        )
     else:
         _gemv_packed(
             *tensors,
-            program,
+            program - DENSE_PROGRAMS,
             *sizes,
             IS_GATED,
             IS_EVEN,
@@ -320,42 +305,41 @@ def _tile_kernel(
     sizes = (M, N, K, num_words, stride_x, stride_out, stride_sn, stride_sx, span)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
+    dense_programs = 0
     if HAS_DENSE:
         # Programs of the ordinary weight read four times as many bytes: they start first.
         dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
-        if program < dense_programs:
-            gemm_dense(
-                x_ptr,
-                dense_ptr,
-                out_ptr + N,
-                program,
-                M,
-                num_dense,
-                K,
-                span,
-                stride_x,
-                stride_out,
-                IS_SPLIT,
-                True,
-                GROUP_M,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_INPUTS,
-            )
-        else:
-            _tile_packed(
-                *tensors,
-                program - dense_programs,
-                *sizes,
-                IS_EVEN,
-                IS_SPLIT,
-                GROUP_M,
-                BLOCK_M,
-                BLOCK_N,
-                GROUP,
-            )
+    if HAS_DENSE and program < dense_programs:
+        gemm_dense(
+            x_ptr,
+            dense_ptr,
+            out_ptr + N,
+            program,
+            M,
+            num_dense,
+            K,
+            span,
+            stride_x,
+            stride_out,
+            IS_SPLIT,
+            True,
+            GROUP_M,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_INPUTS,
+        )
     else:
-        _tile_packed(*tensors, program, *sizes, IS_EVEN, IS_SPLIT, GROUP_M, BLOCK_M, BLOCK_N, GROUP)
+        _tile_packed(
+            *tensors,
+            program - dense_programs,
+            *sizes,
+            IS_EVEN,
+            IS_SPLIT,
+            GROUP_M,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
 
 
 @triton.jit
