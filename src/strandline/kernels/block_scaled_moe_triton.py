@@ -24,8 +24,7 @@ from strandline.kernels.block_scaled_moe_few_triton import mixture_few
 from strandline.kernels.block_scaled_tile_triton import (
     MIN_ROWS_HOPPER,
     TRITON_DTYPES,
-    load_scales,
-    multiply_group,
+    multiply_tile,
     quantize_groups,
     quantized,
     swiglu_quantized,
@@ -168,49 +167,35 @@ def _grouped_up_kernel(
     first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
     end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
     col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_col_N = col_N < F
-    offset_K = tl.arange(0, GROUP)
-    num_groups = tl.cdiv(D, GROUP)
-    gate_NK_ptr = weight_ptr + expert * (2 * F * D) + col_N[:, None].to(tl.int64) * D + offset_K[None, :]
-    up_NK_ptr = gate_NK_ptr + F * D
-    scale_ptr += expert * stride_se
     for row in range(first, end, tl.num_programs(1) * BLOCK_M):
         row_M = row + tl.arange(0, BLOCK_M)
-        token_M = tl.load(choices_ptr + tl.minimum(row_M, end - 1)) // TOP_K
-        x_KM_ptr = x_ptr + token_M[None, :].to(tl.int64) * D + offset_K[:, None]
-        gate = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
-        x_scale_M = tl.load(x_scale_ptr + token_M)
-        gate_scale_N = load_scales(scale_ptr, col_N, F, stride_sy, SCALE_ROWS, BLOCK_N)
-        up_scale_N = load_scales(scale_ptr, F + col_N, 2 * F, stride_sy, SCALE_ROWS, BLOCK_N)
-        for group in range(num_groups):
-            # The next group's scales are on their way while this one's numbers are multiplied.
-            following = tl.minimum(group + 1, num_groups - 1)
-            next_x_scale_M = tl.load(x_scale_ptr + following * stride_xs + token_M)
-            next_scale_ptr = scale_ptr + following * stride_sx
-            next_gate_scale_N = load_scales(next_scale_ptr, col_N, F, stride_sy, SCALE_ROWS, BLOCK_N)
-            next_up_scale_N = load_scales(next_scale_ptr, F + col_N, 2 * F, stride_sy, SCALE_ROWS, BLOCK_N)
-            start = group * GROUP
-            if IS_EVEN:
-                x_KM = tl.load(x_KM_ptr + start)
-                gate_NK = tl.load(gate_NK_ptr + start)
-                up_NK = tl.load(up_NK_ptr + start)
-            else:
-                is_K = start + offset_K < D
-                mask_NK = is_col_N[:, None] & is_K[None, :]
-                x_KM = tl.load(x_KM_ptr + start, mask=is_K[:, None], other=0.0)
-                gate_NK = tl.load(gate_NK_ptr + start, mask=mask_NK, other=0.0)
-                up_NK = tl.load(up_NK_ptr + start, mask=mask_NK, other=0.0)
-            gate += multiply_group(gate_NK, x_KM, gate_scale_N, x_scale_M, IS_SWAPPED)
-            up += multiply_group(up_NK, x_KM, up_scale_N, x_scale_M, IS_SWAPPED)
-            x_scale_M = next_x_scale_M
-            gate_scale_N = next_gate_scale_N
-            up_scale_N = next_up_scale_N
+        gate, up = multiply_tile(
+            x_ptr,
+            x_scale_ptr,
+            weight_ptr + expert * (2 * F * D),
+            scale_ptr + expert * stride_se,
+            tl.load(choices_ptr + tl.minimum(row_M, end - 1)) // TOP_K,
+            col_N,
+            0,
+            tl.cdiv(D, GROUP),
+            F,
+            D,
+            stride_xs,
+            stride_sy,
+            stride_sx,
+            True,
+            IS_EVEN,
+            SCALE_ROWS,
+            IS_SWAPPED,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
         hidden = silu_times(gate, up, DTYPE).to(tl.float32)
         hidden_MN, hidden_scale_M = quantize_groups(tl.trans(hidden) if IS_SWAPPED else hidden)
         is_row_M = row_M < end
         hidden_MN_ptr = hidden_ptr + row_M[:, None].to(tl.int64) * F + col_N[None, :]
-        tl.store(hidden_MN_ptr, hidden_MN, mask=is_row_M[:, None] & is_col_N[None, :])
+        tl.store(hidden_MN_ptr, hidden_MN, mask=is_row_M[:, None] & (col_N < F)[None, :])
         tl.store(hidden_scale_ptr + tl.program_id(0) * stride_hs + row_M, hidden_scale_M, mask=is_row_M)
 
 
@@ -259,38 +244,37 @@ def _grouped_down_kernel(
         weight_ptr = tl.where(is_shared, shared_weight_ptr, weight_ptr)
         scale_ptr = tl.where(is_shared, shared_scale_ptr, scale_ptr)
     col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_col_N = col_N < D
-    offset_K = tl.arange(0, GROUP)
-    num_groups = tl.cdiv(F, GROUP)
-    weight_NK_ptr = weight_ptr + col_N[:, None].to(tl.int64) * F + offset_K[None, :]
     for row in range(first + tl.program_id(1) * BLOCK_M, end, tl.num_programs(1) * BLOCK_M):
         row_M = row + tl.arange(0, BLOCK_M)
         read_M = tl.minimum(row_M, end - 1)
-        hidden_KM_ptr = hidden_ptr + read_M[None, :].to(tl.int64) * F + offset_K[:, None]
-        out = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
-        hidden_scale_M = tl.load(hidden_scale_ptr + read_M)
-        scale_N = load_scales(scale_ptr, col_N, D, stride_sy, SCALE_ROWS, BLOCK_N)
-        for group in range(num_groups):
-            following = tl.minimum(group + 1, num_groups - 1)
-            next_hidden_scale_M = tl.load(hidden_scale_ptr + following * stride_hs + read_M)
-            next_scale_N = load_scales(scale_ptr + following * stride_sx, col_N, D, stride_sy, SCALE_ROWS, BLOCK_N)
-            start = group * GROUP
-            if IS_EVEN:
-                hidden_KM = tl.load(hidden_KM_ptr + start)
-                weight_NK = tl.load(weight_NK_ptr + start)
-            else:
-                is_K = start + offset_K < F
-                hidden_KM = tl.load(hidden_KM_ptr + start, mask=is_K[:, None], other=0.0)
-                weight_NK = tl.load(weight_NK_ptr + start, mask=is_col_N[:, None] & is_K[None, :], other=0.0)
-            out += multiply_group(weight_NK, hidden_KM, scale_N, hidden_scale_M, IS_SWAPPED)
-            hidden_scale_M = next_hidden_scale_M
-            scale_N = next_scale_N
+        out, _ = multiply_tile(
+            hidden_ptr,
+            hidden_scale_ptr,
+            weight_ptr,
+            scale_ptr,
+            read_M,
+            col_N,
+            0,
+            tl.cdiv(F, GROUP),
+            D,
+            F,
+            stride_hs,
+            stride_sy,
+            stride_sx,
+            False,
+            IS_EVEN,
+            SCALE_ROWS,
+            IS_SWAPPED,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
         out_MN = tl.trans(out) if IS_SWAPPED else out
         choice_M = tl.load(choices_ptr + tl.minimum(read_M, num_choices - 1)).to(tl.int64)
         if HAS_SHARED:
             choice_M = tl.where(is_shared, read_M.to(tl.int64), choice_M)
         out_MN_ptr = out_ptr + choice_M[:, None] * D + col_N[None, :]
-        tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < end)[:, None] & is_col_N[None, :])
+        tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < end)[:, None] & (col_N < D)[None, :])
 
 
 def block_scaled_mixture(

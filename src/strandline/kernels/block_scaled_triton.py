@@ -28,8 +28,7 @@ from strandline.kernels.block_scaled_tile_triton import (
     MIN_ROWS_HOPPER,
     PIECE,
     load_pieces,
-    load_scales,
-    multiply_group,
+    multiply_tile,
     piece_columns,
     quantized,
     swiglu_quantized,
@@ -425,36 +424,32 @@ def _gemm_scaled(
 ):
     """Write a tile of the product of quantised rows and a weight in FP8."""
     row_M, row_N = place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
-    col_K = tl.arange(0, GROUP)
-    is_row_N = row_N < N
-    # Rows behind the last one read that: what becomes of them is not stored.
-    read_M = tl.minimum(row_M, M - 1)
-    x_KM_ptr = x_ptr + read_M.to(tl.int64)[None, :] * K + col_K[:, None]
-    weight_NK_ptr = weight_ptr + row_N.to(tl.int64)[:, None] * K + col_K[None, :]
-    num_groups = tl.cdiv(K, GROUP)
     first = tl.program_id(1) * span
-    end = tl.minimum(first + span, num_groups)
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
-    x_scale_M = tl.load(x_scale_ptr + first * stride_xs + read_M)
-    scale_N = load_scales(scale_ptr + first * stride_sx, row_N, N, stride_sy, SCALE_ROWS, BLOCK_N)
-    for group in range(first, end):
-        # The next group's scales are on their way while this one's numbers are multiplied.
-        following = tl.minimum(group + 1, num_groups - 1)
-        next_x_scale_M = tl.load(x_scale_ptr + following * stride_xs + read_M)
-        next_scale_N = load_scales(scale_ptr + following * stride_sx, row_N, N, stride_sy, SCALE_ROWS, BLOCK_N)
-        start = group * GROUP
-        if IS_EVEN:
-            weight_NK = tl.load(weight_NK_ptr + start)
-            x_KM = tl.load(x_KM_ptr + start)
-        else:
-            is_K = start + col_K < K
-            weight_NK = tl.load(weight_NK_ptr + start, mask=is_row_N[:, None] & is_K[None, :], other=0.0)
-            x_KM = tl.load(x_KM_ptr + start, mask=is_K[:, None], other=0.0)
-        acc += multiply_group(weight_NK, x_KM, scale_N, x_scale_M, IS_SWAPPED)
-        x_scale_M = next_x_scale_M
-        scale_N = next_scale_N
+    acc, _ = multiply_tile(
+        x_ptr,
+        x_scale_ptr,
+        weight_ptr,
+        scale_ptr,
+        # Rows behind the last one read that: what becomes of them is not stored.
+        tl.minimum(row_M, M - 1),
+        row_N,
+        first,
+        tl.minimum(first + span, tl.cdiv(K, GROUP)),
+        N,
+        K,
+        stride_xs,
+        stride_sy,
+        stride_sx,
+        False,
+        IS_EVEN,
+        SCALE_ROWS,
+        IS_SWAPPED,
+        BLOCK_M,
+        BLOCK_N,
+        GROUP,
+    )
     if HAS_BIAS:
-        bias_N = tl.load(bias_ptr + row_N, mask=is_row_N, other=0.0).to(tl.float32)
+        bias_N = tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)
         acc += bias_N[:, None] if IS_SWAPPED else bias_N[None, :]
     _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
 
@@ -491,12 +486,12 @@ def _gemm_kernel(
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    dense_programs = 0
     program = tl.program_id(0)
     tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
     sizes = (M, N, K, span, stride_xs, stride_out, stride_sy, stride_sx)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
+    dense_programs = 0
     if HAS_DENSE:
         # Programs of the ordinary weight read twice as many bytes: they start first.
         dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
