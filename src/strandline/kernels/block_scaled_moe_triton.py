@@ -29,19 +29,14 @@ from strandline.kernels.block_scaled_tile_triton import (
     quantized,
     swiglu_quantized,
 )
-from strandline.kernels.block_scaled_triton import (
-    flat_rows,
-    multiply_into,
-    multiply_into_invariant,
-    new_output,
-)
+from strandline.kernels.block_scaled_triton import multiply_into, multiply_into_invariant
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import QuantizedRows, Rows
+from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows, new_output
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv

@@ -35,8 +35,9 @@ from strandline.kernels.block_scaled_tile_triton import (
 )
 from strandline.kernels.linear_triton import add_spans, silu_times
 from strandline.kernels.overlap_triton import overlap_options, prefetch_rows, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import QuantizedRows, Rows
+from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows, new_output, shaped
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
 from strandline.kernels.weights import GROUP, ScaledWeight
 
 MAX_ROWS_GEMV = 4
@@ -111,9 +112,6 @@ PROGRAMS_SPLIT = 2 * NUM_SMS
 """What a split aims at: two programs per multiprocessor."""
 
 MAX_SPANS = 8
-
-GROUP_ROWS = 8
-"""Row tiles that share the weight's tiles while they are in the second-level cache."""
 
 
 @triton.jit
@@ -335,67 +333,6 @@ def _gemv_kernel(
 
 
 @triton.jit
-def place_tile(program, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the rows and outputs of a program's tile."""
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    first_m = program // (GROUP_M * num_n) * GROUP_M
-    group_m = tl.minimum(num_m - first_m, GROUP_M)
-    row_M = (first_m + program % (GROUP_M * num_n) % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_N = program % (GROUP_M * num_n) // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    return row_M, row_N
-
-
-@triton.jit
-def _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT: tl.constexpr, IS_SWAPPED: tl.constexpr):
-    acc_MN = tl.trans(acc) if IS_SWAPPED else acc
-    out_row_M = row_M.to(tl.int64)
-    if IS_SPLIT:
-        out_row_M += tl.program_id(1) * M
-    out_MN_ptr = out_ptr + out_row_M[:, None] * stride_out + row_N[None, :]
-    tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
-
-
-@triton.jit
-def gemm_dense(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    program,
-    M,
-    N,
-    K,
-    span,
-    stride_x,
-    stride_out,
-    IS_SPLIT: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Write a tile of the product of plain rows and an ordinary weight."""
-    row_M, row_N = place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
-    # As many bytes at a time as of a weight in FP8: the shared memory that programs take decides how many run at once.
-    BLOCK_K: tl.constexpr = GROUP // 2
-    col_K = tl.arange(0, BLOCK_K)
-    x_KM_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64)[None, :] * stride_x + col_K[:, None]
-    weight_NK_ptr = weight_ptr + row_N.to(tl.int64)[:, None] * K + col_K[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
-    first = tl.program_id(1) * span * GROUP
-    for start in range(first, tl.minimum(first + span * GROUP, K), BLOCK_K):
-        is_K = start + col_K < K
-        weight_NK = tl.load(weight_NK_ptr + start, mask=(row_N < N)[:, None] & is_K[None, :], other=0.0)
-        x_KM = tl.load(x_KM_ptr + start, mask=is_K[:, None], other=0.0)
-        if IS_SWAPPED:
-            acc = tl.dot(weight_NK, x_KM, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(tl.trans(x_KM), tl.trans(weight_NK), acc, input_precision="ieee")
-    _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
-
-
-@triton.jit
 def _gemm_scaled(
     x_ptr,
     x_scale_ptr,
@@ -417,13 +354,12 @@ def _gemm_scaled(
     SCALE_ROWS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
-    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Write a tile of the product of quantised rows and a weight in FP8."""
-    row_M, row_N = place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
     first = tl.program_id(1) * span
     acc, _ = multiply_tile(
         x_ptr,
@@ -451,7 +387,7 @@ def _gemm_scaled(
     if HAS_BIAS:
         bias_N = tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)
         acc += bias_N[:, None] if IS_SWAPPED else bias_N[None, :]
-    _store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
+    store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -480,7 +416,6 @@ def _gemm_kernel(
     IS_SPLIT: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
@@ -509,7 +444,6 @@ def _gemm_kernel(
             stride_out,
             IS_SPLIT,
             IS_SWAPPED,
-            GROUP_M,
             BLOCK_M,
             BLOCK_N,
             GROUP,
@@ -524,7 +458,6 @@ def _gemm_kernel(
             SCALE_ROWS,
             IS_SPLIT,
             IS_SWAPPED,
-            GROUP_M,
             BLOCK_M,
             BLOCK_N,
             GROUP,
@@ -577,23 +510,6 @@ def _gated_gemv(rows: Rows, gate_up: ScaledWeight) -> Tensor:
     out_TO = new_output(rows, len(gate_up.values) // 2)
     launch_gemv(out_TO, rows, gate_up, None, choose_gemv(out_TO.shape[1]), is_gated=True)
     return out_TO
-
-
-def flat_rows(x: Rows) -> Rows:
-    """Return quantised rows, or a matrix whose inputs lie together."""
-    if isinstance(x, QuantizedRows):
-        return x
-    return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def new_output(rows: Rows, num_outputs: int) -> Tensor:
-    """Return the unfilled result of a product."""
-    return torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
-
-
-def shaped(out_TO: Tensor, x: Rows) -> Tensor:
-    """Return a result in the shape of its input."""
-    return out_TO if isinstance(x, QuantizedRows) else out_TO.view(*x.shape[:-1], out_TO.shape[1])
 
 
 def multiply_into(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
@@ -793,7 +709,6 @@ def launch_gemm(
         IS_SPLIT=spans > 1,
         IS_SWAPPED=tile.block_m < MIN_ROWS_HOPPER,
         SCALE_ROWS=weight.rows_per_scale,
-        GROUP_M=GROUP_ROWS,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         GROUP=GROUP,

@@ -70,9 +70,6 @@ PROGRAMS_SPLIT: Final = 3 * NUM_SMS
 
 MAX_SPANS: Final = 8
 
-GROUP_ROWS: Final = 8
-"""Row tiles that share the weight's tiles while they are in the second-level cache."""
-
 
 def uses_gemv(num_rows: int, num_codes: int) -> bool:
     """Return whether matrix-vector products are fastest."""

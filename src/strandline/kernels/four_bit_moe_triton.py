@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.activation_triton import swiglu
-from strandline.kernels.block_scaled_triton import flat_rows
 from strandline.kernels.four_bit_launches import (
     FEW,
     MAX_TOKENS_FEW,
@@ -33,6 +32,7 @@ from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.quantized_rows import flat_rows, new_output
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv
@@ -200,7 +200,7 @@ def four_bit_mixture_invariant(
 def _shared(gate_up_TS: Tensor, down: FourBitWeight, multiply: Callable[..., None]) -> Tensor:
     """Return what the shared expert makes of its projections."""
     hidden_TS = swiglu(gate_up_TS)
-    out_TD = torch.empty((len(hidden_TS), down.shape[0]), dtype=hidden_TS.dtype, device=hidden_TS.device)
+    out_TD = new_output(hidden_TS, down.shape[0])
     multiply(out_TD, hidden_TS, down, None)
     return out_TD
 

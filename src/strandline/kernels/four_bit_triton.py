@@ -22,9 +22,7 @@ from torch import Tensor
 
 from strandline.kernels import linear_triton
 from strandline.kernels.activation_triton import swiglu
-from strandline.kernels.block_scaled_triton import flat_rows, gemm_dense, place_tile, shaped
 from strandline.kernels.four_bit_launches import (
-    GROUP_ROWS,
     SCRATCH_CODES,
     Gemv,
     Tile,
@@ -48,7 +46,9 @@ from strandline.kernels.four_bit_tile_triton import (
 )
 from strandline.kernels.linear_triton import add_spans, multiply_rows, silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.quantized_rows import flat_rows, new_output, shaped
 from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
 from strandline.kernels.weights import FourBitWeight
 
 DEQUANTIZED_ROWS = 32
@@ -231,13 +231,12 @@ def _tile_packed(
     span,
     IS_EVEN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Write a tile of the product; split, that of one span of the inputs, in float32."""
-    row_M, row_N = place_tile(program, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
     # Rows behind the last one read that: what becomes of them is not stored.
     x_M_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64) * stride_x
     read_N = tl.minimum(row_N, N - 1).to(tl.int64)
@@ -264,12 +263,7 @@ def _tile_packed(
     )
     if bias_ptr is not None:
         acc_NM += tl.load(bias_ptr + read_N).to(tl.float32)[:, None]
-    out_row_M = row_M.to(tl.int64)
-    if IS_SPLIT:
-        out_row_M += tl.program_id(1) * M
-    out_MN_ptr = out_ptr + out_row_M[:, None] * stride_out + row_N[None, :]
-    out_MN = tl.trans(acc_NM).to(out_ptr.dtype.element_ty)
-    tl.store(out_MN_ptr, out_MN, mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+    store_tile(out_ptr, acc_NM, row_M, row_N, M, N, stride_out, IS_SPLIT, True)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -294,7 +288,6 @@ def _tile_kernel(
     HAS_DENSE: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
@@ -323,7 +316,6 @@ def _tile_kernel(
             stride_out,
             IS_SPLIT,
             True,
-            GROUP_M,
             BLOCK_M,
             BLOCK_N,
             BLOCK_INPUTS,
@@ -335,7 +327,6 @@ def _tile_kernel(
             *sizes,
             IS_EVEN,
             IS_SPLIT,
-            GROUP_M,
             BLOCK_M,
             BLOCK_N,
             GROUP,
@@ -381,7 +372,7 @@ def _dequantize_kernel(
 def four_bit_linear(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = None) -> Tensor:
     """Triton version of :func:`strandline.kernels.four_bit.four_bit_linear`."""
     rows = flat_rows(x)
-    out_TO = _new_output(rows, weight.shape[0])
+    out_TO = new_output(rows, weight.shape[0])
     multiply_into(out_TO, rows, weight, bias_O)
     return shaped(out_TO, x)
 
@@ -389,7 +380,7 @@ def four_bit_linear(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = No
 def four_bit_linear_invariant(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = None) -> Tensor:
     """As :func:`four_bit_linear`, with the same order of sums for any number of rows."""
     rows = flat_rows(x)
-    out_TO = _new_output(rows, weight.shape[0])
+    out_TO = new_output(rows, weight.shape[0])
     multiply_into_invariant(out_TO, rows, weight, bias_O)
     return shaped(out_TO, x)
 
@@ -399,7 +390,7 @@ def four_bit_gated_linear(x: Tensor, gate_up: FourBitWeight) -> Tensor:
     rows = flat_rows(x)
     if not uses_gemv(len(rows), _num_codes(gate_up)):
         return swiglu(four_bit_linear(x, gate_up))
-    out_TO = _new_output(rows, gate_up.shape[0] // 2)
+    out_TO = new_output(rows, gate_up.shape[0] // 2)
     launch_gemv(out_TO, rows, gate_up, None, choose_gemv(len(rows), out_TO.shape[1]), is_gated=True)
     return shaped(out_TO, x)
 
@@ -407,10 +398,6 @@ def four_bit_gated_linear(x: Tensor, gate_up: FourBitWeight) -> Tensor:
 def four_bit_gated_linear_invariant(x: Tensor, gate_up: FourBitWeight) -> Tensor:
     """As :func:`four_bit_gated_linear`, with the same order of sums for any number of rows."""
     return swiglu(four_bit_linear_invariant(x, gate_up))
-
-
-def _new_output(rows: Tensor, num_outputs: int) -> Tensor:
-    return torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
 
 
 def _num_codes(weight: FourBitWeight) -> int:
@@ -546,7 +533,6 @@ def launch_tile(
         HAS_DENSE=dense_OI is not None,
         IS_EVEN=num_inputs % BLOCK_INPUTS.value == 0,
         IS_SPLIT=spans > 1,
-        GROUP_M=GROUP_ROWS,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         GROUP=weight.group,

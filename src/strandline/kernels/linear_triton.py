@@ -21,6 +21,7 @@ from strandline.kernels.activation_triton import swiglu
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.tile_triton import store_tile
 
 MAX_ROWS_GEMV = 4
 MAX_ROWS_SKINNY = 16
@@ -250,11 +251,7 @@ def _skinny_kernel(
         acc_MN += tl.load(bias_ptr + col_N, mask=is_col_N, other=0.0).to(tl.float32)[None, :]
     if IS_GATED:
         acc_MN = silu_times(acc_MN, acc_up_MN, out_ptr.dtype.element_ty)
-    out_row_M = row_M.to(tl.int64)
-    if IS_SPLIT:
-        out_row_M += tl.program_id(1) * M
-    out_MN_ptr = out_ptr + out_row_M[:, None] * N + col_N[None, :]
-    tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_col_N[None, :])
+    store_tile(out_ptr, acc_MN, row_M, col_N, M, N, N, IS_SPLIT, False)
 
 
 @triton.jit

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.quantized_rows import flat_rows, new_output, shaped
 from strandline.kernels.sizes import NUM_SMS, cdiv
+from strandline.kernels.tile_triton import place_tile, store_tile
 
 
 class Tile(NamedTuple):
@@ -45,9 +47,6 @@ TILE_FLOAT32 = Tile(64, 64, 16, 4, 2)
 NARROW_OUTPUTS = 64 * NUM_SMS
 """Below this many outputs, tiles of 64 columns would leave multiprocessors idle."""
 
-GROUP_ROWS = 8
-"""Row tiles that share the weight's tiles while they are in the second-level cache."""
-
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
@@ -66,24 +65,15 @@ def _linear_kernel(
     stride_out,
     HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    program = tl.program_id(0)
-    first_m = program // (GROUP_M * num_n) * GROUP_M
-    group_m = tl.minimum(num_m - first_m, GROUP_M)
-    tile_m = first_m + program % (GROUP_M * num_n) % group_m
-    tile_n = program % (GROUP_M * num_n) // group_m
+    row_M, col_N = place_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     head = tl.program_id(1).to(tl.int64)
     x_ptr += head * stride_x_head
     weight_ptr += head * stride_weight_head
     out_ptr += head * N
-    row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offset_K = tl.arange(0, BLOCK_K)
     is_row_M = row_M < M
     is_col_N = col_N < N
@@ -102,16 +92,15 @@ def _linear_kernel(
         acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
     if HAS_BIAS:
         acc_MN += tl.load(bias_ptr + col_N, mask=is_col_N, other=0.0).to(tl.float32)[None, :]
-    out_MN_ptr = out_ptr + row_M[:, None].to(tl.int64) * stride_out + col_N[None, :]
-    tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_col_N[None, :])
+    store_tile(out_ptr, acc_MN, row_M, col_N, M, N, stride_out, False, False)
 
 
 def linear_invariant(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias``. Rows of x and of the weight may lie apart, their elements lie together."""
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-    out_TO = torch.empty((len(rows), len(weight_OI)), dtype=x.dtype, device=x.device)
+    rows = flat_rows(x)
+    out_TO = new_output(rows, len(weight_OI))
     multiply_into(out_TO, rows, weight_OI, bias_O)
-    return out_TO.view(*x.shape[:-1], len(weight_OI))
+    return shaped(out_TO, x)
 
 
 def multiply_into(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> None:
@@ -160,7 +149,6 @@ def _launch(out_MHN: Tensor, x_HMK: Tensor, weight_HNK: Tensor, bias_N: Tensor |
         out_MHN.stride(0),
         HAS_BIAS=bias_N is not None,
         IS_EVEN=num_inputs % tile.block_k == 0 and num_outputs % tile.block_n == 0,
-        GROUP_M=GROUP_ROWS,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

@@ -5,7 +5,7 @@ Products take rows as they are and quantise them, or rows that the operation bef
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.3.
 
-Shape suffixes: T rows, I inputs, X groups of inputs, G inputs of a group.
+Shape suffixes: T rows, I inputs, O outputs, X groups of inputs, G inputs of a group.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,23 @@ def plain_rows(rows: Rows) -> Tensor:
         return rows
     assert rows.plain_TI is not None, "these rows were quantised without keeping them"
     return rows.plain_TI
+
+
+def flat_rows(x: Rows) -> Rows:
+    """Return quantised rows, or a matrix whose inputs lie together."""
+    if isinstance(x, QuantizedRows):
+        return x
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def new_output(rows: Rows, num_outputs: int) -> Tensor:
+    """Return the unfilled result of a product."""
+    return torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
+
+
+def shaped(out_TO: Tensor, x: Rows) -> Tensor:
+    """Return a result in the shape of its input."""
+    return out_TO if isinstance(x, QuantizedRows) else out_TO.view(*x.shape[:-1], out_TO.shape[1])
 
 
 def quantize(x_TI: Tensor, *, plain_TI: Tensor | None = None) -> QuantizedRows:
