@@ -19,9 +19,8 @@ from torch import Tensor
 from strandline.kernels import block_scaled_moe_triton, moe_triton
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.block_scaled_moe_few_triton import mixture_few
-from strandline.kernels.block_scaled_moe_triton import Tile
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
-from strandline.kernels.moe_few_triton import Few
+from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.router_triton import route
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
@@ -50,17 +49,17 @@ FEW_DOWNS = [(4, 4), (4, 8), (8, 8), (2, 4), (2, 2), (4, 2), (8, 4), (16, 8), (1
 
 UP_TILES = {
     "small": [
-        Tile(m, GROUP, *v)
+        ExpertTile(m, GROUP, *v)
         for m, *v in [(16, 4, 2), (16, 4, 3), (16, 8, 3), (16, 4, 4), (16, 4, 5), (16, 8, 2), (16, 8, 4), (32, 8, 3)]
     ],
     "large": [
-        Tile(m, GROUP, *v)
+        ExpertTile(m, GROUP, *v)
         for m, *v in [(64, 8, 3), (64, 4, 3), (64, 4, 2), (64, 8, 2), (128, 8, 2, 2), (128, 8, 3, 2), (128, 8, 4, 2)]
     ],
 }
 DOWN_TILES = {
     "small": [
-        Tile(m, n, *v)
+        ExpertTile(m, n, *v)
         for m, n, *v in [
             (16, 64, 4, 3),
             (16, 64, 4, 4),
@@ -75,7 +74,7 @@ DOWN_TILES = {
         ]
     ],
     "large": [
-        Tile(m, 128, *v)
+        ExpertTile(m, 128, *v)
         for m, *v in [(64, 4, 4), (64, 4, 3), (64, 4, 2), (64, 4, 3, 2), (64, 8, 3), (128, 8, 3, 2), (128, 8, 2, 2)]
     ],
 }
@@ -115,7 +114,7 @@ class Inputs:
         weights = (self.gate_up, self.down, self.shared_down)
         return mixture_few(self.rows, *self.projected, *weights, ROUTING, few)
 
-    def experts(self, tiles: tuple[Tile, Tile]) -> Tensor:
+    def experts(self, tiles: tuple[ExpertTile, ExpertTile]) -> Tensor:
         arguments = (self.rows, self.gate_up, self.down, *self.chosen, self.shared_TD, self.projected[2])
         return block_scaled_moe_triton.experts_glu_many(*arguments, *tiles)
 
@@ -123,13 +122,13 @@ class Inputs:
         quantized = torch.randn(self.chosen[1].numel(), SIZE, device="cuda").to(torch.float8_e4m3fn)
         return quantized, torch.rand(SIZE // GROUP, len(quantized), device="cuda")
 
-    def up(self, tile: Tile) -> Callable[[], object]:
+    def up(self, tile: ExpertTile) -> Callable[[], object]:
         """Return a call of the first product alone."""
         listed, hidden, x = list_choices(self.chosen[1], EXPERTS), self.hidden(), self.rows
         arguments = (x, self.gate_up, listed, hidden, TOP_K, tile)
         return lambda: block_scaled_moe_triton.launch_up(*arguments)
 
-    def downward(self, tile: Tile) -> Callable[[], object]:
+    def downward(self, tile: ExpertTile) -> Callable[[], object]:
         """Return a call of the second product alone."""
         listed, hidden = list_choices(self.chosen[1], EXPERTS), self.hidden()
         out_AD = torch.empty(self.chosen[1].numel(), HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -209,7 +208,7 @@ def main() -> None:
     wide = [[torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes] for _ in range(NUM_LAYERS)]
     for num_tokens in arguments.tokens:
         report("mixture", num_tokens, lambda i: i.mixture, layers=layers)
-        if block_scaled_moe_triton.MAX_TOKENS_FEW < num_tokens <= MOST_TOKENS_FEW:
+        if MAX_TOKENS_FEW < num_tokens <= MOST_TOKENS_FEW:
             few = block_scaled_moe_triton.FEW[1]
             report("mixture, choice by choice", num_tokens, partial(call_few, few), layers=layers)
         turn = iter(wide)

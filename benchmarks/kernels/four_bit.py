@@ -22,7 +22,8 @@ from torch import Tensor
 
 from strandline.kernels import four_bit_launches as launches
 from strandline.kernels import four_bit_moe_triton, four_bit_triton, linear_triton, moe_triton
-from strandline.kernels.four_bit_launches import ExpertTile, Few, Gemv, Tile
+from strandline.kernels.expert_tiles import ExpertTile, Few
+from strandline.kernels.four_bit_launches import Gemv, Tile
 from strandline.kernels.four_bit_moe_few_triton import mixture_few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.router import Routing

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels import moe, moe_triton
-from strandline.kernels.moe_few_triton import Few, Shared, choose_few, mixture_few
+from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, Few
+from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
 from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.moe_triton import MAX_TOKENS_FEW, Tile
+from strandline.kernels.moe_triton import Tile
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 

@@ -15,9 +15,10 @@ from moe import BYTES_PER_S, time_us
 from torch import Tensor
 
 from strandline.kernels import linear_and_logits_triton, moe_triton, router
+from strandline.kernels.expert_tiles import Few
 from strandline.kernels.linear_and_logits_triton import linear_and_logits
 from strandline.kernels.linear_triton import MAX_ROWS_GEMV, Gemv, launch_gemv, linear
-from strandline.kernels.moe_few_triton import Few, Shared, choose_few, mixture_few
+from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
 from strandline.kernels.norm import rms_norm_of_gated
 from strandline.kernels.norm_triton import rms_norm_of_gated as rms_norm_of_gated_triton
 from strandline.kernels.router import Routing

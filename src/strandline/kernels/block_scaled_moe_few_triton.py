@@ -20,8 +20,8 @@ from strandline.kernels.block_scaled_tile_triton import (
     piece_columns,
     quantize_pieces,
 )
+from strandline.kernels.expert_tiles import Few
 from strandline.kernels.linear_triton import silu_times
-from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows, Rows
 from strandline.kernels.router import Routing

@@ -30,9 +30,9 @@ from strandline.kernels.block_scaled_tile_triton import (
     swiglu_quantized,
 )
 from strandline.kernels.block_scaled_triton import multiply_into, multiply_into_invariant
+from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few, choose_by_load
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
-from strandline.kernels.moe_few_triton import Few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -41,9 +41,6 @@ from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
-
-MAX_TOKENS_FEW = 4
-"""With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
 
 FEW = (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4))
 """For one token, and for more (benchmarks/kernels/block_scaled_moe.py). A program of one warp needs no barrier. Of the
@@ -61,25 +58,10 @@ class SharedExpert(NamedTuple):
     down: ScaledWeight
 
 
-class Tile(NamedTuple):
-    """How one of the two products of many tokens is tiled."""
-
-    block_m: int
-    block_n: int
-    """Columns of a tile; ``GROUP`` in the first product."""
-    warps: int
-    stages: int
-    split_m: int = 1
-    """Programs among which an expert's choices are dealt out."""
-
-
-TILES_DECODE = (Tile(16, GROUP, 4, 3), Tile(16, GROUP, 4, 3))
-TILES_MIDDLE = (Tile(64, GROUP, 8, 3), Tile(64, GROUP, 4, 4))
-TILES_PREFILL = (Tile(128, GROUP, 8, 3, 2), Tile(64, GROUP, 4, 4))
-
-CHOICES_PER_EXPERT_MIDDLE = 16
-CHOICES_PER_EXPERT_PREFILL = 64
-"""From how many choices per expert, on average, the larger tiles pay."""
+TILES_DECODE = (ExpertTile(16, GROUP, 4, 3), ExpertTile(16, GROUP, 4, 3))
+TILES_MIDDLE = (ExpertTile(64, GROUP, 8, 3), ExpertTile(64, GROUP, 4, 4))
+TILES_PREFILL = (ExpertTile(128, GROUP, 8, 3, 2), ExpertTile(64, GROUP, 4, 4))
+"""The first product always has tiles of ``GROUP`` features, which it quantises together."""
 
 
 @triton.jit
@@ -363,14 +345,12 @@ def block_scaled_experts_glu_invariant(
     held: range | None = None,
 ) -> Tensor:
     """As :func:`block_scaled_experts_glu`, with tiles that all add in one order."""
-    tiles = choose_tiles(max(experts_TK.numel() // len(down.values), CHOICES_PER_EXPERT_MIDDLE))
+    tiles = choose_by_load(experts_TK.numel() // len(down.values), TILES_MIDDLE, TILES_MIDDLE, TILES_PREFILL)
     return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
-def choose_tiles(choices_per_expert: int) -> tuple[Tile, Tile]:
-    if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
-        return TILES_PREFILL
-    return TILES_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else TILES_DECODE
+def choose_tiles(choices_per_expert: int) -> tuple[ExpertTile, ExpertTile]:
+    return choose_by_load(choices_per_expert, TILES_DECODE, TILES_MIDDLE, TILES_PREFILL)
 
 
 def experts_glu_many(
@@ -381,8 +361,8 @@ def experts_glu_many(
     experts_TK: Tensor,
     shared: Tensor | SharedExpert | None,
     shared_gate_T1: Tensor | None,
-    up_tile: Tile,
-    down_tile: Tile,
+    up_tile: ExpertTile,
+    down_tile: ExpertTile,
     held: range | None = None,
 ) -> Tensor:
     """Compute ``block_scaled_experts_glu`` expert by expert, in four launches, or five if tokens come as they are.
@@ -413,7 +393,7 @@ def launch_up(
     listed: tuple[Tensor, Tensor],
     hidden: tuple[Tensor, Tensor],
     top_k: int,
-    tile: Tile,
+    tile: ExpertTile,
     joined: SharedExpert | None = None,
 ) -> None:
     """Fill the quantised features ``hidden``, rows and scales, in the order of the list; then those of all tokens."""
@@ -449,7 +429,7 @@ def launch_down(
     down: ScaledWeight,
     listed: tuple[Tensor, Tensor],
     out_AD: Tensor,
-    tile: Tile,
+    tile: ExpertTile,
     joined: SharedExpert | None = None,
 ) -> None:
     """Fill ``out_AD``, in the order of the tokens."""
@@ -477,7 +457,5 @@ def launch_down(
     )
 
 
-def _launch_options(tile: Tile) -> dict[str, int]:
-    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP}
-    is_swapped = tile.block_m < MIN_ROWS_HOPPER
-    return {**blocks, "IS_SWAPPED": is_swapped, "num_warps": tile.warps, "num_stages": tile.stages}
+def _launch_options(tile: ExpertTile) -> dict[str, int]:
+    return {**tile.options(), "GROUP": GROUP, "IS_SWAPPED": tile.block_m < MIN_ROWS_HOPPER}

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from strandline.kernels.expert_tiles import ExpertTile, Few, choose_by_load
 from strandline.kernels.sizes import NUM_SMS, cdiv
 
 
@@ -111,31 +112,6 @@ def choose_spans(num_rows: int, num_outputs: int, num_blocks: int, tile: Tile) -
     return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, num_blocks))
 
 
-class Few(NamedTuple):
-    """How the two products of a few tokens with their experts are tiled."""
-
-    block_up_n: int
-    block_up_k: int
-    warps_up: int
-    block_down_n: int
-    warps_down: int
-
-
-class ExpertTile(NamedTuple):
-    """How one of the two products of many tokens is tiled."""
-
-    block_m: int
-    block_n: int
-    """Features; of the first product as many of the gate and as many of the up projection."""
-    warps: int
-    stages: int
-    split_m: int = 1
-    """Programs among which an expert's choices are dealt out."""
-
-
-MAX_TOKENS_FEW: Final = 4
-"""With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
-
 FEW: Final = Few(4, 2048, 2, 8, 4)
 
 EXPERTS_DECODE: Final = (ExpertTile(16, 64, 4, 4), ExpertTile(16, 128, 4, 3))
@@ -147,17 +123,11 @@ EXPERTS_INVARIANT: Final = EXPERTS_MIDDLE
 EXPERTS_FLOAT32: Final = (ExpertTile(32, 32, 4, 2), ExpertTile(32, 32, 4, 2))
 """As ``TILE_FLOAT32``."""
 
-CHOICES_PER_EXPERT_MIDDLE: Final = 16
-CHOICES_PER_EXPERT_PREFILL: Final = 64
-"""From how many choices per expert, on average, the larger tiles pay."""
-
 
 def choose_expert_tiles(choices_per_expert: int, dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:
     if dtype == torch.float32:
         return EXPERTS_FLOAT32
-    if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
-        return EXPERTS_PREFILL
-    return EXPERTS_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else EXPERTS_DECODE
+    return choose_by_load(choices_per_expert, EXPERTS_DECODE, EXPERTS_MIDDLE, EXPERTS_PREFILL)
 
 
 def choose_expert_tiles_invariant(dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:

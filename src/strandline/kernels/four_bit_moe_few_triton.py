@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.four_bit_launches import Few
+from strandline.kernels.expert_tiles import Few
 from strandline.kernels.four_bit_tile_triton import (
     BLOCK_INPUTS,
     BLOCK_WORDS,

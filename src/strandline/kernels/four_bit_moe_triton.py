@@ -17,13 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.activation_triton import swiglu
-from strandline.kernels.four_bit_launches import (
-    FEW,
-    MAX_TOKENS_FEW,
-    ExpertTile,
-    choose_expert_tiles,
-    choose_expert_tiles_invariant,
-)
+from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile
+from strandline.kernels.four_bit_launches import FEW, choose_expert_tiles, choose_expert_tiles_invariant
 from strandline.kernels.four_bit_moe_few_triton import mixture_few
 from strandline.kernels.four_bit_tile_triton import BLOCK_INPUTS, multiply_tile
 from strandline.kernels.four_bit_triton import multiply_into, multiply_into_invariant
@@ -285,7 +280,7 @@ def launch_up(
         TOP_K=top_k,
         IS_EVEN=num_channels % BLOCK_INPUTS.value == 0,
         GROUP=gate_up.group,
-        **_launch_options(tile),
+        **tile.options(),
         **overlap_options(hidden_AF),
     )
 
@@ -309,10 +304,6 @@ def launch_down(
         size,
         IS_EVEN=size % BLOCK_INPUTS.value == 0,
         GROUP=down.group,
-        **_launch_options(tile),
+        **tile.options(),
         **overlap_options(out_AD),
     )
-
-
-def _launch_options(tile: ExpertTile) -> dict[str, int]:
-    return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "num_warps": tile.warps, "num_stages": tile.stages}

@@ -19,23 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.activation_triton import squared_relu
+from strandline.kernels.expert_tiles import Few
 from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import choice_options, choose, choose_nth
 from strandline.kernels.sizes import cdiv, next_power_of_2
-
-
-class Few(NamedTuple):
-    """How the two matrix products are tiled."""
-
-    block_up_n: int
-    block_up_k: int
-    warps_up: int
-    block_down_n: int
-    warps_down: int
-    blocks_down: int = 1
-    """Tiles of outputs of a program of the second product, one after the other. It loads the next one ahead."""
 
 
 class Down(NamedTuple):

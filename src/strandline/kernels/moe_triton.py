@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.activation_triton import relu_squared, squared_relu, swiglu
+from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, choose_by_load
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
@@ -31,9 +32,6 @@ from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.weights import DenseWeight
-
-MAX_TOKENS_FEW = 4
-"""With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
 
 
 class Tile(NamedTuple):
@@ -59,10 +57,6 @@ TILES_PREFILL = (Tile(128, 128, 64, 8, 4, 2), Tile(128, 256, 64, 8, 3, 2))
 
 TILES_FLOAT32 = (Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))
 """Exact GEMMs, without tensor cores: for tests."""
-
-CHOICES_PER_EXPERT_MIDDLE = 16
-CHOICES_PER_EXPERT_PREFILL = 64
-"""From how many choices per expert, on average, the larger tiles pay."""
 
 BLOCK_SUM, WARPS_SUM = 512, 2
 """Features of a program that adds up choices: 16 bytes per thread and choice."""
@@ -372,10 +366,7 @@ def _tiles(x_TD: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, few: tuple[Til
     """Return the tiles of both GEMMs; ``few`` are those for few choices per expert."""
     if x_TD.dtype == torch.float32:
         return TILES_FLOAT32
-    choices_per_expert = experts_TK.numel() // len(gate_up_EFD)
-    if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
-        return TILES_PREFILL
-    return TILES_MIDDLE if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else few
+    return choose_by_load(experts_TK.numel() // len(gate_up_EFD), few, TILES_MIDDLE, TILES_PREFILL)
 
 
 def experts_many(

@@ -21,15 +21,17 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels import block_scaled_moe_triton
-from strandline.kernels.block_scaled_moe_triton import Tile
-from strandline.kernels.moe_few_triton import Few
+from strandline.kernels.expert_tiles import ExpertTile, Few
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
 convert_e4m3()
 
 FEW = Few(32, 128, 1, 64, 1)
-TILES = ((Tile(16, GROUP, 1, 1, 2), Tile(16, 32, 1, 1)), (Tile(64, GROUP, 1, 1), Tile(64, 64, 1, 1, 2)))
+TILES = (
+    (ExpertTile(16, GROUP, 1, 1, 2), ExpertTile(16, 32, 1, 1)),
+    (ExpertTile(64, GROUP, 1, 1), ExpertTile(64, 64, 1, 1, 2)),
+)
 """Small, so that small shapes have several tiles; of both orientations."""
 
 TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 3e-2}
@@ -153,7 +155,9 @@ def check_ranks(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) 
         assert float((out_TD - expected).norm() / expected.norm()) < limit(dtype, device)
 
 
-def check_experts(num_tokens: int, shape: Shape, tiles: tuple[Tile, Tile], dtype: torch.dtype, device: str) -> Tensor:
+def check_experts(
+    num_tokens: int, shape: Shape, tiles: tuple[ExpertTile, ExpertTile], dtype: torch.dtype, device: str
+) -> Tensor:
     """Compare tiles with the reference implementation, and return their result."""
     case = Case(num_tokens, shape, dtype, device, is_shared_dense=False)
     shared_TD = torch.randn_like(case.x_TD)
@@ -219,5 +223,5 @@ def check_joined(
 
 @pytest.mark.parametrize("tiles", TILES, ids=["16 rows", "64 rows"])
 @pytest.mark.parametrize("shape", SHAPES[1:])
-def test_tiles_equal_the_reference(tiles: tuple[Tile, Tile], shape: Shape) -> None:
+def test_tiles_equal_the_reference(tiles: tuple[ExpertTile, ExpertTile], shape: Shape) -> None:
     check_experts(40, shape, tiles, torch.float32, "cpu")

@@ -20,7 +20,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels import four_bit_launches, four_bit_moe_triton
-from strandline.kernels.four_bit_launches import ExpertTile, Few
+from strandline.kernels.expert_tiles import ExpertTile, Few
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()

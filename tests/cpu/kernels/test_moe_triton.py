@@ -15,7 +15,8 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels import moe_list_triton, moe_triton
-from strandline.kernels.moe_few_triton import Few, Shared, choose_few, mixture_few
+from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, Few
+from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
 from strandline.kernels.moe_triton import Tile
 from strandline.kernels.weights import DenseWeight
 
@@ -196,7 +197,7 @@ def check_mixture(
             check_sum(parts, mixture.shared_TD, expected_TD)
         check_near(mixture.run(), expected_TD)
         check_near(mixture.run(is_invariant=True), expected_TD)
-        if num_tokens > moe_triton.MAX_TOKENS_FEW:
+        if num_tokens > MAX_TOKENS_FEW:
             check_sum([mixture.run(held) for held in halves(shape[0])], mixture.shared_TD, expected_TD)
         if num_tokens != 3:
             check_near(mixture.run(has_shared=False), expected_TD - mixture.shared_TD)

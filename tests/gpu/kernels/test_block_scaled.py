@@ -7,6 +7,7 @@ from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels import block_scaled_moe_triton, block_scaled_triton
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import Gemv, Tile, can_multiply_in_torch
+from strandline.kernels.expert_tiles import ExpertTile
 from strandline.kernels.weights import GROUP
 from tests.cpu.kernels import test_block_scaled_moe as moe
 from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, error, exact, make_x, scaled_weight
@@ -171,9 +172,7 @@ def test_shared_expert_of_the_same_size_is_one_more_expert(num_tokens: int, monk
     ids=["decode", "middle", "prefill"],
 )
 @pytest.mark.parametrize("num_tokens", [1, 65, 500])
-def test_tiles_of_experts_equal_the_reference(
-    num_tokens: int, tiles: tuple[block_scaled_moe_triton.Tile, block_scaled_moe_triton.Tile]
-) -> None:
+def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: tuple[ExpertTile, ExpertTile]) -> None:
     moe.check_experts(num_tokens, (16, 4, 1024, 384, 128), tiles, torch.bfloat16, "cuda")
 
 

@@ -5,7 +5,8 @@ import torch
 
 from strandline.device.dtypes import PRODUCT_CAPABILITY
 from strandline.kernels import four_bit_launches, four_bit_moe_triton, four_bit_triton
-from strandline.kernels.four_bit_launches import ExpertTile, Gemv, Tile
+from strandline.kernels.expert_tiles import ExpertTile
+from strandline.kernels.four_bit_launches import Gemv, Tile
 from strandline.kernels.weights import GROUPS_FOUR_BIT
 from tests.cpu.kernels import test_four_bit_moe as moe
 from tests.cpu.kernels.test_four_bit import SIZES, four_bit_weight

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strandline.kernels import moe_triton
-from strandline.kernels.moe_few_triton import Few
+from strandline.kernels.expert_tiles import Few
 from strandline.kernels.moe_triton import Tile
 from tests.cpu.kernels.test_moe_triton import (
     check_experts,
