@@ -11,7 +11,6 @@ Shape suffixes: as in ``moe_triton.py``; X groups of features.
 """
 # mypy: ignore-errors
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,14 +28,14 @@ from strandline.kernels.block_scaled_tile_triton import (
     quantized,
     swiglu_quantized,
 )
-from strandline.kernels.block_scaled_triton import multiply_into, multiply_into_invariant
+from strandline.kernels.block_scaled_triton import block_scaled_linear, block_scaled_linear_invariant
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few, choose_by_load
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows, new_output
+from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv
@@ -273,7 +272,7 @@ def block_scaled_mixture(
     if len(x_TD) <= MAX_TOKENS_JOINED and can_join(shared_gate_up_TS, shared_down, down):
         shared = SharedExpert(shared_gate_up_TS, shared_down)
     elif isinstance(shared_down, ScaledWeight):
-        shared = _shared(shared_gate_up_TS, shared_down, multiply_into)
+        shared = block_scaled_linear(swiglu_quantized(shared_gate_up_TS), shared_down)
     else:
         shared = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     tiles = choose_tiles(chosen[1].numel() // logits_TE.shape[1])
@@ -305,18 +304,10 @@ def block_scaled_mixture_invariant(
     """As :func:`block_scaled_mixture`, expert by expert however few tokens there are."""
     chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, ScaledWeight):
-        shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into_invariant)
+        shared_TD = block_scaled_linear_invariant(swiglu_quantized(shared_gate_up_TS), shared_down)
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return block_scaled_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
-
-
-def _shared(gate_up_TS: Tensor, down: ScaledWeight, multiply: Callable[..., None]) -> Tensor:
-    """Return what the shared expert makes of its projections."""
-    rows = swiglu_quantized(gate_up_TS)
-    out_TD = new_output(rows, len(down.values))
-    multiply(out_TD, rows, down, None)
-    return out_TD
 
 
 def block_scaled_experts_glu(

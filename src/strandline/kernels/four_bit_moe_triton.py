@@ -9,8 +9,6 @@ Shape suffixes: as in ``moe_triton.py``.
 """
 # mypy: ignore-errors
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -21,13 +19,13 @@ from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile
 from strandline.kernels.four_bit_launches import FEW, choose_expert_tiles, choose_expert_tiles_invariant
 from strandline.kernels.four_bit_moe_few_triton import mixture_few
 from strandline.kernels.four_bit_tile_triton import BLOCK_INPUTS, multiply_tile
-from strandline.kernels.four_bit_triton import multiply_into, multiply_into_invariant
+from strandline.kernels.four_bit_triton import four_bit_linear, four_bit_linear_invariant
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import flat_rows, new_output
+from strandline.kernels.quantized_rows import flat_rows
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv
@@ -166,7 +164,7 @@ def four_bit_mixture(
         return mixture_few(flat_rows(x_TD), *projected, gate_up, down, shared_down, routing, FEW, held)
     chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, FourBitWeight):
-        shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into)
+        shared_TD = four_bit_linear(swiglu(shared_gate_up_TS), shared_down)
     else:
         shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return four_bit_experts_glu(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
@@ -186,18 +184,10 @@ def four_bit_mixture_invariant(
     """As :func:`four_bit_mixture`, expert by expert however few tokens there are."""
     chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, FourBitWeight):
-        shared_TD = _shared(shared_gate_up_TS, shared_down, multiply_into_invariant)
+        shared_TD = four_bit_linear_invariant(swiglu(shared_gate_up_TS), shared_down)
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
     return four_bit_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
-
-
-def _shared(gate_up_TS: Tensor, down: FourBitWeight, multiply: Callable[..., None]) -> Tensor:
-    """Return what the shared expert makes of its projections."""
-    hidden_TS = swiglu(gate_up_TS)
-    out_TD = new_output(hidden_TS, down.shape[0])
-    multiply(out_TD, hidden_TS, down, None)
-    return out_TD
 
 
 def four_bit_experts_glu(
