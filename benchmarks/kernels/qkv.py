@@ -90,7 +90,7 @@ def make_work(model: str, num_tokens: int, memory: KVMemory) -> Work:
     )
     q_norm_D, k_norm_D = torch.randn(2, HEAD_DIM, device="cuda").bfloat16()
     norm = HeadNorm(q_norm_D, k_norm_D, EPS, is_zero_centered=True)
-    rotary = rotary_table(positions_T, default_frequencies(1e7, ROTARY_DIM).cuda(), 1.0)
+    rotary = rotary_table.reference(positions_T, default_frequencies(1e7, ROTARY_DIM).cuda(), 1.0)
     return Work(model, projections, norm, rotary, memory, batch)
 
 

@@ -148,7 +148,7 @@ def group_keys(key_LC: Tensor, index: GroupIndex) -> Tensor:
     key_NC = by_group_NLC.float().mean(dim=1).to(key_LC.dtype)
     normed_NC = rms_norm_heads_zero_centered(key_NC, index.key_norm_C, index.eps)
     first_N = torch.arange(num_groups, device=key_LC.device) * index.group_tokens
-    rotary = rotary_table(first_N, index.inv_freq_F, index.attention_factor)
+    rotary = rotary_table.reference(first_N, index.inv_freq_F, index.attention_factor)
     return apply_rotary(normed_NC.unsqueeze(1), rotary).squeeze(1)
 
 

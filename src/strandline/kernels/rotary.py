@@ -12,12 +12,15 @@ Shape suffixes: T tokens, H heads, D head dim, F rotated pairs per head (2 F <= 
 import torch
 from torch import Tensor
 
+from strandline.kernels.operation import operation, triton
+
 
 def default_frequencies(theta: float, rotary_dim: int) -> Tensor:
     """Return ``inv_freq_F``, float32: ``theta ** (-2 f / rotary_dim)``."""
     return 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
 
 
+@operation(triton("rotary_triton"))
 def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
     """Return cosine and signed sine ``[T, 1, 2, F]``, float32, as :func:`apply_rotary` takes them.
 

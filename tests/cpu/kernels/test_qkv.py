@@ -65,7 +65,7 @@ def make_case(
         write_offsets_T=torch.tensor(offsets),
         is_all_written=0 not in blocks,
     )
-    rotary = rotary_table(positions_T, default_frequencies(1e4, rotary_dim), 1.0)
+    rotary = rotary_table.reference(positions_T, default_frequencies(1e4, rotary_dim), 1.0)
     norm = HeadNorm(*torch.randn(2, head_dim).to(dtype), EPS, is_zero_centered=True)
     return Case(projected_TO, num_heads, norm, rotary, memory, batch)
 

@@ -107,7 +107,7 @@ def check(
     weights = torch.randn(2, head_dim, device=device).to(dtype)
     head_norm = None if norm == "none" else HeadNorm(*weights, EPS, is_zero_centered=norm != "plain")
     positions_T = torch.randint(0, 5000, (num_tokens,), device=device)
-    rotary = rotary_table(positions_T, default_frequencies(1e4, shape.rotary_dim).to(device), 1.0)
+    rotary = rotary_table.reference(positions_T, default_frequencies(1e4, shape.rotary_dim).to(device), 1.0)
     batch = make_batch(shape.blocks, device)
     widths = [shape.num_heads * head_dim, shape.num_kv_heads * head_dim, shape.num_kv_heads * head_dim, 5]
     rows = projected_TO.split(widths, dim=-1)[:3]
@@ -171,7 +171,7 @@ def test_many_tokens_take_the_other_launch() -> None:
 
 def test_a_step_of_no_tokens_gives_nothing() -> None:
     shape = Shape(3, 1, 8, 4, [1])
-    rotary = rotary_table(torch.zeros(0), default_frequencies(1e4, 4), 1.0)
+    rotary = rotary_table.reference(torch.zeros(0), default_frequencies(1e4, 4), 1.0)
     weight_D = torch.randn(8)
     memory = make_memory(shape, torch.float32, "cpu")
     rows = torch.randn(0, 40).split([24, 8, 8], dim=-1)

@@ -44,7 +44,7 @@ def config(rope: dict[str, Any]) -> Qwen3NextConfig:
 
 def ours(rope: dict[str, Any], x_THD: torch.Tensor) -> torch.Tensor:
     inv_freq_F, attention_factor = rotary_frequencies(config(rope))
-    return apply_rotary(x_THD.clone(), rotary_table(POSITIONS, inv_freq_F, attention_factor))
+    return apply_rotary(x_THD.clone(), rotary_table.reference(POSITIONS, inv_freq_F, attention_factor))
 
 
 @pytest.mark.parametrize("rope", KINDS, ids=lambda rope: f"{rope['rope_type']}-{rope['partial_rotary_factor']}")

@@ -18,6 +18,7 @@ from strandline.errors import EngineError
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.embedding import embed_held
 from strandline.kernels.linear import Linear, bind_linear, linear
 from strandline.kernels.norm import (
     add_rms_norm,
@@ -297,7 +298,7 @@ class Decoder(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (*with_quantized(self.norm.norm, self.norm.add_norm), linear)
+        return (*with_quantized(self.norm.norm, self.norm.add_norm), linear, embed_held, rotary_table)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -310,6 +311,7 @@ class Decoder(nn.Module):
         ]
         self._sums = [kernels.ranks.sum if layer.leaves_sum else ONE_RANK.sum for layer in self._layers]
         self._ranks = kernels.ranks
+        self._embed_held, self._rotary_table = kernels[embed_held], kernels[rotary_table]
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
         head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
         self._draft_head: Linear | None = None
@@ -337,16 +339,14 @@ class Decoder(nn.Module):
         embedded_TE = multiplied(self.embedding(batch.token_ids_T), self.embedding_multiplier)
         if self.inv_freq_F is None:
             return embedded_TE, None
-        return embedded_TE, rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
+        return embedded_TE, self._rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
 
     def embedding(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings of tokens as they are published."""
         if self.shard.count == 1:
             return F.embedding(token_ids_T, self.embed_ZE)
-        row_T, num_held = token_ids_T - self.held_tokens.start, len(self.held_tokens)
-        is_elsewhere_T = (row_T < 0) | (row_T >= num_held)
-        embedded_TE = F.embedding(row_T.masked_fill(is_elsewhere_T, 0), self.embed_ZE)
-        return self._ranks.sum(embedded_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0))
+        held = self.held_tokens
+        return self._ranks.sum(self._embed_held(token_ids_T, self.embed_ZE, held.start, len(held)))
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:

@@ -1,0 +1,48 @@
+"""The Triton version of ``embedding.py``: one launch.
+
+Shape suffixes: as in ``embedding.py``.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv
+
+BLOCK_CHANNELS = 1024
+
+
+@triton.jit(do_not_specialize=["first_token", "num_held"], do_not_specialize_on_alignment=["token_ptr"])
+def _embed_kernel(
+    token_ptr, embed_ptr, out_ptr, first_token, num_held, E, BLOCK_E: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64)
+    channel_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    is_channel_E = channel_E < E
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    row = tl.load(token_ptr + place) - first_token
+    is_held = (row >= 0) & (row < num_held)
+    embedded_E = tl.load(embed_ptr + row * E + channel_E, mask=is_channel_E & is_held, other=0.0)
+    tl.store(out_ptr + place * E + channel_E, embedded_E, mask=is_channel_E)
+
+
+def embed_held(token_ids_T: Tensor, embed_ZE: Tensor, first_token: int, num_held: int) -> Tensor:
+    """As ``embedding.embed_held``; both tensors are contiguous."""
+    num_tokens, num_channels = len(token_ids_T), embed_ZE.shape[1]
+    out_TE = torch.empty((num_tokens, num_channels), dtype=embed_ZE.dtype, device=embed_ZE.device)
+    if num_tokens:
+        _embed_kernel[(num_tokens, cdiv(num_channels, BLOCK_CHANNELS))](
+            token_ids_T,
+            embed_ZE,
+            out_TE,
+            first_token,
+            num_held,
+            num_channels,
+            BLOCK_E=BLOCK_CHANNELS,
+            **overlap_options(embed_ZE),
+        )
+    return out_TE
