@@ -20,7 +20,7 @@ from strandline.device.divided_sampling import likeliest
 from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import PendingTokens
-from strandline.device.upload import upload, upload_together
+from strandline.device.upload import UploadedTable, upload, upload_together
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -90,13 +90,13 @@ class StepHidden(NamedTuple):
 class _Captured:
     """A step of one size: its inputs, the graph, its outputs."""
 
-    def __init__(self, size: StepSize, block_table_NM: Tensor) -> None:
-        device = block_table_NM.device
+    def __init__(self, size: StepSize, block_table: UploadedTable) -> None:
+        device = block_table.table_NM.device
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
         self.columns = self.padded.columns(self.buffer_I)
-        self.block_table_NM = block_table_NM
+        self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
         self.graph = torch.cuda.CUDAGraph()
         self.keeping: torch.cuda.CUDAGraph | None = None
         """Graph to replay after a step of decodes has sampled its tokens; None: there is none."""
@@ -132,7 +132,7 @@ class StepGraphs:
         self._forward, self._logits = forward, logits
         self._keep_for_drafts = keep_for_drafts
         self._max_model_len = max_model_len
-        self._tables: dict[int | None, Tensor] = {}
+        self._tables: dict[int | None, UploadedTable] = {}
         device = arena.bytes.device
         by_rows = sorted(sizes, key=lambda size: (size.num_rows, size.num_decodes))
         self._most_decodes = max(size.num_decodes for size in by_rows)
@@ -157,14 +157,13 @@ class StepGraphs:
         self._decodes = [captured[size] for size in by_rows if not size.num_prompt_rows]
         self._mixed = [captured[size] for size in by_rows if size.num_prompt_rows]
 
-    def _table(self, size: StepSize) -> Tensor:
-        """Return zeroed ``block_table_NM``. Steps of decodes share one; so do all in which the filler has one place."""
+    def _table(self, size: StepSize) -> UploadedTable:
+        """Return a block table. Steps of decodes share one; so do all in which the filler has one place."""
         place = size.num_decodes if size.num_prompts else None
         if place not in self._tables:
             num_rows = size.num_sequences if size.num_prompts else self._most_decodes
-            shape = (num_rows, self._num_blocks)
-            self._tables[place] = torch.zeros(shape, dtype=torch.int32, device=self._arena.bytes.device)
-        return self._tables[place][: size.num_sequences]
+            self._tables[place] = UploadedTable((num_rows, self._num_blocks), self._arena.bytes.device)
+        return self._tables[place]
 
     def _batch(self, captured: _Captured) -> StepBatch:
         return captured.padded.batch(captured.buffer_I, captured.block_table_NM, self._max_model_len, self._kernels)
@@ -226,16 +225,26 @@ class StepGraphs:
         return StepHidden(captured.hidden_TE, captured.last_NE.index_select(0, places_N), first_prompt_row)
 
     def _replay(self, captured: _Captured, host: HostBatch) -> None:
-        padded, num_decodes = captured.padded, host.num_decodes
+        padded = captured.padded
         pinned_I = torch.zeros(padded.num_integers, dtype=torch.int64, pin_memory=True)
         padded.fill(pinned_I.numpy(), host)
         captured.buffer_I.copy_(pinned_I, non_blocking=True)
+        if padded.size.num_prompts:
+            self._write_beside_filler(captured, host)
+        else:
+            captured.block_table.write(host.block_table_NM)
+        captured.graph.replay()
+
+    def _write_beside_filler(self, captured: _Captured, host: HostBatch) -> None:
+        """Bring the block tables of decodes and of prompts to their places."""
         tables_NM = upload(host.block_table_NM, self._arena.bytes.device)
-        width = tables_NM.shape[1]
-        for tables, place in ((tables_NM[:num_decodes], 0), (tables_NM[num_decodes:], padded.size.num_decodes)):
+        width, num_decodes = tables_NM.shape[1], host.num_decodes
+        for tables, place in (
+            (tables_NM[:num_decodes], 0),
+            (tables_NM[num_decodes:], captured.padded.size.num_decodes),
+        ):
             if len(tables):
                 captured.block_table_NM[place : place + len(tables), :width].copy_(tables)
-        captured.graph.replay()
 
 
 def _has_long_prefix(host: HostBatch) -> bool:

@@ -44,3 +44,23 @@ def download(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor, non_blocking=True)
+
+
+class UploadedTable:
+    """A zeroed table on the device, which takes the rows of one step after another.
+
+    Nothing is copied where they are those of the step before: block tables change once in as many steps as a block has
+    tokens.
+    """
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.table_NM = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._last_NM: np.ndarray | None = None
+
+    def write(self, rows_NM: np.ndarray) -> None:
+        """Bring rows into the table's first ones, from the first column on; the rest stays. They must not change."""
+        if self._last_NM is not None and np.array_equal(self._last_NM, rows_NM):
+            return
+        num_rows, width = rows_NM.shape
+        self.table_NM[:num_rows, :width].copy_(upload(rows_NM, self.table_NM.device))
+        self._last_NM = rows_NM

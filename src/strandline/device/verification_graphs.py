@@ -20,7 +20,7 @@ from strandline.device.batch import block_tables
 from strandline.device.divided_sampling import likeliest
 from strandline.device.graphs import WARM_UP_RUNS, Forward, capture_error_mode
 from strandline.device.padded_verification import PaddedVerification, VerificationSize, single_rows
-from strandline.device.upload import upload, upload_together
+from strandline.device.upload import UploadedTable, upload_together
 from strandline.device.verification import Verified
 from strandline.ids import NO_TOKEN
 from strandline.kernels.arena import ArenaTensors
@@ -51,15 +51,15 @@ BLOCK_ID_BYTES: Final = 4
 class VerificationStep:
     """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them."""
 
-    def __init__(self, size: VerificationSize, block_table_NM: Tensor) -> None:
-        device = block_table_NM.device
+    def __init__(self, size: VerificationSize, block_table: UploadedTable) -> None:
+        device = block_table.table_NM.device
         self.padded = PaddedVerification(size)
         empty_I = torch.zeros(self.padded.num_integers, dtype=torch.int64)
         self.padded.fill(empty_I.numpy(), [])
         self.buffer_I = empty_I.to(device)
         self.named = self.padded.named(self.buffer_I)
         self.planned = self.padded.planned(self.buffer_I)
-        self.block_table_NM = block_table_NM
+        self.block_table, self.block_table_NM = block_table, block_table.table_NM
         self.verifying: Graph
         self.drafting: Graph
         self.hidden_TE = torch.empty(0)
@@ -105,7 +105,7 @@ class VerificationGraphs:
         most, deepest = max(size.num_sequences for size in by_rows), max(size.draft_tokens for size in by_rows)
         self._last = LastVerification.empty(most, deepest, device)
         num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
-        tables = dict[int, Tensor]()
+        tables = dict[int, UploadedTable]()
         captured = list[VerificationStep]()
         self._pool: Any = None
         # The largest first: the smaller ones then fit into its scratch memory.
@@ -113,7 +113,7 @@ class VerificationGraphs:
             # The filler's row of the table must stay zero.
             count = size.num_sequences + 1
             if count not in tables:
-                tables[count] = torch.zeros(count, num_blocks, dtype=torch.int32, device=device)
+                tables[count] = UploadedTable((count, num_blocks), device)
             step = VerificationStep(size, tables[count])
             captured.append(step)
             step.verifying = self._captured(partial(self._verify, step))
@@ -204,8 +204,7 @@ class VerificationGraphs:
         step.buffer_I.copy_(pinned_I, non_blocking=True)
         # Whole tables: how far the step reads them may be unknown.
         num_blocks = [len(sequence.block_table) // BLOCK_ID_BYTES for sequence in sequences]
-        tables_NM = upload(block_tables(sequences, num_blocks), step.buffer_I.device)
-        step.block_table_NM[:count, : tables_NM.shape[1]].copy_(tables_NM)
+        step.block_table.write(block_tables(sequences, num_blocks))
         step.verifying.replay()
         return step
 

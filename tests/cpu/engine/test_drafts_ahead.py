@@ -56,7 +56,7 @@ class EagerGraphs(VerificationGraphs):
     def _batch(self, step: VerificationStep, tables: VerificationTables) -> StepBatch:
         named = {name: part.tolist() for name, part in step.named.items()}
         starts = named["query_starts"]
-        plans = []
+        plans, kept = [], []
         for n in range(step.padded.size.num_sequences + 1):
             num_rows, num_drafts = starts[n + 1] - starts[n], named["num_drafts"][n]
             slot, has_ended = SlotId(named["state_dst"][n]), named["state_dst"][n] == NULL_SLOT
@@ -81,8 +81,11 @@ class EagerGraphs(VerificationGraphs):
                 num_drafts=num_drafts,
             )
             plans.append(plan)
+            kept.append(n)
         host = build_host_batch(plans, 0, draft_tokens=self._arena.draft_tokens)
-        return to_device(host, step.buffer_I.device, self._kernels).step
+        batch = to_device(host, step.buffer_I.device, self._kernels).step
+        # Whole tables: further drafts may lie in a block that no row of the step does.
+        return replace(batch, attention=replace(batch.attention, block_table_NM=step.block_table_NM[kept]))
 
 
 def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
