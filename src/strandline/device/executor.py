@@ -86,6 +86,17 @@ class Executor(Protocol):
     def stores(self) -> Stores:
         """Where stores of the engine's process are attached."""
 
+    @property
+    def worker_fds(self) -> Sequence[int]:
+        """A file descriptor for each process that runs steps; it becomes readable when the process has ended."""
+
+    def check_workers(self) -> None:
+        """Do nothing if all these processes run.
+
+        Raises:
+            EngineError: one has ended.
+        """
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step without waiting for the device. Its actions and writes come after those of earlier steps."""
 

@@ -194,6 +194,14 @@ class UniExecutor:
             sizes, self.facts.max_model_len, verifications=verifications, progress=self._progress
         )
 
+    @property
+    def worker_fds(self) -> Sequence[int]:
+        """None: steps run in this process."""
+        return ()
+
+    def check_workers(self) -> None:
+        """Do nothing."""
+
     def release_free_memory(self) -> None:
         """Return the heap's free memory to the system."""
         release_free_memory()

@@ -85,6 +85,9 @@ class CoreLoop:
             self._poller.register(self._exchange_fd, zmq.POLLIN)
         if self._events_fd is not None:
             self._poller.register(self._events_fd, zmq.POLLIN)
+        self._worker_fds = set(core.executor.worker_fds)
+        for fd in self._worker_fds:
+            self._poller.register(fd, zmq.POLLIN)
         self._is_stopped = False
         self._trim_at_s: float | None = None
         """When to return memory, by ``time.monotonic``; None once that is done."""
@@ -115,6 +118,8 @@ class CoreLoop:
             self._core.executor.release_free_memory()
         if self._lifeline in ready:
             self._is_stopped = True
+        elif not self._worker_fds.isdisjoint(ready):
+            self._core.executor.check_workers()
         if self._exchange_fd in ready:
             self._core.exchange()
         if self._events_fd in ready and self._feed is not None:

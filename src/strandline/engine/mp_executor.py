@@ -45,7 +45,7 @@ class RemoteStep:
         Raises:
             EngineError: a rank chose other tokens than the first.
         """
-        results: list[StepResult] = self._workers.results(self._futures, self._timeout_s)
+        results: list[StepResult] = self._workers.results(self._futures, self._timeout_s, "a step")
         first, *others = results
         for rank, result in enumerate(others, 1):
             if (result.token_ids, result.drafts) != (first.token_ids, first.drafts):
@@ -62,7 +62,7 @@ class MpExecutor:
     """Runs steps in worker processes: every rank runs every step, on its part of the model.
 
     Args:
-        step_timeout_s: how long a step may take before ranks are taken to hang.
+        step_timeout_s: how long a step, or anything between steps, may take before ranks are taken to hang.
 
     Raises:
         ConfigError: model, weights or memory do not allow it.
@@ -88,6 +88,15 @@ class MpExecutor:
     def process_ids(self) -> list[int]:
         """The workers' process ids, by rank."""
         return self._workers.process_ids
+
+    @property
+    def worker_fds(self) -> list[int]:
+        """A descriptor for each worker, by rank, that becomes readable when it has ended."""
+        return self._workers.fds
+
+    def check_workers(self) -> None:
+        """Raise ``EngineError`` if a worker has ended."""
+        self._workers.check()
 
     @property
     def copies(self) -> RankCopies:
@@ -125,7 +134,8 @@ class MpExecutor:
         timeout_s = 0.0 if is_own else timeout_s
         arguments = [(wait_s,) for wait_s in self._joined.timeouts_s(timeout_s)]
         futures = self._workers.call_each("wait_for_transfers", arguments)
-        return (*own, *self._joined.add(self._workers.results(futures)))
+        results = self._workers.results(futures, timeout_s + self._step_timeout_s, "wait_for_transfers")
+        return (*own, *self._joined.add(results))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Have the workers compile a grammar beside their steps; any thread may call.
@@ -146,7 +156,7 @@ class MpExecutor:
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs in the workers."""
-        self._call("capture_graphs")
+        self._workers.results(self._begin("capture_graphs"))  # however long compilation takes
 
     def release_free_memory(self) -> None:
         """Return the workers' free memory to the system."""
@@ -161,4 +171,4 @@ class MpExecutor:
         return self._workers.call(method, *arguments)[1]
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._workers.results(self._begin(method, *arguments))
+        return self._workers.results(self._begin(method, *arguments), self._step_timeout_s, method)

@@ -69,6 +69,8 @@ class WorkerLink:
             self.process = subprocess.Popen(
                 command, pass_fds=(number,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
+        self.process_fd = os.pidfd_open(self.process.pid)
+        """Becomes readable when the process has ended; open until ``close``."""
         self.last_words = b""
         """The end of what the worker has written to its standard error."""
         self._replies = self._socket.makefile("rb")
@@ -112,6 +114,9 @@ class WorkerLink:
             self.process.kill()
             self.process.wait()
         self._threads[1].join()
+        if self.process_fd >= 0:
+            os.close(self.process_fd)
+            self.process_fd = -1
 
     def describe_end(self) -> str | None:
         """Return how the worker has ended; None: it has not."""
@@ -119,6 +124,10 @@ class WorkerLink:
         if code is None:
             return None
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def ended_error(self) -> WorkerEndedError:
+        """Return the error of calls that a worker which has ended can no longer answer."""
+        return WorkerEndedError(f"the worker process {self.process.pid} has ended; its own log says why")
 
     def _receive(self) -> None:
         try:
@@ -147,5 +156,4 @@ class WorkerLink:
         """Let a call raise that the worker has ended, unless another thread has done so."""
         future = self._waiting.pop(number, None)
         if future is not None:
-            text = f"the worker process {self.process.pid} has ended; its own log says why"
-            future.set_exception(WorkerEndedError(text))
+            future.set_exception(self.ended_error())

@@ -5,6 +5,7 @@ last words.
 """
 
 import pickle
+import re
 import shutil
 import signal
 import tempfile
@@ -32,6 +33,9 @@ STACK_S: Final = 1.0
 WAITS_FOR_OTHERS: Final = b"distributed_c10d.py"
 """What the stack of a rank contains that waits for others."""
 
+TIMED_OUT: Final = re.compile("Timed out waiting|Wait timeout")
+"""What the error of a rank contains for which gloo, or the rendezvous, has waited too long for another."""
+
 SHARED_ERRORS: Final = (ConfigError, RequestError, CacheInvariantError)
 """Errors that every rank raises alike, and that say all."""
 
@@ -56,12 +60,27 @@ class Workers:
         """Process ids of the ranks."""
         return [link.process.pid for link in self._links]
 
+    @property
+    def fds(self) -> list[int]:
+        """A descriptor for each rank that becomes readable when its process has ended."""
+        return [link.process_fd for link in self._links]
+
+    def check(self) -> None:
+        """Raise what ``results`` raises if a rank has ended."""
+        futures = [Future[Any]() for _ in self._links]
+        for link, future in zip(self._links, futures, strict=True):
+            if link.describe_end() is None:
+                future.set_result(None)
+            else:
+                future.set_exception(link.ended_error())
+        self.results(futures)
+
     def start(self, config: EngineConfig, *, progress: bool) -> list[ExecutorFacts]:
         """Have all load the model, and wait for that; return what each has. Raises what loading raises."""
         number = next(self._numbers)
         starts = [Start(number, config, progress and rank == 0, self._place(rank)) for rank in range(len(self._links))]
         try:
-            return self.results(self._send(number, [_pickled(start) for start in starts]))
+            return self.results(self._send(number, [_pickled(start) for start in starts]), what="its start")
         except BaseException:
             self._kill()
             raise
@@ -98,11 +117,14 @@ class Workers:
             raise EngineError(self._failure)
         return [link.send(number, message) for link, message in zip(self._links, messages, strict=True)]
 
-    def results(self, futures: Sequence[Future[Any]], timeout_s: float | None = None) -> list[Any]:
+    def results(
+        self, futures: Sequence[Future[Any]], timeout_s: float | None = None, what: str = "a call"
+    ) -> list[Any]:
         """Wait for all ranks' results.
 
         Args:
             timeout_s: how long they may take; None: for ever.
+            what: what the ranks are doing, for messages.
 
         Raises:
             EngineError: a rank has ended, failed or not answered in time. No rank is left, then.
@@ -119,17 +141,21 @@ class Workers:
             if isinstance(error, SHARED_ERRORS) or len(futures) == 1:
                 raise error
         cause = next(iter(errors.values()), None)
-        self._failure = self._find_failure(futures, errors, timeout_s)
+        self._failure = self._find_failure(futures, errors, f"{what} within {timeout_s:g} s" if timeout_s else what)
         self._kill()
         raise EngineError(self._failure) from cause
 
-    def _find_failure(
-        self, futures: Sequence[Future[Any]], errors: dict[int, BaseException], timeout_s: float | None
-    ) -> str:
-        """Describe the failure that all others follow from; ``errors`` are the first ones."""
-        if not errors:
-            rank = self._find_hanging()
-            return f"{self._name(rank)} has not finished a step within {timeout_s:g} s{self._last_words(rank)}"
+    def _find_failure(self, futures: Sequence[Future[Any]], errors: dict[int, BaseException], unfinished: str) -> str:
+        """Describe the failure that all others follow from; ``errors`` are the first ones.
+
+        Args:
+            unfinished: what ranks that hang have not finished.
+        """
+        if all(TIMED_OUT.search(str(error)) for error in errors.values()):
+            rank = self._find_hanging([rank for rank, future in enumerate(futures) if not future.done()])
+            if rank is not None or not errors:
+                rank = rank or 0
+                return f"{self._name(rank)} has not finished {unfinished}{self._last_words(rank)}"
         deadline = time.monotonic() + GRACE_S
         rank, how = next(iter(errors)), ""
         while time.monotonic() < deadline:
@@ -144,15 +170,14 @@ class Workers:
         how = how or f"failed: {futures[rank].exception()}"
         return f"{self._name(rank)} has {how}{self._last_words(rank)}"
 
-    def _find_hanging(self) -> int:
-        """Ask all for their stacks; return the rank that does not wait for another, or does not answer."""
-        for link in self._links:
-            link.last_words = b""
+    def _find_hanging(self, ranks: Sequence[int]) -> int | None:
+        """Ask ranks for their stacks; return the first that does not wait for another, or does not answer."""
+        for rank in ranks:
+            self._links[rank].last_words = b""
             with suppress(ProcessLookupError):
-                link.process.send_signal(signal.SIGUSR1)
+                self._links[rank].process.send_signal(signal.SIGUSR1)
         time.sleep(STACK_S)
-        is_waiting = [WAITS_FOR_OTHERS in link.last_words for link in self._links]
-        return is_waiting.index(False) if False in is_waiting else 0
+        return next((rank for rank in ranks if WAITS_FOR_OTHERS not in self._links[rank].last_words), None)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {len(self._links)} (process {self._links[rank].process.pid})"

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.cache import Reason
+from strandline.cache import CopyTokens, Reason
 from strandline.engine import worker_link, workers
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
-from strandline.engine.mp_executor import MpExecutor
+from strandline.engine.mp_executor import STEP_TIMEOUT_S, MpExecutor
 from strandline.engine.worker_link import WorkerLink
 from strandline.errors import EngineError, RequestError
 from strandline.events.resumable import PromptHashes
 from strandline.events.subscriber import Subscriber
+from strandline.ids import BlockId
 from strandline.records.outputs import RequestOutput
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
@@ -131,6 +132,15 @@ def test_a_rank_that_hangs_ends_the_engine(chat_dir: Path) -> None:
     text = break_rank_1(MpExecutor(config, step_timeout_s=HANGS_AFTER_S), chat_dir, signal.SIGSTOP)
     assert "rank 1 of 2" in text
     assert f"has not finished a step within {HANGS_AFTER_S:.0f} s" in text
+
+
+def test_calls_between_steps_have_a_limit_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, limits_s = pair.use(), list[float]()
+    monkeypatch.setattr(executor._workers, "results", lambda _, limit_s=0.0, what="": limits_s.append(limit_s) or [])
+    executor.release_free_memory()
+    executor.forget_requests()
+    executor.carry_out([CopyTokens(BlockId(0), BlockId(1), 5)])
+    assert limits_s == [STEP_TIMEOUT_S] * 3
 
 
 @pytest.fixture

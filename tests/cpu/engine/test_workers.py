@@ -1,6 +1,7 @@
 """The error of ranks that have failed names the one that all others follow from."""
 
 from concurrent.futures import Future
+from select import select
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,45 @@ def test_the_rank_that_failed_first_is_named(monkeypatch: pytest.MonkeyPatch, ca
         if error is not None:
             future.set_exception(error)
     errors: dict[int, BaseException] = {rank: error for rank in first if (error := ranks[rank][0]) is not None}
-    text = made._find_failure(futures, errors, None)
+    text = made._find_failure(futures, errors, "a step")
     assert expected in text
     assert text.endswith("its last words:\nwords of 1")
+
+
+DONE: Future[Any] = Future()
+DONE.set_result(None)
+WAITED: Future[Any] = Future()
+WAITED.set_exception(EngineError("RuntimeError: Timed out waiting 600000ms for recv operation to complete"))
+STACK, WAITING = b"File worker.py, line 1 in readinto", b"File distributed_c10d.py, line 1 in all_reduce"
+
+HANGS: dict[str, tuple[list[Future[Any]], list[bytes], str]] = {
+    "between steps": ([DONE, Future()], [STACK, b""], "rank 1 of 2 (process 1) has not finished a step"),
+    "in a step": ([Future(), Future()], [WAITING, STACK], "rank 1 of 2 (process 1) has not finished a step"),
+    "at the start": ([WAITED, Future()], [STACK, b""], "rank 1 of 2 (process 1) has not finished a step"),
+    "others have failed, too": ([WAITED, Future()], [STACK, WAITING], "rank 0 of 2 (process 0) has failed: Runtime"),
+}
+"""What ranks have replied, what they say when they are asked, and a part of what is said of them."""
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(workers, "GRACE_S", 0.05)
+    monkeypatch.setattr(workers, "STACK_S", 0.0)
+    futures, stacks, expected = HANGS[case]
+    made = object.__new__(Workers)
+    made._links = [link(index, None) for index in range(2)]
+    for each, stack in zip(made._links, stacks, strict=True):
+        each.process.send_signal = lambda _, each=each, stack=stack: setattr(each, "last_words", stack)
+    with pytest.raises(EngineError) as raised:
+        made.results(futures, 0.01, "a step")
+    assert expected in str(raised.value)
+
+
+def test_a_rank_that_has_ended_is_found_without_a_call() -> None:
+    made = Workers(2)
+    made.check()
+    made._links[1].process.kill()
+    select(made.fds, (), ())
+    with pytest.raises(EngineError, match=r"rank 1 of 2 .* has ended by SIGKILL"):
+        made.check()
+    made.close()

@@ -85,6 +85,12 @@ class LoopInThread:
             os.close(self._lifeline)
         self._running.result(TIMEOUT_S)
 
+    def failure(self) -> BaseException | None:
+        """Wait for the end of a loop that fails; return its error, which is then dealt with."""
+        error = self._running.exception(TIMEOUT_S)
+        self._running = self._thread.submit(lambda: None)
+        return error
+
     def close(self) -> None:
         self.end()
         self._thread.shutdown()
