@@ -37,6 +37,10 @@ class RankPlace(NamedTuple):
     meeting_file: str
     """In a directory of its own."""
 
+    def remove(self) -> None:
+        """Remove the rendezvous, if it is still there."""
+        shutil.rmtree(Path(self.meeting_file).parent, ignore_errors=True)
+
 
 class ProcessRanks:
     """The ranks of an engine, from this process's rank. Construction waits until all have connected.
@@ -47,7 +51,7 @@ class ProcessRanks:
 
     def __init__(self, place: RankPlace, device: torch.device) -> None:
         self.rank, self.size = place.rank, place.size
-        self._device, self._meeting = device, Path(place.meeting_file)
+        self._device, self._place = device, place
         for name, value in (dict.fromkeys(INTERFACES, _loopback()) | WITHOUT_MULTICAST).items():
             os.environ.setdefault(name, value)
         self.enter_thread()
@@ -99,7 +103,7 @@ class ProcessRanks:
         self.few_rows = self.many_rows = None
         dist.destroy_process_group()
         if self.rank == 0:
-            shutil.rmtree(self._meeting.parent, ignore_errors=True)
+            self._place.remove()
 
 
 def _loopback() -> str:

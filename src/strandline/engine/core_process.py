@@ -7,12 +7,16 @@ so that Ctrl-C in a terminal does not end what the HTTP process needs to finish 
 """
 
 import logging
+import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from select import select
-from threading import Thread
+from threading import Thread, main_thread
 from typing import Final
 
 import zmq
@@ -54,6 +58,7 @@ from strandline.text.pending_grammars import PendingGrammars
 
 Socket = zmq.Socket[bytes]
 LOGGER: Final = logging.getLogger(__name__)
+IPC: Final = "ipc://"
 LINGER_MS = 2000
 TRIM_AFTER_S = 5.0
 """Idle time after which the engine returns free scratch memory to the system."""
@@ -193,7 +198,9 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     poller = zmq.Poller()
     for source in (socket, lifeline):
         poller.register(source, zmq.POLLIN)
-    if lifeline in dict(poller.poll()):
+    is_abandoned = lifeline in dict(poller.poll())
+    _remove_socket_file(socket)
+    if is_abandoned:
         return 0
     start = TO_CORE.decode(socket.recv())
     if not isinstance(start, Start):
@@ -202,7 +209,8 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     leave_generation_out()
     try:
         take_gpus(start.config)
-        core = load_core(start.config)
+        with interrupted_by(lifeline):
+            core = load_core(start.config)
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
@@ -217,6 +225,41 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     finally:
         core.close()
     return 0
+
+
+def _remove_socket_file(socket: Socket) -> None:
+    """Remove a connected socket's file and its directory, which the process that made them may not live to do."""
+    address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    file = Path(address.removeprefix(IPC))
+    if address.startswith(IPC):
+        with suppress(OSError):
+            file.unlink()
+            file.parent.rmdir()
+
+
+@contextmanager
+def interrupted_by(lifeline: int) -> Iterator[None]:
+    """Return a context that raises ``SystemExit`` in the main thread when the lifeline closes, so that its workers end.
+
+    What it waits for may take minutes.
+    """
+    thread_id = main_thread().ident
+    assert thread_id is not None
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
+    reader, writer = os.pipe()
+
+    def watch() -> None:
+        if lifeline in select((lifeline, reader), (), ())[0]:
+            signal.pthread_kill(thread_id, signal.SIGUSR1)
+
+    watching = Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        os.close(writer)
+        watching.join()
+        os.close(reader)
 
 
 def beat_forever(heartbeat: Heartbeat) -> None:

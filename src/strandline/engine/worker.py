@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any, BinaryIO, Final
 
 import strandline.errors
 from strandline.device.executor import Executor, LaunchedStep
-from strandline.device.process_ranks import ProcessRanks
+from strandline.device.process_ranks import ProcessRanks, RankPlace
 from strandline.engine.engine_log import name_engine_in_log
 from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_uni_executor, resolve_device
@@ -41,7 +41,8 @@ MAX_COPIES: Final = 4
 """Copies at once; they wait for the device, or for memory."""
 
 LEAVE_S: Final = 10.0
-"""How long a worker may still compute after the connection has closed: a rank may wait for one that has ended."""
+"""How long a worker may still compute after the connection has closed: a rank may wait for one that has ended. A worker
+that is loading ends at once."""
 
 
 class Worker:
@@ -141,6 +142,8 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
 
     start: Start = pickle.load(calls)
     rank = 0 if start.place is None else start.place.rank
+    is_loaded = Event()
+    Thread(target=leave_with, args=[connection, start.place, is_loaded], daemon=True).start()
     name_engine_in_log(start.config)
     leave_generation_out()
     try:
@@ -150,6 +153,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
         send(Reply(start.number, None, portable(error)))
         return 2
     freeze_gc()
+    is_loaded.set()
     send(Reply(start.number, executor.facts))
     with ExitStack() as stack:
         if ranks is not None:
@@ -161,12 +165,15 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
             worker.handle(pickle.load(calls))
 
 
-def leave_with(connection: socket.socket) -> None:
-    """End the process some time after the connection has closed, whatever it is waiting for."""
+def leave_with(connection: socket.socket, place: RankPlace | None, is_loaded: Event) -> None:
+    """End the process when the connection has closed, whatever it is waiting for; if it is loaded, some time later."""
     poller = select.poll()
     poller.register(connection, select.POLLHUP)
     poller.poll()
-    time.sleep(LEAVE_S)
+    if is_loaded.is_set():
+        time.sleep(LEAVE_S)
+    if place is not None:
+        place.remove()
     os._exit(1)
 
 
@@ -177,7 +184,6 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     try:
         with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rb") as calls:
-            Thread(target=leave_with, args=[connection], daemon=True).start()
             return serve(calls, connection)
     except (EOFError, ConnectionError, pickle.UnpicklingError):
         return 0  # the other end is closed

@@ -44,11 +44,11 @@ class Workers:
     """The processes, and the directory where they meet.
 
     Attributes:
-        directory: None: a single process meets no other.
+        directory: None: they have not been started, or a single process meets no other.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.directory = tempfile.mkdtemp(prefix="strandline-ranks-") if num_ranks > 1 else None
+        self.directory: str | None = None
         self._links = [WorkerLink() for _ in range(num_ranks)]
         self._numbers = count()
         self._released: deque[int] = deque()
@@ -78,6 +78,8 @@ class Workers:
     def start(self, config: EngineConfig, *, progress: bool) -> list[ExecutorFacts]:
         """Have all load the model, and wait for that; return what each has. Raises what loading raises."""
         number = next(self._numbers)
+        if len(self._links) > 1:
+            self.directory = tempfile.mkdtemp(prefix="strandline-ranks-")
         starts = [Start(number, config, progress and rank == 0, self._place(rank)) for rank in range(len(self._links))]
         try:
             return self.results(self._send(number, [_pickled(start) for start in starts]), what="its start")

@@ -22,12 +22,14 @@ from strandline import SamplingParams, StructuredOutputsParams
 from strandline.cache import CopyTokens
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
+from strandline.device.process_ranks import RankPlace
 from strandline.device.threads import NUM_THREADS
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor
-from strandline.engine.worker_link import Call, WorkerLink
+from strandline.engine.worker import LEAVE_S
+from strandline.engine.worker_link import Call, Start, WorkerLink
 from strandline.env import DEBUG_CACHE
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 from strandline.ids import BlockId
@@ -275,6 +277,21 @@ def test_calls_fail_when_the_worker_has_ended() -> None:
     link.close()
     link.close()
     assert not is_running(link.process.pid)
+
+
+def test_worker_that_is_loading_ends_at_once_and_cleans_up(chat_dir: Path, tmp_path: Path) -> None:
+    """It waits for another rank, which never comes."""
+    meeting, link = tmp_path / "ranks" / "meeting", WorkerLink()
+    meeting.parent.mkdir()
+    start = Start(0, config_of(chat_dir, tensor_parallel_size=2), False, RankPlace(0, 2, str(meeting)))
+    future = link.send(0, pickle.dumps(start))
+    while not meeting.exists():
+        time.sleep(0.02)
+    link.hang_up()
+    link.process.wait(LEAVE_S / 2)
+    link.close()
+    assert future.exception() is not None
+    assert not meeting.parent.exists()
 
 
 ENDS_AT_ONCE = """

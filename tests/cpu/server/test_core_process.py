@@ -1,24 +1,42 @@
-"""The engine's process ends with its workers."""
+"""The engine's process ends with the process that started it, and with its workers."""
 
 import os
+import signal
 from collections.abc import Iterator
+from threading import Event
 
 import pytest
 
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine.core_process import interrupted_by
 from strandline.errors import EngineError
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
-from tests.cpu.server.core_loop import MakeLoop
+from tests.cpu.server.core_loop import TIMEOUT_S, MakeLoop
 
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     """Yield both ends of a pipe; the test closes the second."""
+    before = signal.getsignal(signal.SIGUSR1)
     reader, writer = os.pipe()
     yield reader, writer
     os.close(reader)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_loading_ends_when_the_lifeline_closes(pipe: tuple[int, int]) -> None:
+    lifeline, writer = pipe
+    with interrupted_by(lifeline):
+        pass
+    with interrupted_by(lifeline), pytest.raises(SystemExit):
+        close_and_wait(writer)
+
+
+def close_and_wait(fd: int) -> None:
+    os.close(fd)
+    Event().wait(TIMEOUT_S)
 
 
 def test_an_idle_engine_ends_with_its_workers(

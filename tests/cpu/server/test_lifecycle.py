@@ -54,21 +54,24 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(doomed: ServerProcess)
     assert "Traceback" not in doomed.log()
 
 
-def test_sigterm_at_start_leaves_no_files_and_no_process(
-    bytes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+def test_signal_at_start_leaves_no_files_and_no_process(
+    bytes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = ServerProcess(bytes_dir, tmp_path / "log")
     try:
         server.wait_until(lambda: bool(list(tmp_path.glob("strandline-*/core"))))
         core = server.core_pid()
-        server.signal(signal.SIGTERM)
-        assert server.exit_code() == 0
+        server.signal(number)
+        assert server.exit_code() == code
+        if number == signal.SIGKILL:
+            server.wait_until(lambda: not lives(core))
     finally:
         server.close()
     assert list(tmp_path.iterdir()) == [tmp_path / "log"]
     assert not lives(core)
-    assert server.log() == "stopped before it served\n"
+    assert server.log() == ("stopped before it served\n" if code == 0 else "")
 
 
 def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
