@@ -75,14 +75,8 @@ def require_determinism(spec: ModelSpec, kernels: Kernels) -> None:
     """Check that a model can run deterministically.
 
     Raises:
-        ConfigError: a state is rounded where it is stored, the GPU has no batch-invariant kernels, or more than two
-            ranks add up what they compute, in an order that depends on how much it is.
+        ConfigError: a state is rounded where it is stored, or the GPU has no batch-invariant kernels.
     """
-    if kernels.ranks.size > 2:
-        raise ConfigError(
-            f"--deterministic goes with at most 2 ranks, --tensor-parallel-size is {kernels.ranks.size}: the order in "
-            "which more of them are added up depends on the batch"
-        )
     for state in (state for layer in spec.layers for state in layer.states):
         if state.is_recurrent and state.dtype != "float32":
             raise ConfigError(
