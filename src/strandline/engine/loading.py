@@ -14,7 +14,7 @@ from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
-from strandline.engine.model_identity import weights_digest
+from strandline.engine.model_identity import disk_cache_weights
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -62,9 +62,18 @@ def load_executor(config: EngineConfig, vocabulary: Vocabulary | None = None, *,
 
 
 def load_uni_executor(
-    config: EngineConfig, vocabulary: Vocabulary | None = None, ranks: Ranks = ONE_RANK, *, progress: bool = False
+    config: EngineConfig,
+    vocabulary: Vocabulary | None = None,
+    ranks: Ranks = ONE_RANK,
+    *,
+    weights: str | None = None,
+    progress: bool = False,
 ) -> UniExecutor:
-    """Load a model, or this rank's shard of it, into an executor in this process; as ``load_executor``."""
+    """Load a model, or this rank's shard of it, into an executor in this process; as ``load_executor``.
+
+    Args:
+        weights: a digest of all weights; None: it is computed if a disk cache needs it.
+    """
     if vocabulary is None:
         vocabulary = load_vocabulary(config)
         if vocabulary.tokenizer is not None:
@@ -102,7 +111,8 @@ def load_uni_executor(
         for note in filter(None, (kept_note(model.weights_report), peak_note(device))):
             LOGGER.warning(note)
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
-    weights = "" if config.disk_cache is None else weights_digest(config)
+    if weights is None:
+        weights = disk_cache_weights(config)
     weights_s = SYSTEM_CLOCK() - start_s
     return UniExecutor(
         model,

@@ -5,6 +5,11 @@ from strandline.models.weights_files import fingerprint
 from strandline.text.model_files import find_model
 
 
+def disk_cache_weights(config: EngineConfig) -> str:
+    """Return the digest that a disk cache compares; "" if there is none. As ``weights_digest``."""
+    return "" if config.disk_cache is None else weights_digest(config)
+
+
 def weights_digest(config: EngineConfig) -> str:
     """Return a digest of a model's weights.
 

@@ -7,10 +7,12 @@ from typing import Any, Final
 from weakref import finalize
 
 from strandline.cache import Action, Completion
+from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
 from strandline.engine.engine_stores import EngineStores
 from strandline.engine.joined_completions import JoinedCompletions
+from strandline.engine.model_identity import disk_cache_weights
 from strandline.engine.packed_plan import PlanPacker
 from strandline.engine.rank_copies import RankCopies
 from strandline.engine.rank_facts import join_facts
@@ -77,7 +79,11 @@ class MpExecutor:
         """Where stores of the engine's process are attached."""
         self._finalizer = finalize(self, self._workers.close)
         try:
-            self.facts, renames = join_facts(self._workers.start(config, progress=progress))
+            start_s = SYSTEM_CLOCK()
+            weights = disk_cache_weights(config)  # all are read: once, and not by every rank
+            weights_s = SYSTEM_CLOCK() - start_s
+            self.facts, renames = join_facts(self._workers.start(config, weights, progress=progress))
+            self.facts.start_s["weights"] += weights_s
             if renames:
                 self._workers.results(self._workers.call_each("rename_stored", [(places,) for places in renames]))
         except BaseException:

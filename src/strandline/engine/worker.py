@@ -148,7 +148,9 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     leave_generation_out()
     try:
         ranks = None if start.place is None else ProcessRanks(start.place, resolve_device(start.config, rank))
-        executor = load_uni_executor(start.config, ranks=ranks or ONE_RANK, progress=start.progress)
+        executor = load_uni_executor(
+            start.config, ranks=ranks or ONE_RANK, weights=start.weights, progress=start.progress
+        )
     except Exception as error:  # noqa: BLE001 - the process's edge: the caller raises it
         send(Reply(start.number, None, portable(error)))
         return 2

@@ -38,6 +38,8 @@ class Start(NamedTuple):
     progress: bool
     place: RankPlace | None
     """None: the worker is the only rank."""
+    weights: str = ""
+    """A digest of all weights, where a disk cache needs it: a rank reads only its part of them."""
 
 
 class Call(NamedTuple):

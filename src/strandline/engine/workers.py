@@ -75,12 +75,19 @@ class Workers:
                 future.set_exception(link.ended_error())
         self.results(futures)
 
-    def start(self, config: EngineConfig, *, progress: bool) -> list[ExecutorFacts]:
-        """Have all load the model, and wait for that; return what each has. Raises what loading raises."""
+    def start(self, config: EngineConfig, weights: str, *, progress: bool) -> list[ExecutorFacts]:
+        """Have all load the model, and wait for that; return what each has. Raises what loading raises.
+
+        Args:
+            weights: as in ``Start``.
+        """
         number = next(self._numbers)
         if len(self._links) > 1:
             self.directory = tempfile.mkdtemp(prefix="strandline-ranks-")
-        starts = [Start(number, config, progress and rank == 0, self._place(rank)) for rank in range(len(self._links))]
+        starts = [
+            Start(number, config, progress and rank == 0, self._place(rank), weights)
+            for rank in range(len(self._links))
+        ]
         try:
             return self.results(self._send(number, [_pickled(start) for start in starts]), what="its start")
         except BaseException:

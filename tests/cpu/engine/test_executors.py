@@ -26,7 +26,7 @@ from strandline.device.process_ranks import RankPlace
 from strandline.device.threads import NUM_THREADS
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
-from strandline.engine.loading import load_executor
+from strandline.engine.loading import load_executor, load_uni_executor
 from strandline.engine.mp_executor import MpExecutor
 from strandline.engine.worker import LEAVE_S
 from strandline.engine.worker_link import Call, Start, WorkerLink
@@ -292,6 +292,28 @@ def test_worker_that_is_loading_ends_at_once_and_cleans_up(chat_dir: Path, tmp_p
     link.close()
     assert future.exception() is not None
     assert not meeting.parent.exists()
+
+
+def test_workers_are_told_what_only_all_weights_say(
+    chat_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest that a disk cache compares; a rank would have to read the other ranks' parts for it."""
+
+    class NoWorkers:
+        def __init__(self, _: int) -> None:
+            self.close = lambda: None
+
+        def start(self, _: EngineConfig, weights: str, *, progress: bool) -> None:
+            raise ConfigError(f"not started, with {weights}")
+
+    options: dict[str, Any] = {"disk_cache": str(tmp_path / "cache"), "disk_cache_size": "1MiB"}
+    config = config_of(chat_dir, tensor_parallel_size=2, **options)
+    monkeypatch.setattr("strandline.engine.model_identity.fingerprint", lambda _: "a digest")
+    monkeypatch.setattr("strandline.engine.mp_executor.Workers", NoWorkers)
+    with pytest.raises(ConfigError, match="not started, with a digest"):
+        load_executor(config)
+    monkeypatch.setattr("strandline.engine.model_identity.fingerprint", lambda _: pytest.fail("all are read"))
+    load_uni_executor(config_of(chat_dir, skip_tokenizer_init=True, **options), weights="a digest").close()
 
 
 ENDS_AT_ONCE = """
