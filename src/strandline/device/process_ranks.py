@@ -7,6 +7,7 @@ Ranks rendezvous at a file and connect over the loopback interface only, since a
 import os
 import shutil
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -99,11 +100,14 @@ class ProcessRanks:
         return int(value)
 
     def close(self) -> None:
-        """Disconnect; the first rank removes the rendezvous file. No collective operations may follow."""
+        """Disconnect. No collective operations may follow.
+
+        The last rank that does so removes the rendezvous: another may be about to open it, and would wait for it.
+        """
         self.few_rows = self.many_rows = None
         dist.destroy_process_group()
-        if self.rank == 0:
-            self._place.remove()
+        with suppress(OSError):
+            Path(self._place.meeting_file).parent.rmdir()
 
 
 def _loopback() -> str:
