@@ -198,6 +198,11 @@ class Workers:
     def _kill(self) -> None:
         for link in self._links:
             link.process.kill()
+        self._remove_directory()  # at once: this process may be killed next
+
+    def _remove_directory(self) -> None:
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def close(self) -> None:
         """End all ranks, and wait for their end. A second call does nothing."""
@@ -205,8 +210,7 @@ class Workers:
             link.hang_up()
         for link in self._links:
             link.close()
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        self._remove_directory()
 
 
 def _has_raised(future: Future[Any]) -> bool:

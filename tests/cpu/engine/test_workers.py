@@ -1,6 +1,7 @@
 """The error of ranks that have failed names the one that all others follow from."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from select import select
 from types import SimpleNamespace
 from typing import Any
@@ -66,17 +67,21 @@ HANGS: dict[str, tuple[list[Future[Any]], list[bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", HANGS)
-def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
+    """And nothing is left for the ranks, which are killed, to meet at."""
     monkeypatch.setattr(workers, "GRACE_S", 0.05)
     monkeypatch.setattr(workers, "STACK_S", 0.0)
     futures, stacks, expected = HANGS[case]
     made = object.__new__(Workers)
+    made.directory = str(tmp_path / "ranks")
+    Path(made.directory).mkdir()
     made._links = [link(index, None) for index in range(2)]
     for each, stack in zip(made._links, stacks, strict=True):
         each.process.send_signal = lambda _, each=each, stack=stack: setattr(each, "last_words", stack)
     with pytest.raises(EngineError) as raised:
         made.results(futures, 0.01, "a step")
     assert expected in str(raised.value)
+    assert not Path(made.directory).exists()
 
 
 def test_a_rank_that_has_ended_is_found_without_a_call() -> None:
