@@ -56,19 +56,9 @@ GEMVS = [
         (4, 2048, 4),
         (8, 512, 4),
         (8, 1024, 4),
-        # Requested into the second-level cache while the launch before still runs.
-        (2, 1024, 1, 1),
-        (4, 512, 1, 3),
-        (4, 512, 1, 7),
-        (4, 1024, 1, 1),
-        (4, 1024, 4, 3),
-        (4, 2048, 4, 1),
         # For outputs so few that one warp each fills no multiprocessor.
-        (1, 512, 1, 3),
         (1, 1024, 1),
-        (1, 1024, 1, 1),
         (1, 2048, 2),
-        (2, 512, 1, 3),
         (2, 2048, 4),
     ]
 ]

@@ -34,7 +34,7 @@ from strandline.kernels.block_scaled_tile_triton import (
     swiglu_quantized,
 )
 from strandline.kernels.linear_triton import add_spans, silu_times
-from strandline.kernels.overlap_triton import overlap_options, prefetch_rows, release_next, wait_for_previous
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows, new_output, shaped
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
@@ -49,8 +49,6 @@ class Gemv(NamedTuple):
     block_n: int
     block_k: int
     warps: int
-    prefetched: int = 0
-    """Chunks behind the first that a program requests into the second-level cache before the previous launch ends."""
 
 
 class Tile(NamedTuple):
@@ -70,8 +68,8 @@ class Beside(NamedTuple):
     """Contiguous."""
 
 
-GEMV_WIDE = Gemv(4, 512, 1, prefetched=0)
-GEMV_NARROW = Gemv(4, 2048, 4, prefetched=0)
+GEMV_WIDE = Gemv(4, 512, 1)
+GEMV_NARROW = Gemv(4, 2048, 4)
 """For many and few outputs (benchmarks/kernels/block_scaled.py). Where a chunk of the rows has 16 numbers per thread,
 as of one row here, sums have the same order whether rows come quantised or not."""
 
@@ -205,7 +203,6 @@ def _gemv_scaled(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PIECE: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply rows, as they are after quantising, with a few rows of a weight in FP8."""
@@ -220,10 +217,6 @@ def _gemv_scaled(
     if IS_GATED:
         up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
         up_scale_JR1 = _load_scales(scale_ptr, N + first_N, col_JR, *strides, SCALE_ROWS, GROUP)
-    if OVERLAPS and PREFETCHED > 0:
-        prefetch_rows(weight_ptr, first_N, N, K, BLOCK_K, PREFETCHED * BLOCK_K, BLOCK_N)
-        if IS_GATED:
-            prefetch_rows(up_ptr, first_N, N, K, BLOCK_K, PREFETCHED * BLOCK_K, BLOCK_N)
     # Weights and their scales are older than any launch of a step.
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
@@ -284,7 +277,6 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PIECE: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # Only a call's own arguments are constants: what goes through a tuple is not.
@@ -327,7 +319,6 @@ def _gemv_kernel(
             BLOCK_K,
             GROUP,
             PIECE,
-            PREFETCHED,
             OVERLAPS,
         )
 
@@ -656,7 +647,6 @@ def launch_gemv(
         BLOCK_K=block_k,
         GROUP=GROUP,
         PIECE=PIECE,
-        PREFETCHED=min(gemv.prefetched, cdiv(num_inputs, block_k) - 1),
         num_warps=gemv.warps,
         **overlap_options(out_MO),
     )

@@ -36,31 +36,6 @@ def release_next(OVERLAPS: tl.constexpr):
         gdc_launch_dependents()
 
 
-@triton.jit
-def prefetch_rows(weight_ptr, first_row, num_rows, row_bytes, start, size, ROWS: tl.constexpr):
-    """Request bytes ``[start, start + size)`` of some rows into the second-level cache, as far as they exist.
-
-    Rows lie at multiples of 16 bytes and have as many; others are not requested. Only devices whose launches overlap
-    have the instruction: one per row, by one thread each.
-    """
-    row_N = first_row + tl.arange(0, ROWS)
-    num_bytes = tl.where(row_bytes % 16 == 0, tl.minimum(size, row_bytes - start), 0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p, q; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 q, t, $3; setp.gt.and.s32 p, $2, 0, q; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [
-            (weight_ptr + row_N * row_bytes + start).to(tl.int64),
-            tl.where(row_N < num_rows, num_bytes, 0),
-            # Further threads hold the same rows.
-            tl.full([ROWS], ROWS, tl.int32),
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 def overlap_options(x: Tensor) -> dict[str, bool]:
     """Return the launch arguments, ``OVERLAPS`` among them, for the device of ``x``."""
     if x.is_cuda and _can_overlap(x.get_device()):

@@ -77,18 +77,15 @@ def check_tile(
 def check_gemv(
     gemv: Gemv, num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str, *, is_gated: bool
 ) -> None:
-    """Compare one way to multiply few rows with the reference implementation, and to the bit without prefetching."""
+    """Compare one way to multiply few rows with the reference implementation."""
     x = make_x(num_rows, num_inputs, dtype, device) * (0.02 if is_gated else 1)
     weight = scaled_weight((1 + is_gated) * num_outputs, num_inputs, device=device)
     reference = block_scaled_gated_linear.reference if is_gated else block_scaled_linear.reference
-    expected, outs = reference(x, weight), []
-    for way in (gemv, gemv._replace(prefetched=0)):
-        with poisoned_memory():
-            out = torch.empty_like(expected)
-            block_scaled_triton.launch_gemv(out, quantize_rows(x), weight, None, way, is_gated=is_gated)
-        assert error(out, expected.double()) < (1 + is_gated) * TOLERANCES[dtype]
-        outs.append(out)
-    assert torch.equal(*outs)
+    expected = reference(x, weight)
+    with poisoned_memory():
+        out = torch.empty_like(expected)
+        block_scaled_triton.launch_gemv(out, quantize_rows(x), weight, None, gemv, is_gated=is_gated)
+    assert error(out, expected.double()) < (1 + is_gated) * TOLERANCES[dtype]
 
 
 def check_gated(num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -145,7 +142,7 @@ def test_tiles_equal_the_reference(tile: Tile, spans: int) -> None:
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize(("gemv", "num_rows"), [(Gemv(4, 128, 1, 3), 1), (Gemv(2, 256, 2, 9), 3)])
+@pytest.mark.parametrize(("gemv", "num_rows"), [(Gemv(4, 128, 1), 1), (Gemv(2, 256, 2), 3)])
 def test_ways_to_multiply_few_rows_equal_the_reference(gemv: Gemv, num_rows: int, *, is_gated: bool) -> None:
     check_gemv(gemv, num_rows, 640, 128, torch.float32, "cpu", is_gated=is_gated)
 
