@@ -240,9 +240,9 @@ def variants_down(tile: Tile, arguments: Inputs) -> Callable[[], object]:
     return lambda: moe_triton.launch_down(hidden, down, starts, choices, out, tile)
 
 
-def sweep_few(num_tokens: int) -> None:
+def sweep_few(num_tokens: int, num_ranks: int) -> None:
     """Time first products in front of the second one in force, then second products behind the fastest of these."""
-    in_force = choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True, is_divided=NUM_RANKS > 1)
+    in_force = choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True, is_divided=num_ranks > 1)
     if in_force is None:
         raise RuntimeError("experts of this size do not go this way")
 
@@ -252,7 +252,9 @@ def sweep_few(num_tokens: int) -> None:
         except Exception:  # noqa: BLE001 - the report says why it does not run
             error = 0.0
         verdict = "" if error < 1e-2 else f" ERROR {error:.1e}"
-        return report("few", num_tokens, f"{tuple(variant)}{verdict}", partial(few, variant), share=1 / NUM_RANKS)
+        return report(
+            "few", num_tokens, f"{tuple(variant)}{verdict}", partial(few, variant, num_ranks), share=1 / num_ranks
+        )
 
     down_in_force = in_force[3:]
     ups = {up: taken_us(Few(*up, *down_in_force)) for up in FEW_UPS}
@@ -277,10 +279,10 @@ def error_of_few(num_tokens: int, variant: Few) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def sweep(num_tokens: int) -> None:
+def sweep(num_tokens: int, num_ranks: int) -> None:
     """Time the launch variants that make sense at this size, and print the best of each kernel."""
     if num_tokens <= 16:
-        sweep_few(num_tokens)
+        sweep_few(num_tokens, num_ranks)
     if num_tokens < 8:
         return
     for name, make, small, large, share in (
@@ -292,14 +294,14 @@ def sweep(num_tokens: int) -> None:
         print(f"BEST {name} tokens={num_tokens}: {best_tile}", flush=True)
 
 
-def few(few: Few, arguments: Inputs) -> Callable[[], object]:
+def few(few: Few, num_ranks: int, arguments: Inputs) -> Callable[[], object]:
     """Return a call of the way of few tokens: the router's and the shared expert's part are in it, too."""
     x_TD, gate_up, down, *_ = arguments
     fused = torch.randn(len(x_TD), 2 * SIZE + EXPERTS + 8, device="cuda", dtype=torch.bfloat16)
     projected = fused.split([2 * SIZE, EXPERTS, 1, 7], dim=-1)[:3]
     shared = Shared(projected[0], projected[2], SHARED_DOWN)
-    held = None if NUM_RANKS == 1 else range(EXPERTS // NUM_RANKS)
-    num_held = EXPERTS // NUM_RANKS
+    num_held = EXPERTS // num_ranks
+    held = None if num_ranks == 1 else range(num_held)
     return lambda: mixture_few(x_TD, projected[1], gate_up[:num_held], down[:num_held], shared, ROUTING, few, held=held)
 
 
@@ -308,40 +310,35 @@ def many(tiles: tuple[Tile, Tile], arguments: Inputs) -> Callable[[], object]:
     return lambda: moe_triton.experts_many(*arguments, *tiles)
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="try the launch variants")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--ranks", type=int, default=1, help="among which the experts of few tokens are divided")
-    return parser.parse_args()
-
-
-def main(arguments: argparse.Namespace) -> None:
+    arguments = parser.parse_args()
     check()
     for num_tokens in arguments.tokens:
         if arguments.sweep and num_tokens <= MAX_TOKENS_FEW:
-            sweep_few(num_tokens)
+            sweep_few(num_tokens, arguments.ranks)
             continue
         logits = torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16)
         routed = time_us([lambda: route(logits, None, ROUTING)])  # noqa: B023
         print(f"route tokens={num_tokens}: {routed:.1f} us", flush=True)
         report("experts", num_tokens, "chosen", lambda a: lambda: moe_triton.experts(*a))
-        chosen = choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True, is_divided=NUM_RANKS > 1)
+        chosen = choose_few(num_tokens, TOP_K, SIZE, SIZE, is_gated=True, is_divided=arguments.ranks > 1)
         if num_tokens <= 16 and chosen:
-            report("experts", num_tokens, "few", partial(few, chosen), share=1 / NUM_RANKS)
+            report("experts", num_tokens, "few", partial(few, chosen, arguments.ranks), share=1 / arguments.ranks)
         for name in ("DECODE", "MIDDLE", "PREFILL"):
             tiles = getattr(moe_triton, f"TILES_{name}")
             report("experts", num_tokens, name, partial(many, tiles))
         report("experts", num_tokens, "torch grouped_mm", lambda a: lambda: grouped_torch(*a))
         if arguments.sweep:
-            sweep(num_tokens)
+            sweep(num_tokens, arguments.ranks)
 
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
-    OPTIONS = parse()
-    NUM_RANKS = OPTIONS.ranks
     LAYERS = layers()
     SHARED_DOWN = torch.randn(HIDDEN, SIZE, device="cuda", dtype=torch.bfloat16).mul_(SIZE**-0.5)
-    main(OPTIONS)
+    main()
