@@ -4,11 +4,13 @@ Shape suffixes: T tokens of the step, D those of decodes, R those of prefills, C
 S slots; of a window's memory R are the rows.
 """
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.conv1d import (
@@ -106,3 +108,39 @@ class CausalConvolution(nn.Module):
         yield f"{prefix}weight", split(self.weight_CW.unsqueeze(1))
         if self.bias_C is not None:
             yield f"{prefix}bias", split(self.bias_C)
+
+
+class ComposedConvolution(CausalConvolution):
+    """A convolution whose filter is no parameter, but composed of others when kernels are chosen.
+
+    Args:
+        name: of its window, and of what is logged of drafts.
+    """
+
+    def __init__(
+        self, name: str, num_channels: int, num_taps: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(num_channels, num_taps, None, dtype, device, has_bias=False)
+        self.name = name
+        filter_CW = torch.zeros_like(self.weight_CW)
+        del self.weight_CW
+        self.register_buffer("weight_CW", filter_CW, persistent=False)
+
+    @property
+    def window(self) -> TensorSpec:
+        """Spec of the window: the last inputs of a sequence."""
+        return replace(super().window, name=self.name)
+
+    @property
+    def logged(self) -> TensorSpec:
+        """Spec of what is logged of a draft: its inputs."""
+        return TensorSpec(self.name, self.weight_CW.shape[:1], dtype_name(self.dtype))
+
+    def bind(self, memory: LayerMemory) -> tuple[Tensor, ReplayLog]:
+        """Return the window and the log, of all that the layer keeps, as ``convolve`` takes them."""
+        return memory.states[self.name], None if memory.replay is None else (memory.replay[self.name],)
+
+    def replay(self, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> None:
+        """Advance the window over logged tokens alone."""
+        no_x = self.weight_CW.new_empty(0, len(self.weight_CW), dtype=self.dtype)
+        self.convolve(no_x, batch, window_SRC, log)

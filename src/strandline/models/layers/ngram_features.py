@@ -31,12 +31,12 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.norm import rms_norm_heads_zero_centered
 from strandline.kernels.replay import ReplayLog
 from strandline.model_config import Fields, read_eps, read_vocab_size
-from strandline.models.layers.convolution import CausalConvolution
-from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.convolution import ComposedConvolution
+from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, Piece, Target, unused, whole
-from strandline.specs import LayerSpec, TensorSpec
+from strandline.specs import LayerSpec
 
 MAX_NGRAM: Final = 4
 MAX_SPAN: Final = 10
@@ -141,37 +141,6 @@ def _splitmix64(state: int) -> int:
     return value ^ (value >> 31)
 
 
-class ComposedConvolution(CausalConvolution):
-    """A convolution whose filter is no parameter, but composed of others when kernels are chosen.
-
-    Args:
-        name: of its window.
-    """
-
-    def __init__(
-        self, name: str, num_channels: int, num_taps: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__(num_channels, num_taps, None, dtype, device, has_bias=False)
-        self.name = name
-        filter_CW = torch.zeros_like(self.weight_CW)
-        del self.weight_CW
-        self.register_buffer("weight_CW", filter_CW, persistent=False)
-
-    @property
-    def window(self) -> TensorSpec:
-        """Spec of the window: the last inputs of a sequence."""
-        return replace(super().window, name=self.name)
-
-    @property
-    def logged(self) -> TensorSpec:
-        """Spec of what is logged of a draft: its inputs."""
-        return TensorSpec(self.name, self.weight_CW.shape[:1], dtype_name(self.dtype))
-
-    def replay(self, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> None:
-        """Advance the window over logged tokens alone."""
-        self.convolve(self.weight_CW.new_empty(0, len(self.weight_CW)), batch, window_SRC, log)
-
-
 class TokenDelays(ComposedConvolution):
     """The last tokens before each token, one per channel, as float32 numbers; the latest first."""
 
@@ -273,8 +242,8 @@ class NgramFeaturesMemory:
     """A layer's share of all slots and logs."""
 
     tokens_SRC: Tensor
-    window_SRC: Tensor
     tokens_log: ReplayLog
+    window_SRC: Tensor
     window_log: ReplayLog
 
 
@@ -315,8 +284,7 @@ class NgramFeatures(nn.Module):
 
     def bind(self, memory: LayerMemory) -> NgramFeaturesMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        logs = [None if memory.replay is None else (memory.replay[name],) for name in (TOKENS, INPUTS)]
-        return NgramFeaturesMemory(memory.states[TOKENS], memory.states[INPUTS], *logs)
+        return NgramFeaturesMemory(*self.delays.bind(memory), *self.conv.bind(memory))
 
     def replay(self, batch: StepBatch, memory: NgramFeaturesMemory) -> None:
         """Advance the windows over logged tokens alone."""
