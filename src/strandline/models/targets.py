@@ -81,7 +81,9 @@ def sharded(view: Tensor, shard: Shard, dim: int = 0) -> Target:
 
 
 def spanned(view: Tensor, span: range, num: int) -> Target:
-    """Return the target of a tensor of ``num`` rows; those in ``span`` go to the first rows of a view."""
+    """Return the target of a tensor of ``num`` rows; those in ``span``, if any, go to the first rows of a view."""
+    if not span:
+        return unused(num, *view.shape[1:])
     return _part(view[: len(span)], (num, *view.shape[1:]), span.start, 0)
 
 
