@@ -38,10 +38,14 @@ CONFIGS = {name: published(name) for name in families.CONFIGS}
 
 
 def keys(config: dict[str, Any], outer: Key = ()) -> Iterator[Key]:
-    """Yield the path of every field, those of the text model and of its rotary embedding included."""
+    """Yield the path of every field, those of the text model and of its rotary embedding included.
+
+    The text model as a whole is not among them: without it, transformers describes one of full size.
+    """
     for name, value in config.items():
-        yield (*outer, name)
-        if isinstance(value, dict) and name != "vision_config":
+        if name != "text_config":
+            yield (*outer, name)
+        if isinstance(value, dict) and name not in ("vision_config", "audio_config"):
             yield from keys(value, (*outer, name))
     if "vocab_size" in config:
         yield from ((*outer, name) for name in UNSET_FIELDS if name not in config)
