@@ -7,6 +7,7 @@ Source: the models' published configurations.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,7 @@ MODELS: Final = {
             "num_key_value_heads": 8,
         },
     ),
+    "InklingForCausalLM": Model("Inkling, transformers' default"),
     "JambaForCausalLM": Model("Jamba-v0.1"),
     "KimiLinearForCausalLM": benchmark("Kimi-Linear-48B-A3B", "kimi-linear-48b-a3b"),
     "Lfm2ForCausalLM": Model(
@@ -155,6 +157,7 @@ class Family:
 
 DENSE_OR_MOE, MOE = "attention; dense or MoE", "attention; MoE"
 TEXT_OF_VISION = "Qwen3.5; images are not taken"
+RELATIVE, BEHIND_PARTS = "relative attention, in most layers with a window; dense or MoE", " and behind all parts"
 INDEXED, NGRAMS = "indexed attention; MoE", ", some with features of n-grams"
 
 FAMILIES: Final = {
@@ -162,6 +165,8 @@ FAMILIES: Final = {
     "FalconH1ForCausalLM": Family("Falcon-H1", "attention", ", side by side with attention"),
     "FalconMambaForCausalLM": Family("Falcon Mamba", "none"),
     "GraniteMoeHybridForCausalLM": Family("Granite 4", DENSE_OR_MOE),
+    "InklingForCausalLM": Family("Inkling, text only", RELATIVE, BEHIND_PARTS),
+    "InklingForConditionalGeneration": Family("Inkling; images and audio are not taken", RELATIVE, BEHIND_PARTS),
     "JambaForCausalLM": Family("Jamba", DENSE_OR_MOE),
     "KimiLinearForCausalLM": Family("Kimi Linear", "latent attention; dense or MoE"),
     "Lfm2ForCausalLM": Family("LFM2", "attention"),
@@ -202,6 +207,7 @@ KINDS: Final = {
     "sliding-window attention": "RecurrentGemmaForCausalLM",
     "latent attention": "KimiLinearForCausalLM",
     "convolved attention": "ZayaForCausalLM",
+    "relative attention": "InklingForCausalLM",
     "indexed attention": "Qwen4ExpForCausalLM",
     "Gated DeltaNet": "Qwen3_5ForCausalLM",
     "Gated DeltaNet with features of n-grams": "Qwen4ExpForCausalLM",
@@ -334,9 +340,15 @@ def kept_by(kind: str, architecture: str) -> tuple[str, ...]:
     return (
         kind,
         streams if is_attention else "nothing",
-        enumerated([described(state) for state in layer.states]) or "nothing",
+        enumerated(counted([described(state) for state in layer.states])) or "nothing",
         log,
     )
+
+
+def counted(parts: Sequence[str]) -> list[str]:
+    """Return different parts, with the number of those that occur several times instead of their article."""
+    numbers = Counter(parts).items()
+    return [part if num == 1 else f"{num} {part.removeprefix('a ').replace(' of', 's of', 1)}" for part, num in numbers]
 
 
 def enumerated(parts: Sequence[str]) -> str:

@@ -22,6 +22,8 @@ ARCHITECTURES: Final = (
     "FalconH1ForCausalLM",
     "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "InklingForCausalLM",
+    "InklingForConditionalGeneration",
     "JambaForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
@@ -53,7 +55,6 @@ NEAREST_BY_LAYERS: Final = {
     "DeepseekV2": "KimiLinearForCausalLM",  # latent attention, experts
     "DeepseekV3": "KimiLinearForCausalLM",
     "Glm5Next": "KimiLinearForCausalLM",  # the same
-    "Inkling": "ZayaForCausalLM",  # convolutions inside attention
     "Lfm3": "Lfm2ForCausalLM",
     "Mistral": "LlamaForCausalLM",
 }

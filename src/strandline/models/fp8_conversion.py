@@ -2,8 +2,8 @@
 
 As in those models, projections are converted, but not embeddings, the output head, norms, convolutions, routers, gates
 of one output, the narrow projections to decays and write strengths, vision towers, or the projection into draft layers.
-Experts published in one tensor are written one by one, except Granite's, whose naming does not allow it: they stay in
-one tensor, with all scales in another.
+Experts published in one tensor are written one by one, except Granite's and Inkling's, whose naming does not allow it:
+they stay in one tensor, with all scales in another.
 
 Shape suffixes: N rows, K columns, Y and X blocks downwards and across, B rows and columns of a block.
 """
@@ -35,14 +35,17 @@ SHARD_BYTES: Final = 2 * 2**30
 """Most bytes of an output file, a larger tensor excepted; as many are in memory at a time."""
 
 UNCONVERTED: Final = re.compile(
-    r"embed|norm|conv1d|visual|vision|\.router(\.|$)|\.mlp\.gate\."
+    r"embed|norm|conv1d|visual|vision|audio|\.router(\.|$)|\.mlp\.gate\."
     r"|(^|\.)(lm_head|gate|shared_expert_gate|fc|eh_proj|conv|in_proj_(a|b|ba)|[ab]_proj)$"
 )
 """Matches the names of modules that are not converted."""
 
 FUSED_EXPERTS: Final = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
-STACKED_EXPERTS: Final = re.compile(r".*\.block_sparse_moe\.(input|output)_linear\.weight")
+STACKED_EXPERTS: Final = re.compile(
+    r".*\.(block_sparse_moe\.(input|output)_linear\.weight|experts\.w(13|2)_weight"
+    r"|shared_experts\.(shared_w(13|2)_weight|(gate|up|down)_proj))"
+)
 
 COPIED_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 

@@ -9,6 +9,7 @@ from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
 from strandline.models.falcon_h1 import build_falcon_h1
 from strandline.models.granite_hybrid import build_granite_hybrid
+from strandline.models.inkling import build_inkling
 from strandline.models.jamba import build_jamba
 from strandline.models.kimi_linear import build_kimi_linear
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
@@ -48,6 +49,8 @@ ARCHITECTURES: dict[str, Builder] = {
     "FalconH1ForCausalLM": build_falcon_h1,
     "FalconMambaForCausalLM": build_falcon_mamba,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
+    "InklingForCausalLM": build_inkling,
+    "InklingForConditionalGeneration": build_inkling,
     "JambaForCausalLM": build_jamba,
     "KimiLinearForCausalLM": build_kimi_linear,
     "Lfm2ForCausalLM": build_lfm2,

@@ -49,8 +49,8 @@ from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import Index, Read, Target
 from strandline.models.weights_files import WeightsFile, open_files
 
-SKIPPED_PREFIXES: Final = ("mtp.", "model.visual.")
-"""Prefixes of published tensors that may be unused: draft layers and the vision tower."""
+SKIPPED_PREFIXES: Final = ("mtp.", "model.mtp.", "model.visual.", "model.audio.")
+"""Prefixes of published tensors that may be unused: draft layers, and the towers of images and of audio."""
 
 STORED_DTYPES: Final = ("F32", "BF16", "F16")
 

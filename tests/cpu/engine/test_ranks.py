@@ -25,6 +25,7 @@ from tests.cpu.models import families
 NUM_RANKS = {
     "falcon_h1": 2,
     "granite_hybrid": 2,
+    "inkling": 2,
     "jamba": 2,
     "kimi_linear": 2,
     "lfm2_moe": 2,

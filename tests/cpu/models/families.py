@@ -14,6 +14,8 @@ from transformers import (
     FalconH1Config,
     FalconMambaConfig,
     GraniteMoeHybridConfig,
+    InklingConfig,
+    InklingTextConfig,
     JambaConfig,
     KimiLinearConfig,
     Lfm2Config,
@@ -344,6 +346,31 @@ QWEN4: dict[str, Any] = {
     "eos_token_id": VOCAB_SIZE - 1,
 }
 
+INKLING: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION_ONLY.items() if name != "rope_parameters"},
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "local_layer_ids": [0, 2],
+    "sliding_window_size": 20,
+    "d_rel": 6,
+    "rel_extent": 50,
+    "log_scaling_n_floor": 30,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "route_scale": 1.5,
+    "logits_mup_width_multiplier": 1.5,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+INKLING_TOWERS: dict[str, Any] = {
+    "vision_config": {"n_layers": 4, "patch_size": 4, "hidden_size": 16},
+    "audio_config": {"n_mel_bins": 2, "mel_vocab_size": 4},
+}
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
@@ -575,6 +602,28 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "inkling": ("InklingForCausalLM", InklingTextConfig, INKLING),
+    "inkling-odd": (
+        "InklingForCausalLM",
+        InklingTextConfig,
+        {
+            **INKLING,
+            "vocab_size": VOCAB_SIZE + 5,
+            "unpadded_vocab_size": VOCAB_SIZE,
+            "swa_num_attention_heads": 3,
+            "swa_num_key_value_heads": 1,
+            "local_layer_ids": [0, 1, 2],
+            "sliding_window_size": 70,
+            "conv_kernel_size": 3,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "n_shared_experts": 1,
+        },
+    ),
+    "inkling-towers": (
+        "InklingForConditionalGeneration",
+        InklingConfig,
+        {"text_config": INKLING, **INKLING_TOWERS},
+    ),
     "granite_hybrid": ("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig, GRANITE),
     "granite_hybrid-dense-tied": (
         "GraniteMoeHybridForCausalLM",
@@ -684,7 +733,7 @@ FAMILIES = [
 ]
 """The first configuration of every builder."""
 
-REPRESENTATIVES = ["jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
+REPRESENTATIVES = ["inkling", "jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
 REPRESENTATIVES += ["qwen4_exp", "recurrent_gemma", "zaya"]
 """One family for each kind of layer, and one without attention."""
 
@@ -724,12 +773,12 @@ def random_model(config: Any, seed: int) -> Any:
             parameter.add_(torch.randn_like(parameter) * 0.2)
         elif parameter_name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight")):
             parameter.normal_(0, 0.2)
-        elif parameter_name.endswith("qk_norm.temp"):
+        elif parameter_name.endswith(("qk_norm.temp", "global_scale")):
             parameter.normal_(1, 0.2)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("expert_bias", "correction_bias", "balancing_biases")):
             buffer.normal_(0, 0.2)
-    if config.tie_word_embeddings:
+    if getattr(config, "tie_word_embeddings", False):
         # The embedding is as large as the residual stream has to be; the logits of it need not be.
         _final_norm(model).weight.sub_(0.9)
     num_streams = getattr(config.get_text_config(), "hc_count", 1)
@@ -753,11 +802,14 @@ def _final_norm(model: Any) -> Any:
 
 
 def _as_published(model: Any, config: Any) -> None:
-    """Give Mamba-2 layers what they were published with.
+    """Give layers what they were published with.
 
-    The gated norm is that of ``mamba_ssm``: in some families transformers' own ignores the groups. In others
-    transformers limits time steps by another field.
+    The gated norm of Mamba-2 is that of ``mamba_ssm``: in some families transformers' own ignores the groups. In others
+    transformers limits time steps by another field. Of Inkling with towers, transformers 5.17 normalises embeddings
+    twice, which other releases do not; equal weights make that the same.
     """
+    if hasattr(model.base_model, "audio_tower"):
+        model.base_model.language_model.embed_norm.weight.fill_(1.2)
     num_groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):

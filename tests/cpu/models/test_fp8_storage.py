@@ -12,6 +12,7 @@ from torch import Tensor
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.kernels.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.model_config import read_model_config
+from strandline.models.fp8_conversion import convert_to_fp8
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.weights import load_model
@@ -179,6 +180,15 @@ def test_other_scales_stay_as_published(scheme: dict[str, Any], tmp_path: Path) 
 def test_experts_in_one_tensor_stay(tmp_path: Path) -> None:
     source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path), fuse_experts)
     check(fp8.convert(source, tmp_path, **BLOCKS)[0])
+
+
+@pytest.mark.parametrize("name", ["inkling", "inkling-towers"])
+def test_experts_that_every_token_takes_stay_with_others(name: str, tmp_path: Path) -> None:
+    convert_to_fp8(families.save(name, tmp_path), tmp_path / "fp8")
+    report = check(tmp_path / "fp8").weights_report
+    assert report.num_kept == report.num_quantized > 0
+    for shard in (Shard(0, 2), Shard(1, 2)):
+        assert_same_weights(*(load(tmp_path / "fp8", keeps_quantized=keeps, shard=shard) for keeps in (True, False)))
 
 
 def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ NUM_SHARDS = {
     "falcon_mamba": (2,),
     "granite_hybrid": (2,),
     "granite_hybrid-dense-tied": (2,),
+    "inkling": (2, 4),
+    "inkling-towers": (2,),
     "jamba": (2,),
     "kimi_linear": (2,),
     "lfm2-odd": (2,),

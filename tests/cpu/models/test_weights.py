@@ -28,7 +28,7 @@ TOKENS = families.prompt(20)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with some of the families, in the published layout, one file each."""
     directory = tmp_path_factory.mktemp("saved")
-    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_5-odd-tied", "qwen3_5-vision"):
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_5-odd-tied", "qwen3_5-vision", "inkling-towers"):
         families.save(name, directory)
     return directory
 
@@ -137,6 +137,14 @@ def test_draft_layers_and_the_vision_tower_are_skipped_and_reported(changed: Cal
     assert report.is_mtp_present
     assert report.skipped["mtp."] == 2
     assert report.skipped["model.visual."] > 10
+
+
+def test_towers_of_images_and_audio_are_skipped_and_reported(changed: Callable[..., Path]) -> None:
+    def add_draft_layer(tensors: dict[str, Tensor]) -> None:
+        tensors["model.mtp.layers.0.input_proj.weight"] = torch.zeros(3)
+
+    report = load_float32(changed(add_draft_layer, "inkling-towers")).weights_report
+    assert report.skipped == {"model.mtp.": 1, "model.visual.": 8, "model.audio.": 2}
 
 
 def test_without_draft_layers_none_are_reported(saved: Path) -> None:

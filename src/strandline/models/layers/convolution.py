@@ -144,3 +144,20 @@ class ComposedConvolution(CausalConvolution):
         """Advance the window over logged tokens alone."""
         no_x = self.weight_CW.new_empty(0, len(self.weight_CW), dtype=self.dtype)
         self.convolve(no_x, batch, window_SRC, log)
+
+
+class ResidualConvolution(ComposedConvolution):
+    """A convolution whose inputs are added to its results; the filter is float32, whatever the inputs are."""
+
+    def __init__(
+        self, name: str, num_channels: int, num_taps: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(name, num_channels, num_taps, dtype, device)
+        self.register_buffer("weight_CW", self.weight_CW.float(), persistent=False)
+        self.taps_CW = parameter(num_channels, num_taps, dtype=torch.float32, device=device)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self.weight_CW.copy_(self.taps_CW)
+        self.weight_CW[:, -1] += 1.0

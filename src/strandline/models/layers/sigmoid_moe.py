@@ -92,7 +92,9 @@ class SigmoidMoe(nn.Module):
         hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
         self.router_dtype = config.router_dtype or dtype
         self.router = Projection(num_experts, hidden_size, self.router_dtype, device)
-        self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
+        self.bias_X: Tensor | None = None
+        if config.has_bias:
+            self.bias_X = parameter(num_experts, dtype=torch.float32, device=device)
         self.gate_up_XFE = matrix(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = matrix(len(self.experts), hidden_size, size, dtype=dtype, device=device)
         self.shared = None

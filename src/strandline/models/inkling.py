@@ -1,0 +1,349 @@
+"""Inkling: layers of attention with a window, then one of full attention, and so on, before dense or sparse parts.
+
+What attention and what the feed-forward part add to the residual stream passes a short convolution each, beside the one
+inside attention (``layers/relative_attention.py``). Experts that every token takes are weighted with those that the
+router chooses: they are experts whose scores no other one can reach.
+
+Of multimodal models the text part is built; the tensors of the vision and audio towers are recognised and skipped. So
+are those of layers for multi-token prediction, which keep windows: draft layers have only keys and values.
+
+Source: ``transformers`` (``inkling``).
+
+Shape suffixes: T tokens of the step, E hidden size, X experts, F intermediate size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.replay import ReplayLog
+from strandline.kernels.router import Routing
+from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
+from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.moe import MAX_EXPERTS, expert_targets
+from strandline.models.layers.parameters import gain, parameter
+from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
+from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, Piece, Target, interleaved, renamed, spanned, whole
+from strandline.specs import LayerSpec
+
+SLIDING: Final = "hybrid_sliding"
+LAYER_TYPES: Final = (SLIDING, "hybrid")
+DENSE: Final = "dense"
+MLP_TYPES: Final = (DENSE, "sparse")
+
+ALWAYS_TAKEN: Final = 1e9
+"""Added to the scores, at most 1, of experts that every token takes."""
+
+PUBLISHED: Final = "model.llm."
+"""Prefix of the tensors of published models, which have names of their own."""
+
+PUBLISHED_NAMES: Final = {
+    "embed_tokens": "embed",
+    "lm_head": "unembed",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn": "attn",
+    "q_proj": "wq_du",
+    "k_proj": "wk_dv",
+    "v_proj": "wv_dv",
+    "r_proj": "wr_du",
+    "o_proj": "wo_ud",
+    "down_proj": "w2_md",
+    "e_score_correction_bias": "bias",
+}
+"""Maps a component of the names that transformers has for tensors to that of published models."""
+
+
+class SharedRouterMoe(SigmoidMoe):
+    """A mixture of experts whose router also weights those that every token takes: the last ones.
+
+    They are divided among shards as the others are.
+    """
+
+    def __init__(
+        self,
+        config: SigmoidMoeConfig,
+        num_shared: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+    ) -> None:
+        super().__init__(config, dtype, device, shard)
+        self.num_shared, self.num_routed = num_shared, config.num_experts - num_shared
+        self.routed_bias_X = parameter(self.num_routed, dtype=torch.float32, device=device)
+        del self.bias_X
+        self.register_buffer(
+            "bias_X",
+            torch.full((config.num_experts,), ALWAYS_TAKEN, dtype=torch.float32, device=device),
+            persistent=False,
+        )
+
+    bias_X: Tensor
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self.bias_X[: self.num_routed] = self.routed_bias_X
+
+    def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
+        """Yield the tensors as transformers names them."""
+        yield from self._router_targets(prefix, bias_name)
+        (routed, *weights), (shared, gate_up_XFE, down_XEF) = self._held_by_kind()
+        yield from expert_targets(weights[0], weights[1], routed, self.num_routed, f"{prefix}experts.", names)
+        gate_XFE, up_XFE = gate_up_XFE.chunk(2, dim=1)
+        for name, part_XFE in {"gate_proj": gate_XFE, "up_proj": up_XFE, "down_proj": down_XEF}.items():
+            yield f"{prefix}shared_experts.{name}", spanned(part_XFE, shared, self.num_shared)
+
+    def published_targets(self, prefix: str, bias_name: str) -> NamedTargets:
+        """Yield the tensors of published models, where an expert's gate and up projections alternate row by row."""
+        yield from self._router_targets(prefix, bias_name)
+        kinds = {"experts.": self.num_routed, "shared_experts.shared_": self.num_shared}
+        for (kind, num), (held, gate_up_XFE, down_XEF) in zip(kinds.items(), self._held_by_kind(), strict=True):
+            yield f"{prefix}{kind}w13_weight", _of_alternating_experts(gate_up_XFE, held, num)
+            yield f"{prefix}{kind}w2_weight", spanned(down_XEF, held, num)
+
+    def _router_targets(self, prefix: str, bias_name: str) -> NamedTargets:
+        yield f"{prefix}gate.weight", whole(self.router.weight_OI)
+        yield f"{prefix}{bias_name}", whole(self.routed_bias_X)
+
+    def _held_by_kind(self) -> Iterator[tuple[range, Tensor, Tensor]]:
+        """Yield which of the routed experts are held, and their weights; then of those that every token takes."""
+        held, num_routed = self.experts, self.num_routed
+        routed = range(min(held.start, num_routed), min(held.stop, num_routed))
+        shared = range(max(held.start - num_routed, 0), max(held.stop - num_routed, 0))
+        yield routed, self.gate_up_XFE[: len(routed)], self.down_XEF[: len(routed)]
+        yield shared, self.gate_up_XFE[len(routed) :], self.down_XEF[len(routed) :]
+
+
+def _of_alternating_experts(gate_up_XFE: Tensor, held: range, num_experts: int) -> Target:
+    """Return the target of experts in one tensor, whose gate's and up projection's rows alternate."""
+    experts = zip(held, *gate_up_XFE.unsqueeze(2).chunk(2, dim=1), strict=True)
+    pieces = tuple(Piece((slice(index, index + 1),), tuple(parts)) for index, *parts in experts)
+    return Target((num_experts, *gate_up_XFE.shape[1:]), pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolvedLayerMemory:
+    """What the parts of a layer keep, as they take it."""
+
+    mixer: Any
+    mixer_window: tuple[Tensor, ReplayLog]
+    mlp_window: tuple[Tensor, ReplayLog]
+
+
+class ConvolvedLayer(DecoderLayer):
+    """Attention, then a feed-forward part, which is scaled; what each adds to the stream is convolved over time.
+
+    Every rank convolves what all ranks together add.
+    """
+
+    def __init__(
+        self,
+        mixer: RelativeAttention,
+        mlp: GatedMlp | SharedRouterMoe,
+        norm: ResidualNorm,
+        hidden_size: int,
+        num_taps: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(mixer, mlp, norm, hidden_size, dtype, device)
+        self.mlp_scale = gain(1, dtype=dtype, device=device)
+        self.mixer_conv, self.mlp_conv = (
+            ResidualConvolution(name, hidden_size, num_taps, dtype, device) for name in ("mixer_window", "mlp_window")
+        )
+
+    @property
+    def leaves_sum(self) -> bool:
+        return False
+
+    @property
+    def spec(self) -> LayerSpec:
+        spec, convolutions = super().spec, (self.mixer_conv, self.mlp_conv)
+        states, logged = zip(*((conv.window, conv.logged) for conv in convolutions), strict=True)
+        return replace(spec, states=(*spec.states, *states), replay=(*spec.replay, *logged))
+
+    def bind(self, memory: LayerMemory) -> ConvolvedLayerMemory:
+        """Return the layer's memory as ``forward`` takes it."""
+        return ConvolvedLayerMemory(super().bind(memory), self.mixer_conv.bind(memory), self.mlp_conv.bind(memory))
+
+    def replay(self, batch: StepBatch, memory: ConvolvedLayerMemory) -> None:
+        """Advance the windows over logged tokens alone."""
+        super().replay(batch, memory.mixer)
+        self.mixer_conv.replay(batch, *memory.mixer_window)
+        self.mlp_conv.replay(batch, *memory.mlp_window)
+
+    def forward(
+        self,
+        normed_TE: Any,
+        residual_TE: Tensor,
+        rotary: RotaryTable | None,
+        batch: StepBatch,
+        memory: ConvolvedLayerMemory,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the feed-forward part adds to the residual stream, and the stream without it."""
+        mixed_TE = self.mix(normed_TE, rotary, batch, memory.mixer)
+        mixed_TE = self.mixer_conv.convolve(mixed_TE, batch, *memory.mixer_window)
+        added_TE, residual_TE = self.feed(mixed_TE, residual_TE)
+        added_TE = self.mlp_conv.convolve(added_TE.mul_(self.mlp_scale), batch, *memory.mlp_window)
+        return added_TE, residual_TE
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the tensors of norms, convolutions and the scale, as transformers names them."""
+        yield f"{prefix}input_layernorm.weight", whole(self.mixer_norm_E)
+        yield f"{prefix}post_attention_layernorm.weight", whole(self.mlp_norm_E)
+        yield f"{prefix}attn_sconv.conv1d.weight", whole(self.mixer_conv.taps_CW.unsqueeze(1))
+        yield f"{prefix}mlp_sconv.conv1d.weight", whole(self.mlp_conv.taps_CW.unsqueeze(1))
+        owner = "mlp.gate" if isinstance(self.mlp, SharedRouterMoe) else "mlp"
+        yield f"{prefix}{owner}.global_scale", whole(self.mlp_scale)
+
+
+class NormedDecoder(Decoder):
+    """A decoder whose embeddings are normalised.
+
+    Args:
+        num_published: rows of the published embedding and head; those past the vocabulary are not read.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: ResidualNorm,
+        shape: tuple[int, int],
+        num_published: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        logits_multiplier: float,
+        shard: Shard = WHOLE,
+    ) -> None:
+        super().__init__(
+            layers, norm, None, shape, dtype, device, is_tied=False, logits_multiplier=logits_multiplier, shard=shard
+        )
+        self.num_published = num_published
+        self.embed_norm_E = norm.weight(shape[1], dtype=dtype, device=device)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self._embed_norm = kernels[self.norm.norm]
+
+    def embed(self, batch: StepBatch) -> tuple[Tensor, RotaryTable | None]:
+        """Return the normalised embeddings of the step's tokens, and no rotary table."""
+        embedded_TE, rotary = super().embed(batch)
+        return self._embed_norm(embedded_TE, self.embed_norm_E, self.norm.eps), rotary
+
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the tensors as transformers names them, except the layers'."""
+        assert self.head is not None
+        yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.num_published)
+        yield f"{prefix}embed_norm.weight", whole(self.embed_norm_E)
+        yield from self.final_targets(prefix)
+        yield "lm_head.weight", spanned(self.head.weight_OI, self.held_tokens, self.num_published)
+
+
+def build_inkling(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config.get_text_config())
+    fields.choice("hidden_act", ["silu"])
+    layer_types = read_layer_types(fields, LAYER_TYPES)
+    mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_TYPES))
+    if len(mlp_types) != len(layer_types):
+        fields.reject("mlp_layer_types", f"a list of {len(layer_types)}, one for each layer")
+    attention = {kind: RelativeAttentionConfig.read(fields, is_sliding=kind == SLIDING) for kind in set(layer_types)}
+    mlp, (moe, num_shared) = GatedMlpConfig.read(fields), _read_moe(fields)
+    norm, hidden_size = plain(read_eps(fields)), fields.size("hidden_size")
+    num_taps = fields.size("conv_kernel_size", at_least=2, at_most=MAX_TAPS)
+    num_published = read_vocab_size(fields)
+    vocab_size = fields.size("unpadded_vocab_size", at_most=num_published, default=num_published)
+    max_position = read_max_position(fields)
+    divisor = fields.number("logits_mup_width_multiplier", at_least=1e-6, at_most=1e6)
+
+    def build_layer(kind: str, mlp_type: str) -> ConvolvedLayer:
+        return ConvolvedLayer(
+            RelativeAttention(attention[kind], dtype, device, shard),
+            GatedMlp(mlp, dtype, device, shard)
+            if mlp_type == DENSE
+            else SharedRouterMoe(moe, num_shared, dtype, device, shard),
+            norm,
+            hidden_size,
+            num_taps,
+            dtype,
+            device,
+        )
+
+    layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
+    decoder = NormedDecoder(
+        layers,
+        norm,
+        (vocab_size, hidden_size),
+        num_published,
+        dtype,
+        device,
+        logits_multiplier=1 / divisor,
+        shard=shard,
+    )
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers))
+
+
+def _read_moe(fields: Fields) -> tuple[SigmoidMoeConfig, int]:
+    """Return the sizes of all experts together, and how many of them every token takes."""
+    if not fields.flag("shared_expert_sink", default=True):
+        fields.reject("shared_expert_sink", "true")
+    num_routed = fields.size("n_routed_experts", at_most=MAX_EXPERTS)
+    num_shared = fields.size("n_shared_experts", at_most=MAX_EXPERTS - num_routed)
+    top_k = fields.size("num_experts_per_tok", at_most=num_routed) + num_shared
+    scale = fields.number("route_scale", at_least=0, at_most=MAX_SCALE)
+    routing = Routing(top_k, is_normalised=True, scores="sigmoid", eps=ROUTER_EPS, scale=scale)
+    size, num_experts = fields.size("moe_intermediate_size"), num_routed + num_shared
+    return SigmoidMoeConfig(fields.size("hidden_size"), size, 0, num_experts, routing, has_bias=True), num_shared
+
+
+def _published(decoder: Decoder, layers: Sequence[ConvolvedLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the tensors as published, or, of the text part alone, as transformers names them."""
+    if not any(name.startswith(PUBLISHED) for name in names):
+        yield from _targets(decoder, layers, "model.", names)
+        return
+    for name, target in renamed(_targets(decoder, layers, PUBLISHED, names), PUBLISHED_NAMES):
+        yield f"{PUBLISHED}{name}" if name.startswith("unembed.") else name.replace(".conv1d.", "."), target
+
+
+def _targets(decoder: Decoder, layers: Sequence[ConvolvedLayer], prefix: str, names: frozenset[str]) -> NamedTargets:
+    yield from decoder.targets(prefix, names)
+    for index, layer in enumerate(layers):
+        of_layer = f"{prefix}layers.{index}."
+        yield from layer.targets(of_layer)
+        assert isinstance(layer.mixer, RelativeAttention)
+        yield from layer.mixer.targets(f"{of_layer}self_attn.")
+        yield from _mlp_targets(layer.mlp, f"{of_layer}mlp.", names, is_published=prefix == PUBLISHED)
+
+
+def _mlp_targets(mlp: object, prefix: str, names: frozenset[str], *, is_published: bool) -> NamedTargets:
+    if isinstance(mlp, SharedRouterMoe):
+        bias_name = "gate.e_score_correction_bias"
+        yield from mlp.published_targets(prefix, bias_name) if is_published else mlp.targets(prefix, names, bias_name)
+        return
+    assert isinstance(mlp, GatedMlp)
+    if not is_published:
+        yield from mlp.targets(prefix, names)
+        return
+    gate_up = mlp.gate_up.weight_OI.unsqueeze(1).chunk(2)
+    yield f"{prefix}w13_dn.weight", interleaved(*gate_up, shard=mlp.shard)
+    yield from mlp.down.targets(f"{prefix}down_proj.")
