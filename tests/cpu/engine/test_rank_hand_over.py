@@ -25,12 +25,13 @@ from tests.cpu.models import families
 
 FAMILIES = {
     "falcon_h1": [(2, 1)],
+    "inkling": [(2, 4)],
     "kimi_linear": [(1, 2), (2, 1), (2, 2)],
     "nemotron_h": [(2, 4), (4, 1)],
     "qwen3_5": [(1, 2), (2, 1), (2, 2)],
 }
 """Families, and the ranks of the engine that gives and of the one that fetches. Nemotron-H has fewer groups, and fewer
-heads of keys and values, than four."""
+heads of keys and values, than four; Inkling has windows that are divided, and others that are not."""
 CASES = [(family, *ranks) for family, cases in FAMILIES.items() for ranks in cases]
 LENGTHS = (65, 300)
 LONGEST = 400

@@ -65,3 +65,11 @@ def test_steps_of_any_size_equal_the_definition(
         wanted = torch.cat([whole[slice(*rows)] for whole, rows in zip(expected, ranges, strict=True)])
         torch.testing.assert_close(out_THD, wanted, rtol=0, atol=TOLERANCE)
         start = end
+
+
+def test_scales_multiply_stored_keys_and_values() -> None:
+    (q, mix, _, _), profiles_CX, batch = random_tokens(70), torch.randn(NUM_PROFILES, 30), make_batch(TABLES, [(0, 70)])
+    k, v = torch.randn(2, 10, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM).to(torch.float8_e4m3fn)
+    memories = KVMemory(k, v, 0.5, 3.0), KVMemory(k.float() * 0.5, v.float() * 3.0)
+    found, expected = (relative_attention.reference(q, mix, profiles_CX, x, batch, scale=SCALE) for x in memories)
+    torch.testing.assert_close(found, expected, rtol=0, atol=3 * TOLERANCE)
