@@ -19,7 +19,7 @@ Source: the published layouts ``pack-quantized`` of ``compressed-tensors``, ``gp
 Shape suffixes: N rows, K inputs, X groups of inputs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,9 +30,13 @@ from strandline.errors import WeightsError
 from strandline.models.quantization import CHUNK_ELEMENTS, check_scale
 from strandline.models.quantization_config import FourBit, Packing
 from strandline.models.targets import Index
+from strandline.models.weights_files import WeightsFile
 
 PER_NUMBER: Final = 8
 """Codes in an int32."""
+
+PACKED_DTYPE: Final = "I32"
+"""As files name it."""
 
 SYMMETRIC_ZERO: Final = 8
 
@@ -54,10 +58,13 @@ SUFFIXES: Final[Mapping[Packing, Mapping[str, str]]] = {
 PackedNames = Mapping[str, str]
 """The published names of what a weight consists of, by the keys of ``SUFFIXES``."""
 
+Holders = Mapping[str, WeightsFile]
+"""The file that holds each published tensor."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FourBitMatrix:
-    """A matrix in 4 bits, unpacked; all on one device."""
+    """A matrix in 4 bits, or a part of one, unpacked; all on one device."""
 
     code_NK: Tensor
     """uint8."""
@@ -68,11 +75,6 @@ class FourBitMatrix:
     group_K: Tensor
     """int64, the group of each input."""
 
-    def part(self, index: Index) -> "FourBitMatrix":
-        """Return a range of rows and of inputs, with all groups."""
-        rows, inputs = (*index, *[slice(None)] * (2 - len(index)))
-        return FourBitMatrix(self.code_NK[rows, inputs], self.scale_NX[rows], self.zero_NX[rows], self.group_K[inputs])
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights, computed in float32, ``CHUNK_ELEMENTS`` at a time."""
         out_NK = torch.empty_like(self.code_NK, dtype=dtype)
@@ -82,6 +84,23 @@ class FourBitMatrix:
             shifted_NK = self.code_NK[rows].float().sub_(self.zero_NX[rows][:, self.group_K])
             out_NK[rows] = shifted_NK.mul_(self.scale_NX[rows].float()[:, self.group_K])
         return out_NK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A published matrix in 4 bits, whose codes are read part by part."""
+
+    scale_NX: Tensor
+    """As of ``FourBitMatrix``; so are the next two."""
+    zero_NX: Tensor
+    group_K: Tensor
+    _codes: "_Codes"
+
+    def part(self, index: Index) -> FourBitMatrix:
+        """Read a range of rows and of inputs; it has all groups."""
+        rows, inputs = (*index, *[slice(None)] * (2 - len(index)))
+        code_NK = self._codes.read(rows, inputs).to(self.scale_NX.device)
+        return FourBitMatrix(code_NK, self.scale_NX[rows], self.zero_NX[rows], self.group_K[inputs])
 
 
 def find_packed(published: Collection[str], packing: Packing) -> dict[str, PackedNames]:
@@ -95,10 +114,10 @@ def find_packed(published: Collection[str], packing: Packing) -> dict[str, Packe
     return found
 
 
-def is_empty_bias(name: str, packed: Mapping[str, PackedNames], read: Callable[[str], Tensor]) -> bool:
+def is_empty_bias(name: str, packed: Mapping[str, PackedNames], holders: Holders) -> bool:
     """Return whether a tensor is a bias of zeros beside a 4-bit weight: some files have it for layers without one."""
     module, _, kind = name.rpartition(".")
-    return kind == "bias" and f"{module}.weight" in packed and not bool(read(name).any())
+    return kind == "bias" and f"{module}.weight" in packed and not bool(holders[name].get(name).any())
 
 
 def group_size(scales: Sequence[int], shape: tuple[int, ...], quantization: FourBit) -> int | None:
@@ -117,27 +136,26 @@ def group_size(scales: Sequence[int], shape: tuple[int, ...], quantization: Four
     return None
 
 
-def is_in_order(names: PackedNames, size: int, read: Callable[[str], Tensor]) -> bool:
+def is_in_order(names: PackedNames, size: int, holders: Holders) -> bool:
     """Return whether groups of ``size`` inputs follow one another."""
     if "groups" not in names:
         return True
-    group_K = read(names["groups"])
+    group_K = holders[names["groups"]].get(names["groups"])
     # Published so where inputs have not been sorted.
     return bool((group_K == -1).all()) or torch.equal(group_K, (torch.arange(len(group_K)) // size).to(group_K.dtype))
 
 
-def read_packed(
+def open_packed(
     names: PackedNames,
     shape: tuple[int, ...],
     quantization: FourBit,
-    read: Callable[[str], Tensor],
+    holders: Holders,
     device: torch.device | str,
-) -> FourBitMatrix:
-    """Read one weight.
+) -> PackedMatrix:
+    """Check one weight, and read all of it but the codes.
 
     Args:
         shape: that the model asks for.
-        read: returns a published tensor.
         device: of the result.
 
     Raises:
@@ -149,12 +167,57 @@ def read_packed(
     required = {"scales": True, "zeros": quantization.has_zeros, "groups": quantization.is_ordered}
     for key in (key for key, is_required in required.items() if is_required and key not in names):
         raise WeightsError(f"{codes.removesuffix(suffixes['codes'])}{suffixes[key]} is missing beside {codes}")
-    read_all = _Parts(names, shape, quantization, read)
-    scale_NX = read_all.scales().to(device)
-    zero_NX = read_all.zeros(scale_NX.shape[1], device)
-    group_K = read_all.groups(scale_NX.shape[1])
-    read_all.check_shape()
-    return FourBitMatrix(read_all.codes(device), scale_NX, zero_NX, group_K.to(device))
+    parts = _Parts(names, shape, quantization, holders)
+    scale_NX = parts.scales().to(device)
+    zero_NX = parts.zeros(scale_NX.shape[1], device)
+    group_K = parts.groups(scale_NX.shape[1])
+    parts.check_shape()
+    return PackedMatrix(scale_NX, zero_NX, group_K.to(device), parts.codes(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Reads codes of a matrix ``[N, K]``, to a device."""
+
+    name: str
+    file: WeightsFile
+    shape: tuple[int, ...]
+    packing: Packing
+    device: torch.device | str
+
+    def read(self, rows: slice, inputs: slice) -> Tensor:
+        """Return the codes of some rows and inputs."""
+        num_rows, num_inputs = self.shape
+        row_range, input_range = range(num_rows)[rows], range(num_inputs)[inputs]
+        match self.packing:
+            case "compressed-tensors":
+                codes = self._unpacked((_slice(row_range), _numbers_of(input_range)))
+                return codes[:, _places_of(input_range)]
+            case "gptq":
+                codes = self._unpacked((_numbers_of(input_range), _slice(row_range)), is_transposed=True)
+                return codes[:, _places_of(input_range)]
+            case "awq":
+                codes = self._unpacked((_slice(input_range), _numbers_of(row_range)), AWQ_PLACES)
+                return codes[:, _places_of(row_range)].t()
+
+    def _unpacked(self, index: Index, places: Collection[int] | None = None, *, is_transposed: bool = False) -> Tensor:
+        packed = self.file.get(self.name, index).to(self.device)
+        return _unpack(packed.t() if is_transposed else packed, places)
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)
+
+
+def _numbers_of(codes: range) -> slice:
+    """Return which int32 hold a range of codes."""
+    return slice(codes.start // PER_NUMBER, _numbers(codes.stop))
+
+
+def _places_of(codes: range) -> slice:
+    """Return where a range of codes lies in these numbers."""
+    first = codes.start % PER_NUMBER
+    return slice(first, first + len(codes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,35 +227,38 @@ class _Parts:
     names: PackedNames
     shape: tuple[int, ...]
     quantization: FourBit
-    read: Callable[[str], Tensor]
+    holders: Holders
 
-    def _read(self, key: str, *shapes: tuple[int, ...]) -> Tensor:
+    def _checked(self, key: str, *shapes: tuple[int, ...], dtype: str | None = None) -> tuple[str, WeightsFile]:
+        """Return the name and the file of a tensor that has one of these shapes."""
         name = self.names[key]
-        tensor = self.read(name)
-        if tuple(tensor.shape) not in shapes:
+        file = self.holders[name]
+        found = tuple(file.shape(name))
+        if found not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             asks = f"a weight of {list(self.shape)} in {self.quantization} asks for {wanted}"
-            raise WeightsError(f"{name} has shape {list(tensor.shape)}; {asks}")
-        return tensor
+            raise WeightsError(f"{name} has shape {list(found)}; {asks}")
+        if dtype is not None and file.dtype(name) != dtype:
+            raise WeightsError(f"{name} is stored as {file.dtype(name)}; 4-bit weights are packed into int32 ({dtype})")
+        return name, file
+
+    def _read(self, key: str, *shapes: tuple[int, ...]) -> Tensor:
+        name, file = self._checked(key, *shapes)
+        return file.get(name)
 
     def _packed(self, key: str, shape: tuple[int, int]) -> Tensor:
-        tensor = self._read(key, shape)
-        if tensor.dtype != torch.int32:
-            raise WeightsError(f"{self.names[key]} is stored as {tensor.dtype}; 4-bit weights are packed into int32")
-        return tensor
+        name, file = self._checked(key, shape, dtype=PACKED_DTYPE)
+        return file.get(name)
 
-    def codes(self, device: torch.device | str) -> Tensor:
+    def codes(self, device: torch.device | str) -> _Codes:
         num_rows, num_inputs = self.shape
-        match self.quantization.packing:
-            case "compressed-tensors":
-                packed = self._packed("codes", (num_rows, _numbers(num_inputs))).to(device)
-                return _unpack(packed)[:, :num_inputs]
-            case "gptq":
-                packed = self._packed("codes", (_numbers(num_inputs), num_rows)).to(device)
-                return _unpack(packed.t().contiguous())[:, :num_inputs]
-            case "awq":
-                packed = self._packed("codes", (num_inputs, _numbers(num_rows))).to(device)
-                return _unpack(packed, AWQ_PLACES)[:, :num_rows].t()
+        shape = {
+            "compressed-tensors": (num_rows, _numbers(num_inputs)),
+            "gptq": (_numbers(num_inputs), num_rows),
+            "awq": (num_inputs, _numbers(num_rows)),
+        }[self.quantization.packing]
+        name, file = self._checked("codes", shape, dtype=PACKED_DTYPE)
+        return _Codes(name, file, self.shape, self.quantization.packing, device)
 
     def scales(self) -> Tensor:
         """Return ``[N, X]``."""
@@ -209,7 +275,7 @@ class _Parts:
         if "zeros" not in self.names:
             return torch.full((num_rows, num_groups), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
         if self.quantization.packing == "compressed-tensors":
-            packed = self._packed("zeros", (_numbers(num_rows), num_groups)).to(device).t().contiguous()
+            packed = self._packed("zeros", (_numbers(num_rows), num_groups)).to(device).t()
         else:
             packed = self._packed("zeros", (num_groups, _numbers(num_rows))).to(device)
         zero_XN = _unpack(packed, AWQ_PLACES if self.quantization.packing == "awq" else None)[:, :num_rows]
@@ -245,7 +311,8 @@ def _numbers(num_codes: int) -> int:
 
 def _unpack(packed: Tensor, places: Collection[int] | None = None) -> Tensor:
     """Return the codes of each row of int32, those of a number in the order of ``places``."""
-    pairs = packed.flatten().view(torch.uint8)  # little-endian, as safetensors
+    # Parts of files may be strided; and little-endian, as safetensors is.
+    pairs = packed.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(packed), -1)
     return codes if places is None else codes.unflatten(1, (-1, PER_NUMBER))[..., list(places)].flatten(1)
 

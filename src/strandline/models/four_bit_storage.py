@@ -24,7 +24,14 @@ from strandline.kernels.weights import (
     FourBitWeight,
     pack_codes,
 )
-from strandline.models.four_bit import FourBitMatrix, PackedNames, group_size, is_in_order
+from strandline.models.four_bit import (
+    FourBitMatrix,
+    Holders,
+    PackedMatrix,
+    PackedNames,
+    group_size,
+    is_in_order,
+)
 from strandline.models.kept_rows import (
     Kept,
     Matrices,
@@ -38,7 +45,6 @@ from strandline.models.kept_rows import (
 from strandline.models.layers.projection import Projection
 from strandline.models.quantization_config import FourBit
 from strandline.models.targets import Piece, Read, Target
-from strandline.models.weights_files import WeightsFile
 
 CHUNK_ELEMENTS = 2**22
 """Weights that are packed or put in another order at a time."""
@@ -90,7 +96,7 @@ class Scheme:
 
 def find_keepable(
     packed: Mapping[str, PackedNames],
-    holders: Mapping[str, WeightsFile],
+    holders: Holders,
     quantization: FourBit,
     targets: Mapping[str, Target],
 ) -> Iterator[str]:
@@ -102,12 +108,12 @@ def find_keepable(
         size = group_size(holders[names["scales"]].shape(names["scales"]), shape, quantization)
         if size is None or not (size == shape[1] or _is_supported(size)):
             continue
-        if is_in_order(names, size, lambda part: holders[part].get(part)):
+        if is_in_order(names, size, holders):
             yield name
 
 
 def scheme_of(
-    packed: Mapping[str, PackedNames], kept: Collection[str], holders: Mapping[str, WeightsFile], quantization: FourBit
+    packed: Mapping[str, PackedNames], kept: Collection[str], holders: Holders, quantization: FourBit
 ) -> Scheme:
     """Return how the weights of these names are laid out."""
     scales = [packed[name]["scales"] for name in kept]
@@ -175,7 +181,7 @@ class FourBitStorage:
             dense_RI = published.reshape(-1, published.shape[-1]).to(memory.dense_RI.dtype)
             copy_rows(memory.dense_RI, matrix.place_R[rows_R], dense_RI, source_R, CHUNK_ELEMENTS)
 
-    def fill_packed(self, name: str, weight: FourBitMatrix) -> None:
+    def fill_packed(self, name: str, weight: PackedMatrix) -> None:
         """Copy what is used of a published weight in 4 bits."""
         target, matrix, memory = self._find(name)
         for piece in target.pieces:

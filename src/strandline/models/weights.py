@@ -9,7 +9,7 @@ that they go to: beside the model there is never more than one of them.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +23,12 @@ from tqdm import tqdm
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import DTYPES, Fields, read_model_config
 from strandline.models.four_bit import (
+    Holders,
     PackedNames,
     companions,
     find_packed,
     is_empty_bias,
-    read_packed,
+    open_packed,
 )
 from strandline.models.four_bit_storage import FourBitStorage, Scheme, can_keep_four_bit, find_keepable, scheme_of
 from strandline.models.fp8_conversion import is_converted
@@ -233,8 +234,7 @@ def _fill_from_files(
         quantized = [x for x in targets if x in holders and in_fp8 and holders[x].dtype(x) == QUANTIZED_DTYPE]
         scales = {name: find_scales(name, names) for name in quantized}
         kv_scales = _set_kv_scales(model, holders)
-        read_whole = _reader(holders)
-        empty_biases = [name for name in names - targets.keys() if is_empty_bias(name, packed, read_whole)]
+        empty_biases = [name for name in names - targets.keys() if is_empty_bias(name, packed, holders)]
         known = {*targets, *kv_scales, *empty_biases, *(scale for found in scales.values() for scale in found)}
         skipped = Counter(prefix for name in names - known for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
         _check_names(directory, names, targets, known)
@@ -251,7 +251,7 @@ def _fill_from_files(
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
             for name in filter(targets.__contains__, (held.get(published, published) for published in file.names())):
                 if isinstance(quantization, FourBit) and name in packed:
-                    parts = (name, targets[name], packed[name], read_whole)
+                    parts = (name, targets[name], packed[name], holders)
                     assert not isinstance(storage, Fp8Storage)
                     _fill_packed(*parts, quantization, rounded_to, storage)
                     continue
@@ -332,16 +332,11 @@ def _dequantized(
     return read_dequantized
 
 
-def _reader(holders: Mapping[str, WeightsFile]) -> Callable[[str], Tensor]:
-    """Return what reads a published tensor, whichever file holds it."""
-    return lambda name: holders[name].get(name)
-
-
 def _fill_packed(
     name: str,
     target: Target,
     names: PackedNames,
-    read: Callable[[str], Tensor],
+    holders: Holders,
     quantization: FourBit,
     rounded_to: torch.dtype | None,
     storage: FourBitStorage | None,
@@ -352,7 +347,7 @@ def _fill_packed(
         return
     is_stored = storage is not None and name in storage.names
     device = storage.device if storage is not None and is_stored else place.device
-    matrix, dtype = read_packed(names, target.shape, quantization, read, device), rounded_to or place.dtype
+    matrix, dtype = open_packed(names, target.shape, quantization, holders, device), rounded_to or place.dtype
     if storage is not None and name in storage.kept:
         storage.fill_packed(name, matrix)
         return

@@ -146,7 +146,7 @@ INT = torch.int32
         ("gptq", partial(replace, part="g_idx", value=torch.zeros(32)), "g_idx is stored as torch.float32"),
         ("gptq", partial(put, part="g_idx", value=2), "k_proj.g_idx names group 2; there are 2"),
         ("gptq", partial(put, part="g_idx", value=-1), "k_proj.g_idx names group -1; there are 2"),
-        ("awq", partial(replace, part="qweight", value=torch.zeros(32, 4)), "qweight is stored as torch.float32"),
+        ("awq", partial(replace, part="qweight", value=torch.zeros(32, 4)), "qweight is stored as F32"),
         ("awq", partial(put, part="scales", value=math.nan), r"k_proj.scales\[1, 0\] is nan; scales are positive"),
         ("awq", partial(put, part="scales", value=0.0), r"k_proj.scales\[1, 0\] is 0.0; scales are positive"),
         ("compressed", partial(put, part="weight_scale", value=-1.0), r"weight_scale\[1, 0\] is -1.0"),

@@ -15,6 +15,7 @@ from strandline.models import four_bit_storage
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import Shard
 from strandline.models.weights import load_model
+from strandline.models.weights_files import WeightsFile
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.four_bit import SCHEMES, Scheme, awq_config, compressed_config, gptq_config
@@ -160,6 +161,24 @@ def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path:
         kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
         assert_same_weights(kept, dequantized)
         assert kept.weights_report.num_kept > 0
+
+
+def test_shards_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, get, read = save("qwen3_5_moe", tmp_path, "gptq"), WeightsFile.get, list[int]()
+
+    def counted(file: WeightsFile, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        tensor = get(file, name, index)
+        read.append(tensor.numel() * name.endswith("qweight"))
+        return tensor
+
+    monkeypatch.setattr(WeightsFile, "get", counted)
+    amounts = []
+    for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2)):
+        read.clear()
+        load(directory, keeps_quantized=True, shard=shard)
+        amounts.append(sum(read))
+    whole, *parts = amounts
+    assert all(0.4 * whole < part < 0.6 * whole for part in parts)
 
 
 @pytest.mark.parametrize(("size", "form"), [(192, FourBitWeight), (176, DenseWeight)])
