@@ -1,6 +1,6 @@
 """Frames over TCP: a message, and bytes behind it. Every call ends within a time limit.
 
-A frame is a head (``HEAD``: magic, length of the message, length of the bytes, CRC-32 of the bytes and then of the
+A frame is a head (``HEAD``: magic, length of the message, length of the bytes, checksum of the bytes and then of the
 message), the message as msgpack, and the bytes. What is not a frame, is too long or does not have its checksum ends the
 connection: nothing that follows it could be distinguished.
 """
@@ -13,14 +13,14 @@ from struct import Struct
 from time import monotonic
 from types import TracebackType
 from typing import Final, NamedTuple, Self, TypeVar
-from zlib import crc32
 
 import msgspec
 
+from strandline.transfer.checksum import checksum
 from strandline.transfer.messages import DECODER, ENCODER, Failed, Message
 
-HEAD: Final = Struct("!4sIQI")
-MAGIC: Final = b"SLT1"
+HEAD: Final = Struct("!4sIQQ")
+MAGIC: Final = b"SLT2"
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 """Far more than the tokens of the longest prompt."""
 MIN_RATE: Final = 16 * 2**20
@@ -77,7 +77,7 @@ class _Arrived(NamedTuple):
         Raises:
             TransferError: it is another one.
         """
-        if crc32(self.data, crc32(self.payload)) != self.checksum:
+        if checksum(self.data, checksum(self.payload)) != self.checksum:
             raise TransferError(Cause.GARBLED, "a frame has another checksum than its sender computed")
 
     def message(self) -> Message:
@@ -136,19 +136,19 @@ class Connection:
         self._socket.close()
 
     def send(
-        self, message: Message, payload: bytes | bytearray | memoryview = b"", *, payload_crc: int | None = None
+        self, message: Message, payload: bytes | bytearray | memoryview = b"", *, payload_checksum: int | None = None
     ) -> None:
         """Send a frame.
 
         Args:
-            payload_crc: CRC-32 of the bytes, if it is known already.
+            payload_checksum: of the bytes, if it is known already.
 
         Raises:
             TransferError: the peer has gone, or does not read.
         """
         data = ENCODER.encode(message)
-        checksum = crc32(data, crc32(payload) if payload_crc is None else payload_crc)
-        head = HEAD.pack(MAGIC, len(data), len(payload), checksum)
+        of_both = checksum(data, checksum(payload) if payload_checksum is None else payload_checksum)
+        head = HEAD.pack(MAGIC, len(data), len(payload), of_both)
         try:
             self._socket.settimeout(self.timeout_s + len(payload) / MIN_RATE)
             self._socket.sendall(head + data)
@@ -179,7 +179,7 @@ class Connection:
             room: returns memory for that many bytes.
         """
         deadline = monotonic() + self.timeout_s + patience_s
-        magic, message_bytes, payload_bytes, checksum = HEAD.unpack(self._read(bytearray(HEAD.size), deadline))
+        magic, message_bytes, payload_bytes, expected = HEAD.unpack(self._read(bytearray(HEAD.size), deadline))
         if magic != MAGIC:
             raise TransferError(Cause.GARBLED, f"no frame begins with {magic!r}")
         if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload_bytes:
@@ -190,7 +190,7 @@ class Connection:
             )
         deadline += (message_bytes + payload_bytes) / MIN_RATE
         data = self._read(bytearray(message_bytes), deadline)
-        return _Arrived(data, self._read(room(payload_bytes), deadline), checksum)
+        return _Arrived(data, self._read(room(payload_bytes), deadline), expected)
 
     def expect(
         self, kind: type[Kind], payload_bytes: int = 0, *, patience_s: float = 0.0

@@ -4,8 +4,8 @@ A file holds consecutive whole blocks of a path, or one snapshot with the block 
 written under another name and renamed when it is whole. A file of blocks is cut off at its end when its last blocks are
 not needed any more.
 
-Layout: ``PREFIX``; the description as JSON; the tokens; size and CRC-32 of each item; zeros to a multiple of
-``ALIGN_BYTES``; the items. The prefix has a CRC-32 of all that lies between it and the zeros.
+Layout: ``PREFIX``; the description as JSON; the tokens; size and checksum of each item; zeros to a multiple of
+``ALIGN_BYTES``; the items. The prefix has a checksum of all that lies between it and the zeros.
 """
 
 import json
@@ -16,22 +16,21 @@ from itertools import accumulate
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final, NamedTuple
-from zlib import crc32
 
-FORMAT: Final = 1
+from strandline.transfer.checksum import Buffer, Checksum, checksum
+
+FORMAT: Final = 2
 """Format of the files. Files of other formats cannot be used."""
 MAGIC: Final = b"strandln"
-PREFIX: Final = Struct("<8sIIIII")
-"""Magic, format, lengths of description and tokens, number of items, CRC-32."""
-ITEM: Final = Struct("<QI")
-"""Size and CRC-32."""
+PREFIX: Final = Struct("<8sIIIIQ")
+"""Magic, format, lengths of description and tokens, number of items, checksum."""
+ITEM: Final = Struct("<QQ")
+"""Size and checksum."""
 ALIGN_BYTES: Final = 4096
 FIRST_READ_BYTES: Final = 2**15
 """Most headers are not longer."""
 MODE: Final = 0o600
 """Readable by the owner alone."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 class DamagedFileError(Exception):
@@ -73,7 +72,7 @@ def encode_header(header: Header) -> bytes:
     description = _encoded(header.description)
     items = b"".join(ITEM.pack(*item) for item in zip(header.sizes, header.checksums, strict=True))
     rest = description + header.tokens + items
-    prefix = PREFIX.pack(MAGIC, FORMAT, len(description), len(header.tokens), len(header.sizes), crc32(rest))
+    prefix = PREFIX.pack(MAGIC, FORMAT, len(description), len(header.tokens), len(header.sizes), checksum(rest))
     return prefix + rest
 
 
@@ -86,7 +85,7 @@ def read_header(file: int) -> Header:
     """
     data = os.pread(file, FIRST_READ_BYTES, 0)
     try:
-        magic, version, num_description, num_tokens, num_items, checksum = PREFIX.unpack_from(data)
+        magic, version, num_description, num_tokens, num_items, expected = PREFIX.unpack_from(data)
     except StructError:
         raise DamagedFileError("it is too short for a header") from None
     if magic != MAGIC:
@@ -99,7 +98,7 @@ def read_header(file: int) -> Header:
     if end > len(data):
         data += os.pread(file, end - len(data), len(data))
     rest = data[PREFIX.size : end]
-    if len(data) < end or crc32(rest) != checksum:
+    if len(data) < end or checksum(rest) != expected:
         raise DamagedFileError("the checksum of its header is wrong")
     try:
         description = json.loads(rest[:num_description])
@@ -139,11 +138,11 @@ def write_file(directory: int, name: str, header: Header, items: Iterable[Iterab
         try:
             checksums, end = [], header.start
             for pieces in items:
-                checksum = 0
+                of_item = Checksum()
                 for piece in pieces:
-                    checksum = crc32(piece, checksum)
+                    of_item.add(piece)
                     end += _write(file, piece, end)
-                checksums.append(checksum)
+                checksums.append(of_item.value)
             header = header._replace(checksums=tuple(checksums))
             _write(file, encode_header(header), 0)
         finally:
@@ -181,7 +180,7 @@ def read_item(file: int, header: Header, index: int, offset: int, target: memory
         if not num_read:
             raise DamagedFileError("it ends too early")
         left, offset = left[num_read:], offset + num_read
-    if crc32(target) != header.checksums[index]:
+    if checksum(target) != header.checksums[index]:
         raise DamagedFileError("a checksum is wrong")
 
 

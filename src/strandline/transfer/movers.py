@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
-from zlib import crc32
 
+from strandline.transfer.checksum import checksum
 from strandline.transfer.connection import Cause, Connection, TransferError
 from strandline.transfer.layout import CHUNK_BYTES, Items
 from strandline.transfer.messages import Enough, Piece
@@ -76,8 +76,8 @@ class SocketMover:
         """Send all pieces, and wait until the peer has them. Raises as ``Mover.give``."""
         with _executor(pieces) as pool:
             chunks = _chunks(_ahead(pool, content.read, pieces))
-            for piece, data, checksum in _ahead(pool, _with_checksum, chunks, NUM_THREADS):
-                connection.send(piece, data, payload_crc=checksum)
+            for piece, data, of_data in _ahead(pool, _with_checksum, chunks, NUM_THREADS):
+                connection.send(piece, data, payload_checksum=of_data)
         connection.expect(Enough)
 
     def take(self, connection: Connection, pieces: Sequence[Items], sink: Sink) -> int:
@@ -138,7 +138,7 @@ def _chunks(pieces: Iterable[memoryview]) -> Iterator[tuple[Piece, memoryview]]:
 
 
 def _with_checksum(chunk: tuple[Piece, memoryview]) -> tuple[Piece, memoryview, int]:
-    return *chunk, crc32(chunk[1])
+    return *chunk, checksum(chunk[1])
 
 
 def _receive(connection: Connection, index: int, data: memoryview) -> Iterator[Callable[[], None]]:

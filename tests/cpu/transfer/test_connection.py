@@ -4,12 +4,12 @@ import socket
 from collections.abc import Iterator
 from threading import Thread
 from typing import Any
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from strandline.transfer.checksum import checksum
 from strandline.transfer.connection import HEAD, MAGIC, MAX_MESSAGE_BYTES, Cause, Connection, TransferError
 from strandline.transfer.messages import ENCODER, Ask, Enough, Failed, Hello, Message, Offer, Piece, Placed, Want
 
@@ -177,7 +177,7 @@ def test_what_is_no_message_is_refused(pair: tuple[Connection, socket.socket]) -
     good = frame(Enough())
     wrong = ENCODER.encode(["Enough"])
     assert len(wrong) != len(good)
-    peer.sendall(HEAD.pack(MAGIC, len(wrong), 0, crc32(wrong)) + wrong)
+    peer.sendall(HEAD.pack(MAGIC, len(wrong), 0, checksum(wrong, checksum(b""))) + wrong)
     with pytest.raises(TransferError, match="not a message"):
         connection.receive()
 

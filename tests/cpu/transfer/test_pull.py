@@ -173,11 +173,11 @@ class ByteFlipper:
     def __init__(self, connection: Connection, index: int, start: int) -> None:
         self._connection, self._place = connection, Piece(index, start)
 
-    def send(self, message: Any, payload: memoryview, *, payload_crc: int) -> None:
+    def send(self, message: Any, payload: memoryview, *, payload_checksum: int) -> None:
         data = bytearray(payload)
         if message == self._place:
             data[-1] ^= 1
-        self._connection.send(message, data, payload_crc=payload_crc)
+        self._connection.send(message, data, payload_checksum=payload_checksum)
 
     def expect(self, kind: Any) -> Any:
         return self._connection.expect(kind)
