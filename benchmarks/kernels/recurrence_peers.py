@@ -129,7 +129,7 @@ def load_kda(phase: str) -> Peer:
     flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
     def prepare(inputs: Inputs, state_NHKV: Tensor) -> Run:
-        *tokens, rate, bias = inputs
+        *tokens, rate, bias, _ = inputs
         return partial(operation, *tokens, initial_state=state_NHKV, A_log=rate, dt_bias=bias.flatten(), **flags)
 
     return prepare

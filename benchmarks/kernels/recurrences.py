@@ -146,7 +146,7 @@ KINDS = {
         kda_triton.kda_prefill,
         kda_triton.kda_decode,
         ((32, 128), (32, 128), (32, 128), (32, 128), (32,)),
-        lambda: (decay_rates(32), per_head(32, 128) - 4.0),  # decays as moderate as published models' are
+        lambda: (decay_rates(32), per_head(32, 128) - 4.0, None),  # decays as moderate as published models' are
         (32, 128, 128),
         32 * 2 * 64 * (3 * 128 * 128 + 4 * 64 * 128 + 64 * 64),
         (

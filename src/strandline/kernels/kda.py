@@ -5,6 +5,8 @@ Per head, with the key ``k`` and query ``q`` l2-normalised and ``q`` scaled by `
     S <- diag(exp(g)) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
     g = -exp(A_log) softplus(f + dt_bias),  beta = sigmoid(b)
 
+With a lower bound of log decays, ``g = lower_bound sigmoid(exp(A_log) (f + dt_bias))`` instead.
+
 The reference implementation, which also runs on CPUs. Everything is computed in float32.
 
 Invariants: those of ``chunkwise.py``.
@@ -47,6 +49,7 @@ def kda_prefill(
     b_TH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
@@ -58,10 +61,11 @@ def kda_prefill(
     after each chunk with a cut to the cut's slot. ``q`` and ``k`` come raw: they are normalised here.
 
     Args:
+        lower_bound: of log decays, less than 0; None: there is none.
         state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
     """
     dtype, (q_THK, k_THK) = q_THK.dtype, normalise(q_THK, k_THK)
-    log_decay_THK, beta_TH = gates(f_THK, b_TH, A_log_H, dt_bias_HK)
+    log_decay_THK, beta_TH = gates(f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
 
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         return _advance(state_HKV, q_THK[rows], k_THK[rows], v_THV[rows], log_decay_THK[rows], beta_TH[rows])
@@ -78,6 +82,7 @@ def kda_decode(
     b_NH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
@@ -86,7 +91,7 @@ def kda_decode(
 
     Arguments as of :func:`kda_prefill`. Backends need not bear a ``src`` that is another sequence's ``dst``.
     """
-    log_decay_NHK, beta_NH = gates(f_NHK, b_NH, A_log_H, dt_bias_HK)
+    log_decay_NHK, beta_NH = gates(f_NHK, b_NH, A_log_H, dt_bias_HK, lower_bound)
     decay_NHK1, beta_NH11 = log_decay_NHK.double().exp().float().unsqueeze(-1), beta_NH[..., None, None]
     q_NH1K, k_NH1K = (x.unsqueeze(2) for x in normalise(q_NHK, k_NHK))
 
@@ -108,11 +113,12 @@ def kda_recurrent_reference(
     b_TH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_HKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
     dtype, (q_THK, k_THK) = q_THK.dtype, normalise(q_THK, k_THK)
-    log_decay_THK, beta_TH = gates(f_THK, b_TH, A_log_H, dt_bias_HK)
+    log_decay_THK, beta_TH = gates(f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
     outs = []
     for q, k, v, g, beta in zip(q_THK, k_THK, v_THV.float(), log_decay_THK, beta_TH, strict=True):
         state_HKV = state_HKV * g.exp().unsqueeze(-1)
@@ -122,13 +128,19 @@ def kda_recurrent_reference(
     return torch.stack(outs).to(dtype), state_HKV
 
 
-def gates(f_THK: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor) -> tuple[Tensor, Tensor]:
+def gates(
+    f_THK: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: float | None
+) -> tuple[Tensor, Tensor]:
     """Return the log decays (at most 0) and the write strength, in float32.
 
     Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
     vector, so that the bits of one sequence would depend on the batch around it.
     """
-    decay_rate_THK = F.softplus(f_THK.double() + dt_bias_HK).mul_(A_log_H.double().exp().unsqueeze(-1))
+    x_THK, rate_H1 = f_THK.double() + dt_bias_HK, A_log_H.double().exp().unsqueeze(-1)
+    if lower_bound is None:
+        decay_rate_THK = F.softplus(x_THK).mul_(rate_H1)
+    else:
+        decay_rate_THK = x_THK.mul_(rate_H1).sigmoid_().mul_(-lower_bound)
     return decay_rate_THK.clamp_max_(-MIN_LOG_DECAY).neg_().float(), b_TH.double().sigmoid_().float()
 
 

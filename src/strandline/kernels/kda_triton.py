@@ -82,6 +82,7 @@ def kda_prefill(
     b_TH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
@@ -92,7 +93,7 @@ def kda_prefill(
     As :func:`strandline.kernels.kda.kda_prefill`. The last dimension of every tensor must be contiguous, and each
     slot's ``[H, K, V]``. No ``src`` may be the ``dst`` of another sequence, nor a cut's slot.
     """
-    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK)
+    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
     return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, choose_launch(chunks, *v_THV.shape[1:]))
 
 
@@ -104,13 +105,14 @@ def kda_prefill_invariant(
     b_TH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
     chunks: ChunkTable,
 ) -> Tensor:
     """As :func:`kda_prefill`, with one kernel that carries a state, whatever other sequences there are."""
-    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK)
+    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
     return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, FEW_PROGRAMS)
 
 
@@ -122,6 +124,7 @@ def _prefill(
     b_TH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
@@ -146,7 +149,7 @@ def _prefill(
         q_THK, k_THK, f_THK, b_TH, A_log_H, dt_bias_HK, scaled_q_THK, scaled_k_THK,
         prepared.attend_CHLL, prepared.write_CHLK, prepared.decay, chunks.starts_C, chunks.lengths_C,
         q_THK.stride(0), q_THK.stride(1), k_THK.stride(0), k_THK.stride(1), f_THK.stride(0), f_THK.stride(1),
-        b_TH.stride(0), H=num_heads, K=key_dim, BLOCK_K=block_k, BLOCK_S=SLICE, L=CHUNK_TOKENS,
+        b_TH.stride(0), LOWER_BOUND=lower_bound, H=num_heads, K=key_dim, BLOCK_K=block_k, BLOCK_S=SLICE, L=CHUNK_TOKENS,
         EPS=L2_NORM_EPS, PRECISION=FLOAT32_PRECISION,
         INVERSE=tl.float32 if is_float32 else tl.float16, num_warps=PREPARE_WARPS, num_stages=1,
         maxnreg=None if is_float32 else PREPARE_REGISTERS,
@@ -162,9 +165,19 @@ def _row_of(x_LK, row, row_L):
 
 
 @triton.jit
-def _sum_log2_decays(f_LK, bias_K, rate, is_token_LK):
+def _log2_decay(x, rate, LOWER_BOUND: tl.constexpr):
+    """Return log2 decays, given what makes them: a projection and its bias, added up."""
+    if LOWER_BOUND is None:
+        log2_decay = at_least(-(rate * LOG2_E) * softplus(x), MIN_LOG2_DECAY)
+    else:
+        log2_decay = (LOWER_BOUND * LOG2_E) * tl.sigmoid(rate * x)
+    return log2_decay
+
+
+@triton.jit
+def _sum_log2_decays(f_LK, bias_K, rate, is_token_LK, LOWER_BOUND: tl.constexpr):
     """Return the sums of some channels' log2 decays from the chunk's start; where there is no token, the last one's."""
-    log2_decay_LK = at_least(-rate * softplus(f_LK.to(tl.float32) + bias_K[None, :]), MIN_LOG2_DECAY)
+    log2_decay_LK = _log2_decay(f_LK.to(tl.float32) + bias_K[None, :], rate, LOWER_BOUND)
     return tl.cumsum(tl.where(is_token_LK, log2_decay_LK, 0.0), 0)
 
 
@@ -264,6 +277,7 @@ def _prepare_kernel(
     stride_ft,
     stride_fh,
     stride_bt,
+    LOWER_BOUND: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -292,7 +306,7 @@ def _prepare_kernel(
     place = (chunk * H + head).to(tl.int64)
     write_ptr += place * (L * BLOCK_K)
     dtype = scaled_q_ptr.dtype.element_ty
-    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
+    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
 
     q_square_L = tl.zeros([L], tl.float32)
     k_square_L = tl.zeros([L], tl.float32)
@@ -315,7 +329,7 @@ def _prepare_kernel(
         q_LK = tl.load(q_ptr + row_L[:, None] * stride_qt + key_K[None, :], mask=is_key_LK, other=0.0)
         k_LK = tl.load(k_ptr + row_L[:, None] * stride_kt + key_K[None, :], mask=is_key_LK, other=0.0)
         bias_K = tl.load(dt_bias_ptr + key_K, mask=key_K < K, other=0.0).to(tl.float32)
-        sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_L[:, None])
+        sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_L[:, None], LOWER_BOUND)
         last_K = _row_of(sum_LK, L - 1, row_L)
         tl.store(decay_ptr + place * BLOCK_K + key_K, tl.exp2(last_K))
         from_start_LK = fast_exp2(sum_LK)
@@ -353,6 +367,7 @@ def kda_decode(
     b_NH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
@@ -363,7 +378,7 @@ def kda_decode(
     another sequence's ``dst``.
     """
     inputs = (q_NHK, k_NHK, v_NHV, f_NHK, b_NH, A_log_H, dt_bias_HK)
-    return _decode(inputs, state_SHKV, src_N, dst_N, choose_decode_launch(len(q_NHK)))
+    return _decode(inputs, lower_bound, state_SHKV, src_N, dst_N, choose_decode_launch(len(q_NHK)))
 
 
 def kda_decode_invariant(
@@ -374,17 +389,23 @@ def kda_decode_invariant(
     b_NH: Tensor,
     A_log_H: Tensor,
     dt_bias_HK: Tensor,
+    lower_bound: float | None,
     state_SHKV: Tensor,
     src_N: Tensor,
     dst_N: Tensor,
 ) -> Tensor:
     """As :func:`kda_decode`, with one launch for any number of sequences."""
     inputs = (q_NHK, k_NHK, v_NHV, f_NHK, b_NH, A_log_H, dt_bias_HK)
-    return _decode(inputs, state_SHKV, src_N, dst_N, MANY)
+    return _decode(inputs, lower_bound, state_SHKV, src_N, dst_N, MANY)
 
 
 def _decode(
-    inputs: tuple[Tensor, ...], state_SHKV: Tensor, src_N: Tensor, dst_N: Tensor, launch: DecodeLaunch
+    inputs: tuple[Tensor, ...],
+    lower_bound: float | None,
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    launch: DecodeLaunch,
 ) -> Tensor:
     q_NHK, k_NHK, v_NHV, f_NHK, b_NH, *_ = inputs
     num_sequences, num_heads, value_dim = v_NHV.shape
@@ -395,7 +416,7 @@ def _decode(
         *inputs, state_SHKV, src_N, dst_N, out_NHV,
         q_NHK.stride(0), q_NHK.stride(1), k_NHK.stride(0), k_NHK.stride(1), v_NHV.stride(0), v_NHV.stride(1),
         f_NHK.stride(0), f_NHK.stride(1), b_NH.stride(0), state_SHKV.stride(0),
-        H=num_heads, K=key_dim, V=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block_v,
+        LOWER_BOUND=lower_bound, H=num_heads, K=key_dim, V=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block_v,
         SCALE=key_dim**-0.5, EPS=L2_NORM_EPS, num_warps=launch.num_warps, **overlap_options(q_NHK),
     )  # fmt: skip
     return out_NHV
@@ -425,6 +446,7 @@ def _decode_kernel(
     f_head_stride,
     b_row_stride,
     slot_stride,
+    LOWER_BOUND: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -461,8 +483,8 @@ def _decode_kernel(
     v_V = tl.load(v_ptrs, mask=is_column_V, other=0.0).to(tl.float32)
     beta = tl.sigmoid(tl.load(b_ptr + sequence * b_row_stride + head).to(tl.float32))
     bias_K = tl.load(dt_bias_ptr + head * K + row_K, mask=is_row_K, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * LOG2_E
-    decay_K = tl.exp2(at_least(-rate * softplus(f_K + bias_K), MIN_LOG2_DECAY))
+    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+    decay_K = tl.exp2(_log2_decay(f_K + bias_K, rate, LOWER_BOUND))
     q_K *= SCALE / tl.sqrt(tl.sum(q_K * q_K, 0) + EPS)
     k_K *= 1.0 / tl.sqrt(tl.sum(k_K * k_K, 0) + EPS)
 

@@ -65,7 +65,7 @@ KINDS = {
         kda_decode,
         kda_recurrent_reference,
         ((4, 16), (4, 16), (4, 24), (4, 16), (4,)),
-        lambda: (decay_rates(4), torch.randn(4, 16)),
+        lambda: (decay_rates(4), torch.randn(4, 16), None),
         (4, 16, 24),
     ),
     "lightning": Kind(

@@ -1,8 +1,11 @@
 """Kimi Delta Attention against transformers, and where decays are strong. Shape suffixes as in ``kernels/kda.py``."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 
 from strandline.kernels.chunk_table import build_chunk_table
@@ -11,8 +14,8 @@ from strandline.kernels.kda import gates, kda_prefill, kda_recurrent_reference
 HEADS, KEY_DIM, VALUE_DIM = 3, 8, 12
 
 
-def random_inputs(num_tokens: int) -> tuple[Tensor, ...]:
-    """Return q, k, v, f, b, A_log and dt_bias."""
+def random_inputs(num_tokens: int, lower_bound: float | None = None) -> tuple[Any, ...]:
+    """Return q, k, v, f, b, A_log, dt_bias, and the lower bound of log decays."""
     by_key = (num_tokens, HEADS, KEY_DIM)
     return (
         torch.randn(by_key),
@@ -22,13 +25,15 @@ def random_inputs(num_tokens: int) -> tuple[Tensor, ...]:
         torch.randn(num_tokens, HEADS),
         torch.empty(HEADS).uniform_(0.001, 4).log(),
         torch.randn(HEADS, KEY_DIM),
+        lower_bound,
     )
 
 
-def test_prefill_equals_transformers() -> None:
-    q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK = inputs = random_inputs(150)
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_prefill_equals_transformers(lower_bound: float | None) -> None:
+    q_THK, k_THK, v_THV, f_THK, b_TH, *of_layer = inputs = random_inputs(150, lower_bound)
     state_SHKV = torch.randn(3, HEADS, KEY_DIM, VALUE_DIM)
-    log_decay_THK, beta_TH = gates(f_THK, b_TH, A_log_H, dt_bias_HK)
+    log_decay_THK, beta_TH = gates(f_THK, b_TH, *of_layer)
     expected_BTHV, expected_BHKV = recurrent_kimi_delta_attention(
         q_THK[None],
         k_THK[None],
@@ -55,3 +60,15 @@ def test_extreme_gates_keep_the_decay_between_0_and_1(f: float) -> None:
     out_THV = kda_prefill.reference(*inputs, state_SHKV, *slots, build_chunk_table([(5, 155)], [()]))
     torch.testing.assert_close(out_THV, expected_THV, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state_SHKV[2], expected_HKV, rtol=1e-4, atol=1e-4)
+
+
+def test_bounded_decays_are_those_of_transformers() -> None:
+    _, _, _, f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound = random_inputs(20, -5.0)
+    config = Glm5NextTextConfig(linear_num_heads=HEADS, linear_head_dim=KEY_DIM, linear_lower_bound=lower_bound)
+    gate = Glm5NextTextForgetGate(config).requires_grad_(False)
+    gate.f_a_proj, gate.f_b_proj = torch.nn.Identity(), torch.nn.Identity()
+    gate.A_log.copy_(A_log_H)
+    gate.dt_bias.copy_(dt_bias_HK.flatten())
+    log_decay_THK, _ = gates(f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
+    torch.testing.assert_close(log_decay_THK, gate(f_THK.flatten(1)[None])[0], rtol=1e-5, atol=1e-6)
+    assert -5 <= float(log_decay_THK.min()) <= float(log_decay_THK.max()) <= 0

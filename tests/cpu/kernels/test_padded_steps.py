@@ -161,7 +161,7 @@ KINDS = {
     "kda": Kind(
         kda_triton.kda_prefill,
         ((2, 16), (2, 16), (2, 16), (2, 16), (2,)),
-        lambda: (torch.rand(2).log(), torch.randn(2, 16)),
+        lambda: (torch.rand(2).log(), torch.randn(2, 16), None),
         (2, 16, 16),
     ),
 }

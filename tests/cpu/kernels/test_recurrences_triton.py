@@ -54,13 +54,13 @@ KINDS = {
     "kda": replace(
         test_chunkwise.KINDS["kda"],
         tokens=((2, 16), (2, 16), (2, 24), (2, 16), (2,)),
-        parameters=lambda: (decay_rates(2), torch.randn(2, 16)),
+        parameters=lambda: (decay_rates(2), torch.randn(2, 16), -5.0),
         state=(2, 16, 24),
     ),
     "kda-odd": replace(
         test_chunkwise.KINDS["kda"],
         tokens=((1, 5), (1, 5), (1, 7), (1, 5), (1,)),
-        parameters=lambda: (decay_rates(1), torch.randn(1, 5)),
+        parameters=lambda: (decay_rates(1), torch.randn(1, 5), None),
         state=(1, 5, 7),
     ),
     "lightning": replace(
@@ -288,7 +288,7 @@ def check_gate(kind: Kind, gate: float, device: str) -> None:
 def check_steady_decay(kind: Kind, log2_decay: float, device: str, dtype: torch.dtype, limit: float) -> None:
     """Assert a prefill of Kimi Delta Attention in which every token decays about as much: some terms cancel."""
     layer = make_layer(kind, 150, dtype, device)
-    A_log_H, dt_bias_HK = layer.parameters
+    A_log_H, dt_bias_HK, _ = layer.parameters
     A_log_H.zero_()
     dt_bias_HK.zero_()
     layer.tokens[3].mul_(0.01).add_(math.log(math.expm1(log2_decay * math.log(2))))

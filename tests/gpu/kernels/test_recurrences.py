@@ -19,7 +19,7 @@ MODELS = {
     "kimi-linear": replace(
         KINDS["kda"],
         tokens=((32, 128), (32, 128), (32, 128), (32, 128), (32,)),
-        parameters=lambda: (decay_rates(32), torch.randn(32, 128)),
+        parameters=lambda: (decay_rates(32), torch.randn(32, 128), None),
         state=(32, 128, 128),
     ),
     "minimax": replace(

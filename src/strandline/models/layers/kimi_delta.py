@@ -43,6 +43,8 @@ class KimiDeltaAttentionConfig:
     head_dim: int
     num_taps: int
     eps: float
+    lower_bound: float | None = None
+    """Least log decay; None: there is no bound."""
     state_dtype: str = "float32"
 
     @classmethod
@@ -90,7 +92,7 @@ class KimiDeltaAttention(nn.Module):
         hidden_size, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         size = num_heads * head_dim
         self.recurrence: UnloggedRecurrence[KimiDeltaInputs] = UnloggedRecurrence(
-            (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype
+            (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype, (config.lower_bound,)
         )
         self.sizes = [3 * size, head_dim, head_dim, num_heads]
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
