@@ -20,11 +20,12 @@ import torch
 from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
-from strandline.models.layers.gated_streams import GatedStreamsConfig, StreamsDecoder, StreamsLayer
+from strandline.models.layers.gated_streams import GatedMix, GatedStreamsConfig, LastGatedMix
 from strandline.models.layers.indexed_attention import IndexedAttention, IndexedAttentionConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesConfig
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
 from strandline.models.qwen3_5 import in_proj_targets
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets
@@ -54,11 +55,13 @@ def build_qwen4_exp(config: Any, dtype: torch.dtype, device: torch.device | str,
         else:
             mixer = GatedDeltaNet(gated_delta, dtype, device, shard)
         features = NgramFeatures(ngrams[index], dtype, device, shard) if index in ngrams else None
-        return StreamsLayer(mixer, SparseMoe(moe, dtype, device, shard), features, streams, dtype, device)
+        mixes = GatedMix(streams, dtype, device), GatedMix(streams, dtype, device)
+        return StreamsLayer(mixer, SparseMoe(moe, dtype, device, shard), mixes, features, streams, dtype, device)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
     is_tied, vocab_size = Fields(config).flag("tie_word_embeddings"), read_vocab_size(fields)
-    decoder = StreamsDecoder(layers, streams, rotary, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
+    last_mix = LastGatedMix(streams, dtype, device)
+    decoder = StreamsDecoder(layers, last_mix, streams, rotary, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 
@@ -83,13 +86,17 @@ def _published(decoder: StreamsDecoder, layers: Sequence[StreamsLayer], names: f
     is_nested = any(name.startswith("model.language_model.") for name in names)
     prefix = "model.language_model." if is_nested else "model."
     yield from decoder.targets(prefix, names)
+    assert isinstance(decoder.last_mix, LastGatedMix)
+    yield from decoder.last_mix.targets(f"{prefix}hyper_connection_mixer.")
     for index, layer in enumerate(layers):
         yield from _published_layer(layer, f"{prefix}layers.{index}.", names)
 
 
 def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
     mixer, mlp = layer.mixer, layer.mlp
-    yield from layer.targets(prefix)
+    for part, mix in {"attn": layer.mixer_mix, "mlp": layer.mlp_mix}.items():
+        assert isinstance(mix, GatedMix)
+        yield from mix.targets(f"{prefix}{part}_hyper_connection.")
     if isinstance(mixer, IndexedAttention):
         yield from mixer.targets(f"{prefix}self_attn.")
     else:
