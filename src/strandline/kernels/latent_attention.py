@@ -36,7 +36,7 @@ def latent_attention(
     Args:
         q_THD: of all tokens, or of the decodes alone: then these alone attend.
         num_decodes: how many sequences, from the first, have one token each.
-        value_dim: V, less than D.
+        value_dim: V, at most D.
 
     Returns:
         ``out_THV``, what each head reads of the latents' first ``value_dim`` channels.

@@ -17,13 +17,15 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import MAX_EXPERTS
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, read_routing
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
+
+LATENT_EPS: Final = 1e-6
+"""Epsilon of latents' norms, which no configuration names."""
 
 EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Published names that differ from other families'."""
@@ -41,8 +43,10 @@ def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | st
     mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_LAYER_TYPES))
     if len(mlp_types) != len(layer_types):
         fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
-    delta, latent = KimiDeltaAttentionConfig.read(fields), LatentAttentionConfig.read(fields)
-    mlp, moe = GatedMlpConfig.read(fields), _read_experts(fields)
+    if fields.value("q_lora_rank") is not None:
+        fields.reject("q_lora_rank", "null")
+    delta, latent = KimiDeltaAttentionConfig.read(fields), LatentAttentionConfig.read(fields, LATENT_EPS)
+    mlp, moe = GatedMlpConfig.read(fields), read_experts(fields)
     norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
 
     def build_layer(kind: str, mlp_kind: str) -> DecoderLayer:
@@ -62,20 +66,6 @@ def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | st
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
     decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
-
-
-def _read_experts(fields: Fields) -> SigmoidMoeConfig:
-    num_experts = fields.size("num_local_experts", at_most=MAX_EXPERTS)
-    size = fields.size("moe_intermediate_size")
-    return SigmoidMoeConfig(
-        hidden_size=fields.size("hidden_size"),
-        size=size,
-        shared_size=size * fields.size("n_shared_experts", at_least=0, at_most=MAX_EXPERTS),
-        num_experts=num_experts,
-        routing=read_routing(fields, num_experts),
-        has_bias=True,
-        router_dtype=torch.float32,
-    )
 
 
 def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:

@@ -10,11 +10,12 @@ Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; ``transformers`` (``kimi_linear
 
 Shape suffixes: T tokens of the step, E hidden size, H heads, K channels of a head's key that come from the latent, P
 those that all heads share, V channels of a head's value, D channels of a latent and those shared, R channels of the
-latent, B blocks, O heads' channels side by side. Of a block, P are its tokens.
+latent, Q channels of all heads' queries or of the latent that they are made of, B blocks, O heads' channels side by
+side. Of a block, P are its tokens.
 """
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from strandline.kernels.latent_attention import latent_attention
 from strandline.kernels.latent_expansion import expanded_latent_attention, is_expansion_worthwhile
 from strandline.kernels.linear import head_linear
 from strandline.kernels.norm import rms_norm
+from strandline.kernels.operation import Operation
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -33,8 +35,6 @@ from strandline.models.layers.rotary import RotaryTable
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, interleaved, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
-
-NORM_EPS: Final = 1e-6
 
 MAX_LATENT: Final = 2**12
 
@@ -49,15 +49,17 @@ class LatentAttentionConfig:
     key_dim: int
     """Channels of a head's key that come from the latent."""
     shared_dim: int
-    """Channels of a key that all heads share."""
+    """Channels of a key that all heads share; 0: there are none."""
     value_dim: int
+    eps: float
+    """Epsilon of the norms of latents."""
+    query_rank: int | None = None
+    """Channels of the latent that queries are made of; None: they are made of the hidden state."""
 
     @classmethod
-    def read(cls, fields: Fields) -> "LatentAttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+    def read(cls, fields: Fields, eps: float) -> "LatentAttentionConfig":
+        """Read a text configuration, but for ``query_rank``; raises as :class:`strandline.model_config.Fields`."""
         num_heads = fields.size("num_attention_heads", at_most=MAX_HEADS)
-        if fields.value("q_lora_rank") is not None:
-            fields.reject("q_lora_rank", "null")
         if fields.size("num_key_value_heads", at_most=MAX_HEADS) != num_heads:
             fields.reject("num_key_value_heads", f"the number of attention heads, {num_heads}")
         if fields.flag("attention_bias"):
@@ -67,8 +69,9 @@ class LatentAttentionConfig:
             num_heads=num_heads,
             latent_dim=fields.size("kv_lora_rank", at_most=MAX_LATENT),
             key_dim=fields.size("qk_nope_head_dim", at_most=MAX_HEAD_DIM),
-            shared_dim=fields.size("qk_rope_head_dim", at_most=MAX_HEAD_DIM),
+            shared_dim=fields.size("qk_rope_head_dim", at_least=0, at_most=MAX_HEAD_DIM),
             value_dim=fields.size("v_head_dim", at_most=MAX_HEAD_DIM),
+            eps=eps,
         )
 
     def of(self, shard: Shard) -> "LatentAttentionConfig":
@@ -87,7 +90,12 @@ class LatentAttention(nn.Module):
     """
 
     recurrence = None
-    operations = (rms_norm, head_linear, latent_attention, expanded_latent_attention)
+    operations: tuple[Operation[..., Any], ...] = (
+        rms_norm,
+        head_linear,
+        latent_attention,
+        expanded_latent_attention,
+    )
 
     def __init__(
         self, config: LatentAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
@@ -97,9 +105,12 @@ class LatentAttention(nn.Module):
         self.config = config = config.of(shard)
         num_heads, hidden_size = config.num_heads, config.hidden_size
         self.query_dims = [config.key_dim, config.shared_dim]
-        self.sizes = [num_heads * sum(self.query_dims), config.latent_dim, config.shared_dim]
+        query_size, rank = num_heads * sum(self.query_dims), config.query_rank
+        self.sizes = [query_size if rank is None else rank, config.latent_dim, config.shared_dim]
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
-        """Rows: query, latent, shared part of the key."""
+        """Rows: query or its latent, latent, shared part of the key."""
+        self.query_norm_Q = None if rank is None else gain(rank, dtype=dtype, device=device)
+        self.query_proj = None if rank is None else Projection(query_size, rank, dtype, device, shard=shard)
         self.latent_norm_R = gain(config.latent_dim, dtype=dtype, device=device)
         self.key_up_HKR = parameter(num_heads, config.key_dim, config.latent_dim, dtype=dtype, device=device)
         self.value_up_HVR = parameter(num_heads, config.value_dim, config.latent_dim, dtype=dtype, device=device)
@@ -124,34 +135,51 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, latent_BPD: Tensor) -> Tensor:
         del rotary
-        q_TO, latent_TR, shared_TP = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
-        latent_TD = torch.cat((self._rms_norm(latent_TR, self.latent_norm_R, NORM_EPS), shared_TP), dim=-1)
-        q_THD = q_TO.unflatten(-1, (self.config.num_heads, -1))
-        steps = (batch.attention, batch.num_decodes)
+        query_TQ, latent_TD = self._latents(hidden_TE)
+        return self.out_proj.multiply(self._attend_all(query_TQ, latent_TD, latent_BPD, batch).flatten(1))
+
+    def _latents(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries or their latents, and what is kept of each token."""
+        query_TQ, latent_TR, shared_TP = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        if self.query_norm_Q is not None:
+            query_TQ = self._rms_norm(query_TQ, self.query_norm_Q, self.config.eps)
+        latent_TR = self._rms_norm(latent_TR, self.latent_norm_R, self.config.eps)
+        return query_TQ, torch.cat((latent_TR, shared_TP), dim=-1)
+
+    def _queries(self, query_TQ: Tensor) -> Tensor:
+        """Return the queries of all heads, ``q_THD``."""
+        q_TO = query_TQ if self.query_proj is None else self.query_proj.multiply(query_TQ)
+        q_THD: Tensor = q_TO.unflatten(-1, (self.config.num_heads, -1))
+        return q_THD
+
+    def _attend_all(self, query_TQ: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: StepBatch) -> Tensor:
+        """Store the step's latents, and attend every token to all up to itself; return ``out_THV``."""
+        q_THD, steps = self._queries(query_TQ), (batch.attention, batch.num_decodes)
         if not self._expands(batch):
-            out_THV = self._attend_folded(q_THD, latent_TD, latent_BPD, *steps)
-        else:
-            decodes_THV = self._attend_folded(q_THD[: batch.num_decodes], latent_TD, latent_BPD, *steps)
-            ups = (self.key_up_HKR, self.value_up_HVR)
-            prefills_THV = self._attend_expanded(q_THD[batch.num_decodes :], latent_BPD, *ups, *steps, scale=self.scale)
-            out_THV = torch.cat((decodes_THV, prefills_THV)) if batch.num_decodes else prefills_THV
-        return self.out_proj.multiply(out_THV.flatten(1))
+            return self._attend_folded(q_THD, latent_TD, latent_BPD, *steps)
+        decodes_THV = self._attend_folded(q_THD[: batch.num_decodes], latent_TD, latent_BPD, *steps)
+        ups = (self.key_up_HKR, self.value_up_HVR)
+        prefills_THV = self._attend_expanded(q_THD[batch.num_decodes :], latent_BPD, *ups, *steps, scale=self.scale)
+        return torch.cat((decodes_THV, prefills_THV)) if batch.num_decodes else prefills_THV
 
     def _attend_folded(
         self, q_THD: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: AttentionBatch, num_decodes: int
     ) -> Tensor:
         """Store the step's latents, and attend the queries, if there are any, to latents."""
         num_queries, num_heads, _ = q_THD.shape
-        q_THK, q_THP = q_THD.split(self.query_dims, dim=-1)
-        q_THR = q_THD.new_empty(0, num_heads, self.config.latent_dim)
-        if num_queries:
-            q_THR = self._head_linear(q_THK, self.key_up_HKR.mT)
-        folded_THD = torch.cat((q_THR, q_THP), dim=-1)
-        latent_dim = self.config.latent_dim
+        folded_THD, latent_dim = self._folded(q_THD), self.config.latent_dim
         out_THR = self._attend(folded_THD, latent_TD, latent_BPD, batch, num_decodes, latent_dim, scale=self.scale)
         if not num_queries:
             return q_THD.new_empty(0, num_heads, self.config.value_dim)
         return self._head_linear(out_THR, self.value_up_HVR)
+
+    def _folded(self, q_THD: Tensor) -> Tensor:
+        """Return queries with which latents are multiplied."""
+        q_THK, q_THP = q_THD.split(self.query_dims, dim=-1)
+        q_THR = q_THD.new_empty(0, len(self.key_up_HKR), self.config.latent_dim)
+        if len(q_THD):
+            q_THR = self._head_linear(q_THK, self.key_up_HKR.mT)
+        return torch.cat((q_THR, q_THP), dim=-1)
 
     def _expands(self, batch: StepBatch) -> bool:
         """Return whether the prefills attend to keys and values that are computed again."""
@@ -168,7 +196,13 @@ class LatentAttention(nn.Module):
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
         query, _, _ = self.in_proj.weight_OI.split(self.sizes)
-        yield f"{prefix}q_proj.weight", sharded(query, self.shard)
+        if self.query_proj is None:
+            yield f"{prefix}q_proj.weight", sharded(query, self.shard)
+        else:
+            assert self.query_norm_Q is not None
+            yield f"{prefix}q_a_proj.weight", whole(query)
+            yield f"{prefix}q_a_layernorm.weight", whole(self.query_norm_Q)
+            yield from self.query_proj.targets(f"{prefix}q_b_proj.")
         yield f"{prefix}kv_a_proj_with_mqa.weight", whole(self.in_proj.weight_OI[len(query) :])
         yield f"{prefix}kv_a_layernorm.weight", whole(self.latent_norm_R)
         yield f"{prefix}kv_b_proj.weight", interleaved(self.key_up_HKR, self.value_up_HVR, shard=self.shard)

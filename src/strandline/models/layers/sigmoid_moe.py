@@ -20,7 +20,7 @@ from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import FourBitWeight, ScaledWeight
 from strandline.model_config import Fields
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import EXPERTS, expert_targets
+from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
 from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import WHOLE, Shard
@@ -63,6 +63,21 @@ def read_routing(fields: Fields, num_experts: int) -> Routing:
         fields.number("routed_scaling_factor", at_least=0, at_most=MAX_SCALE),
         num_groups,
         top_groups,
+    )
+
+
+def read_experts(fields: Fields) -> SigmoidMoeConfig:
+    """Read experts whose router computes in float32; raises as :class:`strandline.model_config.Fields`."""
+    num_experts = fields.size("num_local_experts", at_most=MAX_EXPERTS)
+    size = fields.size("moe_intermediate_size")
+    return SigmoidMoeConfig(
+        hidden_size=fields.size("hidden_size"),
+        size=size,
+        shared_size=size * fields.size("n_shared_experts", at_least=0, at_most=MAX_EXPERTS),
+        num_experts=num_experts,
+        routing=read_routing(fields, num_experts),
+        has_bias=True,
+        router_dtype=torch.float32,
     )
 
 
