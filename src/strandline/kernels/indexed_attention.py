@@ -54,13 +54,13 @@ class IndexedMemory:
     index_BPC: Tensor
 
 
-def store_index_keys(key_TC: Tensor, index_BPC: Tensor, batch: AttentionBatch) -> None:
-    """Store the step's index keys in their blocks."""
+def store_rows(row_TC: Tensor, memory_BPC: Tensor, batch: AttentionBatch) -> None:
+    """Store what is kept of each of the step's tokens, such as its index key, in their blocks."""
     blocks, offsets = batch.write_blocks_T, batch.write_offsets_T
     if not batch.is_all_written:
         rows = (blocks != NULL_BLOCK).nonzero().squeeze(-1)
-        blocks, offsets, key_TC = blocks[rows], offsets[rows], key_TC[rows]
-    index_BPC[blocks, offsets] = key_TC
+        blocks, offsets, row_TC = blocks[rows], offsets[rows], row_TC[rows]
+    memory_BPC[blocks, offsets] = row_TC
 
 
 @operation(reads_host=True)
@@ -161,17 +161,31 @@ def seen_tokens(index_q_TJC: Tensor, group_key_NC: Tensor, first: int, end: int,
     """
     group_tokens, num_groups = index.group_tokens, end // index.group_tokens
     device = index_q_TJC.device
-    position_T1 = torch.arange(first, end, device=device).unsqueeze(-1)
-    num_complete_T1 = (position_T1 + 1) // group_tokens
-    is_later_TN = torch.arange(num_groups, device=device) >= num_complete_T1
     score_TJN = index_q_TJC.float() @ group_key_NC[:num_groups].float().t()
-    score_TN = score_TJN.relu_().sum(dim=1).masked_fill_(is_later_TN, -torch.inf)
-    chosen_TK = score_TN.sort(dim=-1, descending=True, stable=True).indices[:, : index.max_groups]
-    is_chosen_TN = torch.zeros_like(is_later_TN).scatter_(1, chosen_TK, True).logical_and_(~is_later_TN)
-    token_L = torch.arange(end, device=device)
-    seen_TL = (token_L >= num_complete_T1 * group_tokens) & (token_L <= position_T1)
+    chosen_TK = best_groups(score_TJN.relu_().sum(dim=1), first, group_tokens, index.max_groups)
+    # The last column stands for no group.
+    is_chosen_TN = torch.zeros(end - first, num_groups + 1, dtype=torch.bool, device=device)
+    is_chosen_TN = is_chosen_TN.scatter_(1, chosen_TK % (num_groups + 1), True)[:, :-1]
+    token_L, position_T1 = (torch.arange(start, end, device=device) for start in (0, first))
+    position_T1 = position_T1.unsqueeze(-1)
+    seen_TL = (token_L >= (position_T1 + 1) // group_tokens * group_tokens) & (token_L <= position_T1)
     seen_TL[:, : num_groups * group_tokens] |= is_chosen_TN.repeat_interleave(group_tokens, dim=1)
     return seen_TL
+
+
+def best_groups(score_TN: Tensor, first: int, group_tokens: int, max_groups: int) -> Tensor:
+    """Return the groups with the greatest scores, ``[T, min(N, max_groups)]``; -1 where fewer are complete.
+
+    Args:
+        score_TN: of the first N groups of a sequence; overwritten.
+        first: position of the first query; they are consecutive. Groups that end behind a query do not count.
+    """
+    num_queries, num_groups = score_TN.shape
+    position_T1 = torch.arange(first, first + num_queries, device=score_TN.device).unsqueeze(-1)
+    num_complete_T1 = (position_T1 + 1) // group_tokens
+    score_TN.masked_fill_(torch.arange(num_groups, device=score_TN.device) >= num_complete_T1, -torch.inf)
+    best_TK = score_TN.sort(dim=-1, descending=True, stable=True).indices[:, :max_groups]
+    return best_TK.masked_fill(best_TK >= num_complete_T1, -1)
 
 
 def indexed_attention_reference(

@@ -16,7 +16,7 @@ from strandline.kernels.indexed_attention import (
     indexed_attention,
     indexed_attention_reference,
     seen_tokens,
-    store_index_keys,
+    store_rows,
 )
 from strandline.kernels.qkv import write_kv
 from tests.cpu.kernels.test_latent_attention import make_batch
@@ -55,7 +55,7 @@ def attend(parts: list[tuple[Tokens, int, int]], memory: IndexedMemory, index: G
         for xs in zip(*(tokens for tokens, _, _ in parts), strict=True)
     )
     write_kv(k, v, memory.kv, batch)
-    store_index_keys(index_k, memory.index_BPC, batch)
+    store_rows(index_k, memory.index_BPC, batch)
     out_THD = indexed_attention.reference(q, index_q, memory, batch, index, scale=SCALE)
     return list(out_THD.split([end - start for _, start, end in parts]))
 
@@ -80,7 +80,7 @@ def test_prompts_are_masked_some_queries_at_a_time() -> None:
     tokens = random_tokens(length)
     batch = make_batch([[3, 8, 1, 2, 7, 5, 4, 6, 9]], [(0, length)])
     write_kv(tokens[1], tokens[2], memory.kv, batch)
-    store_index_keys(tokens[4], memory.index_BPC, batch)
+    store_rows(tokens[4], memory.index_BPC, batch)
     out = indexed_attention.reference(tokens[0], tokens[3], memory, batch, index, scale=SCALE)
     torch.testing.assert_close(out, indexed_attention_reference(*tokens, index, SCALE), rtol=0, atol=TOLERANCE)
 
@@ -119,6 +119,6 @@ def test_index_keys_for_the_null_block_are_not_stored() -> None:
     index_BPC = torch.full((3, BLOCK_TOKENS, INDEX_DIM), torch.nan)
     batch = make_batch([[1]], [(0, 4)], is_all_written=False)
     batch.write_blocks_T[1:3] = NULL_BLOCK
-    store_index_keys(torch.randn(4, INDEX_DIM), index_BPC, batch)
+    store_rows(torch.randn(4, INDEX_DIM), index_BPC, batch)
     assert index_BPC[NULL_BLOCK].isnan().all()
     assert index_BPC[1, :5].isnan().all(dim=-1).tolist() == [False, True, True, False, True]

@@ -18,7 +18,7 @@ from torch import Tensor
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_index_keys
+from strandline.kernels.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
 from strandline.kernels.norm import rms_norm_zero_centered
 from strandline.kernels.rotary import apply_rotary
 from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
@@ -123,7 +123,7 @@ class IndexedAttention(GatedAttention):
     ) -> Tensor:
         """Store the step's index keys; return its index queries."""
         q_TO, key_TC = self.index_proj.multiply(hidden_TE).split(self.index_sizes, dim=-1)
-        store_index_keys(key_TC, index_BPC, batch.attention)
+        store_rows(key_TC, index_BPC, batch.attention)
         q_TJC = q_TO.unflatten(-1, (self.indexed.num_index_heads, -1)).contiguous()
         q_TJC = self._rms_norm(q_TJC, self.index_q_norm_C, self.config.eps)
         return q_TJC if rotary is None else apply_rotary(q_TJC, rotary)
