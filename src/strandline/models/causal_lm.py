@@ -30,6 +30,7 @@ class CausalLM(nn.Module):
     Args:
         published: yields the targets under the family's names, as ``targets``.
         build_draft_layer: builds the multi-token prediction layer; None: the model has none.
+        skipped_prefixes: of published tensors that the family has no use for, beside those of all models.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class CausalLM(nn.Module):
         max_position: int,
         published: Callable[[frozenset[str]], NamedTargets],
         build_draft_layer: Callable[[], DraftLayer] | None = None,
+        skipped_prefixes: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        self.skipped_prefixes = skipped_prefixes
         self.decoder = decoder
         self.spec = decoder.spec
         self.vocab_size = decoder.vocab_size

@@ -80,6 +80,9 @@ class DraftingModel(LanguageModel, Protocol):
 class LoadableModel(LanguageModel, Protocol):
     """A language model whose weights come from published files."""
 
+    skipped_prefixes: tuple[str, ...]
+    """Prefixes of published tensors that the family has no use for, beside those of all models."""
+
     @property
     def kv_scales(self) -> Mapping[int, KVScales]:
         """Scales of keys and values, by layer; to be set before ``bind``."""

@@ -51,7 +51,7 @@ from strandline.models.targets import Index, Read, Target
 from strandline.models.weights_files import WeightsFile, open_files
 
 SKIPPED_PREFIXES: Final = ("mtp.", "model.mtp.", "model.visual.", "model.audio.")
-"""Prefixes of published tensors that may be unused: draft layers, and the towers of images and of audio."""
+"""Prefixes of published tensors that may be unused in all models: draft layers, and towers of images and of audio."""
 
 STORED_DTYPES: Final = ("F32", "BF16", "F16")
 
@@ -233,11 +233,13 @@ def _fill_from_files(
         in_fp8 = isinstance(quantization, Quantization)
         quantized = [x for x in targets if x in holders and in_fp8 and holders[x].dtype(x) == QUANTIZED_DTYPE]
         scales = {name: find_scales(name, names) for name in quantized}
-        kv_scales = _set_kv_scales(model, holders)
+        prefixes = (*SKIPPED_PREFIXES, *model.skipped_prefixes)
+        kv_scales = _set_kv_scales(model, holders, prefixes)
         empty_biases = [name for name in names - targets.keys() if is_empty_bias(name, packed, holders)]
         known = {*targets, *kv_scales, *empty_biases, *(scale for found in scales.values() for scale in found)}
-        skipped = Counter(prefix for name in names - known for prefix in SKIPPED_PREFIXES if name.startswith(prefix))
-        _check_names(directory, names, targets, known)
+        unused = {name: prefix for name in names - known for prefix in prefixes if name.startswith(prefix)}
+        skipped = dict(Counter(unused.values()))
+        _check_names(directory, names.difference(unused), targets, known)
         storage: Fp8Storage | FourBitStorage | None = None
         if kept_device is not None:
             if isinstance(quantization, FourBit):
@@ -272,9 +274,9 @@ def _fill_from_files(
                 targets[name].copy_from(read)
         used = {name for name in (*scales, *packed) if name in targets and targets[name].pieces}
         if storage is None:
-            return WeightsReport(len(targets), len(used), dict(skipped))
+            return WeightsReport(len(targets), len(used), skipped)
         storage.finish()
-        return WeightsReport(len(targets), len(used), dict(skipped), len(storage.kept & used))
+        return WeightsReport(len(targets), len(used), skipped, len(storage.kept & used))
 
 
 def _fill_kept_randomly(
@@ -293,11 +295,13 @@ def _fill_kept_randomly(
     storage.finish()
 
 
-def _set_kv_scales(model: LoadableModel, holders: Mapping[str, WeightsFile]) -> list[str]:
+def _set_kv_scales(
+    model: LoadableModel, holders: Mapping[str, WeightsFile], skipped_prefixes: tuple[str, ...]
+) -> list[str]:
     """Give the model the published scales of keys and values; return their names."""
     names = []
     for name, file in holders.items():
-        found = None if name.startswith(SKIPPED_PREFIXES) else find_kv_scale(name)
+        found = None if name.startswith(skipped_prefixes) else find_kv_scale(name)
         if found is not None and found[0] in model.kv_scales:
             setattr(model.kv_scales[found[0]], found[1], read_kv_scale(name, file.get(name)))
             names.append(name)
@@ -380,7 +384,7 @@ def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized:
 
 def _check_names(directory: Path, names: frozenset[str], targets: Mapping[str, Target], known: Collection[str]) -> None:
     missing = [name for name in targets if name not in names]
-    unexpected = sorted(name for name in names if name not in known and not name.startswith(SKIPPED_PREFIXES))
+    unexpected = sorted(name for name in names if name not in known)
     faults = []
     if missing:
         wanted = [f"{name} {list(targets[name].shape)}" for name in missing]
