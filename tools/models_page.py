@@ -56,6 +56,7 @@ MODELS: Final = {
     "FalconMambaForCausalLM": Model(
         "Falcon-Mamba-7B", {"hidden_size": 4096, "num_hidden_layers": 64, "intermediate_size": 8192}
     ),
+    "Glm5NextForConditionalGeneration": Model("GLM-5.3-Flash"),
     "GraniteMoeHybridForCausalLM": Model(
         "Granite-4.0-H-Small",
         {
@@ -164,6 +165,9 @@ FAMILIES: Final = {
     "BambaForCausalLM": Family("Bamba", "attention"),
     "FalconH1ForCausalLM": Family("Falcon-H1", "attention", ", side by side with attention"),
     "FalconMambaForCausalLM": Family("Falcon Mamba", "none"),
+    "Glm5NextForConditionalGeneration": Family(
+        "GLM-5.3-Flash; images are not taken", "indexed latent attention; dense or MoE"
+    ),
     "GraniteMoeHybridForCausalLM": Family("Granite 4", DENSE_OR_MOE),
     "InklingForCausalLM": Family("Inkling, text only", RELATIVE, BEHIND_PARTS),
     "InklingForConditionalGeneration": Family("Inkling; images and audio are not taken", RELATIVE, BEHIND_PARTS),
@@ -209,6 +213,7 @@ KINDS: Final = {
     "convolved attention": "ZayaForCausalLM",
     "relative attention": "InklingForCausalLM",
     "indexed attention": "Qwen4ExpForCausalLM",
+    "indexed latent attention": "Glm5NextForConditionalGeneration",
     "Gated DeltaNet": "Qwen3_5ForCausalLM",
     "Gated DeltaNet with features of n-grams": "Qwen4ExpForCausalLM",
     "Kimi Delta Attention": "KimiLinearForCausalLM",
@@ -219,6 +224,15 @@ KINDS: Final = {
     "short convolution": "Lfm2ForCausalLM",
 }
 """Kinds of layers, and an architecture that has them."""
+
+KEPT_OF_TOKENS: Final = {
+    (): "",
+    ("key", "value"): "keys and values",
+    ("key", "value", "index_key"): "keys, values and index keys",
+    ("latent",): "one latent for all heads",
+    ("latent", "index_key"): "one latent for all heads, and an index key with its gates",
+}
+"""What layers keep of each token, by the names of their streams."""
 
 HEADER: Final = (
     "model", "snapshot", "per token", "break-even", "CUDA", "CPU", "speculation", "FP8", "determ."
@@ -333,7 +347,7 @@ def kept_by(kind: str, architecture: str) -> tuple[str, ...]:
     spec = build(architecture, MODELS[architecture]).spec
     is_attention = kind.endswith("attention") and kind not in RECURRENCES.values()
     layer = next(x for x in spec.layers if (x.streams if is_attention else x.states))
-    streams = ("", "one latent for all heads", "keys and values", "keys, values and index keys")[len(layer.streams)]
+    streams = KEPT_OF_TOKENS[tuple(stream.name for stream in layer.streams)]
     if is_attention and spec.window_tokens is not None:
         streams += ", until they lie behind every window"
     log = "" if not layer.states else f"{layer.log.num_tokens} tokens" if layer.log else "none"

@@ -21,6 +21,7 @@ ARCHITECTURES: Final = (
     "BambaForCausalLM",
     "FalconH1ForCausalLM",
     "FalconMambaForCausalLM",
+    "Glm5NextForConditionalGeneration",
     "GraniteMoeHybridForCausalLM",
     "InklingForCausalLM",
     "InklingForConditionalGeneration",
@@ -53,8 +54,7 @@ NEAREST_BY_LAYERS: Final = {
     "BailingHybrid": "KimiLinearForCausalLM",  # a linear attention beside latent attention
     "BailingMoeV2_5": "KimiLinearForCausalLM",  # the same
     "DeepseekV2": "KimiLinearForCausalLM",  # latent attention, experts
-    "DeepseekV3": "KimiLinearForCausalLM",
-    "Glm5Next": "KimiLinearForCausalLM",  # the same
+    "DeepseekV3": "KimiLinearForCausalLM",  # the same
     "Lfm3": "Lfm2ForCausalLM",
     "Mistral": "LlamaForCausalLM",
 }

@@ -13,7 +13,7 @@ from strandline.model_config import ARCHITECTURES, NEAREST_BY_LAYERS, find_archi
 from strandline.models import registry
 from strandline.models.weights import published_dtype
 from strandline.text.vocabulary import load_vocabulary
-from tests.cpu.models.families import ODD, config_of
+from tests.cpu.models.families import GLM5, ODD, config_of
 
 NO_DEVICE = "there is none of this name"
 """An allocation on it raises another error than the one that is expected."""
@@ -40,6 +40,11 @@ def rope(**values: Any) -> dict[str, Any]:
 
 INDEX = [f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")]
 """Fields that a model with ordinary attention leaves out."""
+
+
+def of_text(**values: Any) -> dict[str, Any]:
+    return {"text_config": {**GLM5, **values}}
+
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5", {"vocab_size": 0}, f"vocab_size is 0; {WHOLE} 1 to 16,777,216"),
@@ -100,6 +105,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {"state_size": 0}, f"state_size is 0; {WHOLE} 1 to 256"),
     ("minimax", {"sliding_window": 64}, "sliding_window is 64; it must be null"),
     ("minimax", {"rotary_dim": 17}, f"rotary_dim is 17; {WHOLE} 2 to 16"),
+    ("glm5_next", of_text(hc_mult=65), f"hc_mult is 65; {WHOLE} 1 to 64"),
+    ("glm5_next", of_text(swiglu_limit=0.0), "swiglu_limit is 0.0; it must be a number from 0.001 to 1e"),
+    ("glm5_next", of_text(linear_lower_bound=1.0), "linear_lower_bound is 1.0; it must be a number from -100 to 0"),
+    ("glm5_next", of_text(attention_bias=True), "attention_bias is True; it must be false"),
+    ("glm5_next", of_text(index_kpool_always_select_tail=False), "_select_tail is False; it must be true"),
+    ("glm5_next", of_text(indexer_types=["full", "full", "full"]), r"indexer_types is \[.*; it must be a list of 4"),
+    ("glm5_next", of_text(indexer_types=["full", "shared", "full", "full"]),
+     "such that layer 1 shares the index of an attention layer before it"),
     ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank is 8; it must be null"),
     ("kimi_linear", {"num_key_value_heads": 2}, "is 2; it must be the number of attention heads, 4"),
     ("kimi_linear", {"num_expert_group": 2}, "n_group is 2; it must be such that groups of all 5 experts are"),
@@ -258,7 +271,6 @@ def test_generation_config_replaces_end_tokens(tmp_path: Path) -> None:
         ("BailingMoeV2_5ForCausalLM", "KimiLinearForCausalLM"),
         ("DeepseekV3ForCausalLM", "KimiLinearForCausalLM"),
         ("MistralForCausalLM", "LlamaForCausalLM"),
-        ("Glm5NextForConditionalGeneration", "KimiLinearForCausalLM"),
         ("Inkling2ForConditionalGeneration", "InklingForCausalLM"),
         ("Qwen3_6MoeForCausalLM", "Qwen3_5MoeForCausalLM"),
         ("GPT2LMHeadModel", r"\w+"),

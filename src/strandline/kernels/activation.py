@@ -16,6 +16,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+@operation()
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection.
+
+    Args:
+        limit: of both before, greater than 0: the gate is at most that, the up projection also at least ``-limit``.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+
+
 @operation(triton("activation_triton"))
 def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """Return ``x * sigmoid(gate)``, the sigmoid rounded to its input's dtype; ``x_TO`` is overwritten."""

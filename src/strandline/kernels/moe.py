@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.activation import relu_squared, swiglu
+from strandline.kernels.activation import clamped_swiglu, relu_squared, swiglu
 from strandline.kernels.linear import reference_linear
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.router import Routing, route
@@ -100,6 +100,24 @@ def experts_glu(
 
     out_TD = sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
     return with_shared(out_TD, shared_TD, shared_gate_T1)
+
+
+@operation(reads_host=True)
+def clamped_experts_glu(
+    x_TD: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    limit: float,
+    held: range | None = None,
+) -> Tensor:
+    """As ``experts_glu``, with gates and up projections clamped to a limit, as ``clamped_swiglu``."""
+
+    def apply(expert: int, x_AD: Tensor) -> Tensor:
+        return F.linear(clamped_swiglu.reference(F.linear(x_AD, gate_up_EFD[expert]), limit), down_EDF[expert])
+
+    return sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
 
 
 def experts_relu_squared(

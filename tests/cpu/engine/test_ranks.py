@@ -24,6 +24,7 @@ from tests.cpu.models import families
 
 NUM_RANKS = {
     "falcon_h1": 2,
+    "glm5_next": 2,
     "granite_hybrid": 2,
     "inkling": 2,
     "jamba": 2,

@@ -13,6 +13,7 @@ from transformers import (
     BambaConfig,
     FalconH1Config,
     FalconMambaConfig,
+    Glm5NextConfig,
     GraniteMoeHybridConfig,
     InklingConfig,
     InklingTextConfig,
@@ -277,6 +278,22 @@ KIMI: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+GLM5: dict[str, Any] = {
+    **{name: value for name, value in KIMI.items() if name not in ("layer_types", "num_local_experts")},
+    "layer_types": ["linear_attention", "deepseek_sparse_attention", "deepseek_sparse_attention", "linear_attention"],
+    "indexer_types": ["full", "full", "shared", "full"],
+    "q_lora_rank": 14,
+    "qk_rope_head_dim": 0,
+    "n_routed_experts": 5,
+    "swiglu_limit": 0.6,
+    "index_n_heads": 8,
+    "index_head_dim": 12,
+    "index_topk": 24,
+    "index_kpool": 4,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+}
+GLM5_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 RECURRENT_GEMMA: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -517,6 +534,40 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "glm5_next": (
+        "Glm5NextForConditionalGeneration",
+        Glm5NextConfig,
+        {"text_config": GLM5, "vision_config": GLM5_VISION},
+    ),
+    "glm5_next-odd": (
+        "Glm5NextForConditionalGeneration",
+        Glm5NextConfig,
+        {
+            "text_config": {
+                **GLM5,
+                "layer_types": ["deepseek_sparse_attention", *["linear_attention"] * 3],
+                "indexer_types": ["full", "shared", "full", "full"],
+                "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+                "num_attention_heads": 3,
+                "num_key_value_heads": 3,
+                "linear_num_heads": 3,
+                "linear_head_dim": 12,
+                "linear_conv_kernel_dim": 3,
+                "linear_lower_bound": None,
+                "n_routed_experts": 6,
+                "n_group": 3,
+                "topk_group": 2,
+                "n_shared_experts": 2,
+                "norm_topk_prob": False,
+                "index_head_dim": 10,
+                "index_topk": 70,
+                "index_kpool": 7,
+                "hc_mult": 2,
+            },
+            "vision_config": GLM5_VISION,
+            "tie_word_embeddings": True,
+        },
+    ),
     "recurrent_gemma": ("RecurrentGemmaForCausalLM", RecurrentGemmaConfig, RECURRENT_GEMMA),
     "recurrent_gemma-odd": (
         "RecurrentGemmaForCausalLM",
@@ -733,8 +784,8 @@ FAMILIES = [
 ]
 """The first configuration of every builder."""
 
-REPRESENTATIVES = ["inkling", "jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"]
-REPRESENTATIVES += ["qwen4_exp", "recurrent_gemma", "zaya"]
+REPRESENTATIVES = ["glm5_next", "inkling", "jamba", "kimi_linear", "lfm2", "llama", "mamba2", "minimax", "nemotron_h"]
+REPRESENTATIVES += ["olmo_hybrid", "qwen4_exp", "recurrent_gemma", "zaya"]
 """One family for each kind of layer, and one without attention."""
 
 
@@ -773,6 +824,8 @@ def random_model(config: Any, seed: int) -> Any:
             parameter.add_(torch.randn_like(parameter) * 0.2)
         elif parameter_name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight")):
             parameter.normal_(0, 0.2)
+        elif parameter_name.endswith(("_hc.base", "_hc.scale")):
+            parameter.normal_(1, 0.5)
         elif parameter_name.endswith(("qk_norm.temp", "global_scale")):
             parameter.normal_(1, 0.2)
     for buffer_name, buffer in model.named_buffers():

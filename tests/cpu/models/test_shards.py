@@ -23,6 +23,7 @@ NUM_SHARDS = {
     "bamba": (2, 4),
     "falcon_h1": (2,),
     "falcon_mamba": (2,),
+    "glm5_next": (2,),
     "granite_hybrid": (2,),
     "granite_hybrid-dense-tied": (2,),
     "inkling": (2, 4),

@@ -28,7 +28,7 @@ TOKENS = families.prompt(20)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with some of the families, in the published layout, one file each."""
     directory = tmp_path_factory.mktemp("saved")
-    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_5-odd-tied", "qwen3_5-vision", "inkling-towers"):
+    for name in ("glm5_next", "inkling-towers", "qwen3_5", "qwen3_5_moe", "qwen3_5-odd-tied", "qwen3_5-vision"):
         families.save(name, directory)
     return directory
 
@@ -145,6 +145,22 @@ def test_towers_of_images_and_audio_are_skipped_and_reported(changed: Callable[.
 
     report = load_float32(changed(add_draft_layer, "inkling-towers")).weights_report
     assert report.skipped == {"model.mtp.": 1, "model.visual.": 8, "model.audio.": 2}
+
+
+def test_a_text_model_alone_loads_without_its_draft_layer(changed: Callable[..., Path]) -> None:
+    def leave_text(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensor = tensors.pop(name)
+            if not name.startswith("model.visual."):
+                tensors[name.replace("model.language_model.", "model.")] = tensor
+        tensors["model.layers.4.eh_proj.weight"] = torch.zeros(3)
+
+    directory = changed(leave_text, "glm5_next")
+    config = json.loads((directory / "config.json").read_text())
+    text = config.pop("text_config")
+    (directory / "config.json").write_text(json.dumps({**text, **config}))
+    assert load_float32(directory).weights_report.skipped == {"model.layers.4.": 1}
+    assert_right(directory, "glm5_next")
 
 
 def test_without_draft_layers_none_are_reported(saved: Path) -> None:

@@ -3,7 +3,7 @@
 from strandline.models.registry import ARCHITECTURES
 from tools.models_page import FAMILIES, FURTHER, HEADER, KINDS, MODELS, PAGE, RECURRENCES, build, page, row
 
-ON_CPUS = {"InklingForCausalLM", "Qwen4ExpForCausalLM"}
+ON_CPUS = {"Glm5NextForConditionalGeneration", "InklingForCausalLM", "Qwen4ExpForCausalLM"}
 """Have an operation without a batch-invariant kernel for GPUs."""
 
 

@@ -65,7 +65,7 @@ class GatedMlp(nn.Module):
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
         del names
-        yield from _targets(self.gate_up, self.down, self.shard, prefix)
+        yield from gated_mlp_targets(self.gate_up, self.down, self.shard, prefix)
 
 
 class ScaledGatedMlp(nn.Module):
@@ -109,10 +109,11 @@ class ScaledGatedMlp(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        yield from _targets(self.gate_up, self.down, self.shard, prefix)
+        yield from gated_mlp_targets(self.gate_up, self.down, self.shard, prefix)
 
 
-def _targets(gate_up: Projection, down: SummedProjection, shard: Shard, prefix: str) -> NamedTargets:
+def gated_mlp_targets(gate_up: Projection, down: SummedProjection, shard: Shard, prefix: str) -> NamedTargets:
+    """Yield the published tensors of a gate, an up and a down projection, the first two one above the other."""
     gate, up = gate_up.weight_OI.chunk(2)
     yield f"{prefix}gate_proj.weight", sharded(gate, shard)
     yield f"{prefix}up_proj.weight", sharded(up, shard)

@@ -1,0 +1,141 @@
+"""GLM-5.3-Flash: three layers of Kimi Delta Attention, then one of indexed latent attention, and so on; mostly experts.
+
+Parts read a mix of several residual streams (``layers/hyper_connections.py``). Attention reads the tokens that an index
+chooses (``layers/indexed_latent_attention.py``). Gates and up projections of feed-forward parts are clamped
+(``layers/clamped_moe.py``). No layer embeds positions.
+
+Of multimodal models the text part is built; the vision tower's tensors are recognised and skipped, and so are those of
+the layer for multi-token prediction, which transformers does not implement.
+
+Source: ``transformers`` (``glm5_next``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.clamped_moe import ClampedMlp, ClampedMoe, read_limit
+from strandline.models.layers.hyper_connections import HyperConnection, HyperConnectionsConfig, StreamMean
+from strandline.models.layers.indexed_latent_attention import (
+    GroupChoice,
+    IndexedLatentAttention,
+    IndexedLatentAttentionConfig,
+    TokenIndex,
+)
+from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from strandline.models.layers.mlp import GatedMlpConfig
+from strandline.models.layers.sigmoid_moe import read_experts
+from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, sharded, whole
+
+ATTENTION: Final = "deepseek_sparse_attention"
+LAYER_TYPES: Final = (ATTENTION, "linear_attention")
+MLP_LAYER_TYPES: Final = ("dense", "sparse")
+INDEXER_TYPES: Final = ("full", "shared")
+
+ALONE, NESTED = "model.", "model.language_model."
+"""Prefixes of published tensors: of the text part alone, and next to a vision tower."""
+
+MIN_LOG_DECAY: Final = -100.0
+"""Least supported bound of log decays: less leaves nothing of a state."""
+
+
+def build_glm5_next(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = Fields(config.get_text_config())
+    fields.choice("hidden_act", ["silu"])
+    layer_types, streams = read_layer_types(fields, LAYER_TYPES), HyperConnectionsConfig.read(fields)
+    mlp_types = _read_types(fields, "mlp_layer_types", MLP_LAYER_TYPES, len(layer_types))
+    indexer_types = _read_indexer_types(fields, layer_types)
+    attention, delta = IndexedLatentAttentionConfig.read(fields), _read_delta(fields)
+    mlp, moe, limit = GatedMlpConfig.read(fields), read_experts(fields), read_limit(fields)
+    choice = GroupChoice()
+
+    def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> StreamsLayer:
+        mixer: IndexedLatentAttention | KimiDeltaAttention
+        if kind == ATTENTION:
+            index = TokenIndex(attention, dtype, device) if indexer_kind == "full" else None
+            mixer = IndexedLatentAttention(attention, index, choice, dtype, device, shard)
+        else:
+            mixer = KimiDeltaAttention(delta, dtype, device, shard)
+        feed: ClampedMoe | ClampedMlp
+        if mlp_kind == "sparse":
+            feed = ClampedMoe(moe, limit, dtype, device, shard)
+        else:
+            feed = ClampedMlp(mlp, limit, dtype, device, shard)
+        mixes = HyperConnection(streams, dtype, device), HyperConnection(streams, dtype, device)
+        return StreamsLayer(mixer, feed, mixes, None, streams, dtype, device)
+
+    layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, indexer_types, strict=True)]
+    is_tied, vocab_size = Fields(config).flag("tie_word_embeddings"), read_vocab_size(fields)
+    last_mix = StreamMean(streams, dtype, device)
+    decoder = StreamsDecoder(layers, last_mix, streams, None, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
+    published, draft_layer = partial(_published, decoder, layers), f"layers.{len(layers)}."
+    skipped_prefixes = (f"{ALONE}{draft_layer}", f"{NESTED}{draft_layer}")
+    return CausalLM(decoder, read_max_position(fields), published, skipped_prefixes=skipped_prefixes)
+
+
+def _read_types(fields: Fields, name: str, choices: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Return the kind of a part of each layer."""
+    types = fields.list_of(name, lambda entries, entry: entries.choice(entry, choices))
+    if len(types) != num_layers:
+        fields.reject(name, f"a list of {num_layers}")
+    return types
+
+
+def _read_indexer_types(fields: Fields, layer_types: Sequence[str]) -> tuple[str, ...]:
+    """Return for each layer whether it has an index or shares that of the layer before."""
+    types = _read_types(fields, "indexer_types", INDEXER_TYPES, len(layer_types))
+    kinds = list(zip(layer_types, types, strict=True))
+    for index, kind in enumerate(kinds):
+        if kind == (ATTENTION, "shared") and (index == 0 or kinds[index - 1] != (ATTENTION, "full")):
+            fields.reject("indexer_types", f"such that layer {index} shares the index of an attention layer before it")
+    return types
+
+
+def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
+    config = KimiDeltaAttentionConfig.read(fields)
+    if fields.value("linear_lower_bound") is None:
+        return config
+    return replace(config, lower_bound=fields.number("linear_lower_bound", at_least=MIN_LOG_DECAY, at_most=0))
+
+
+def _published(decoder: StreamsDecoder, layers: Sequence[StreamsLayer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    is_nested = any(name.startswith(NESTED) for name in names)
+    prefix = NESTED if is_nested else ALONE
+    assert isinstance(decoder.last_mix, StreamMean)
+    yield from decoder.targets(prefix, names)
+    yield f"{prefix}norm.weight", whole(decoder.last_mix.norm_E)
+    for index, layer in enumerate(layers):
+        yield from _published_layer(layer, f"{prefix}layers.{index}.", names)
+
+
+def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
+    mixer, mlp = layer.mixer, layer.mlp
+    norms = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
+    for (part, norm), mix in zip(norms.items(), (layer.mixer_mix, layer.mlp_mix), strict=True):
+        assert isinstance(mix, HyperConnection)
+        yield from mix.targets(f"{prefix}hc_{part}_")
+        yield f"{prefix}{norm}.weight", whole(mix.norm_E)
+    assert isinstance(mixer, KimiDeltaAttention | IndexedLatentAttention)
+    for name, target in mixer.targets(f"{prefix}self_attn."):
+        if isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log"):
+            yield name, sharded(mixer.A_log_H, mixer.shard)  # published with one dimension
+        else:
+            yield name, target
+    if isinstance(mlp, ClampedMoe):
+        yield from mlp.targets(f"{prefix}mlp.", names, "gate.e_score_correction_bias")
+    else:
+        assert isinstance(mlp, ClampedMlp)
+        yield from mlp.targets(f"{prefix}mlp.")

@@ -1,0 +1,122 @@
+"""Feed-forward layers whose gates and up projections are clamped: dense, and a mixture of experts with a shared one.
+
+The clamped unit is torch's on all devices. Experts in FP8 or 4 bits are dequantised as they load.
+
+Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of a fused projection.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.activation import clamped_swiglu
+from strandline.kernels.binding import Kernels
+from strandline.kernels.moe import clamped_experts_glu
+from strandline.kernels.router import route
+from strandline.model_config import Fields
+from strandline.models.layers.mlp import GatedMlpConfig, gated_mlp_targets
+from strandline.models.layers.moe import EXPERTS, expert_targets
+from strandline.models.layers.parameters import matrix, parameter
+from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.sigmoid_moe import SigmoidMoeConfig
+from strandline.models.shard import WHOLE, Shard
+from strandline.models.targets import NamedTargets, whole
+
+MIN_LIMIT, MAX_LIMIT = 1e-3, 1e6
+
+
+def read_limit(fields: Fields) -> float:
+    """Read what gates and up projections are clamped to; raises as :class:`strandline.model_config.Fields`."""
+    return fields.number("swiglu_limit", at_least=MIN_LIMIT, at_most=MAX_LIMIT)
+
+
+class ClampedMlp(nn.Module):
+    """A feed-forward layer with a clamped gated linear unit, whose channels are divided among shards.
+
+    Args:
+        limit: of gates and up projections, greater than 0.
+    """
+
+    operations = (clamped_swiglu,)
+
+    def __init__(
+        self,
+        config: GatedMlpConfig,
+        limit: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+    ) -> None:
+        super().__init__()
+        self.limit, self.shard = limit, shard
+        size = config.part_of(shard)
+        self.gate_up = Projection(2 * size, config.hidden_size, dtype, device)
+        self.down = SummedProjection(config.hidden_size, size, dtype, device, shard)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._swiglu = kernels[clamped_swiglu]
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        return self.down.multiply(self._swiglu(self.gate_up.multiply(hidden_TE), self.limit))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield from gated_mlp_targets(self.gate_up, self.down, self.shard, prefix)
+
+
+class ClampedMoe(nn.Module):
+    """A mixture of experts behind a sigmoid router; what the shared one makes, if there is one, is added as it is.
+
+    Experts are divided among shards, and so are the shared expert's channels; all route every token.
+
+    Args:
+        limit: as of ``ClampedMlp``, for all experts.
+    """
+
+    operations = (route, clamped_experts_glu)
+
+    def __init__(
+        self,
+        config: SigmoidMoeConfig,
+        limit: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+    ) -> None:
+        super().__init__()
+        self.config, self.limit, self.experts = config, limit, shard.span(config.num_experts, EXPERTS)
+        self.held = None if shard.count == 1 else self.experts
+        hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
+        self.router_dtype = config.router_dtype or dtype
+        self.router = Projection(num_experts, hidden_size, self.router_dtype, device)
+        self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
+        self.gate_up_XFE = matrix(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = matrix(len(self.experts), hidden_size, size, dtype=dtype, device=device)
+        self.shared = None
+        if config.shared_size:
+            self.shared = ClampedMlp(GatedMlpConfig(hidden_size, config.shared_size), limit, dtype, device, shard)
+
+    @property
+    def expert_share(self) -> float:
+        """Part of the experts that a token takes."""
+        return self.config.routing.top_k / self.config.num_experts
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._route, self._experts_glu = kernels[route], kernels[clamped_experts_glu]
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        logits_TX = self.router.multiply(hidden_TE.to(self.router_dtype))
+        chosen = self._route(logits_TX, self.bias_X, self.config.routing)
+        out_TE = self._experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, *chosen, self.limit, self.held)
+        return out_TE if self.shared is None else out_TE.add_(self.shared(hidden_TE))
+
+    def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
+        """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
+        yield f"{prefix}gate.weight", whole(self.router.weight_OI)
+        if self.bias_X is not None:
+            yield f"{prefix}{bias_name}", whole(self.bias_X)
+        if self.shared is not None:
+            yield from self.shared.targets(f"{prefix}shared_experts.")
+        weights = (self.gate_up_XFE, self.down_XEF)
+        yield from expert_targets(*weights, self.experts, self.config.num_experts, f"{prefix}experts.", names)
