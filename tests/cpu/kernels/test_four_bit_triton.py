@@ -200,8 +200,9 @@ def test_tiles_are_as_exact_as_dequantised(tile: Tile, spans: int, group: int) -
     check_tile(tile, spans, 70, 520, 100, DTYPES[group == 64], "cpu", group)
 
 
-@pytest.mark.parametrize("group", GROUPS_FOUR_BIT)
-@pytest.mark.parametrize(("gemv", "num_rows"), [(Gemv(4, 128, 1), 1), (Gemv(2, 512, 2), 3)])
+@pytest.mark.parametrize(
+    ("gemv", "num_rows", "group"), [(Gemv(4, 128, 1), 1, 32), (Gemv(4, 128, 1), 1, 128), (Gemv(2, 512, 2), 3, 64)]
+)
 def test_few_rows_are_as_exact_as_dequantised(gemv: Gemv, num_rows: int, group: int) -> None:
     check_gemv(gemv, num_rows, 640, 33, DTYPES[group == 32], "cpu", group)
 

@@ -64,7 +64,7 @@ def test_sequences_of_different_lengths_equal_torchs(kind: Kind) -> None:
     check_prefill(layer, make_slots(kind, [5, 9], "cpu"), prompts, FLOAT32_ERROR)
 
 
-OFFSETS = [1, 63, 64, 65, 100, 128, 149]
+OFFSETS = [1, 64, 65, 149]
 EVERY_OFFSET = [
     pytest.param(offset, marks=[] if offset in OFFSETS else pytest.mark.long) for offset in range(1, NUM_TOKENS)
 ]
