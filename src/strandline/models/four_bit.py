@@ -99,7 +99,7 @@ class PackedMatrix:
     def part(self, index: Index) -> FourBitMatrix:
         """Read a range of rows and of inputs; it has all groups."""
         rows, inputs = (*index, *[slice(None)] * (2 - len(index)))
-        code_NK = self._codes.read(rows, inputs).to(self.scale_NX.device)
+        code_NK = self._codes.read(rows, inputs)
         return FourBitMatrix(code_NK, self.scale_NX[rows], self.zero_NX[rows], self.group_K[inputs])
 
 
