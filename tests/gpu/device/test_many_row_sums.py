@@ -1,9 +1,5 @@
-"""Two GPUs sum many rows as NCCL, to the bit; with the norm behind, too; in CUDA graphs and outside.
+"""GPUs sum many rows in the order of their ranks, to the bit; with the norm behind, too; in CUDA graphs and outside."""
 
-Any order of adding two numbers gives the same bits.
-"""
-
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -11,16 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.device.process_ranks import ProcessRanks, RankPlace
+from strandline.device.process_ranks import ProcessRanks
 from strandline.kernels.many_row_sums import BLOCK_BYTES, MAX_SUM_BYTES
 from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
 from strandline.kernels.rank_sums import bind_sum_add_norm
-from tests.gpu.device.test_few_row_sums import EPS, TOLERANCES, captured, decoder, expected, kernels_of, rows, shared
+from tests.gpu.device.rank_processes import EPS, NUM_RANKS, captured, expected, rows, run_ranks, shared
+from tests.gpu.device.test_few_row_sums import TOLERANCES, decoder, kernels_of
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-NUM_RANKS = 2
-MAX_WAIT_S = 400
 NUM_ROUNDS = 20
 REPLAYS = 100
 SUMS_OF_GRAPH = 8
@@ -77,7 +70,7 @@ def compare_strided(ranks: ProcessRanks, dtype: torch.dtype) -> None:
     """Strided tensors, and one that begins in the middle of a vector on one rank alone."""
     x = rows(ranks.rank, (2048, 600), dtype, 1)
     assert torch.equal(ranks.sum(x.T), expected(x.T.contiguous()))
-    behind = torch.cat([x.flatten()[: 1 - ranks.rank], x.flatten()])[1 - ranks.rank :]
+    behind = torch.cat([x.flatten()[:1], x.flatten()])[1:] if ranks.rank == 0 else x.flatten()
     assert torch.equal(ranks.sum(behind), expected(x).flatten())
 
 
@@ -141,38 +134,22 @@ def compare_norms_in_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
             graph.replay()
         assert all(torch.equal(found, first) for (_, found), first in zip(graphs, firsts, strict=True))
     for _, found in graphs:
-        others = [torch.empty_like(found) for _ in range(NUM_RANKS)]
+        others = [torch.empty_like(found) for _ in range(ranks.size)]
         dist.all_gather(others, found)
-        assert torch.equal(*others)
+        assert all(torch.equal(found, other) for other in others)
 
 
-def run_rank(place: RankPlace) -> None:
-    ranks = ProcessRanks(place, torch.device("cuda", place.rank))
+def compare(ranks: ProcessRanks) -> None:
     assert ranks.many_rows is not None
     assert 8208 * 2048 * 2 <= MAX_SUM_BYTES < 9217 * 2048 * 2
-    with torch.inference_mode():
-        for dtype in (torch.bfloat16, torch.float32):
-            compare_calls(ranks, dtype)
-            compare_strided(ranks, dtype)
-            compare_graphs(ranks, dtype)
-            compare_norms(ranks, dtype)
-            compare_norms_in_graphs(ranks, dtype)
-    torch.cuda.synchronize()
-    ranks.close()
+    for dtype in (torch.bfloat16, torch.float32):
+        compare_calls(ranks, dtype)
+        compare_strided(ranks, dtype)
+        compare_graphs(ranks, dtype)
+        compare_norms(ranks, dtype)
+        compare_norms_in_graphs(ranks, dtype)
 
 
-def test_two_gpus_sum_many_rows(tmp_path: Path) -> None:
-    (tmp_path / "place").mkdir()
-    meeting = str(tmp_path / "place" / "meeting")
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=run_rank, args=(RankPlace(rank, NUM_RANKS, meeting),)) for rank in range(NUM_RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(MAX_WAIT_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [0, 0]
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_gpus_sum_many_rows(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(compare, num_ranks, tmp_path)

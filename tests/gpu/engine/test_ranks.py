@@ -1,4 +1,4 @@
-"""Two GPUs give the tokens of one: every kind of layer, with CUDA graphs and without, with drafts, FP8 and tiers."""
+"""Several GPUs give the tokens of one: all kinds of layers, with graphs and without, with drafts, FP8 and tiers."""
 
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,23 @@ from tests.cpu.models import families
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
-DIVIDED = sorted(name for name, num_ranks in NUM_RANKS.items() if num_ranks == 2 and name != "qwen3_5")
+TWO_OR_FOUR = [2, pytest.param(4, marks=NEEDS_FOUR)]
+DIVIDED = [
+    pytest.param(name, num_ranks, marks=[NEEDS_FOUR] if num_ranks == 4 else [])
+    for name, num_ranks in sorted(NUM_RANKS.items())
+    if name != "qwen3_5"
+]
 EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 32,
 }
+WIDER = {"num_attention_heads": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+"""Heads that four ranks divide; keys and values are replicated."""
 
 
 def cached_and_forked(llm: LLM, longest: int = 700) -> list[list[int]]:
@@ -44,11 +52,15 @@ def cached_and_forked(llm: LLM, longest: int = 700) -> list[list[int]]:
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_two_gpus_give_the_tokens_of_one(tmp_path: Path, changes: dict[str, Any], enforce_eager: bool) -> None:
-    directory = str(save_tiny_model(tmp_path, **changes))
+@pytest.mark.parametrize("num_ranks", TWO_OR_FOUR)
+def test_several_gpus_give_the_tokens_of_one(
+    tmp_path: Path, changes: dict[str, Any], enforce_eager: bool, num_ranks: int
+) -> None:
+    directory = str(save_tiny_model(tmp_path, **WIDER, **changes))
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory": "64MiB", "enforce_eager": enforce_eager}
     options |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "skip_tokenizer_init": True}
-    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options)) for size in (1, 2))
+    sizes = (1, num_ranks)
+    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options)) for size in sizes)
     assert found == expected
 
 
@@ -85,18 +97,20 @@ def test_prompts_are_handed_over_between_one_gpu_and_two(tmp_path: Path) -> None
         node.core.close()
 
 
-@pytest.mark.parametrize("family", DIVIDED)
-def test_kinds_of_layers_give_the_tokens_of_one_gpu(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "num_ranks"), DIVIDED)
+def test_kinds_of_layers_give_the_tokens_of_one_gpu(tmp_path: Path, family: str, num_ranks: int) -> None:
     directory = str(families.save(family, tmp_path))
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory": "64MiB", "max_num_seqs": 8}
     options |= {"max_num_batched_tokens": 256, "max_model_len": 512, "skip_tokenizer_init": True}
-    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options), 300) for size in (1, 2))
+    sizes = (1, num_ranks)
+    expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options), 300) for size in sizes)
     assert found == expected
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "FP8"])
-def test_demo_model_answers_on_two_gpus(tmp_path: Path, num_drafts: int, is_fp8: bool) -> None:
+@pytest.mark.parametrize("num_ranks", TWO_OR_FOUR)
+def test_demo_model_answers_on_several_gpus(tmp_path: Path, num_drafts: int, is_fp8: bool, num_ranks: int) -> None:
     """Its own layer makes the drafts."""
     model = "demo"
     if is_fp8:
@@ -104,7 +118,7 @@ def test_demo_model_answers_on_two_gpus(tmp_path: Path, num_drafts: int, is_fp8:
         model = str(tmp_path / "fp8")
     speculation = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False} if num_drafts else None
     options: dict[str, Any] = {"device": "cuda", "memory": "64MiB", "max_num_seqs": MAX_NUM_SEQS}
-    llm = LLM(model, tensor_parallel_size=2, speculative_config=speculation, **options)
+    llm = LLM(model, tensor_parallel_size=num_ranks, speculative_config=speculation, **options)
     questions: Any = [[{"role": "user", "content": f"What is {number} + 3?"}] for number in (2, 4)]
     for _ in range(2):  # again from snapshots
         outputs = llm.chat(questions, SamplingParams(temperature=0), use_tqdm=False)
