@@ -205,7 +205,8 @@ class Runner:
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         has_layer, has_drafts = self._memory.draft is not None, any(sequence.num_drafts for sequence in sequences)
-        if has_layer and all(sequence.is_plain for sequence in sequences):
+        is_behind_drafts = not self._pending.row_of and any(sequence.pending for sequence in sequences)
+        if has_layer and not is_behind_drafts and all(sequence.is_plain for sequence in sequences):
             self._verified_rows = {}
             self._compute_beside_draft_layer(sequences, launched)
             return
@@ -213,7 +214,7 @@ class Runner:
         if (has_layer or has_logged_drafts) and self._replay_verification(sequences, launched):
             return
         self._verified_rows = {}
-        if any(sequence.pending and sequence.request_id not in self._pending.row_of for sequence in sequences):
+        if is_behind_drafts:
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
         order, num_decodes = _order(sequences)
         if has_layer or has_drafts:

@@ -6,6 +6,7 @@ CUDA graphs are replaced: what they are replayed for is computed at once, from t
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -475,3 +476,22 @@ def test_requests_that_need_the_host_join_and_leave(make: Callable[..., LLM], op
     llm = make(2)
     assert run(llm) == run(make(0))
     assert llm.engine.core.stats().speculation.num_accepted_tokens
+
+
+def test_token_behind_drafts_may_need_none(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence has a last token to compute when all others may have ended with the drafts under way."""
+
+    def run(llm: LLM) -> list[list[int]]:
+        prompts, answers = [prompt for prompt, _ in some_requests(llm, 4)[:4]], list[list[int]]()
+        for length in range(16, 19):
+            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+            answers += [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        return answers
+
+    expected, llm, steps = run(make(0)), make(2), Steps(monkeypatch)
+    assert run(llm) == expected
+    assert any(
+        all(x.is_plain for x in plan.sequences) and any(x.pending for x in plan.sequences)
+        for before, plan in pairwise(steps.plans)
+        if not all(x.is_plain for x in before.sequences)
+    )
