@@ -164,11 +164,6 @@ class EngineConfig:
                 "--kv-transfer-config: NixlConnector reads the memory of the engine's own process, so it goes with "
                 "neither --tensor-parallel-size nor --distributed-executor-backend mp; use SocketConnector"
             )
-        if self.deterministic and self.tensor_parallel_size > 2:
-            raise ConfigError(
-                f"--deterministic goes with at most 2 ranks, --tensor-parallel-size is {self.tensor_parallel_size}: "
-                "the order in which more of them are added up depends on the batch"
-            )
         if self.speculation is not None and self.deterministic:
             raise ConfigError(
                 "--deterministic does not go with --speculative-config: drafts are computed in other steps than the "

@@ -1,6 +1,7 @@
 """Ranks in separate processes, which communicate through ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
-On GPUs, sums go through symmetric memory where it is available (``symmetric_memory.py``).
+On GPUs, sums go through symmetric memory where it is available (``symmetric_memory.py``). The order in which a backend
+adds depends on the size of the tensor, so deterministic engines leave it no sum of more than two numbers.
 Ranks rendezvous at a file and connect over the loopback interface only, since all are on one machine.
 """
 
@@ -17,10 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.device.symmetric_memory import TorchSymmetricMemory, connect_sums
-from strandline.kernels.ranks import FewRows, ManyRows
+from strandline.kernels.ranks import FewRows, ManyRows, add_in_order
 
 TIMEOUT: Final = timedelta(minutes=10)
 """How long a rank waits for the others: some take longer to load their weights."""
+
+MAX_GATHERED_BYTES: Final = 16 << 20
+"""What is gathered from each rank at a time, to be added in order: a limit to scratch memory."""
 
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables that select the backends' network interface."""
@@ -48,11 +52,14 @@ class ProcessRanks:
 
     Args:
         device: this rank's own; on GPUs the only one that the process computes on.
+        is_deterministic: whether a row's sum must depend on that row alone, to the last bit.
     """
 
-    def __init__(self, place: RankPlace, device: torch.device) -> None:
+    def __init__(self, place: RankPlace, device: torch.device, *, is_deterministic: bool = False) -> None:
         self.rank, self.size = place.rank, place.size
         self._device, self._place = device, place
+        # Two numbers have one sum.
+        self._adds_in_order = is_deterministic and self.size > 2
         for name, value in (dict.fromkeys(INTERFACES, _loopback()) | WITHOUT_MULTICAST).items():
             os.environ.setdefault(name, value)
         self.enter_thread()
@@ -80,7 +87,12 @@ class ProcessRanks:
         if self.many_rows is not None and self.many_rows.can_sum(x):
             return self.many_rows.sum(x)
         x = x.contiguous()
-        if x.numel():
+        if not x.numel():
+            return x
+        if self._adds_in_order and x.is_floating_point():
+            for part in x.view(-1).split(MAX_GATHERED_BYTES // x.itemsize):
+                part.copy_(add_in_order(self._of_all(part).unbind()))
+        else:
             dist.all_reduce(x)
         return x
 
@@ -88,10 +100,14 @@ class ProcessRanks:
         """Return all ranks' matrices side by side; enqueued as sums are."""
         if self.few_rows is not None and self.few_rows.can_gather(x):
             return self.few_rows.gather(x)
+        return self._of_all(x).transpose(0, 1).reshape(len(x), -1)
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """Return all ranks' tensors, one behind the other."""
         parts = x.new_empty(self.size, *x.shape)
         if x.numel():
             dist.all_gather(list(parts.unbind()), x.contiguous())
-        return parts.transpose(0, 1).reshape(len(x), -1)
+        return parts
 
     def least(self, number: int) -> int:
         """Return the least of all ranks' numbers; waits for the device."""

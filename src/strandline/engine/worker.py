@@ -21,6 +21,7 @@ from threading import Event, Lock, Thread
 from typing import Any, BinaryIO, Final
 
 import strandline.errors
+from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.process_ranks import ProcessRanks, RankPlace
 from strandline.engine.engine_log import name_engine_in_log
@@ -147,7 +148,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     name_engine_in_log(start.config)
     leave_generation_out()
     try:
-        ranks = None if start.place is None else ProcessRanks(start.place, resolve_device(start.config, rank))
+        ranks = None if start.place is None else connect(start.place, start.config)
         executor = load_uni_executor(
             start.config, ranks=ranks or ONE_RANK, weights=start.weights, progress=start.progress
         )
@@ -165,6 +166,11 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
         )
         while True:
             worker.handle(pickle.load(calls))
+
+
+def connect(place: RankPlace, config: EngineConfig) -> ProcessRanks:
+    """Return the ranks of an engine; waits until all have connected."""
+    return ProcessRanks(place, resolve_device(config, place.rank), is_deterministic=config.deterministic)
 
 
 def leave_with(connection: socket.socket, place: RankPlace | None, is_loaded: Event) -> None:

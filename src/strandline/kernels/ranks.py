@@ -6,8 +6,10 @@ the same order.
 Shape suffixes: T rows, E channels.
 """
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -98,6 +100,18 @@ class OneRank:
 
 
 ONE_RANK: Final = OneRank()
+
+
+def add_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of floating-point tensors: added one after the other in float32 or wider, and rounded once.
+
+    So do the kernels of ``FewRows`` and ``ManyRows``, to the same bits.
+    """
+    first, *others = parts
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for part in others:
+        total += part
+    return total.to(first.dtype)
 
 
 def columns_of(vocab_size: int, rank: int, size: int) -> range:

@@ -86,7 +86,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def traces(llm: LLM, prompts: Any, params: SamplingParams = SAMPLED) -> Trace:
+def traces(llm: LLM, prompts: Any, params: SamplingParams | list[SamplingParams] = SAMPLED) -> Trace:
     """Return the tokens of each answer and the log-probabilities of their rivals."""
     outputs = [output for request in llm.generate(prompts, params, use_tqdm=False) for output in request.outputs]
     return [

@@ -9,7 +9,6 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache import TokenBuffer
-from strandline.config import EngineConfig
 from strandline.device.sizing import require_determinism
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
@@ -127,8 +126,3 @@ def test_recurrent_states_must_be_kept_in_float32() -> None:
     require_determinism(spec("float32"), kernels)
     with pytest.raises(ConfigError, match="needs states in float32, the model's are bfloat16"):
         require_determinism(spec("bfloat16"), kernels)
-
-
-def test_more_than_two_ranks_are_refused_before_anything_loads() -> None:
-    with pytest.raises(ConfigError, match="--deterministic goes with at most 2 ranks, --tensor-parallel-size is 3"):
-        EngineConfig(model="not there", deterministic=True, tensor_parallel_size=3)

@@ -5,6 +5,7 @@ Ranks are threads here; ``test_rank_processes.py`` has processes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from strandline.device.sizing import slabs_for
 from strandline.engine import loading
 from strandline.errors import ConfigError
 from tests.cpu.engine.conftest import llm_maker
+from tests.cpu.engine.test_bits import MIXTURE, SHORT, traces
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_speculation import SPECULATION, Answers, force, record
 from tests.cpu.engine.threaded_executor import ThreadedExecutor
@@ -140,14 +142,18 @@ def test_demo_model_answers_alike_on_two_ranks(num_drafts: int) -> None:
     assert found == expected == ["2 + 3 = 5."] * 2
 
 
-def test_bits_do_not_depend_on_the_cache_with_two_ranks(model_dir: Path) -> None:
-    prompt, params = tokens(150), SamplingParams(temperature=0, max_tokens=8, logprobs=2)
-    with making(model_dir, 2, deterministic=True) as make:
-        cold, warm = make(enable_prefix_caching=False), make()
-        warm.generate([prompt[:100]], GREEDY, use_tqdm=False)
-        [expected], [found] = (llm.generate([prompt], params, use_tqdm=False) for llm in (cold, warm))
-    assert found.num_cached_tokens > 0
-    assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bits_depend_on_neither_batch_nor_cache(tmp_path: Path, num_ranks: int) -> None:
+    directory = save_tiny_model(tmp_path, linear_num_key_heads=4, **MIXTURE)
+    prompts = [tokens(150), tokens(140) + tokens(30, seed=1), tokens(63, seed=2), tokens(129)]
+    params = [replace(SHORT, **choice) for choice in ({"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9})]
+    with making(directory, num_ranks, deterministic=True) as make:
+        cold, llm = make(enable_prefix_caching=False), make(max_num_batched_tokens=100)
+        pairs = zip(prompts, params, strict=True)
+        expected = [trace for prompt, own in pairs for trace in traces(cold, [prompt], own)]
+        assert traces(llm, prompts, params) == expected
+        assert traces(llm, prompts[::-1], params[::-1]) == expected[::-1]
+    assert llm.engine.cache.stats().hit_tokens > 0
 
 
 def test_keys_and_values_in_fp8_are_divided_too(model_dir: Path) -> None:

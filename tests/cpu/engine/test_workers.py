@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from strandline.engine import workers
+from strandline.config import EngineConfig
+from strandline.device.process_ranks import RankPlace
+from strandline.engine import worker, workers
 from strandline.engine.worker_link import WorkerEndedError
 from strandline.engine.workers import Workers
 from strandline.errors import EngineError
@@ -92,3 +94,9 @@ def test_a_rank_that_has_ended_is_found_without_a_call() -> None:
     with pytest.raises(EngineError, match=r"rank 1 of 2 .* has ended by SIGKILL"):
         made.check()
     made.close()
+
+
+def test_ranks_of_deterministic_engines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "ProcessRanks", lambda *_, is_deterministic: is_deterministic)
+    configs = [EngineConfig(model="demo", device="cpu", deterministic=value) for value in (False, True)]
+    assert [worker.connect(RankPlace(0, 4, "meeting"), config) for config in configs] == [False, True]

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from strandline.kernels.ranks import FewRows, ManyRows
+from strandline.kernels.ranks import FewRows, ManyRows, add_in_order
 
 T = TypeVar("T")
 
@@ -50,7 +50,8 @@ class RankThread:
         self._group, self.rank, self.size = group, rank, group.size
 
     def sum(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x.clone())).sum(0)
+        parts = self._exchange(x.clone())
+        return add_in_order(parts) if x.is_floating_point() else torch.stack(parts).sum(0)
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x.clone()), dim=-1)
