@@ -33,7 +33,7 @@ from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.wide_norm import mean_square
+from strandline.models.layers.wide_norm import bind_mean_square
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, Target, sharded, stacked, stacked_rows
 from strandline.specs import LayerSpec, TensorSpec
@@ -181,7 +181,7 @@ class Mamba2Layer(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._rms_norm_of_gated, self._silu_gate = kernels[rms_norm_of_gated], kernels[silu_gate]
-        self._ranks = kernels.ranks
+        self._mean_square = bind_mean_square(kernels, self.group_shard)
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> Mamba2Memory:
@@ -216,7 +216,7 @@ class Mamba2Layer(nn.Module):
             return self._silu_gate(out_TO, z_TO)
         if self.group_shard != self.shard:
             gated_TO = F.silu(z_TO.float()).mul_(out_TO)
-            scale_T1 = mean_square(gated_TO, self._ranks, self.group_shard).add_(self.config.eps).rsqrt_()
+            scale_T1 = self._mean_square(gated_TO).add_(self.config.eps).rsqrt_()
             return gated_TO.mul_(scale_T1).to(out_TO.dtype) * self.norm_O
         return self._rms_norm_of_gated(out_TO, z_TO, self.norm_O, self.config.eps, self.config.num_groups)
 
