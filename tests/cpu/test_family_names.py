@@ -17,7 +17,7 @@ HOMES = re.compile(r"models/.*|kernels/(gdn|kda|lightning|rglru|mamba[12])\w*\.p
 
 ALLOWED: Mapping[str, str] = {
     "model_config.py": "architectures by their published names, which are checked before torch is loaded",
-    "server/tool_formats.py": "wire formats of tool calls are named after the models that brought them",
+    "text/tool_formats.py": "wire formats of tool calls are named after the models that brought them",
     "server/output_parser.py": "wire formats of reasoning, named likewise",
     "bench/known_models.py": "a table of known models, and the default of flags",
     "bench/cost.py": "times measured of known models",

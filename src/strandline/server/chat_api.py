@@ -14,12 +14,12 @@ from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
 from strandline.server.request_bodies import ChatBody, sent_as
-from strandline.server.segments import merge_segments
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, plain_events
 from strandline.server.tools import Toolbox, toolbox
 from strandline.server.usage_and_logprobs import Json, chat_logprobs, handed_over, usage, usage_so_far
 from strandline.text.frontend import CheckedParams
+from strandline.text.segments import merge_segments
 
 
 class Chat:

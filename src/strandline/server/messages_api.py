@@ -15,7 +15,6 @@ from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.messages_blocks import Blocks, chat_messages, chat_tools
 from strandline.server.request_bodies import Objects, Strings, check_extra, sent_as
-from strandline.server.segments import merge_segments
 from strandline.server.service import Service
 from strandline.server.sse import (
     EventStream,
@@ -26,6 +25,7 @@ from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json
 from strandline.text.frontend import CheckedParams
+from strandline.text.segments import merge_segments
 
 THINKING: Mapping[str, dict[str, Any]] = {
     "enabled": {"enable_thinking": True},

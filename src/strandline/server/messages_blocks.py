@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.server.json_calls import parse_json
 from strandline.server.output_parser import new_call_id
-from strandline.server.segments import Segment, SegmentKind
 from strandline.server.tools import Toolbox, toolbox
 from strandline.server.usage_and_logprobs import Json
+from strandline.text.json_calls import parse_json
+from strandline.text.segments import Segment, SegmentKind
 
 MARK: Final = "cache_control"
 CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "none": "none", "any": "required"}

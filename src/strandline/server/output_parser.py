@@ -7,9 +7,9 @@ from uuid import uuid4
 
 from strandline.errors import ConfigError
 from strandline.server.reasoning import CLOSE, OPEN, ThinkParser
-from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments
-from strandline.server.tool_calls import Schemas
-from strandline.server.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
+from strandline.text.segments import Segment, SegmentKind, SegmentParser, merge_segments
+from strandline.text.tool_calls import Schemas
+from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
 
 Json = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from strandline.server.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"

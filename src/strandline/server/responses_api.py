@@ -18,13 +18,13 @@ from strandline.server.gate import salt_of
 from strandline.server.reasoning import CLOSE
 from strandline.server.request_bodies import Count, Objects, Strings, check_extra, sent_as
 from strandline.server.responses_items import Items, chat_messages, chat_tools
-from strandline.server.segments import merge_segments
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, named_events
 from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
 from strandline.text.frontend import CheckedParams
+from strandline.text.segments import merge_segments
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need stored state."""

@@ -7,9 +7,9 @@ from typing import Any, Final
 from uuid import uuid4
 
 from strandline.errors import RequestError
-from strandline.server.segments import Segment, SegmentKind
 from strandline.server.tools import Toolbox, toolbox
 from strandline.server.usage_and_logprobs import Json
+from strandline.text.segments import Segment, SegmentKind
 
 SYSTEM_ROLES: Final = ("system", "developer")
 TEXT_PARTS: Final = ("input_text", "output_text", "text")

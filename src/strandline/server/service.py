@@ -20,11 +20,11 @@ from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
 from strandline.server.output_parser import OutputFormat
 from strandline.server.reasoning import CLOSE
-from strandline.server.tool_formats import tool_format
 from strandline.server.tools import Toolbox
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
 from strandline.text.prompts import check_length, encode_text
+from strandline.text.tool_formats import tool_format
 
 T = TypeVar("T")
 TryGrammar = Callable[[StructuredOutputsParams], Awaitable[None]]

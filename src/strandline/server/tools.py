@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.server.tool_formats import tool_format
-from strandline.server.tool_grammars import Tag
+from strandline.text.tool_formats import tool_format
+from strandline.text.tool_grammars import Tag
 
 MAX_TOOLS: Final = 1024
 

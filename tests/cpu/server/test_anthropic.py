@@ -9,7 +9,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.server.messages_blocks import Blocks
-from strandline.server.segments import Segment, SegmentKind
+from strandline.text.segments import Segment, SegmentKind
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream
 
 QUESTION: dict[str, Any] = {

@@ -263,3 +263,20 @@ def test_a_marked_part_is_hit_by_another_end(client: openai.OpenAI) -> None:
 
     assert ask("Who?") == 0
     assert ask("Is it long?") == len("*user\n" + part["text"])
+
+
+def test_only_tags_that_parsers_need_are_shown_among_special_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    specials = ["<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    client: Any = SimpleNamespace(frontend=SimpleNamespace(tokenizer=tokenizer))
+
+    def shown(output_format: OutputFormat, params: SamplingParams, *, with_tools: bool) -> set[str] | None:
+        hidden = Service(client, ["x"], output_format=output_format).hidden_ids(params, with_tools=with_tools)
+        return None if hidden is None else set(specials) - set(tokenizer.convert_ids_to_tokens(sorted(hidden)))
+
+    lfm2, params = OutputFormat("lfm2", "qwen3"), SamplingParams()
+    assert shown(lfm2, params, with_tools=True) == set(specials) - {"<|im_end|>"}
+    assert shown(lfm2, params, with_tools=False) == {"<think>", "</think>"}
+    assert shown(OutputFormat("hermes"), params, with_tools=True) is None
+    assert shown(lfm2, SamplingParams(skip_special_tokens=False), with_tools=True) is None

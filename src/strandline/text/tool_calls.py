@@ -6,7 +6,7 @@ The model's output is not trusted to be well-formed: text that is not a call is 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from strandline.server.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Maps a function to the JSON schema of its parameters."""

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any, Final
 
-from strandline.server.json_calls import SEPARATORS, parse_json
-from strandline.server.segments import Segment, SegmentKind, split_at_tag, split_space
-from strandline.server.tool_calls import Schemas
+from strandline.text.json_calls import SEPARATORS, parse_json
+from strandline.text.segments import Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.tool_calls import Schemas
 
 NAME: Final = re.compile(r"[\w.-]{1,256}")
 MAX_HEAD_CHARACTERS: Final = 512

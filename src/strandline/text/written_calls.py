@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from strandline.server.headed_calls import ARGUMENTS, function_name
-from strandline.server.tag_calls import Tags
+from strandline.text.headed_calls import ARGUMENTS, function_name
+from strandline.text.tag_calls import Tags
 
 WriteCall = Callable[[str, Mapping[str, Any], str], str]
 """Writes a call, given the function's name, the arguments, and the call's id."""

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from strandline.server.json_calls import parse_json
-from strandline.server.python_calls import parse_literal
-from strandline.server.schema_types import value_types
-from strandline.server.segments import Segment, SegmentKind, split_at_tag, split_space
-from strandline.server.tool_calls import Schemas
+from strandline.text.json_calls import parse_json
+from strandline.text.python_calls import parse_literal
+from strandline.text.schema_types import value_types
+from strandline.text.segments import Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.tool_calls import Schemas
 
 MAX_NAME_CHARACTERS: Final = 256
 """Maximum length of the name of a function or parameter, with the end of its tag."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.server import headed_calls
-from strandline.server.headed_calls import HeadedCalls
-from strandline.server.json_calls import JsonCalls
-from strandline.server.python_calls import PythonCalls
-from strandline.server.tag_calls import TagCalls, Tags
-from strandline.server.tool_calls import Calls, Schemas, ToolCallParser
-from strandline.server.tool_grammars import CallRules, Frame, headed_call, json_call, python_call, tag_call
-from strandline.server.written_calls import WriteCall, write_headed, write_json, write_python, write_tags
+from strandline.text import headed_calls
+from strandline.text.headed_calls import HeadedCalls
+from strandline.text.json_calls import JsonCalls
+from strandline.text.python_calls import PythonCalls
+from strandline.text.tag_calls import TagCalls, Tags
+from strandline.text.tool_calls import Calls, Schemas, ToolCallParser
+from strandline.text.tool_grammars import CallRules, Frame, headed_call, json_call, python_call, tag_call
+from strandline.text.written_calls import WriteCall, write_headed, write_json, write_python, write_tags
 
 
 @dataclass(frozen=True, slots=True)

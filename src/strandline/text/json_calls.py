@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from math import isfinite
 from typing import Any, Final
 
-from strandline.server.segments import Segment, SegmentKind, split_at_tag
+from strandline.text.segments import Segment, SegmentKind, split_at_tag
 
 ARGUMENTS: Final = ("arguments", "parameters")
 """Keys that models use for a call's arguments."""

@@ -7,7 +7,7 @@ template renders the id that the client sends back, and another id would change 
 import re
 from typing import Final
 
-from strandline.server.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
 
 OPEN: Final = "<|tool_calls_section_begin|>"
 CLOSE: Final = "<|tool_calls_section_end|>"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.server.json_calls import parse_json
 from strandline.server.reasoning import ThinkParser
-from strandline.server.segments import Segment, SegmentKind, SegmentParser, merge_segments, split_at_tag
-from strandline.server.tool_formats import tool_format
-from tests.cpu.server.counted_text import CountedText
+from strandline.text.json_calls import parse_json
+from strandline.text.segments import Segment, SegmentKind, SegmentParser, merge_segments, split_at_tag
+from strandline.text.tool_formats import tool_format
+from tests.cpu.text.counted_text import CountedText
 
 SCHEMAS: dict[str, Any] = {
     "weather": {

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.server.headed_calls import ARGUMENTS, function_name
-from strandline.server.python_calls import NAME, split_keyword
-from strandline.server.schema_types import literals, value_types
-from strandline.server.tag_calls import Tags, split_name
 from strandline.text.closed_objects import close_objects
+from strandline.text.headed_calls import ARGUMENTS, function_name
+from strandline.text.python_calls import NAME, split_keyword
+from strandline.text.schema_types import literals, value_types
+from strandline.text.tag_calls import Tags, split_name
 
 ANYTHING: Final = "/(?s:.*)/"
 AS_TEMPLATES_WRITE: Final = {

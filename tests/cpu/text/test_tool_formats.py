@@ -6,30 +6,27 @@ Templates are shortened to the lines that tell a format.
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline import SamplingParams, StructuredOutputsParams
+from strandline import StructuredOutputsParams
 from strandline.errors import ConfigError, RequestError
 from strandline.server.output_parser import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
-    OutputFormat,
     OutputParser,
     chat_message,
     choose_output_format,
 )
-from strandline.server.segments import Segment, SegmentKind, merge_segments
-from strandline.server.service import Service
-from strandline.server.tool_formats import ALIASES, TOOL_FORMATS, tool_format
 from strandline.server.tools import toolbox
+from strandline.text.segments import Segment, SegmentKind, merge_segments
 from strandline.text.structured import Grammars
+from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, tool_format
 from tests.cpu.engine.tokenizers import byte_tokenizer
-from tests.cpu.server.counted_text import CountedText
+from tests.cpu.text.counted_text import CountedText
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -690,20 +687,3 @@ def test_names_that_a_grammar_takes_are_parsed(name: str, grammars: Grammars) ->
         assert calls(segments) == [(function, {parameter: 1})]
         num_parsed += 1
     assert num_parsed >= len(USUAL) + 2
-
-
-def test_only_tags_that_parsers_need_are_shown_among_special_tokens() -> None:
-    tokenizer = byte_tokenizer()
-    specials = ["<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>", "<|im_end|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": specials})
-    client: Any = SimpleNamespace(frontend=SimpleNamespace(tokenizer=tokenizer))
-
-    def shown(output_format: OutputFormat, params: SamplingParams, *, with_tools: bool) -> set[str] | None:
-        hidden = Service(client, ["x"], output_format=output_format).hidden_ids(params, with_tools=with_tools)
-        return None if hidden is None else set(specials) - set(tokenizer.convert_ids_to_tokens(sorted(hidden)))
-
-    lfm2, params = OutputFormat("lfm2", "qwen3"), SamplingParams()
-    assert shown(lfm2, params, with_tools=True) == set(specials) - {"<|im_end|>"}
-    assert shown(lfm2, params, with_tools=False) == {"<think>", "</think>"}
-    assert shown(OutputFormat("hermes"), params, with_tools=True) is None
-    assert shown(lfm2, SamplingParams(skip_special_tokens=False), with_tools=True) is None
