@@ -36,7 +36,7 @@ from strandline.server.service import Service, TryGrammar
 from strandline.server.slow_client_timeout import SlowClientTimeout
 from strandline.server.supervisor import EngineProcess, engine_process, keep_restarting
 from strandline.text.model_files import default_sampling_params, find_model
-from strandline.text.prompts import check_template
+from strandline.text.prompts import check_template, template_text
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.server")
@@ -131,8 +131,8 @@ def make_service(
     """
     names = server.served_model_name or (engine.model,)
     tokenizer = client.frontend.tokenizer
-    shown = template or str(getattr(tokenizer, "chat_template", None) or "")
     added = tokenizer.get_added_vocab() if tokenizer is not None else ()
+    shown = template_text(tokenizer, template)
     output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown, added)
     return Service(
         client,

@@ -24,7 +24,6 @@ from strandline.server.tools import Toolbox
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
 from strandline.text.prompts import check_length, encode_text
-from strandline.text.tool_formats import tool_format
 
 T = TypeVar("T")
 TryGrammar = Callable[[StructuredOutputsParams], Awaitable[None]]
@@ -72,13 +71,12 @@ class Service:
     def renderer(self) -> ChatRenderer:
         """Return the renderer of conversations. Raises as ``tokenizer``."""
         if not self._renderers:
-            tool_calls = self.output_format.tool_calls
             self._renderers.append(
                 ChatRenderer(
                     self.tokenizer,
                     self.chat_template,
                     parse_special_tokens=self.parse_special_tokens,
-                    write_calls=None if tool_calls == "none" else tool_format(tool_calls).write,
+                    tool_calls=self.output_format.tool_calls,
                 )
             )
         return self._renderers[0]

@@ -7,7 +7,7 @@ with a sentinel after every mark; the mark is where the two renderings diverge, 
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -23,7 +23,8 @@ from strandline.text.marks import (
     next_start,
     start_before,
 )
-from strandline.text.prompts import check_length, check_messages, check_text, render_chat
+from strandline.text.prompts import check_length, check_messages, check_text, render_chat, template_text
+from strandline.text.tool_formats import ToolFormat, find_tool_format, tool_format
 
 MARK: Final = "cache_control"
 MAX_MARKS: Final = 4
@@ -41,8 +42,6 @@ PROBE_TOOL: Final[Mapping[str, Any]] = {
     "type": "function",
     "function": {"name": SENTINEL, "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-
-WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,8 @@ class ChatRenderer:
     Args:
         chat_template: replaces the tokenizer's own.
         parse_special_tokens: parse control tokens in user and tool messages.
-        write_calls: writes tool calls, with parsed arguments, as the model does; for templates that leave them out.
+        tool_calls: format of earlier calls, for templates that leave them out; ``auto``: detected; ``none``: they stay
+            out.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class ChatRenderer:
         chat_template: str | None = None,
         *,
         parse_special_tokens: bool = False,
-        write_calls: WriteCalls | None = None,
+        tool_calls: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
-        self._write_calls = write_calls
+        self._tool_calls = tool_calls
         self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens)
         self._chat_template = chat_template
         self._turns: Turns | None = None
@@ -223,18 +223,19 @@ class ChatRenderer:
 
     def _with_written_calls(self, marked: list[_MarkedMessage]) -> list[_MarkedMessage]:
         """Return messages with their calls at the end of their content, if the template leaves calls out."""
-        write = self._write_calls
-        if write is None or not any("tool_calls" in entry.message for entry in marked) or self.renders_calls:
+        if not any("tool_calls" in entry.message for entry in marked) or self.renders_calls:
             return marked
-        return [_with_text_of_calls(entry, write) for entry in marked]
+        name = self._tool_calls
+        if name == "auto":
+            name = find_tool_format(self._template_text(), frozenset(self._tokenizer.get_added_vocab()))
+        return marked if name == "none" else [_with_text_of_calls(entry, tool_format(name)) for entry in marked]
 
     def _names(self, role: str) -> bool:
         """Return whether the template names a role."""
         return re.search(rf"""(["']){re.escape(role)}\1""", self._template_text()) is not None
 
     def _template_text(self) -> str:
-        template = self._chat_template or self._tokenizer.chat_template or ""
-        return "\n".join(template.values()) if isinstance(template, dict) else template
+        return template_text(self._tokenizer, self._chat_template)
 
     def _marked(
         self, places: Sequence[int], ends: Sequence[bool], characters: Characters, token_ids: list[int]
@@ -363,12 +364,12 @@ def _unparsed(messages: Messages) -> str:
     return f"; the arguments of a call of {names[0]:.100} are not a JSON object" if names else ""
 
 
-def _with_text_of_calls(entry: _MarkedMessage, write: WriteCalls) -> _MarkedMessage:
+def _with_text_of_calls(entry: _MarkedMessage, written: ToolFormat) -> _MarkedMessage:
     message, before = dict(entry.message), _content(entry)
     calls = message.pop("tool_calls", None)
     if not calls:
         return entry
-    content = before + write(calls)
+    content = before + written.write(calls)
     places = [len(content) if place == len(before) else place for place in entry.places]
     return _MarkedMessage({**message, "content": content}, places)
 

@@ -36,6 +36,12 @@ def check_text(text: str) -> None:
         raise RequestError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
 
 
+def template_text(tokenizer: Any, chat_template: str | None = None) -> str:
+    """Return the text of a chat template: of the one given, else of all that the tokenizer has, which may be None."""
+    template = chat_template or getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+
 def render_chat(
     tokenizer: Any,
     messages: Iterable[Any],

@@ -10,8 +10,11 @@ from typing import Any
 import openai
 import pytest
 
-from strandline import SamplingParams, StructuredOutputsParams
+from strandline import LLM, SamplingParams, StructuredOutputsParams
 from strandline.records.events import Limits
+from strandline.server.config import ServerConfig
+from strandline.server.engine_client import Prompt
+from strandline.server.launch import make_service
 from strandline.server.output_parser import OutputFormat
 from strandline.server.service import Service
 from strandline.server.tools import toolbox
@@ -19,6 +22,7 @@ from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_SPECIALS, byte_tokenizer, chat_template
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.text.templates import FAMILIES
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -204,6 +208,33 @@ def test_calls_and_their_results_are_rendered_for_the_next_turn(client: openai.O
     assert again.usage.prompt_tokens_details is not None
     cached = again.usage.prompt_tokens_details.cached_tokens or 0
     assert cached >= answer.usage.prompt_tokens
+
+
+LISTS_TOOLS = FAMILIES["lfm2"].template.replace("tools: [", "tools: <|tool_list_start|>[")
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (LISTS_TOOLS, '<|tool_call_start|>[weather(city="Ulm", days=2)]<|tool_call_end|>'),
+        (chat_template(CALLS_IN_JSON, thinks=False), CALL[CALL.index("<tool_call>") :]),
+    ],
+    ids=["left out", "rendered"],
+)
+def test_offline_chat_renders_the_prompt_of_the_server(offline_llm: LLM, template: str, written: str) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Ulm", "days": 2}'}
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    messages = [*QUESTION, answer, {"role": "tool", "tool_call_id": "1", "content": "Sun."}]
+    client: Any = SimpleNamespace(frontend=offline_llm.engine.frontend)
+    service = make_service(client, offline_llm.config, ServerConfig(), template, {})
+    expected = asyncio.run(service.render(messages, tools=[WEATHER]))
+    found: Any = offline_llm.render(messages, template, tools=[WEATHER])
+    assert Prompt(found["prompt_token_ids"], found["prompt"], found["marks"]) == expected
+    assert written in found["prompt"]
 
 
 def test_answer_follows_json_schema(client: openai.OpenAI) -> None:

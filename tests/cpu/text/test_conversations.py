@@ -1,6 +1,5 @@
 """Messages as clients send them, in templates that expect them otherwise."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -91,22 +90,20 @@ PLAIN = "{% for m in messages %}{{ m.role[0] + ':' + m.content }};{% endfor %}"
 
 
 def test_calls_that_a_template_leaves_out_are_written() -> None:
-    def write(calls: Sequence[Mapping[str, Any]]) -> str:
-        return "".join(f"[{each['function']['name']} {each['function']['arguments']}]" for each in calls)
-
+    written = '<tool_calls>[{"name": "clock", "arguments": {"a": 1}}]</tool_calls>'
     asked = {**call(arguments='{"a": 1}'), "content": "So:"}
     in_ids = PLAIN.replace("m.content", "m.content + (m.tool_calls[0].id if m.tool_calls else '')")
     for template, wanted in (
-        (PLAIN, "u:x;a:So:[clock {'a': 1}];t:9;"),
+        (PLAIN, f"u:x;a:So:{written};t:9;"),
         (TEMPLATE, "u:x;a:So:<clock a=1>;t:9;"),
         (in_ids, "u:x;a:So:a;t:9;"),
     ):
-        renderer = ChatRenderer(byte_tokenizer(), template, write_calls=write)
+        renderer = ChatRenderer(byte_tokenizer(), template, tool_calls="jamba")
         assert renderer.render([USER, asked, {"role": "tool", "content": "9"}]).text == wanted
     marked = {**asked, "cache_control": {"type": "ephemeral"}}
     tokenizer = byte_tokenizer()
-    chat = ChatRenderer(tokenizer, PLAIN, write_calls=write).render([USER, marked, USER])
-    assert "u:x;a:So:[clock {'a': 1}]" in [tokenizer.decode(chat.token_ids[:mark]) for mark in chat.marks]
+    chat = ChatRenderer(tokenizer, PLAIN, tool_calls="jamba").render([USER, marked, USER])
+    assert f"u:x;a:So:{written}" in [tokenizer.decode(chat.token_ids[:mark]) for mark in chat.marks]
 
 
 def test_template_may_take_a_single_call_per_message() -> None:
