@@ -14,8 +14,8 @@ from strandline.device.graphs import StepHidden
 from strandline.device.sampler import LogprobTensors, SamplingState
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.upload import upload_together
-from strandline.ids import RequestId
-from strandline.kernels.ranks import Ranks
+from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.kernels.binding import Kernels
 from strandline.records.plan import SequencePlan
 
 LOGPROB_ROWS: Final = 256
@@ -28,14 +28,17 @@ def fetch_prompt_logprobs(
     hidden: StepHidden,
     logits: Callable[[Tensor], Tensor],
     states: Mapping[RequestId, SamplingState],
-    ranks: Ranks,
+    kernels: Kernels,
     launched: StepInFlight,
 ) -> None:
     """Fetch the log-probabilities of prompts' tokens, of those sequences that ask for them.
 
+    Deterministic, they are computed by whole blocks: torch's order of sums depends on the number of rows.
+
     Args:
         sequences: in the batch's order.
     """
+    max_rows = BLOCK_TOKENS if kernels.workload.is_deterministic else LOGPROB_ROWS
     rows = host.query_starts_N1[:-1] + (hidden.first_prompt_row - host.num_decode_rows)
     rows[: host.num_decodes] = host.query_starts_N1[: host.num_decodes]
     for row, sequence in zip(rows.tolist(), sequences, strict=True):
@@ -48,7 +51,7 @@ def fetch_prompt_logprobs(
         (tokens_N,) = upload_together([prompt[sequence.start + 1 : end + 1]], hidden.hidden_TE.device)
         rows_NE = hidden.hidden_TE[row : row + len(tokens_N)]
         with catch_failure(launched.failures, sequence.request_id):
-            for hidden_NE, token_N in zip(rows_NE.split(LOGPROB_ROWS), tokens_N.split(LOGPROB_ROWS), strict=True):
+            for hidden_NE, token_N in zip(rows_NE.split(max_rows), tokens_N.split(max_rows), strict=True):
                 logits_NP, tops = logits(hidden_NE), [num_top] * len(token_N)
-                tensors = LogprobTensors.of(logits_NP, token_N, tops, ranks)
+                tensors = LogprobTensors.of(logits_NP, token_N, tops, kernels.ranks)
                 launched.take_prompt_logprobs(sequence.request_id, tensors)

@@ -440,8 +440,7 @@ class Runner:
         if hidden is None:
             launched.is_launch_bound = self._is_launch_bound(host)
             _, hidden = self._run_eagerly(host)
-        ranks = self._kernels.ranks
-        fetch_prompt_logprobs(ordered, host, hidden, self.model.logits, self._states, ranks, launched)
+        fetch_prompt_logprobs(ordered, host, hidden, self.model.logits, self._states, self._kernels, launched)
         return host, hidden
 
     def _is_launch_bound(self, host: HostBatch) -> bool:

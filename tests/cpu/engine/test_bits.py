@@ -139,9 +139,10 @@ def test_forks_have_the_bits_of_a_cold_run(make_exact: MakeLLM) -> None:
 
 def test_log_probabilities_of_prompts_have_the_same_bits(make_exact: MakeLLM) -> None:
     prompts, params = prompts_that_share(7, count=4), SamplingParams(max_tokens=1, prompt_logprobs=1)
-    llm = make_exact(max_num_batched_tokens=100)
-    alone = [output.prompt_logprobs for p in prompts for output in llm.generate([p], params, use_tqdm=False)]
-    assert [output.prompt_logprobs for output in llm.generate(prompts, params, use_tqdm=False)] == alone
+    narrow, wide = make_exact(max_num_batched_tokens=100), make_exact()
+    alone = [output.prompt_logprobs for p in prompts for output in narrow.generate([p], params, use_tqdm=False)]
+    for llm in (narrow, wide):
+        assert [output.prompt_logprobs for output in llm.generate(prompts, params, use_tqdm=False)] == alone
 
 
 def test_preempted_answers_have_the_same_bits(make_exact: MakeLLM) -> None:

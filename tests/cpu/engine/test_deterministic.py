@@ -4,11 +4,14 @@
 """
 
 import random
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from strandline import LLM, SamplingParams
 from strandline.cache import TokenBuffer
+from strandline.device.sampler import LogprobTensors
 from strandline.device.sizing import require_determinism
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
@@ -110,6 +113,24 @@ def test_a_marked_position_is_rounded_down(make_llm: MakeLLM) -> None:
 
 def positions(llm: LLM) -> list[int]:
     return sorted(snapshot.position for _, _, snapshot in llm.engine.cache.snapshots())
+
+
+def test_log_probabilities_of_prompts_are_computed_by_whole_blocks(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a step computes several blocks together."""
+    num_rows, compute = list[int](), LogprobTensors.of
+
+    def counting(logits_NP: Tensor, tokens_N: Tensor, *others: Any) -> LogprobTensors:
+        num_rows.append(len(tokens_N))
+        return compute(logits_NP, tokens_N, *others)
+
+    monkeypatch.setattr(LogprobTensors, "of", counting)
+    for step_tokens in (100, 1000):
+        llm = make_llm(deterministic=True, max_num_batched_tokens=step_tokens)
+        monkeypatch.setattr(llm.engine.core.executor.runner, "_is_exact_on_cpu", False)
+        llm.generate([tokens(200)], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert num_rows == [64, 64, 64, 7] * 2
 
 
 def test_steps_must_have_room_for_a_block(make_llm: MakeLLM) -> None:

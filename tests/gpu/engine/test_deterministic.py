@@ -13,6 +13,7 @@ from tests.cpu.engine.test_bits import (
     WIDE,
     test_a_published_slot_holds_the_bits_of_a_cold_prefill,
     test_forks_have_the_bits_of_a_cold_run,
+    test_log_probabilities_of_prompts_have_the_same_bits,
     test_preempted_answers_have_the_same_bits,
     test_resuming_at_any_position_gives_the_same_bits,
     traces,
@@ -24,6 +25,7 @@ from tests.gpu.engine.conftest import MAX_NUM_SEQS
 __all__ = [
     "test_a_published_slot_holds_the_bits_of_a_cold_prefill",
     "test_forks_have_the_bits_of_a_cold_run",
+    "test_log_probabilities_of_prompts_have_the_same_bits",
     "test_preempted_answers_have_the_same_bits",
     "test_resuming_at_any_position_gives_the_same_bits",
 ]
