@@ -8,6 +8,7 @@ need the host.
 Shape suffixes as in ``kernels/batch.py``; I integers of a buffer, E hidden size, V vocabulary.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -24,7 +25,7 @@ from strandline.device.upload import UploadedTable, upload, upload_together
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.step import store_hidden
+from strandline.kernels.step import fetch_integers, hand_over_tokens, store_hidden
 
 PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
 DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
@@ -42,6 +43,9 @@ MAX_CAPTURED_PREFIX: Final = 32768
 """Tokens before a prefill. Many rows behind more are launched: kernels for prefixes need to know their lengths."""
 
 WARM_UP_RUNS: Final = 2
+
+STEPS_IN_FLIGHT: Final = 2
+"""Steps whose results may still be awaited when the next one is launched, at most."""
 
 Forward = Callable[[StepBatch], Tensor]
 
@@ -76,6 +80,16 @@ def verification_sizes(max_num_seqs: int, draft_tokens: int) -> list[Verificatio
 def capture_error_mode(kernels: Kernels) -> str:
     """Return which calls end a capture: with several ranks, this thread's alone, as one of NCCL's asks after events."""
     return "global" if kernels.ranks.size == 1 else "thread_local"
+
+
+class Decoded(NamedTuple):
+    """What a replayed step of decodes leaves behind, which the next replay overwrites."""
+
+    logits_NV: Tensor
+    likeliest_N: Tensor
+    """Each row's likeliest token, in ``PendingTokens.sampled_P``."""
+    host_likeliest_N: Tensor
+    """The same on the host, once the device is done; not overwritten."""
 
 
 class StepHidden(NamedTuple):
@@ -128,7 +142,11 @@ class StepGraphs:
         self._arena = arena
         self._pending = pending
         self._kernels = kernels
-        self._store_hidden = kernels[store_hidden]
+        self._store_hidden, self._fetch, self._hand_over = (
+            kernels[operation] for operation in (store_hidden, fetch_integers, hand_over_tokens)
+        )
+        self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
+        """What the device may still read or write."""
         self._forward, self._logits = forward, logits
         self._keep_for_drafts = keep_for_drafts
         self._max_model_len = max_model_len
@@ -142,6 +160,7 @@ class StepGraphs:
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
             step = captured[size] = _Captured(size, self._table(size))
+            step.named["token_address"].fill_(pending.sampled_P.data_ptr())
             runs = [(step.graph, self._step)]
             if keep_for_drafts is not None and not size.num_prompts:
                 step.keeping = torch.cuda.CUDAGraph()
@@ -184,18 +203,17 @@ class StepGraphs:
             captured.last_NE = hidden_TE.index_select(0, columns.last_row)
         else:
             captured.logits_NV = self._logits(hidden_TE)
-            self._pending.sampled_P[: len(hidden_TE)].copy_(likeliest(captured.logits_NV, self._kernels))
+            tokens_N = likeliest(captured.logits_NV, self._kernels)
+            self._hand_over(tokens_N, self._pending.sampled_P, captured.named["token_address"])
 
-    def decode(self, host: HostBatch) -> Tensor | None:
-        """Replay a step of decodes; return ``logits_NV``, which the next replay overwrites. None: none has room.
-
-        The likeliest token of each row is then in ``PendingTokens.sampled_P``.
-        """
+    def decode(self, host: HostBatch) -> Decoded | None:
+        """Replay a step of decodes; None: none has room."""
         captured = _first_with_room(self._decodes, host)
         if captured is None:
             return None
-        self._replay(captured, host)
-        return captured.logits_NV[: host.num_sequences]
+        host_tokens_N = self._replay_decodes(captured, host)
+        rows = slice(host.num_sequences)
+        return Decoded(captured.logits_NV[rows], self._pending.sampled_P[rows], host_tokens_N[rows])
 
     def keep_for_drafts(self, host: HostBatch) -> None:
         """Where there is a draft layer: keep what it needs of the decodes that were replayed last.
@@ -214,25 +232,38 @@ class StepGraphs:
         if not host.num_prompts:
             if (captured := _first_with_room(self._decodes, host)) is None:
                 return None
-            self._replay(captured, host)
+            self._replay_decodes(captured, host)
             return StepHidden(captured.hidden_TE, captured.hidden_TE[: host.num_sequences], len(captured.hidden_TE))
         captured = None if _has_long_prefix(host) else _first_with_room(self._mixed, host)
         if captured is None:
             return None
-        self._replay(captured, host)
+        self._replay_mixed(captured, host)
         (places_N,) = upload_together([captured.padded.places(host)], self._arena.bytes.device)
         first_prompt_row = captured.padded.size.num_decode_rows
         return StepHidden(captured.hidden_TE, captured.last_NE.index_select(0, places_N), first_prompt_row)
 
-    def _replay(self, captured: _Captured, host: HostBatch) -> None:
+    def _replay_decodes(self, captured: _Captured, host: HostBatch) -> Tensor:
+        """Replay a step of decodes; return memory of the host that takes its likeliest tokens.
+
+        Integers and tokens are moved by kernels, since a copy before and one behind a graph take 15 µs on an H200.
+        """
         padded = captured.padded
-        pinned_I = torch.zeros(padded.num_integers, dtype=torch.int64, pin_memory=True)
-        padded.fill(pinned_I.numpy(), host)
+        num_integers, num_decodes = padded.num_integers, padded.size.num_decodes
+        pinned_I = torch.zeros(num_integers + num_decodes, dtype=torch.int64, pin_memory=True)
+        integers_I, tokens_D = pinned_I[:num_integers], pinned_I[num_integers:]
+        padded.fill(integers_I.numpy(), host)
+        padded.named(integers_I)["token_address"].fill_(tokens_D.data_ptr())
+        self._pinned.append(pinned_I)
+        self._fetch(integers_I, captured.buffer_I)
+        captured.block_table.write(host.block_table_NM)
+        captured.graph.replay()
+        return tokens_D
+
+    def _replay_mixed(self, captured: _Captured, host: HostBatch) -> None:
+        pinned_I = torch.zeros(captured.padded.num_integers, dtype=torch.int64, pin_memory=True)
+        captured.padded.fill(pinned_I.numpy(), host)
         captured.buffer_I.copy_(pinned_I, non_blocking=True)
-        if padded.size.num_prompts:
-            self._write_beside_filler(captured, host)
-        else:
-            captured.block_table.write(host.block_table_NM)
+        self._write_beside_filler(captured, host)
         captured.graph.replay()
 
     def _write_beside_filler(self, captured: _Captured, host: HostBatch) -> None:

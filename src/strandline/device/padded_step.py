@@ -94,6 +94,7 @@ class PaddedStep:
             "query_starts": size.num_sequences + 1,
             "first_chunks": size.num_prompts + 1,
             **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
+            "token_address": 0 if size.num_prompts else 1,
         }
         self._places = dict[str, slice]()
         start = 0
@@ -125,7 +126,8 @@ class PaddedStep:
         most_rows = [*range(size.num_decodes + max(num_prompts, 1)), size.num_rows + max(num_prompts - 1, 0)]
         query_starts_N1 = named["query_starts"]
         ranges = (columns.start, columns.end, columns.kv_start)
-        rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows)
+        are_single = not num_prompts
+        rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows, are_single=are_single)
         attention = AttentionBatch(
             query_starts=tuple(most_rows) if num_prompts else (),
             context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,

@@ -21,7 +21,7 @@ from strandline.device.cache_actions import CacheActions
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
 from strandline.device.draft_layer import is_resumed, keep_decoded, make_drafts, pairs_of_step
 from strandline.device.grammar_mask import GuardedMatcher
-from strandline.device.graphs import StepGraphs, StepHidden
+from strandline.device.graphs import Decoded, StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
 from strandline.device.kept_pairs import KeptRun, keep_pairs, repeated_runs, repeats_pair, runs_of
 from strandline.device.padded_step import StepSize
@@ -44,7 +44,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.replay import insert_logged
-from strandline.kernels.step import locate_rows, resolve_pending, store_hidden
+from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, resolve_pending, store_hidden
 from strandline.kernels.verification import accept_drafts, complete_verification
 from strandline.models.protocol import DraftingModel, LanguageModel
 from strandline.records.grammars import GrammarCompiler
@@ -55,6 +55,8 @@ RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     locate_rows,
     resolve_pending,
     store_hidden,
+    fetch_integers,
+    hand_over_tokens,
     insert_logged,
     complete_verification,
     accept_drafts,
@@ -347,10 +349,10 @@ class Runner:
         if self._graphs is None or num_decodes < len(sequences) or not all(s.is_sampled for s in sequences):
             return False
         host = build_host_batch(sequences, num_decodes, self._pending.locate(sequences, self._states))
-        logits_NV = self._graphs.decode(host)
-        if logits_NV is None:
+        decoded = self._graphs.decode(host)
+        if decoded is None:
             return False
-        self._sample(sequences, logits_NV, launched, self._pending.sampled_P[: len(sequences)])
+        self._sample(sequences, decoded.logits_NV, launched, decoded)
         self._graphs.keep_for_drafts(host)
         return True
 
@@ -468,21 +470,34 @@ class Runner:
         sequences: Sequence[SequencePlan],
         logits_NV: Tensor,
         launched: StepInFlight,
-        greedy_N: Tensor | None = None,
+        decoded: Decoded | None = None,
     ) -> None:
-        """Choose a token for each sequence that is sampled; ``logits_NV`` has a row for each of them."""
+        """Choose a token for each sequence that is sampled, and fetch it.
+
+        Args:
+            logits_NV: a row for each of them.
+            decoded: where the logits come from, if it is a replayed step of decodes.
+        """
         sampled = [
             (index, self._states[sequence.request_id])
             for index, sequence in enumerate(sequences)
             if sequence.is_sampled
         ]
+        greedy_N, host_greedy_N = (None, None) if decoded is None else (decoded.likeliest_N, decoded.host_likeliest_N)
         chosen = choose_tokens(logits_NV, [state for _, state in sampled], self._kernels, greedy_N)
-        self._take(chosen, sampled, launched)
+        is_on_host = chosen.tokens_N is greedy_N and not chosen.failures
+        self._take(chosen, sampled, launched, host_greedy_N if is_on_host else None)
 
-    def _take(self, chosen: ChosenTokens, sampled: list[tuple[int, SamplingState]], launched: StepInFlight) -> None:
-        """Keep what was sampled for the next step, and fetch it."""
+    def _take(
+        self,
+        chosen: ChosenTokens,
+        sampled: list[tuple[int, SamplingState]],
+        launched: StepInFlight,
+        host_tokens_N: Tensor | None = None,
+    ) -> None:
+        """Keep what was sampled for the next step, and fetch it, unless the device brings it to the host itself."""
         self._pending.remember(chosen.tokens_N, [state.new.request_id for _, state in sampled])
-        launched.take_tokens(chosen, sampled)
+        launched.take_tokens(chosen, sampled, host_tokens_N)
 
 
 def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:

@@ -35,13 +35,16 @@ class StepInFlight:
         """Why requests have failed so far."""
         self._done: torch.cuda.Event | None = None
 
-    def take_tokens(self, chosen: ChosenTokens, sampled: list[tuple[int, SamplingState]]) -> None:
+    def take_tokens(
+        self, chosen: ChosenTokens, sampled: list[tuple[int, SamplingState]], host_tokens_N: Tensor | None = None
+    ) -> None:
         """Fetch the sampled tokens.
 
         Args:
             sampled: index of the sequence in the plan and its state, per row of what was chosen.
+            host_tokens_N: the tokens on the host, once the device is done; None: they are copied.
         """
-        self._tokens_N = download(chosen.tokens_N)
+        self._tokens_N = download(chosen.tokens_N) if host_tokens_N is None else host_tokens_N
         self._sampled = sampled
         self._logprobs = {sampled[row][0]: [tensors] for row, tensors in chosen.logprobs.items()}
         self.failures |= {sampled[row][1].new.request_id: text for row, text in chosen.failures.items()}

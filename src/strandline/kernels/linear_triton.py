@@ -30,7 +30,7 @@ MAX_ROWS_PROGRAM = 8
 """Rows that a program multiplies with its rows of the weight; registers hold all of theirs at once."""
 
 MAX_OUTPUTS = 65536
-"""Beyond (the head), torch's GEMM reaches the memory's bandwidth."""
+"""Beyond (the head), two rows and more take torch's GEMM; one row takes 0.92 of its time on an H200."""
 
 
 class Gemv(NamedTuple):
@@ -52,10 +52,17 @@ class Skinny(NamedTuple):
     """Spans of the inputs, each a GEMM of its own; adding them up takes one more launch."""
 
 
+GEMV_TINY = Gemv(1, 2048, 4)
 GEMV_SMALL = Gemv(1, 1024, 2)
 GEMV_NARROW = Gemv(2, 512, 2)
+GEMV_LONG = Gemv(2, 1024, 2)
 GEMV_WIDE = Gemv(4, 512, 2)
 """Programs of 2 to 4 KiB at a time, a thousand of them and more: most of a small weight is under way at once."""
+
+TINY_ELEMENTS = 3 << 20
+"""Up to this size there are too few programs of two outputs."""
+
+LONG_INPUTS = 4096
 
 SMALL_ELEMENTS = 12 << 20
 """Up to this size a weight is streamed faster by ever more programs, and for one to four rows; a larger one takes
@@ -320,17 +327,26 @@ def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skin
     if x.dim() != 2 or not 0 < len(x) <= MAX_ROWS_SKINNY or x.stride(1) != 1 or not weight_OI.is_contiguous():
         return None
     num_rows, (num_outputs, num_inputs) = len(x), weight_OI.shape
-    if num_outputs > MAX_OUTPUTS or (x.dtype == torch.float32 and num_rows > MAX_ROWS_GEMV):
+    if num_rows > 1 and (num_outputs > MAX_OUTPUTS or (x.dtype == torch.float32 and num_rows > MAX_ROWS_GEMV)):
         return None
     if num_outputs * num_inputs <= SMALL_ELEMENTS:
         if num_rows > MAX_ROWS_GEMV:
             return None
-        return GEMV_SMALL if num_rows == 1 else GEMV_NARROW
+        return _gemv_of_a_row(num_inputs, num_outputs) if num_rows == 1 else GEMV_NARROW
     if num_rows == 1:
         return GEMV_WIDE if num_inputs >= WIDE_INPUTS else GEMV_NARROW
     if num_outputs < MIN_OUTPUTS_SKINNY:
         return None
     return SKINNY_GATED if is_gated else SKINNY
+
+
+def _gemv_of_a_row(num_inputs: int, num_outputs: int) -> Gemv:
+    """Return the tiling for one row and a small weight: whole blocks, if the inputs can be divided so."""
+    if num_outputs * num_inputs <= TINY_ELEMENTS:
+        gemv = GEMV_TINY
+    else:
+        gemv = GEMV_LONG if num_inputs >= LONG_INPUTS else GEMV_NARROW
+    return gemv if num_inputs % gemv.block_k == 0 else GEMV_SMALL
 
 
 def _launch(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Gemv | Skinny, *, is_gated: bool) -> Tensor:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline import ids
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sampling import KEY_TOKEN_BITS, NO_CANDIDATE, pack_candidates
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -63,9 +64,21 @@ def _mass(logit, top):
 
 
 @triton.jit
-def _top_key_kernel(logits_ptr, keys_ptr, first, stride_n, V, S, INDEX_BITS: tl.constexpr, CHUNK: tl.constexpr):
+def _top_key_kernel(
+    logits_ptr,
+    keys_ptr,
+    first,
+    stride_n,
+    V,
+    S,
+    INDEX_BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     token_V = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     logit_V = tl.load(logits_ptr + row * stride_n + token_V, mask=token_V < V, other=float("-inf")).to(tl.float32)
     # A NaN of either sign is the largest, so that the row is seen to have no finite maximum.
     key_V = _key(tl.where(logit_V != logit_V, float("inf"), logit_V), first + token_V, INDEX_BITS)
@@ -73,9 +86,13 @@ def _top_key_kernel(logits_ptr, keys_ptr, first, stride_n, V, S, INDEX_BITS: tl.
 
 
 @triton.jit
-def _token_of_keys_kernel(keys_ptr, token_ptr, S, INDEX_BITS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _token_of_keys_kernel(
+    keys_ptr, token_ptr, S, INDEX_BITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPS: tl.constexpr
+):
     row = tl.program_id(0)
     chunk_S = tl.arange(0, BLOCK_S)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     key_S = tl.load(keys_ptr + row * S + chunk_S, mask=chunk_S < S, other=-0x7FFFFFFFFFFFFFFF)
     last = (1 << INDEX_BITS) - 1
     key = tl.max(key_S, axis=0)
@@ -343,7 +360,7 @@ def top_keys(logits_NP: Tensor, first: int) -> Tensor:
     keys_NS = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits_NP.device)
     sizes = (logits_NP.stride(0), num_columns, num_chunks)
     options = {"INDEX_BITS": KEY_TOKEN_BITS, "CHUNK": CHUNK, "num_warps": 8}
-    _top_key_kernel[(num_rows, num_chunks)](logits_NP, keys_NS, first, *sizes, **options)
+    _top_key_kernel[(num_rows, num_chunks)](logits_NP, keys_NS, first, *sizes, **options, **overlap_options(logits_NP))
     return keys_NS
 
 
@@ -352,7 +369,7 @@ def token_of_keys(keys_NS: Tensor) -> Tensor:
     num_rows, num_keys = keys_NS.shape
     token_N = torch.empty(num_rows, dtype=torch.int64, device=keys_NS.device)
     options = {"INDEX_BITS": KEY_TOKEN_BITS, "BLOCK_S": next_power_of_2(num_keys), "num_warps": 1}
-    _token_of_keys_kernel[(num_rows,)](keys_NS.contiguous(), token_N, num_keys, **options)
+    _token_of_keys_kernel[(num_rows,)](keys_NS.contiguous(), token_N, num_keys, **options, **overlap_options(token_N))
     return token_N
 
 

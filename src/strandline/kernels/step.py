@@ -6,6 +6,7 @@ Shape suffixes: T rows of the step, N sequences, M blocks per table, P tokens th
 stop tokens, I stop tokens of a set, S slots, E hidden size.
 """
 
+import ctypes
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ def locate_rows(
     kv_start_N: Tensor,
     block_table_NM: Tensor,
     num_rows: int,
+    *,
+    are_single: bool = False,
 ) -> RowPlaces:
     """Return the place of every row. A sequence's rows have the positions from ``start`` on.
 
@@ -39,7 +42,9 @@ def locate_rows(
 
     Args:
         query_starts_N1: row offsets of the sequences; the last is ``num_rows``.
+        are_single: whether every sequence has one row, so that backends need not look for it.
     """
+    del are_single
     row_T = torch.arange(num_rows, device=start_N.device)
     sequence_T = torch.searchsorted(query_starts_N1[1:], row_T, right=True)
     positions_T = row_T + (start_N - query_starts_N1[:-1])[sequence_T]
@@ -87,3 +92,25 @@ def store_hidden(hidden_TE: Tensor, rows_N: Tensor, hidden_SE: Tensor, slots_N: 
         kept_N = slots_N != NULL_SLOT
         rows_N, slots_N = rows_N[kept_N], slots_N[kept_N]
     hidden_SE.index_copy_(0, slots_N, hidden_TE.index_select(0, rows_N))
+
+
+@operation(triton("step_triton"))
+def fetch_integers(host_I: Tensor, buffer_I: Tensor) -> None:
+    """Copy integers to the device, in the order of the stream.
+
+    Args:
+        host_I: in pinned memory where the device is a GPU. It must stay as it is until the device has got there.
+    """
+    buffer_I.copy_(host_I)
+
+
+@operation(triton("step_triton"))
+def hand_over_tokens(token_N: Tensor, sampled_P: Tensor, address_1: Tensor) -> None:
+    """Store tokens for the next step, and on the host.
+
+    Args:
+        address_1: int64, of memory on the host for as many int64, pinned where the device is a GPU.
+    """
+    sampled_P[: len(token_N)].copy_(token_N)
+    host_N = token_N.cpu().contiguous()
+    ctypes.memmove(int(address_1), host_N.data_ptr(), host_N.nbytes)

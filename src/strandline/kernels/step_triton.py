@@ -11,12 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, PendingToken
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.step import RowPlaces
 
 BLOCK_SEQUENCES = 128
 BLOCK_ROWS = 64
 BLOCK_FEATURES = 1024
+BLOCK_INTEGERS = 1024
 
 
 # Numbers of rows and sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.
@@ -36,22 +38,30 @@ def _locate_kernel(
     num_rows,
     num_sequences,
     table_stride,
+    ARE_SINGLE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_row_T = row_T < num_rows
-    # A row's sequence: as many as end before it.
-    sequence_T = tl.zeros([BLOCK_T], tl.int64)
-    for first in range(0, num_sequences, BLOCK_N):
-        sequence_N = first + tl.arange(0, BLOCK_N)
-        is_sequence_N = sequence_N < num_sequences
-        end_row_N = tl.load(query_starts + 1 + sequence_N, mask=is_sequence_N, other=0)
-        is_before_TN = (end_row_N[None, :] <= row_T[:, None]) & is_sequence_N[None, :]
-        sequence_T += tl.sum(is_before_TN.to(tl.int64), 1)
-    sequence_T = tl.minimum(sequence_T, num_sequences - 1)
-    first_row_T = tl.load(query_starts + sequence_T, mask=is_row_T, other=0)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    if ARE_SINGLE:
+        sequence_T = row_T
+        first_row_T = row_T
+    else:
+        # A row's sequence: as many as end before it.
+        sequence_T = tl.zeros([BLOCK_T], tl.int64)
+        for first in range(0, num_sequences, BLOCK_N):
+            sequence_N = first + tl.arange(0, BLOCK_N)
+            is_sequence_N = sequence_N < num_sequences
+            end_row_N = tl.load(query_starts + 1 + sequence_N, mask=is_sequence_N, other=0)
+            is_before_TN = (end_row_N[None, :] <= row_T[:, None]) & is_sequence_N[None, :]
+            sequence_T += tl.sum(is_before_TN.to(tl.int64), 1)
+        sequence_T = tl.minimum(sequence_T, num_sequences - 1)
+        first_row_T = tl.load(query_starts + sequence_T, mask=is_row_T, other=0)
     position_T = row_T - first_row_T + tl.load(start + sequence_T, mask=is_row_T, other=0)
     is_written_T = is_row_T & (position_T >= tl.load(kv_start + sequence_T, mask=is_row_T, other=0))
     is_written_T = is_written_T & (position_T < tl.load(end + sequence_T, mask=is_row_T, other=0))
@@ -69,6 +79,8 @@ def locate_rows(
     kv_start_N: Tensor,
     block_table_NM: Tensor,
     num_rows: int,
+    *,
+    are_single: bool = False,
 ) -> RowPlaces:
     """As ``step.locate_rows``; the columns are contiguous."""
     places = [torch.empty(num_rows, dtype=torch.int64, device=start_N.device) for _ in range(3)]
@@ -82,10 +94,12 @@ def locate_rows(
         num_rows,
         start_N.shape[0],
         block_table_NM.stride(0),
+        ARE_SINGLE=are_single,
         BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_T=BLOCK_ROWS,
         BLOCK_N=BLOCK_SEQUENCES,
         num_warps=4,
+        **overlap_options(start_N),
     )
     return RowPlaces(*places)
 
@@ -108,9 +122,12 @@ def _resolve_kernel(
     MAY_STOP: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = n < num_sequences
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     kind = tl.load(pending + n, mask, 0)
     is_pending = kind != 0
     row = tl.load(last_rows + n, mask, 0)
@@ -152,12 +169,17 @@ def resolve_pending(
         NUM_STOPS=stop_ids_XI.shape[1],
         BLOCK=BLOCK_SEQUENCES,
         num_warps=4,
+        **overlap_options(dst_N),
     )
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots"])
-def _store_hidden_kernel(hidden, rows, out, slots, size, hidden_stride, out_stride, BLOCK: tl.constexpr):
+def _store_hidden_kernel(
+    hidden, rows, out, slots, size, hidden_stride, out_stride, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     n = tl.program_id(0)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     slot = tl.load(slots + n).to(tl.int64)
     row = tl.load(rows + n).to(tl.int64)
     features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -179,4 +201,43 @@ def store_hidden(hidden_TE: Tensor, rows_N: Tensor, hidden_SE: Tensor, slots_N: 
         hidden_SE.stride(0),
         BLOCK=BLOCK_FEATURES,
         num_warps=4,
+        **overlap_options(hidden_TE),
+    )
+
+
+@triton.jit
+def _fetch_kernel(host_ptr, buffer_ptr, num_integers, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_integers
+    tl.store(buffer_ptr + i, tl.load(host_ptr + i, mask), mask)
+
+
+def fetch_integers(host_I: Tensor, buffer_I: Tensor) -> None:
+    """As ``step.fetch_integers``; read over the bus by a kernel, which starts sooner than a copy would."""
+    grid = (cdiv(len(host_I), BLOCK_INTEGERS),)
+    _fetch_kernel[grid](host_I, buffer_I, len(host_I), BLOCK=BLOCK_INTEGERS, num_warps=4)
+
+
+@triton.jit
+def _hand_over_kernel(tokens, sampled, address, num_tokens, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < num_tokens
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    token = tl.load(tokens + n, mask)
+    host = tl.load(address).to(tl.pointer_type(tl.int64))
+    tl.store(sampled + n, token, mask)
+    tl.store(host + n, token, mask)
+
+
+def hand_over_tokens(token_N: Tensor, sampled_P: Tensor, address_1: Tensor) -> None:
+    """As ``step.hand_over_tokens``."""
+    _hand_over_kernel[(cdiv(len(token_N), BLOCK_SEQUENCES),)](
+        token_N,
+        sampled_P,
+        address_1,
+        len(token_N),
+        BLOCK=BLOCK_SEQUENCES,
+        num_warps=4,
+        **overlap_options(sampled_P),
     )

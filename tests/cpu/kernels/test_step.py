@@ -83,3 +83,31 @@ def test_final_hidden_states_reach_slots_except_null_slot(
     assert torch.equal(hidden_SE[3], hidden_TE[4])
     assert torch.equal(hidden_SE[5], hidden_TE[2])
     assert bool(hidden_SE[[0, 1, 2, 4]].isnan().all())
+
+
+@pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
+def test_single_rows_need_no_search(locate_rows: Callable[..., RowPlaces]) -> None:
+    starts, kv_starts, ends = [3, 64, 0, 130], [0, 65, 0, 0], [4, 65, 0, 131]
+    columns = [torch.tensor(column) for column in (starts, ends, kv_starts)]
+    table_NM = torch.randint(1, 10**6, (4, 6), dtype=torch.int32)
+    places = locate_rows(torch.arange(5), *columns, table_NM, 4, are_single=True)
+    blocks = [int(table_NM[0, 0]), 0, 0, int(table_NM[3, 2])]
+    assert [place.tolist() for place in places] == [starts, blocks, [3, 0, 0, 2]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 130])
+@pytest.mark.parametrize("hand_over_tokens", versions("hand_over_tokens"), ids=["torch", "triton"])
+def test_tokens_are_handed_over_to_two_places(hand_over_tokens: Callable[..., None], num_tokens: int) -> None:
+    token_N = torch.randint(NO_TOKEN, 10**6, (num_tokens,))
+    sampled_P, host_N = torch.zeros(140, dtype=torch.int64), torch.zeros(num_tokens + 1, dtype=torch.int64)
+    hand_over_tokens(token_N, sampled_P, torch.tensor([host_N.data_ptr()]))
+    for found in (sampled_P, host_N):
+        assert torch.equal(found[:num_tokens], token_N)
+        assert not found[num_tokens:].any()
+
+
+@pytest.mark.parametrize("fetch_integers", versions("fetch_integers"), ids=["torch", "triton"])
+def test_integers_are_fetched_from_the_host(fetch_integers: Callable[..., None]) -> None:
+    host_I, buffer_I = torch.randint(-(2**40), 2**40, (1030,)), torch.zeros(1030, dtype=torch.int64)
+    fetch_integers(host_I, buffer_I)
+    assert torch.equal(buffer_I, host_I)

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from strandline.kernels import linear_triton
-from strandline.kernels.linear_triton import GEMV_NARROW, GEMV_SMALL, GEMV_WIDE, SKINNY, Gemv
+from strandline.kernels.linear_triton import GEMV_LONG, GEMV_NARROW, GEMV_SMALL, GEMV_TINY, GEMV_WIDE, SKINNY, Gemv
 from tests.cpu.kernels.test_linear_triton import check_linear, check_linear_and_logits
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(2560, 12352), (4096, 2560), (2560, 9216), (9216, 2560), (2048, 12352), (4096, 2048), (2048, 1288)]
 """Inputs and outputs of the projections of Qwen3.5-4B and 35B-A3B."""
+
+GEMVS = {"tiny": GEMV_TINY, "small": GEMV_SMALL, "narrow": GEMV_NARROW, "long": GEMV_LONG, "wide": GEMV_WIDE}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -24,7 +26,7 @@ def test_products_of_few_rows_equal_float64(
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 16])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-@pytest.mark.parametrize("gemv", [GEMV_SMALL, GEMV_NARROW, GEMV_WIDE], ids=["small", "narrow", "wide"])
+@pytest.mark.parametrize("gemv", GEMVS.values(), ids=GEMVS)
 def test_products_of_few_rows_equal_float64_at_the_models_shapes(
     num_rows: int, num_inputs: int, num_outputs: int, gemv: Gemv
 ) -> None:
@@ -59,3 +61,8 @@ def test_products_in_a_graph_see_what_the_launch_before_wrote() -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert float((out - expected).norm() / expected.norm()) < 0.05
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_logits_of_a_large_vocabulary_equal_float64(num_rows: int) -> None:
+    check_linear(num_rows, 2048, 248_320, torch.bfloat16, "cuda", GEMV_NARROW, SKINNY)
