@@ -327,8 +327,10 @@ def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skin
     if x.dim() != 2 or not 0 < len(x) <= MAX_ROWS_SKINNY or x.stride(1) != 1 or not weight_OI.is_contiguous():
         return None
     num_rows, (num_outputs, num_inputs) = len(x), weight_OI.shape
-    if num_rows > 1 and (num_outputs > MAX_OUTPUTS or (x.dtype == torch.float32 and num_rows > MAX_ROWS_GEMV)):
+    if x.dtype == torch.float32 and num_rows > MAX_ROWS_GEMV:
         return None
+    if num_outputs > MAX_OUTPUTS:
+        return GEMV_NARROW if num_rows == 1 else None
     if num_outputs * num_inputs <= SMALL_ELEMENTS:
         if num_rows > MAX_ROWS_GEMV:
             return None
@@ -342,11 +344,9 @@ def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skin
 
 def _gemv_of_a_row(num_inputs: int, num_outputs: int) -> Gemv:
     """Return the tiling for one row and a small weight: whole blocks, if the inputs can be divided so."""
-    if num_outputs * num_inputs <= TINY_ELEMENTS:
-        gemv = GEMV_TINY
-    else:
-        gemv = GEMV_LONG if num_inputs >= LONG_INPUTS else GEMV_NARROW
-    return gemv if num_inputs % gemv.block_k == 0 else GEMV_SMALL
+    is_tiny, is_long = num_outputs * num_inputs <= TINY_ELEMENTS, num_inputs >= LONG_INPUTS
+    wanted = [GEMV_TINY] * is_tiny + [GEMV_LONG] * is_long + [GEMV_NARROW]
+    return next((gemv for gemv in wanted if num_inputs % gemv.block_k == 0), GEMV_SMALL)
 
 
 def _launch(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Gemv | Skinny, *, is_gated: bool) -> Tensor:

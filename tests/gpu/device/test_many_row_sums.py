@@ -70,7 +70,7 @@ def compare_strided(ranks: ProcessRanks, dtype: torch.dtype) -> None:
     """Strided tensors, and one that begins in the middle of a vector on one rank alone."""
     x = rows(ranks.rank, (2048, 600), dtype, 1)
     assert torch.equal(ranks.sum(x.T), expected(x.T.contiguous()))
-    behind = torch.cat([x.flatten()[:1], x.flatten()])[1:] if ranks.rank == 0 else x.flatten()
+    behind = torch.cat([x.flatten()[:1], x.flatten()])[1:] if ranks.rank == 0 else x.flatten().clone()
     assert torch.equal(ranks.sum(behind), expected(x).flatten())
 
 

@@ -12,6 +12,8 @@ from strandline.config import EngineConfig
 from strandline.engine.loading import load_executor
 from strandline.models.fp8_conversion import convert_to_fp8
 from strandline.text.model_files import DEMO_DIRECTORY
+from tests.cpu.engine.test_bits import traces
+from tests.cpu.engine.test_deterministic import prompts_that_share
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_hand_over import Node, decode, prefill, prompt_of, run
 from tests.cpu.engine.test_host_memory import PROMPTS, stats
@@ -62,6 +64,19 @@ def test_several_gpus_give_the_tokens_of_one(
     sizes = (1, num_ranks)
     expected, found = (cached_and_forked(LLM(directory, tensor_parallel_size=size, **options)) for size in sizes)
     assert found == expected
+
+
+@pytest.mark.parametrize("num_ranks", TWO_OR_FOUR)
+def test_bits_of_several_gpus_are_independent_of_cache_and_batch(tmp_path: Path, num_ranks: int) -> None:
+    directory, prompts = str(save_tiny_model(tmp_path, **WIDER, **EXPERTS)), prompts_that_share(5, count=8)
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "memory": "64MiB", "deterministic": True}
+    options |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "skip_tokenizer_init": True}
+    with LLM(directory, tensor_parallel_size=num_ranks, enable_prefix_caching=False, **options) as cold:
+        expected = [trace for prompt in prompts for trace in traces(cold, [prompt])]
+    with LLM(directory, tensor_parallel_size=num_ranks, **options) as llm:
+        for _ in range(2):
+            assert traces(llm, prompts) == expected
+        assert llm.engine.cache.stats().hit_tokens > 0
 
 
 def test_what_two_gpus_evict_comes_back(tmp_path: Path) -> None:
