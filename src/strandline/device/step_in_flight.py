@@ -1,4 +1,4 @@
-"""A step in flight: sampled tokens are copied to the host after it, and read once the device is done."""
+"""A step in flight: sampled tokens come to the host at its end, and are read once the device is done."""
 
 from collections.abc import Sequence
 
