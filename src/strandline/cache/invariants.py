@@ -1,6 +1,11 @@
-"""Consistency checks of the cache, for tests and debug mode. Linear in its size."""
+"""Consistency checks of the cache, for tests and debug mode. Linear in its size.
+
+Where a check repeats for every run or snapshot, it formats its message only when it fails: tests run these millions of
+times.
+"""
 
 from collections import Counter
+from itertools import chain
 
 from strandline.cache.account import SnapshotKind
 from strandline.cache.announcer import Announcer
@@ -40,17 +45,18 @@ def check(checked: PrefixCache) -> None:
     runs = [run for root in cache.index.roots.values() for run in _runs_below(root)]
     for run in runs:
         _check_run(run)
+    snapshots = [snapshot for run in runs for snapshot in chain(run.snapshots.values(), run.stubs.values())]
     if cache.memory.announcer is not None:
         _check_announced(cache.memory.announcer, runs, cache.index.roots)
     _check_users(cache, runs)
-    _check_owners(cache, runs)
-    _check_evictable(cache, runs)
-    _check_waiters(cache, runs)
+    _check_owners(cache, runs, snapshots)
+    _check_evictable(cache, runs, snapshots)
+    _check_waiters(cache, [*runs, *snapshots])
     _check_logs(cache)
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_index(cache)
-    _check_probes(cache, runs)
+    _check_probes(cache, snapshots)
     if isinstance(cache.rule, BehindWindows):
         _check_windows(cache.rule, runs)
         for lease in cache.leases.values():
@@ -73,63 +79,79 @@ def _runs_below(root: Run) -> list[Run]:
     return runs
 
 
+def _wrong(run: Run, text: str) -> CacheInvariantError:
+    return CacheInvariantError(f"run [{run.start_block}, {run.end_block}): {text}")
+
+
 def _check_run(run: Run) -> None:
-    where = f"run [{run.start_block}, {run.end_block})"
-    _require(run.child_keys == sorted(run.children), f"{where}: children out of order")
+    if run.child_keys != sorted(run.children):
+        raise _wrong(run, "children out of order")
     for key, child in run.children.items():
-        is_gap = child.blocks[0] == NULL_BLOCK
-        _require(is_gap or tail_that_begins(run, key) is None, f"{where}: a child's key begins another's")
+        if child.blocks[0] != NULL_BLOCK and tail_that_begins(run, key) is not None:
+            raise _wrong(run, "a child's key begins another's")
     for key, child in run.children.items():
-        _require(child.parent is run and child.first_key == key, f"{where}: child linked under another key")
-        _require(child.start_block == run.end_block, f"{where}: child starts at {child.start_block}")
+        if child.parent is not run or child.first_key != key:
+            raise _wrong(run, "child linked under another key")
+        if child.start_block != run.end_block:
+            raise _wrong(run, f"child starts at {child.start_block}")
     if run.parent is not None:
-        full = len(run.blocks) * BLOCK_KEY_BYTES
-        _require(len(run.tokens) == full or run.is_tail, f"{where}: {len(run.tokens)} key bytes")
-        _require(not (run.is_tail and (run.children or run.stubs)), f"{where}: a tail with children or stubs")
-    _check_snapshots(run, where)
+        if len(run.tokens) != len(run.blocks) * BLOCK_KEY_BYTES and not run.is_tail:
+            raise _wrong(run, f"{len(run.tokens)} key bytes")
+        if (run.children or run.stubs) and run.is_tail:
+            raise _wrong(run, "a tail with children or stubs")
+    _check_snapshots(run)
 
 
-def _check_snapshots(run: Run, where: str) -> None:
-    _require(run.positions == sorted(run.snapshots), f"{where}: positions out of order")
+def _check_snapshots(run: Run) -> None:
+    if run.positions != sorted(run.snapshots):
+        raise _wrong(run, "positions out of order")
     for position, snapshot in run.snapshots.items():
-        inside = run.start_block * BLOCK_TOKENS < position <= run.end_tokens
-        in_first = position < (run.start_block + 1) * BLOCK_TOKENS
-        _require(inside and not in_first, f"{where}: snapshot at {position} belongs elsewhere")
-        _require(snapshot.home is run and snapshot.is_attached, f"{where}: snapshot at {position} detached")
+        if not (run.start_block + 1) * BLOCK_TOKENS <= position <= run.end_tokens:
+            raise _wrong(run, f"snapshot at {position} belongs elsewhere")
+        if snapshot.home is not run or not snapshot.is_attached:
+            raise _wrong(run, f"snapshot at {position} detached")
     for key, snapshot in run.stubs.items():
-        _require(child_with_prefix(run, key) is not None, f"{where}: stub at {snapshot.position} has no KV")
-        _require(snapshot.position == run.end_tokens + len(key) // 4, f"{where}: stub at {snapshot.position}")
-        _require(snapshot.home is run and snapshot.stub_key == key, f"{where}: stub at {snapshot.position} detached")
+        if child_with_prefix(run, key) is None:
+            raise _wrong(run, f"stub at {snapshot.position} has no KV")
+        if snapshot.position != run.end_tokens + len(key) // TOKEN_BYTES:
+            raise _wrong(run, f"stub at {snapshot.position}")
+        if snapshot.home is not run or snapshot.stub_key != key or not snapshot.is_attached:
+            raise _wrong(run, f"stub at {snapshot.position} detached")
 
 
 def _check_announced(announcer: Announcer, runs: list[Run], roots: dict[str, Run]) -> None:
     for run in runs[::-1]:
-        where = f"run [{run.start_block}, {run.end_block})"
         if run.parent is not None:
             wanted = announcer.num_resumable(run)
-            _require(run.num_announced == wanted, f"{where}: {run.num_announced} blocks announced, not {wanted}")
-            _require(wanted <= len(run.hashes) <= len(run.blocks), f"{where}: {len(run.hashes)} hashes")
+            if run.num_announced != wanted:
+                raise _wrong(run, f"{run.num_announced} blocks announced, not {wanted}")
+            if not wanted <= len(run.hashes) <= len(run.blocks):
+                raise _wrong(run, f"{len(run.hashes)} hashes")
     if announcer.copies is not None:
         _require(announcer.copies.counts == announcer.count_copies(roots), "copies miscounted")
 
 
 def _check_users(cache: Internals, runs: list[Run]) -> None:
     users = Counter[int]()
+    shown = {id(lease.tail) for lease in cache.leases.values()}
     for lease in cache.leases.values():
         for run in lease.run.ancestry():
             users[id(run)] += 1
         if lease.tail is not None:
             users[id(lease.tail)] += 1
     for run in runs:
-        _require(run.num_users == users[id(run)], f"run at {run.start_block}: {run.num_users} users counted")
-        is_shown = any(lease.tail is run for lease in cache.leases.values())
-        _require(run.is_live == is_shown, f"tail at {run.start_block}: live without a lease")
+        if run.num_users != users[id(run)]:
+            raise _wrong(run, f"{run.num_users} users counted")
+        if run.is_live != (id(run) in shown):
+            raise _wrong(run, "a tail is live without a lease")
 
 
-def _check_owners(cache: Internals, runs: list[Run]) -> None:
+def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) -> None:
     slots, blocks = cache.allocator.used()
-    block_owners = Counter(block for run in runs if not run.is_live for block in run.blocks if block)
-    slot_owners = Counter(snapshot.slot for snapshot in _all_snapshots(cache, runs))
+    block_owners = Counter(chain.from_iterable(run.blocks for run in runs if not run.is_live))
+    del block_owners[NULL_BLOCK]
+    slot_owners = Counter(snapshot.slot for snapshot in snapshots)
+    slot_owners.update(snapshot.slot for snapshot in _detached(cache))
     published = set(slot_owners)
     for lease in cache.leases.values():
         block_owners.update(filter(None, lease.table[lease.num_published :]))
@@ -148,17 +170,19 @@ def _check_owners(cache: Internals, runs: list[Run]) -> None:
     _require(
         counted == (len(slots), len(blocks)), f"{counted} slots and blocks counted, {len(slots)}, {len(blocks)} used"
     )
+    owner = cache.memory.owner
     for run in runs:
-        is_found = all(cache.memory.owner(block) is run for block in run.blocks if block)
-        _require(is_found, f"run at {run.start_block}: a block's owner is not recorded")
-    doubles = [b for b, n in (block_owners | slot_owners).items() if n > 1]
+        for block in run.blocks:
+            if block and owner(block) is not run:
+                raise _wrong(run, "a block's owner is not recorded")
+    doubles = [each for owners in (block_owners, slot_owners) for each, number in owners.items() if number > 1]
     _require(not doubles, f"owned twice: {doubles}")
 
 
-def _all_snapshots(cache: Internals, runs: list[Run]) -> list[Snapshot]:
-    attached = [s for run in runs for s in (*run.snapshots.values(), *run.stubs.values())]
+def _detached(cache: Internals) -> list[Snapshot]:
+    """Return the snapshots that only leases keep."""
     read = {id(snapshot): snapshot for lease in cache.leases.values() for snapshot in _read_by(lease)}
-    return attached + [s for s in read.values() if not s.is_attached]
+    return [snapshot for snapshot in read.values() if not snapshot.is_attached]
 
 
 def _read_by(lease: Lease) -> tuple[Snapshot, ...]:
@@ -166,32 +190,30 @@ def _read_by(lease: Lease) -> tuple[Snapshot, ...]:
     return (lease.held or ()) if lease.source is None else (lease.source,)
 
 
-def _check_evictable(cache: Internals, runs: list[Run]) -> None:
+def _check_evictable(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) -> None:
     memory = cache.memory
     num_blocks = sum(run.num_held for run in runs if run.num_users == 0)
     _require(memory.num_evictable_blocks == num_blocks, f"{memory.num_evictable_blocks} evictable, not {num_blocks}")
-    attached = [s for s in _all_snapshots(cache, runs) if s.is_attached]
-    entries: list[Entry] = [*runs, *attached]
-    for entry in entries:
-        _require(not cache.memory.is_missing_from_queue(entry), "an entry that may be evicted is not in the queue")
-    num_slots = sum(s.num_readers == 0 for s in attached)
+    entries: list[Entry] = [*runs, *snapshots]
+    if any(map(memory.is_missing_from_queue, entries)):
+        raise CacheInvariantError("an entry that may be evicted is not in the queue")
+    num_slots = sum(snapshot.num_readers == 0 for snapshot in snapshots)
     _require(memory.num_evictable_slots == num_slots, f"{memory.num_evictable_slots} evictable, not {num_slots}")
     readers = Counter(id(snapshot) for lease in cache.leases.values() for snapshot in _read_by(lease))
-    for snapshot in attached:
-        _require(snapshot.num_readers == readers[id(snapshot)], f"snapshot {snapshot.slot}: readers miscounted")
+    for snapshot in snapshots:
+        if snapshot.num_readers != readers[id(snapshot)]:
+            raise CacheInvariantError(f"snapshot {snapshot.slot}: readers miscounted")
 
 
-def _check_waiters(cache: Internals, runs: list[Run]) -> None:
+def _check_waiters(cache: Internals, entries: list[Entry]) -> None:
     waiters = Counter(id(resolve(source)) for source in cache.expected.values())
-    attached = [snapshot for snapshot in _all_snapshots(cache, runs) if snapshot.is_attached]
-    entries: list[Entry] = [*runs, *attached]
     for entry in entries:
-        _require(entry.num_waiters == waiters[id(entry)], f"{entry.num_waiters} waiters of {entry} counted")
+        if entry.num_waiters != waiters[id(entry)]:
+            raise CacheInvariantError(f"{entry.num_waiters} waiters of {entry} counted")
     _require(not cache.expected.keys() & cache.leases.keys(), "a running request counts as waiting")
 
 
-def _check_probes(cache: Internals, runs: list[Run]) -> None:
-    snapshots = [s for run in runs for s in (*run.snapshots.values(), *run.stubs.values())]
+def _check_probes(cache: Internals, snapshots: list[Snapshot]) -> None:
     num_probes = sum(snapshot.kind is SnapshotKind.PROBE for snapshot in snapshots)
     _require(num_probes <= max_probes(cache.allocator.num_slabs), f"{num_probes} unproven probes are too many")
 

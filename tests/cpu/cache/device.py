@@ -7,6 +7,7 @@ found at once.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import assert_never
 
 from strandline.cache import (
@@ -237,10 +238,11 @@ class Device:
     def verify(self, cache: PrefixCache) -> None:
         """Check the content of everything published and of everything that leases hold."""
         for _, key, snapshot in cache.snapshots():
-            assert self.state(snapshot.slot) == tuple(decode(key)), f"slot {snapshot.slot} is not what it claims"
+            assert self.state(snapshot.slot) == tokens_of(key), f"slot {snapshot.slot} is not what it claims"
         for lease in cache.internals().leases.values():
-            self._check_state(lease, tuple(decode(lease.tokens.data)))
-            ready = tuple(decode(lease.tokens.slice(0, max(lease.kv_start, lease.computed))))
+            tokens = tokens_of(bytes(lease.tokens.data))
+            self._check_state(lease, tokens)
+            ready = tokens[: max(lease.kv_start, lease.computed)]
             for block, _, expected in _by_block(lease, ready, cache):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
         self._verify_resting(cache)
@@ -256,13 +258,19 @@ class Device:
                 blocks = [] if snapshot.block is None else list(snapshot.block.ancestry())
                 path = b"".join(block.key for block in reversed(blocks)) + snapshot.key
                 if snapshot.place:
-                    assert self.stored[snapshot.place] == tuple(decode(path)), "a resting snapshot is another"
+                    assert self.stored[snapshot.place] == tokens_of(path), "a resting snapshot is another"
                 if snapshot.tail_place:
-                    known = tuple(decode(snapshot.key))
+                    known = tokens_of(snapshot.key)
                     assert self.stored[snapshot.tail_place][: len(known)] == known, "a resting tail is another"
                 for node in blocks:
                     if node.place:
-                        assert self.stored[node.place] == tuple(decode(node.key)), "a resting block is another"
+                        assert self.stored[node.place] == tokens_of(node.key), "a resting block is another"
+
+
+@lru_cache(2**14)
+def tokens_of(data: bytes) -> Tokens:
+    """Return encoded tokens; what does not change is decoded once."""
+    return tuple(decode(data))
 
 
 def _by_block(lease: Lease, tokens: Tokens, cache: PrefixCache) -> Iterator[tuple[BlockId, int, Tokens]]:

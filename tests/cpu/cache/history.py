@@ -342,15 +342,16 @@ class History:
 
     def _check_lookups(self) -> None:
         before = fingerprint(self.driver)
-        found = published(self.cache)
-        for prompt in (*self.prompts[-4:], *self.prompts[1:3]):
-            for salt in SALTS:
-                self._check_account(self.driver.lookup(prompt, salt), prompt, {t for s, t in found if s == salt}, salt)
+        found, roots = published(self.cache), self.cache.internals().index.roots
+        for salt in SALTS:
+            snapshots = {tokens for name, tokens in found if name == salt}
+            paths = all_paths(roots[salt]) if salt in roots else []
+            for prompt in (*self.prompts[-4:], *self.prompts[1:3]):
+                self._check_account(self.driver.lookup(prompt, salt), prompt, snapshots, paths)
         assert fingerprint(self.driver) == before, "a lookup changed something"
 
-    def _check_account(self, account: Account, prompt: Tokens, found: set[Tokens], salt: str) -> None:
-        root = self.cache.internals().index.roots.get(salt)
-        longest = longest_match(root, prompt) if root else 0
+    def _check_account(self, account: Account, prompt: Tokens, found: set[Tokens], paths: list[Tokens]) -> None:
+        longest = max((num_shared(path, prompt) for path in paths), default=0)
         assert account.kv_tokens == longest
         if self.rule.needs_slots:
             assert account.hit == max((len(t) for t in found if prompt[: len(t)] == t), default=0)
@@ -380,17 +381,24 @@ def fingerprint(driver: Driver) -> list[Any]:
     tree = [(run.start_block, bytes(run.tokens), list(run.blocks), run.num_users, run.last_tick) for run in runs(cache)]
     slots = [(salt, key, s.slot, s.num_readers, s.last_tick, s.kind) for salt, key, s in cache.snapshots()]
     memory = (len(parts.memory.actions), parts.memory.use())
-    return [tree, slots, memory, list(parts.index.roots), str(cache.stats()), parts.allocator.used()]
+    return [tree, slots, memory, list(parts.index.roots), cache.stats(), parts.allocator.used()]
 
 
-def longest_match(root: Run, prompt: Tokens) -> int:
-    """Return the most tokens that the prompt shares with any path of the tree, by trying all of them."""
-    best = 0
+def all_paths(root: Run) -> list[Tokens]:
+    """Return the tokens of every path from a tree's root to a leaf."""
+    found = []
     paths: list[tuple[Run, Tokens]] = [(root, ())]
     while paths:
         run, prefix = paths.pop()
         tokens: Tokens = (*prefix, *decode(run.tokens))
-        same = next((i for i, (a, b) in enumerate(zip(tokens, prompt, strict=False)) if a != b), None)
-        best = max(best, min(len(tokens), len(prompt)) if same is None else same)
         paths.extend((child, tokens) for child in run.children.values())
-    return best
+        if not run.children:
+            found.append(tokens)
+    return found
+
+
+def num_shared(path: Tokens, prompt: Tokens) -> int:
+    """Count the tokens that a path and a prompt begin with."""
+    if path[: len(prompt)] == prompt[: len(path)]:
+        return min(len(path), len(prompt))
+    return next(place for place, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)
