@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from strandline.text.model_files import DEMO_DIRECTORY
-from tests.cpu.server.process import ServerProcess, running_server
+from tests.cpu.server.process import ServerProcess, execute_server, running_server
 
 
 @pytest.fixture(scope="session")
 def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of the demo model, named ``tiny`` and ``demo``."""
+    """A server of the demo model, named ``tiny`` and ``demo``, started by the command that users run."""
     log = tmp_path_factory.mktemp("demo-server") / "log"
-    with running_server(DEMO_DIRECTORY, log, "--memory", "128MiB", "--served-model-name", "tiny", "demo") as server:
+    flags = ("--memory", "128MiB", "--served-model-name", "tiny", "demo")
+    with running_server(DEMO_DIRECTORY, log, *flags, start=execute_server) as server:
         yield server

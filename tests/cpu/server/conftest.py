@@ -24,7 +24,7 @@ from tests.cpu.engine.tokenizers import (
     chat_tokenizer,
 )
 from tests.cpu.server.core_loop import LoopInThread, MakeLoop
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, execute_server, running_server
 
 VOCAB_SIZE = 256
 
@@ -41,8 +41,8 @@ def bytes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with the usual limits, shared by all tests that do it no harm."""
-    with running_server(bytes_dir, tmp_path_factory.mktemp("server") / "log") as server:
+    """A server with the usual limits, shared by all tests that do it no harm, started by the command that users run."""
+    with running_server(bytes_dir, tmp_path_factory.mktemp("server") / "log", start=execute_server) as server:
         yield server
 
 

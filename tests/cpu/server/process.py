@@ -7,7 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx
+
+from tests.cpu.server.forked import ForkedProcess, asked_for, templates
 
 START_TIMEOUT_S = 600.0
 TIMEOUT_S = 300.0
@@ -29,16 +31,34 @@ http_post = partial(httpx.post, timeout=TIMEOUT_S, verify=NO_CERTIFICATES)
 http_stream = partial(httpx.stream, timeout=TIMEOUT_S, verify=NO_CERTIFICATES)
 
 
-class ServerProcess:
-    """``strandline serve`` on a free port."""
+Start = Callable[[Sequence[str], Mapping[str, str], int], "subprocess.Popen[bytes] | ForkedProcess"]
 
-    def __init__(self, model: Path, log: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "strandline", "serve", str(model), "--port", "0", "--device", "cpu"]
-        command += ["--memory", "16MiB", "--served-model-name", "tiny", *flags]
+
+def fork_server(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess:
+    """Fork the command line's process from one that has done its imports, and its engines' processes likewise."""
+    descriptors = {1: output, 2: output}
+    return ForkedProcess(templates().front_ends, "strandline", arguments, descriptors, environment=environment)
+
+
+def execute_server(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":
+    """Run the command as users do."""
+    command = [Path(sys.executable).with_name("strandline"), *arguments]
+    return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+
+class ServerProcess:
+    """``strandline serve`` on a free port.
+
+    Args:
+        start: runs a command with an environment, its output in a file.
+    """
+
+    def __init__(self, model: Path, log: Path, *flags: str, start: Start = fork_server) -> None:
+        arguments = ["serve", str(model), "--port", "0", "--device", "cpu", "--memory", "16MiB"]
+        arguments += ["--served-model-name", "tiny", *flags]
         self._log = log
         with log.open("wb") as file:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            self.process = start(arguments, {**os.environ, "OMP_NUM_THREADS": "1"}, file.fileno())
         self.url = ""
 
     def wait_until_it_serves(self) -> Self:
@@ -108,6 +128,8 @@ class ServerProcess:
         return self._core_pids()
 
     def _core_pids(self) -> list[int]:
+        if isinstance(self.process, ForkedProcess):
+            return asked_for(templates().engines, self.process.pid)
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(pid) for pid in children if b"core_process" in _command_line(pid)]
 
@@ -131,9 +153,9 @@ def _command_line(pid: str) -> bytes:
 
 
 @contextmanager
-def running_server(model: Path, log: Path, *flags: str) -> Iterator[ServerProcess]:
+def running_server(model: Path, log: Path, *flags: str, start: Start = fork_server) -> Iterator[ServerProcess]:
     """Yield a server that serves; end it afterwards."""
-    server = ServerProcess(model, log, *flags)
+    server = ServerProcess(model, log, *flags, start=start)
     try:
         yield server.wait_until_it_serves()
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_post, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, execute_server, http_post, running_server
 
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
@@ -22,6 +22,13 @@ ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 def doomed(bytes_dir: Path, tmp_path: Path) -> Iterator[ServerProcess]:
     """A server that the test ends."""
     with running_server(bytes_dir, tmp_path / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def executed(bytes_dir: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """The same, started by the command that users run."""
+    with running_server(bytes_dir, tmp_path / "log", start=execute_server) as server:
         yield server
 
 
@@ -39,19 +46,19 @@ def lives(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_sigterm_finishes_what_runs_and_takes_nothing_new(doomed: ServerProcess) -> None:
-    core = doomed.core_pid()
-    with doomed.stream(prompt="x", max_tokens=400, ignore_eos=True, stream_options={"include_usage": True}) as events:
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(executed: ServerProcess) -> None:
+    core = executed.core_pid()
+    with executed.stream(prompt="x", max_tokens=400, ignore_eos=True, stream_options={"include_usage": True}) as events:
         next(events)
-        doomed.signal(signal.SIGTERM)
-        doomed.wait_until(lambda: not listens(doomed))
+        executed.signal(signal.SIGTERM)
+        executed.wait_until(lambda: not listens(executed))
         *_, usage, done = events
     assert done == "[DONE]"
     assert json.loads(usage)["usage"]["completion_tokens"] == 400
-    assert doomed.exit_code() == 0
-    assert "every request was answered" in doomed.log()
+    assert executed.exit_code() == 0
+    assert "every request was answered" in executed.log()
     assert not lives(core)
-    assert "Traceback" not in doomed.log()
+    assert "Traceback" not in executed.log()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
@@ -74,24 +81,24 @@ def test_signal_at_start_leaves_no_files_and_no_process(
     assert server.log() == ("stopped before it served\n" if code == 0 else "")
 
 
-def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
-    core = doomed.core_pid()
-    with ThreadPoolExecutor() as pool, doomed.stream(**ENDLESS, n=4) as events:
-        whole = pool.submit(http_post, f"{doomed.url}/v1/completions", json=ENDLESS)
+def test_a_second_ctrl_c_stops_at_once(executed: ServerProcess) -> None:
+    core = executed.core_pid()
+    with ThreadPoolExecutor() as pool, executed.stream(**ENDLESS, n=4) as events:
+        whole = pool.submit(http_post, f"{executed.url}/v1/completions", json=ENDLESS)
         next(events)
-        doomed.wait_until(lambda: doomed.metric("num_requests_running") == 5)
-        doomed.signal(signal.SIGINT)
-        doomed.wait_until(lambda: not listens(doomed))
-        assert doomed.process.poll() is None
-        doomed.signal(signal.SIGINT)
+        executed.wait_until(lambda: executed.metric("num_requests_running") == 5)
+        executed.signal(signal.SIGINT)
+        executed.wait_until(lambda: not listens(executed))
+        assert executed.process.poll() is None
+        executed.signal(signal.SIGINT)
         *_, error, done = events
         assert "the server was stopped" in json.loads(error)["error"]["message"]
         assert done == "[DONE]"
         assert whole.result().status_code == 503
         assert "the server was stopped" in whole.result().json()["error"]["message"]
-        assert doomed.exit_code() == 130
+        assert executed.exit_code() == 130
     assert not lives(core)
-    assert "Traceback" not in doomed.log()
+    assert "Traceback" not in executed.log()
 
 
 def test_a_restarted_server_hits_what_the_last_one_left(bytes_dir: Path, tmp_path: Path) -> None:
