@@ -23,6 +23,8 @@ from tests.cpu.engine.test_hand_over import NUM_TOKENS, Node, decode, hand_over_
 from tests.cpu.engine.threaded_executor import ThreadedExecutor
 from tests.cpu.models import families
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 FAMILIES = {
     "falcon_h1": [(2, 1)],
     "inkling": [(2, 4)],

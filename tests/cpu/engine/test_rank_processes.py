@@ -37,6 +37,8 @@ from tests.cpu.engine.test_rank_tiers import loads_pay as loads_pay  # noqa: PLC
 from tests.cpu.engine.test_rank_tiers import serve as serve_in_turn
 from tests.cpu.engine.test_ranks import making
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 HANGS_AFTER_S = 2.0
 
 
