@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM
+from strandline.device import uni_executor
 from strandline.engine import worker_link
 from strandline.env import DEBUG_CACHE
 from tests.cpu.engine.tiny import save_tiny_model
@@ -26,8 +27,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def llm_maker(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> MakeLLM:
-    """Build LLMs without a tokenizer; every step checks the cache and poisons freed memory."""
+    """Build LLMs without a tokenizer; every step checks the cache and poisons freed memory.
+
+    Their memory is not prefaulted: tests use a small part of it.
+    """
     monkeypatch.setenv(DEBUG_CACHE, "1")
+    monkeypatch.setattr(uni_executor, "PREFAULTED_BYTES", 0)
 
     def make(**options: Any) -> LLM:
         settings: dict[str, Any] = {"memory": "8MiB", "skip_tokenizer_init": True, **defaults}

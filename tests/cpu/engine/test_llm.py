@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
-from strandline.device import dtypes, prompt_logprobs
+from strandline.device import dtypes, prompt_logprobs, uni_executor
 from strandline.device.uni_executor import PREFAULTED_BYTES
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels.binding import why_unavailable
@@ -383,7 +383,8 @@ def test_default_cache_takes_half_of_a_containers_memory(
 
 
 @needs_pagemap
-def test_engine_on_a_cpu_prefaults_the_first_memory(make_llm: MakeLLM) -> None:
+def test_engine_on_a_cpu_prefaults_the_first_memory(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uni_executor, "PREFAULTED_BYTES", PREFAULTED_BYTES)
     arena = make_llm(memory="1GiB").engine.core.executor.runner.arena
     assert resident_share(arena.bytes[:PREFAULTED_BYTES]) == 1
     assert resident_share(arena.bytes[PREFAULTED_BYTES:]) < 0.01
