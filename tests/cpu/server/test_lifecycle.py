@@ -66,7 +66,7 @@ def test_signal_at_start_leaves_no_files_and_no_process(
     bytes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    server = ServerProcess(bytes_dir, tmp_path / "log")
+    server = ServerProcess(bytes_dir, tmp_path / "log", start=execute_server)
     try:
         server.wait_until(lambda: bool(list(tmp_path.glob("strandline-*/core"))))
         core = server.core_pid()
