@@ -81,7 +81,8 @@ def resolve_pending(
     is_pending_N = pending_N != 0
     is_stop_N = (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1) | (token_N == NO_TOKEN)
     is_over_N = (pending_N == PendingToken.MAY_STOP) & is_stop_N
-    token_ids_T[last_rows_N] = torch.where(is_pending_N, token_N.clamp_min(0), token_ids_T[last_rows_N])
+    # Sequences that pad a step have the first row, too.
+    token_ids_T[last_rows_N[is_pending_N]] = token_N[is_pending_N].clamp_min(0)
     dst_N.masked_fill_(is_over_N, NULL_SLOT)
 
 

@@ -39,6 +39,15 @@ def test_pending_tokens_are_filled_and_stop_token_keeps_state(
 
 
 @pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])
+def test_sequences_that_pad_a_step_change_no_token(resolve_pending: Callable[..., None]) -> None:
+    token_ids, dst, stop_ids = torch.tensor([0, 7, 8]), torch.tensor([1, 0, 0]), torch.full((1, 8), NO_TOKEN)
+    pending, rows = torch.tensor([PendingToken.MAY_STOP, PendingToken.NONE, PendingToken.NONE]), torch.tensor([0, 0, 0])
+    resolve_pending(token_ids, dst, rows, pending, rows, torch.tensor([5, 6, 4]), rows, stop_ids)
+    assert token_ids.tolist() == [5, 7, 8]
+    assert dst.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])
 def test_sequence_without_a_sampled_token_keeps_its_state(resolve_pending: Callable[..., None]) -> None:
     token_ids, dst = torch.tensor([70, 71, 72]), torch.tensor([11, 12, 13])
     pending = torch.tensor([PendingToken.MAY_STOP, PendingToken.GOES_ON, PendingToken.MAY_STOP])
