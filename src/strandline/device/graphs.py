@@ -10,7 +10,8 @@ Shape suffixes as in ``kernels/batch.py``; I integers of a buffer, E hidden size
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -82,6 +83,30 @@ def capture_error_mode(kernels: Kernels) -> str:
     return "global" if kernels.ranks.size == 1 else "thread_local"
 
 
+class Graph(Protocol):
+    """A captured CUDA graph."""
+
+    def replay(self) -> None:
+        """Launch it."""
+
+
+def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
+    """Capture a function whose operations do not need the host.
+
+    Args:
+        pool: of ``torch.cuda.graph_pool_handle``: scratch memory of graphs that are never replayed at once.
+    """
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(WARM_UP_RUNS):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
+        run()
+    # What is captured next may read what this one writes.
+    graph.replay()
+    return graph
+
+
 class Decoded(NamedTuple):
     """What a replayed step of decodes leaves behind, which the next replay overwrites."""
 
@@ -111,8 +136,8 @@ class _Captured:
         self.named = self.padded.named(self.buffer_I)
         self.columns = self.padded.columns(self.buffer_I)
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
-        self.graph = torch.cuda.CUDAGraph()
-        self.keeping: torch.cuda.CUDAGraph | None = None
+        self.graph: Graph
+        self.keeping: Graph | None = None
         """Graph to replay after a step of decodes has sampled its tokens; None: there is none."""
         self.hidden_TE = self.last_NE = self.logits_NV = torch.empty(0)
 
@@ -151,30 +176,26 @@ class StepGraphs:
         self._keep_for_drafts = keep_for_drafts
         self._max_model_len = max_model_len
         self._tables: dict[int | None, UploadedTable] = {}
-        device = arena.bytes.device
         by_rows = sorted(sizes, key=lambda size: (size.num_rows, size.num_decodes))
         self._most_decodes = max(size.num_decodes for size in by_rows)
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
+        self._pool: Any = None
         captured = dict[StepSize, _Captured]()
-        pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
             step = captured[size] = _Captured(size, self._table(size))
             step.named["token_address"].fill_(pending.sampled_P.data_ptr())
-            runs = [(step.graph, self._step)]
+            step.graph = self._captured(partial(self._step, step))
             if keep_for_drafts is not None and not size.num_prompts:
-                step.keeping = torch.cuda.CUDAGraph()
-                runs.append((step.keeping, self._keep))
-            for graph, run in runs:
-                for _ in range(WARM_UP_RUNS):
-                    run(step)
-                torch.cuda.synchronize(device)
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
-                    run(step)
-                # What is captured next may read what this one writes.
-                graph.replay()
+                step.keeping = self._captured(partial(self._keep, step))
         self._decodes = [captured[size] for size in by_rows if not size.num_prompt_rows]
         self._mixed = [captured[size] for size in by_rows if size.num_prompt_rows]
+
+    def _captured(self, run: Callable[[], None]) -> Graph:
+        """Return what does the same as a function, as often as it is replayed."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return capture(run, self._pool, self._kernels)
 
     def _table(self, size: StepSize) -> UploadedTable:
         """Return a block table. Steps of decodes share one; so do all in which the filler has one place."""
@@ -249,7 +270,7 @@ class StepGraphs:
         """
         padded = captured.padded
         num_integers, num_decodes = padded.num_integers, padded.size.num_decodes
-        pinned_I = torch.zeros(num_integers + num_decodes, dtype=torch.int64, pin_memory=True)
+        pinned_I = self._pinned_zeros(num_integers + num_decodes)
         integers_I, tokens_D = pinned_I[:num_integers], pinned_I[num_integers:]
         padded.fill(integers_I.numpy(), host)
         padded.named(integers_I)["token_address"].fill_(tokens_D.data_ptr())
@@ -259,8 +280,12 @@ class StepGraphs:
         captured.graph.replay()
         return tokens_D
 
+    def _pinned_zeros(self, num_integers: int) -> Tensor:
+        is_pinned = self._arena.bytes.device.type == "cuda"
+        return torch.zeros(num_integers, dtype=torch.int64, pin_memory=is_pinned)
+
     def _replay_mixed(self, captured: _Captured, host: HostBatch) -> None:
-        pinned_I = torch.zeros(captured.padded.num_integers, dtype=torch.int64, pin_memory=True)
+        pinned_I = self._pinned_zeros(captured.padded.num_integers)
         captured.padded.fill(pinned_I.numpy(), host)
         captured.buffer_I.copy_(pinned_I, non_blocking=True)
         self._write_beside_filler(captured, host)

@@ -10,7 +10,7 @@ Shape suffixes as in ``kernels/batch.py`` and ``kernels/verification.py``; I int
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from strandline.device.batch import block_tables
 from strandline.device.divided_sampling import likeliest
-from strandline.device.graphs import WARM_UP_RUNS, Forward, capture_error_mode
+from strandline.device.graphs import Forward, Graph, capture
 from strandline.device.padded_verification import PaddedVerification, VerificationSize, single_rows
 from strandline.device.upload import UploadedTable, upload_together
 from strandline.device.verification import Verified
@@ -36,14 +36,6 @@ from strandline.kernels.verification import (
 )
 from strandline.models.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.plan import SequencePlan
-
-
-class Graph(Protocol):
-    """A captured CUDA graph."""
-
-    def replay(self) -> None:
-        """Launch it."""
-
 
 BLOCK_ID_BYTES: Final = 4
 
@@ -122,17 +114,9 @@ class VerificationGraphs:
 
     def _captured(self, run: Callable[[], None]) -> Graph:
         """Return what does the same as a function, as often as it is replayed."""
-        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        for _ in range(WARM_UP_RUNS):
-            run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=capture_error_mode(self._kernels)):
-            run()
-        # What is captured next may read what this one writes.
-        graph.replay()
-        return graph
+        return capture(run, self._pool, self._kernels)
 
     def _batch(self, step: VerificationStep, tables: VerificationTables) -> StepBatch:
         return step.padded.batch(step.buffer_I, tables, step.block_table_NM, self._max_model_len, self._kernels)

@@ -1,99 +1,31 @@
 """Verifying drafts in steps that are planned before the last one's are known changes no token, state or hit.
 
-CUDA graphs are replaced: what they are replayed for is computed at once, from the same buffers, without padding.
+CUDA graphs are replaced (``eager_graphs.py``).
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
 from strandline import LLM, SamplingParams
 from strandline.device import runner, verification_graphs
-from strandline.device.batch import build_host_batch, to_device
 from strandline.device.kept_pairs import KeptRun
-from strandline.device.padded_verification import VerificationSize, single_rows
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
-from strandline.device.verification_graphs import VerificationGraphs, VerificationStep
 from strandline.env import DEBUG_CACHE
 from strandline.errors import EngineError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
-from strandline.kernels.batch import StepBatch
-from strandline.kernels.verification import VerificationTables
-from strandline.records.plan import SequencePlan, StepPlan, StepResult
+from strandline.ids import BLOCK_TOKENS
+from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
+from tests.cpu.engine.eager_graphs import EagerGraphs, replay_eagerly, single_rows_on_the_host, verify_eagerly
 from tests.cpu.engine.test_draft_layer import Alternating
 
 MAX_NUM_SEQS = 6
 Answer = tuple[list[int], str | None, int]
-
-
-class Rerun:
-    """A function instead of a CUDA graph."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = run
-
-
-class EagerGraphs(VerificationGraphs):
-    """Computes steps as the corrected buffer says, sequence by sequence and the filler, if it has rows."""
-
-    def _captured(self, run: Callable[[], None]) -> Rerun:
-        return Rerun(run)
-
-    def verify(self, *args: Any) -> VerificationStep | None:
-        step = super().verify(*args)
-        if step is not None:
-            # A copy on its way to the host must not be overwritten.
-            step.tokens_T = torch.zeros_like(step.tokens_T)
-        return step
-
-    def _batch(self, step: VerificationStep, tables: VerificationTables) -> StepBatch:
-        named = {name: part.tolist() for name, part in step.named.items()}
-        starts = named["query_starts"]
-        plans, kept = [], []
-        for n in range(step.padded.size.num_sequences + 1):
-            num_rows, num_drafts = starts[n + 1] - starts[n], named["num_drafts"][n]
-            slot, has_ended = SlotId(named["state_dst"][n]), named["state_dst"][n] == NULL_SLOT
-            if num_rows == 0:
-                continue
-            plan = SequencePlan(
-                request_id=RequestId(f"{n}"),
-                start=named["start"][n],
-                end=named["start"][n] + num_rows,
-                token_ids=tuple(named["token_ids"][starts[n] : starts[n + 1]]),
-                block_table=step.block_table_NM[n].numpy().tobytes(),
-                kv_start=named["kv_start"][n],
-                state_src=SlotId(named["state_src"][n]),
-                state_dst=slot,
-                cuts=(),
-                is_sampled=True,
-                pending=PendingToken.NONE,
-                is_prefill=True,
-                log=NULL_LOG if has_ended else LogId(named["log"][n]),
-                num_logged=0 if has_ended else named["num_logged"][n],
-                num_folded=1,
-                num_drafts=num_drafts,
-            )
-            plans.append(plan)
-            kept.append(n)
-        host = build_host_batch(plans, 0, draft_tokens=self._arena.draft_tokens)
-        batch = to_device(host, step.buffer_I.device, self._kernels).step
-        # Whole tables: further drafts may lie in a block that no row of the step does.
-        return replace(batch, attention=replace(batch.attention, block_table_NM=step.block_table_NM[kept]))
-
-
-def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
-    """Return what kernels that look for lengths on the host need."""
-    single = single_rows(batch, *args)
-    lengths = tuple(single.attention.context_lens_N.tolist())
-    return replace(single, attention=replace(single.attention, context_lens=lengths, gathers={}))
 
 
 @pytest.fixture
@@ -115,20 +47,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             executor = llm.engine.core.executor
             assert isinstance(executor, UniExecutor)
             runner = executor.runner
-            runner._verification_graphs = EagerGraphs(
-                runner.model,
-                runner._memory,
-                runner._forward,
-                runner.arena,
-                runner._pending.stop_ids_XI,
-                runner._kernels,
-                sizes=[
-                    VerificationSize(n, depth, num_drafts)
-                    for n in range(1, 1 + MAX_NUM_SEQS)
-                    for depth in sorted({0, 1, num_drafts})
-                ],
-                max_model_len=llm.engine.core.limits.max_model_len,
-            )
+            verify_eagerly(runner, num_drafts, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
             llm.engine.scheduler.drafts.corrects_lengths = True
         return llm
 
@@ -265,6 +184,17 @@ def test_depth_may_change_between_steps_that_are_planned_ahead(
     steps = Steps(monkeypatch)
     assert {name: answer[:2] for name, answer in serve(llm, 4).items()} == expected
     assert steps.num_ahead > 5
+
+
+def test_steps_without_drafts_may_be_replayed_as_well(make: Callable[..., LLM]) -> None:
+    expected = {name: answer[:2] for name, answer in serve(make(0), 4).items()}
+    llm = make(2, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    llm.engine.scheduler.drafts.chooser = Alternating((2,) * 6 + (0,) * 4)
+    executor = llm.engine.core.executor
+    assert isinstance(executor, UniExecutor)
+    graphs = replay_eagerly(executor.runner, MAX_NUM_SEQS, llm.engine.core.limits.max_model_len)
+    assert {name: answer[:2] for name, answer in serve(llm, 4).items()} == expected
+    assert min(graphs.num_replayed.values()) > 5
 
 
 @pytest.mark.parametrize("num_drafts", [pytest.param(3, marks=pytest.mark.long), 4])
