@@ -207,6 +207,16 @@ class Drafts:
         is_certain_token = end - len(drafts) == request.num_tokens == start + 1 > request.num_prompt_tokens
         return is_certain_token and not self._cache.is_cut_due(lease, end)
 
+    def has_drafts(self, spans: Sequence[Span], next_drafts: Sequence[int]) -> bool:
+        """Whether a step verifies or makes drafts, or follows some that are logged or not settled.
+
+        Then it logs no decoded tokens. What follows unsettled drafts is replayed by the graphs that verify drafts, even
+        if it has none itself, and what comes next does not find its tokens among those of steps without drafts.
+        """
+        if self.unsettled or any(next_drafts):
+            return True
+        return any(drafts or lease.has_logged_drafts for _, lease, _, _, drafts in spans)
+
     def reserve(self, lease: Lease, end: int, num_drafts: int, keeps_logs: bool) -> Reservation:
         """Reserve a step: a sequence with drafts, or with a log of them, is prefilled."""
         before = self.unsettled.get(lease.request_id)

@@ -97,7 +97,7 @@ class Scheduler:
         self._stopped: list[Request] = []
         """Requests that have ended at a stop string, to be ended when the step under way is advanced."""
         self._is_plain = False
-        """Whether the last planned step is computed as in an engine without drafts."""
+        """Whether the last planned step is computed as in an engine without drafts: it does not follow any, either."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -202,9 +202,7 @@ class Scheduler:
         spans = drafts_of.keep_plain(spans)
         next_drafts = list(map(drafts_of.next_drafts, spans)) if drafts_of.has_layer else []
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
-        has_drafts = drafts_of.drafter is not None and (
-            any(next_drafts) or any(drafts or lease.has_logged_drafts for _, lease, _, _, drafts in spans)
-        )
+        has_drafts = drafts_of.drafter is not None and drafts_of.has_drafts(spans, next_drafts)
         may_log = drafts_of.drafter is None or not (drafts_of.depth or has_drafts)
         keeps_logs = may_log and [end - start for _, _, start, end, _ in spans].count(1) >= self._logged_from
         if drafts_of.drafter is None:
@@ -214,7 +212,7 @@ class Scheduler:
         sequences = list(map(sequence_plan, spans, grants))
         if drafts_of.has_layer:
             sequences = list(map(with_next, sequences, spans, next_drafts))
-            has_drafts = not all(sequence.is_plain for sequence in sequences)
+            has_drafts = len(drafts_of.unsettled) > 0 or not all(sequence.is_plain for sequence in sequences)
         if not sequences:
             if self._planned or self.cache.loads or self.cache.holds:
                 return None

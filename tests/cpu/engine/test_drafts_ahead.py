@@ -425,3 +425,60 @@ def test_token_behind_drafts_may_need_none(make: Callable[..., LLM], monkeypatch
         for before, plan in pairwise(steps.plans)
         if not all(x.is_plain for x in before.sequences)
     )
+
+
+def every_other_draft(num_drafts: int) -> dict[str, Any]:
+    """Accept drafts at places that the requests' seeds decide."""
+    rates = [0.5] * num_drafts
+    config = {"method": "mtp", "num_speculative_tokens": num_drafts, "rejection_sample_method": "synthetic"}
+    return {"speculative_config": {**config, "adaptive": False, "synthetic_acceptance_rates": rates}}
+
+
+def test_prompt_may_join_behind_token_that_followed_drafts(make: Callable[..., LLM]) -> None:
+    """All but one sequence have ended with the drafts before that token."""
+    llm = make(2, max_num_seqs=2, **every_other_draft(2))
+    prompts = [[5 + index] * 6 for index in range(3)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, seed=seed)
+        for length, seed in ((10, 94), (10, 32), (11, 37))
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [10, 10, 11]
+
+
+class DeepThenNone:
+    """Chooses the deepest drafts, and none from some step on."""
+
+    def __init__(self, num_drafts: int, num_steps: int) -> None:
+        self._depths = iter([num_drafts] * num_steps)
+
+    def choose(self, num_running: int, *, is_timed: bool = True) -> int:
+        return next(self._depths, 0)
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        pass
+
+
+def test_token_behind_unsettled_drafts_is_not_logged(make: Callable[..., LLM]) -> None:
+    """Graphs that verify drafts advance its state: what a log of decoded tokens held would be folded once more."""
+    config = every_other_draft(2)["speculative_config"] | {"adaptive": True}
+    llm = make(2, max_num_seqs=2, speculative_config=config)
+    scheduler = llm.engine.scheduler
+    scheduler._logged_from = 1
+    prompts = [[5 + index] * 6 for index in range(2)]
+    scheduler.drafts.chooser = DeepThenNone(2, 5)
+    params = [SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, seed=seed) for seed in (96, 42)]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    whole = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+    scheduler.drafts.chooser = DeepThenNone(2, 0)
+
+    def next_logprobs(salt: str) -> list[float]:
+        prompts = [{"prompt_token_ids": tokens, "cache_salt": salt} for tokens in whole]
+        again = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, logprobs=0), use_tqdm=False)
+        assert all((output.num_cached_tokens == 15) == (not salt) for output in again)
+        return [output.outputs[0].cumulative_logprob for output in again]
+
+    assert next_logprobs("") == pytest.approx(next_logprobs("not cached"), abs=1e-4)
