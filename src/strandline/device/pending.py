@@ -21,7 +21,8 @@ from strandline.kernels.step import resolve_pending
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
 MAX_STOP_SETS = 512
-"""Different sets of stop tokens that the table holds; when it is full, it starts anew with those of the step."""
+"""Different sets of stop tokens that the table holds, or as many as a step may have sequences, if these are more. When
+it is full, it starts anew with those of the step."""
 
 NO_STOPS = frozenset[int]()
 
@@ -33,7 +34,8 @@ class PendingTokens:
         self._resolve = kernels[resolve_pending]
         self._device = device
         self.sampled_P = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.stop_ids_XI = torch.full((MAX_STOP_SETS, MAX_STOP_IDS), NO_TOKEN, dtype=torch.int64, device=device)
+        shape = (max(MAX_STOP_SETS, max_num_seqs), MAX_STOP_IDS)
+        self.stop_ids_XI = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=device)
         self.row_of: dict[RequestId, int] = {}
         """Where each request's token is among those sampled last; empty if the last step verified drafts."""
         self._set_of: dict[frozenset[int], int] = {}
@@ -85,7 +87,7 @@ class PendingTokens:
         new = set(stops) - self._set_of.keys()
         if not new:
             return
-        if len(self._set_of) + len(new) > MAX_STOP_SETS:
+        if len(self._set_of) + len(new) > len(self.stop_ids_XI):
             self._set_of, new = {}, set(stops)
         first = len(self._set_of)
         rows = np.full((len(new), MAX_STOP_IDS), NO_TOKEN, dtype=np.int64)
