@@ -97,10 +97,12 @@ def test_prompts_come_back_from_each_tier_and_after_a_restart(
         return with_disk(make_llm, tmp_path, host_memory=slabs(make_llm(), 10))
 
     first = start()
-    assert serve(first) == (expected, [0] * len(PROMPTS))
-    before = stats(first)
-    assert [tier.num_loads for tier in before.tiers] == [0, 0]
-    assert all(tier.num_snapshots_demoted > 0 for tier in before.tiers)
+    serve(first, PROMPTS[:1])
+    evict_all(first.engine.core.cache)
+    assert serve(first, PROMPTS[:1]) == (expected[:1], list(LENGTHS[:1]))
+    assert [tier.num_loads > 0 for tier in stats(first).tiers] == [True, False]
+    assert serve(first, PROMPTS[1:]) == (expected[1:], [0] * (len(PROMPTS) - 1))
+    assert all(tier.num_snapshots_demoted > 0 for tier in stats(first).tiers)
     for _ in range(2):
         # Backwards, as what was served last is nearest.
         found, hits = serve(first, PROMPTS[::-1])
