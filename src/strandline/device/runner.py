@@ -361,6 +361,8 @@ class Runner:
         graphs = self._verification_graphs
         if graphs is None or not all(sequence.is_verification for sequence in sequences):
             return False
+        if any(sequence.log and not sequence.is_prefill for sequence in sequences):
+            raise EngineError("a step that verifies drafts was planned with a log of decoded tokens")
         *first_rows, num_rows = accumulate((1 + sequence.num_drafts for sequence in sequences), initial=0)
         states = [self._states[sequence.request_id] for sequence in sequences]
         verified = [

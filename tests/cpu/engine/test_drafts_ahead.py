@@ -16,6 +16,7 @@ from strandline.device.kept_pairs import KeptRun
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine.drafts import Drafts
 from strandline.env import DEBUG_CACHE
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS
@@ -462,18 +463,24 @@ class DeepThenNone:
         pass
 
 
-def test_token_behind_unsettled_drafts_is_not_logged(make: Callable[..., LLM]) -> None:
-    """Graphs that verify drafts advance its state: what a log of decoded tokens held would be folded once more."""
-    config = every_other_draft(2)["speculative_config"] | {"adaptive": True}
-    llm = make(2, max_num_seqs=2, speculative_config=config)
+def generate_behind_drafts(llm: LLM) -> list[list[int]]:
+    """Log decoded tokens, if they may be, where the last token comes behind unsettled drafts; return all tokens."""
     scheduler = llm.engine.scheduler
     scheduler._logged_from = 1
     prompts = [[5 + index] * 6 for index in range(2)]
     scheduler.drafts.chooser = DeepThenNone(2, 5)
     params = [SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, seed=seed) for seed in (96, 42)]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    whole = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
     scheduler.drafts.chooser = DeepThenNone(2, 0)
+    return [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def test_token_behind_unsettled_drafts_is_not_logged(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that verify drafts advance its state: what a log of decoded tokens held would be folded once more."""
+    config = every_other_draft(2)["speculative_config"] | {"adaptive": True}
+    options = {"max_num_seqs": 2, "speculative_config": config}
+    llm = make(2, **options)
+    whole = generate_behind_drafts(llm)
 
     def next_logprobs(salt: str) -> list[float]:
         prompts = [{"prompt_token_ids": tokens, "cache_salt": salt} for tokens in whole]
@@ -482,3 +489,6 @@ def test_token_behind_unsettled_drafts_is_not_logged(make: Callable[..., LLM]) -
         return [output.outputs[0].cumulative_logprob for output in again]
 
     assert next_logprobs("") == pytest.approx(next_logprobs("not cached"), abs=1e-4)
+    monkeypatch.setattr(Drafts, "has_drafts", lambda *_: False)
+    with pytest.raises(EngineError, match="planned with a log of decoded tokens"):
+        generate_behind_drafts(make(2, **options))
