@@ -40,6 +40,11 @@ SHAPES = (
     Shape("35B in", 2048, 12352),
     Shape("35B out", 4096, 2048),
     Shape("35B shared in", 2048, 1288),
+    Shape("35B attention in, of two ranks", 2048, 4608),
+    Shape("35B out, of two ranks", 2048, 2048),
+    Shape("35B shared in, of two ranks", 2048, 776),
+    Shape("35B head", 2048, 248320),
+    Shape("35B head, of two ranks", 2048, 124160),
 )
 GEMVS = [
     Gemv(*v)
@@ -55,6 +60,7 @@ GEMVS = [
         (2, 1024, 2),
         (4, 512, 2),
         (1, 1024, 4),
+        (1, 2048, 4),
         (2, 1024, 4),
         (4, 1024, 4),
         (2, 2048, 4),
