@@ -293,3 +293,14 @@ def block_tables(sequences: Sequence[SequencePlan], num_blocks: Sequence[int]) -
     for row, (sequence, count) in enumerate(zip(sequences, num_blocks, strict=True)):
         tables[row, :count] = np.frombuffer(sequence.block_table, dtype=np.int32, count=count)
     return tables
+
+
+def batch_order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
+    """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
+    decodes = [index for index, sequence in enumerate(sequences) if sequence.is_decode]
+    if len(decodes) == len(sequences):
+        return decodes, len(decodes)
+    prefills = [
+        index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not sequence.is_decode
+    ]
+    return decodes + prefills, len(decodes)

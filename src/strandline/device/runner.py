@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strandline.cache import Action
-from strandline.device.batch import HostBatch, build_host_batch, split_by_blocks, to_device
+from strandline.device.batch import HostBatch, batch_order, build_host_batch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
 from strandline.device.draft_layer import is_resumed, keep_decoded, make_drafts, pairs_of_step
@@ -218,7 +218,7 @@ class Runner:
         self._verified_rows = {}
         if is_behind_drafts:
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
-        order, num_decodes = _order(sequences)
+        order, num_decodes = batch_order(sequences)
         if has_layer or has_drafts:
             self._compute_with_drafts(sequences, order, num_decodes, launched)
         elif not self._replay_decodes(sequences, num_decodes, launched):
@@ -232,7 +232,7 @@ class Runner:
 
     def _compute_beside_draft_layer(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         """Compute as a model without a draft layer; then keep what the layer needs in order to draft later."""
-        order, num_decodes = _order(sequences)
+        order, num_decodes = batch_order(sequences)
         if all(sequence.is_plain_decode for sequence in sequences):
             self._repeat_pairs(sequences)
             self._decode_beside_draft_layer(sequences, launched)
@@ -338,7 +338,7 @@ class Runner:
 
     def _hidden_of_part(self, part: SequencePlan, launched: StepInFlight) -> Tensor:
         with self._threads(part.end - part.start):
-            return self._last_hidden([part], *_order([part]), launched)
+            return self._last_hidden([part], *batch_order([part]), launched)
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Return a context that sets the number of threads for a step of this size."""
@@ -500,14 +500,3 @@ class Runner:
         """Keep what was sampled for the next step, and fetch it, unless the device brings it to the host itself."""
         self._pending.remember(chosen.tokens_N, [state.new.request_id for _, state in sampled])
         launched.take_tokens(chosen, sampled, host_tokens_N)
-
-
-def _order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
-    """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
-    decodes = [index for index, sequence in enumerate(sequences) if sequence.is_decode]
-    if len(decodes) == len(sequences):
-        return decodes, len(decodes)
-    prefills = [
-        index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not sequence.is_decode
-    ]
-    return decodes + prefills, len(decodes)
