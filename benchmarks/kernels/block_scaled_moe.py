@@ -20,6 +20,7 @@ from strandline.kernels import block_scaled_moe_triton, moe_triton
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.block_scaled_moe_few_triton import mixture_few
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.router_triton import route
@@ -108,7 +109,7 @@ class Inputs:
     def mixture(self) -> Tensor:
         weights = (self.gate_up, self.down, self.shared_down)
         mixture = block_scaled_moe_triton.block_scaled_mixture
-        return mixture(self.rows, *self.projected, *weights, ROUTING)
+        return added_up(mixture(self.rows, *self.projected, *weights, ROUTING))
 
     def few(self, few: Few) -> Tensor:
         weights = (self.gate_up, self.down, self.shared_down)

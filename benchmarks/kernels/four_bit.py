@@ -22,6 +22,7 @@ from torch import Tensor
 
 from strandline.kernels import four_bit_launches as launches
 from strandline.kernels import four_bit_moe_triton, four_bit_triton, linear_triton, moe_triton
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import ExpertTile, Few
 from strandline.kernels.four_bit_launches import Gemv, Tile
 from strandline.kernels.four_bit_moe_few_triton import mixture_few
@@ -284,7 +285,7 @@ def measure_experts(num_tokens: int, group: int, timer: Timer, *, is_sweep: bool
     shared_down = DenseWeight(experts[0][2].dequantize().bfloat16())
     projected = (shared, logits, gate)
     dense = partial(moe_triton.mixture, x, *projected, gate_up, down, shared_down, routing)
-    expected = dense().double()
+    expected = added_up(dense()).double()
     print(f"experts tokens={num_tokens} bfloat16: {timer([dense] * 3):.2f} us", flush=True)
     chosen = route(logits, None, routing)
     num_used = len(chosen[1].unique())
@@ -295,10 +296,10 @@ def measure_experts(num_tokens: int, group: int, timer: Timer, *, is_sweep: bool
     print(f"experts tokens={num_tokens}: {num_used} experts used", flush=True)
 
     def mixture(weights: Experts) -> Tensor:
-        return four_bit_moe_triton.four_bit_mixture(x, *projected, *weights, routing)
+        return added_up(four_bit_moe_triton.four_bit_mixture(x, *projected, *weights, routing))
 
     def invariant(weights: Experts) -> Tensor:
-        return four_bit_moe_triton.four_bit_mixture_invariant(x, *projected, *weights, routing)
+        return added_up(four_bit_moe_triton.four_bit_mixture_invariant(x, *projected, *weights, routing))
 
     def with_few(few: Few, weights: Experts) -> Tensor:
         return mixture_few(x, *projected, *weights, routing, few)

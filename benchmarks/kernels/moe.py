@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels import moe, moe_triton
+from strandline.kernels import moe, moe_many_triton, moe_triton
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, Few
 from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
 from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.moe_triton import Tile
+from strandline.kernels.moe_many_triton import Tile
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 
@@ -104,6 +105,8 @@ UP_LARGE = [
         (128, 128, 8, 3, 2),
         (128, 128, 8, 4, 1),
         (128, 128, 8, 4, 2),
+        (128, 128, 8, 4, 3),
+        (128, 128, 8, 4, 4),
     ]
 ]
 DOWN_LARGE = [
@@ -228,7 +231,7 @@ def variants_up(tile: Tile, arguments: Inputs) -> Callable[[], object]:
     x_TD, gate_up, _, _, experts_TK, _, _ = arguments
     starts, choices = list_choices(experts_TK, EXPERTS)
     hidden = torch.empty(experts_TK.numel(), SIZE, device="cuda", dtype=torch.bfloat16)
-    return lambda: moe_triton.launch_up(x_TD, gate_up, starts, choices, hidden, TOP_K, tile)
+    return lambda: moe_many_triton.launch_up(x_TD, gate_up, starts, choices, hidden, TOP_K, tile)
 
 
 def variants_down(tile: Tile, arguments: Inputs) -> Callable[[], object]:
@@ -237,7 +240,7 @@ def variants_down(tile: Tile, arguments: Inputs) -> Callable[[], object]:
     starts, choices = list_choices(experts_TK, EXPERTS)
     hidden = torch.randn(experts_TK.numel(), SIZE, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(experts_TK.numel(), HIDDEN, device="cuda", dtype=torch.bfloat16)
-    return lambda: moe_triton.launch_down(hidden, down, starts, choices, out, tile)
+    return lambda: moe_many_triton.launch_down(hidden, down, starts, choices, out, tile)
 
 
 def sweep_few(num_tokens: int, num_ranks: int) -> None:
@@ -307,7 +310,7 @@ def few(few: Few, num_ranks: int, arguments: Inputs) -> Callable[[], object]:
 
 def many(tiles: tuple[Tile, Tile], arguments: Inputs) -> Callable[[], object]:
     """Return a call of the way of many tokens."""
-    return lambda: moe_triton.experts_many(*arguments, *tiles)
+    return lambda: added_up(moe_many_triton.compute_choices(*arguments, *tiles))
 
 
 def main() -> None:
@@ -329,7 +332,7 @@ def main() -> None:
         if num_tokens <= 16 and chosen:
             report("experts", num_tokens, "few", partial(few, chosen, arguments.ranks), share=1 / arguments.ranks)
         for name in ("DECODE", "MIDDLE", "PREFILL"):
-            tiles = getattr(moe_triton, f"TILES_{name}")
+            tiles = getattr(moe_many_triton, f"TILES_{name}")
             report("experts", num_tokens, name, partial(many, tiles))
         report("experts", num_tokens, "torch grouped_mm", lambda a: lambda: grouped_torch(*a))
         if arguments.sweep:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.device.symmetric_memory import TorchSymmetricMemory, connect_sums
+from strandline.kernels.expert_choices import Summand, added_up, like
 from strandline.kernels.ranks import FewRows, ManyRows, add_in_order
 
 TIMEOUT: Final = timedelta(minutes=10)
@@ -77,16 +78,18 @@ class ProcessRanks:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors; ``x`` may be overwritten.
+    def sum(self, x: Summand) -> Tensor:
+        """Return the sum of all ranks' tensors or choices; a tensor may be overwritten.
 
         Sums of one process are enqueued on one stream, or on streams that wait for each other.
         """
-        if self.few_rows is not None and self.few_rows.can_sum(x):
-            return self.few_rows.sum(x)
-        if self.many_rows is not None and self.many_rows.can_sum(x):
-            return self.many_rows.sum(x)
-        x = x.contiguous()
+        if self.few_rows is not None and self.few_rows.can_sum(like(x)):
+            return self.few_rows.sum(added_up(x))
+        if self.many_rows is not None:
+            x = x if self.many_rows.can_sum(x) else added_up(x)
+            if self.many_rows.can_sum(x):
+                return self.many_rows.sum(x)
+        x = added_up(x).contiguous()
         if not x.numel():
             return x
         if self._adds_in_order and x.is_floating_point():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strandline.kernels.activation import swiglu
 from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.linear import reference_linear
 from strandline.kernels.moe import sum_of_experts, with_shared
 from strandline.kernels.operation import operation, triton
@@ -28,7 +29,9 @@ def block_scaled_mixture(
     shared_down: Weight,
     routing: Routing,
     held: range | None = None,
-) -> Tensor:
+    *,
+    leaves_choices: bool = False,
+) -> Summand:
     """As ``mixture``, with experts in FP8: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``.
 
     Quantised tokens are taken if the plain ones are kept beside them.

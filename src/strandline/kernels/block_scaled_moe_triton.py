@@ -29,11 +29,12 @@ from strandline.kernels.block_scaled_tile_triton import (
     swiglu_quantized,
 )
 from strandline.kernels.block_scaled_triton import block_scaled_linear, block_scaled_linear_invariant
+from strandline.kernels.expert_choices import ExpertChoices, Summand
+from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few, choose_by_load
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows
 from strandline.kernels.router import Routing
@@ -263,7 +264,9 @@ def block_scaled_mixture(
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
     held: range | None = None,
-) -> Tensor:
+    *,
+    leaves_choices: bool = False,
+) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
     if len(x_TD) <= MAX_TOKENS_FEW:
         arguments = (x_TD, shared_gate_up_TS, logits_TE, shared_gate_T1, gate_up, down, shared_down, routing)
@@ -276,7 +279,8 @@ def block_scaled_mixture(
     else:
         shared = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     tiles = choose_tiles(chosen[1].numel() // logits_TE.shape[1])
-    return experts_glu_many(x_TD, gate_up, down, *chosen, shared, shared_gate_T1, *tiles, held)
+    choices = compute_choices(x_TD, gate_up, down, *chosen, shared, shared_gate_T1, *tiles, held)
+    return choices if leaves_choices else add_choices(choices)
 
 
 def can_join(gate_up_TS: Tensor, shared_down: DenseWeight | ScaledWeight, down: ScaledWeight) -> bool:
@@ -300,14 +304,18 @@ def block_scaled_mixture_invariant(
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
     held: range | None = None,
-) -> Tensor:
+    *,
+    leaves_choices: bool = False,
+) -> Summand:
     """As :func:`block_scaled_mixture`, expert by expert however few tokens there are."""
     chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, ScaledWeight):
         shared_TD = block_scaled_linear_invariant(swiglu_quantized(shared_gate_up_TS), shared_down)
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return block_scaled_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
+    tiles = _invariant_tiles(chosen[1], down)
+    choices = compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
+    return choices if leaves_choices else add_choices(choices)
 
 
 def block_scaled_experts_glu(
@@ -336,8 +344,12 @@ def block_scaled_experts_glu_invariant(
     held: range | None = None,
 ) -> Tensor:
     """As :func:`block_scaled_experts_glu`, with tiles that all add in one order."""
-    tiles = choose_by_load(experts_TK.numel() // len(down.values), TILES_MIDDLE, TILES_MIDDLE, TILES_PREFILL)
+    tiles = _invariant_tiles(experts_TK, down)
     return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
+
+
+def _invariant_tiles(experts_TK: Tensor, down: ScaledWeight) -> tuple[ExpertTile, ExpertTile]:
+    return choose_by_load(experts_TK.numel() // len(down.values), TILES_MIDDLE, TILES_MIDDLE, TILES_PREFILL)
 
 
 def choose_tiles(choices_per_expert: int) -> tuple[ExpertTile, ExpertTile]:
@@ -356,7 +368,24 @@ def experts_glu_many(
     down_tile: ExpertTile,
     held: range | None = None,
 ) -> Tensor:
-    """Compute ``block_scaled_experts_glu`` expert by expert, in four launches, or five if tokens come as they are.
+    """Compute ``block_scaled_experts_glu`` expert by expert; arguments as of ``compute_choices``."""
+    operands, tiles = (x_TD, gate_up, down, weights_TK, experts_TK, shared, shared_gate_T1), (up_tile, down_tile)
+    return add_choices(compute_choices(*operands, *tiles, held))
+
+
+def compute_choices(
+    x_TD: Rows,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared: Tensor | SharedExpert | None,
+    shared_gate_T1: Tensor | None,
+    up_tile: ExpertTile,
+    down_tile: ExpertTile,
+    held: range | None = None,
+) -> ExpertChoices:
+    """Compute each token's choices expert by expert, in three launches, or four if tokens come as they are.
 
     Args:
         shared: what the shared expert made of each token, or what it takes to compute that here; None: there is none.
@@ -375,7 +404,7 @@ def experts_glu_many(
     launch_up(rows, gate_up, listed, (hidden_AF, hidden_scale_XA), top_k, up_tile, joined)
     launch_down((hidden_AF, hidden_scale_XA), down, listed, out_AD, down_tile, joined)
     shared_TD = shared if joined is None else out_AD[num_choices:]
-    return add_choices(out_AD[:num_choices], (weights_TK, experts_TK), shared_TD, shared_gate_T1, held)
+    return ExpertChoices(out_AD[:num_choices], weights_TK, experts_TK, shared_TD, shared_gate_T1, held, add_choices)
 
 
 def launch_up(

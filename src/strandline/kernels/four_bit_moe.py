@@ -6,6 +6,7 @@ Shape suffixes: as in ``moe.py``.
 from torch import Tensor
 
 from strandline.kernels.activation import swiglu
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.four_bit import four_bit_gated_linear, four_bit_linear
 from strandline.kernels.linear import reference_linear
 from strandline.kernels.moe import sum_of_experts, with_shared
@@ -25,7 +26,9 @@ def four_bit_mixture(
     shared_down: Weight,
     routing: Routing,
     held: range | None = None,
-) -> Tensor:
+    *,
+    leaves_choices: bool = False,
+) -> Summand:
     """As ``mixture``, with experts in 4 bits: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``."""
     chosen = route.reference(logits_TE, None, routing)
     shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.expert_choices import ExpertChoices, Summand
+from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile
 from strandline.kernels.four_bit_launches import FEW, choose_expert_tiles, choose_expert_tiles_invariant
 from strandline.kernels.four_bit_moe_few_triton import mixture_few
@@ -23,7 +25,6 @@ from strandline.kernels.four_bit_triton import four_bit_linear, four_bit_linear_
 from strandline.kernels.linear_triton import linear, silu_times
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.moe_triton import add_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import flat_rows
 from strandline.kernels.router import Routing
@@ -157,7 +158,9 @@ def four_bit_mixture(
     shared_down: DenseWeight | FourBitWeight,
     routing: Routing,
     held: range | None = None,
-) -> Tensor:
+    *,
+    leaves_choices: bool = False,
+) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
     if len(x_TD) <= MAX_TOKENS_FEW:
         projected = (flat_rows(shared_gate_up_TS), logits_TE, shared_gate_T1)
@@ -167,7 +170,9 @@ def four_bit_mixture(
         shared_TD = four_bit_linear(swiglu(shared_gate_up_TS), shared_down)
     else:
         shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return four_bit_experts_glu(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
+    tiles = choose_expert_tiles(chosen[1].numel() // down.shape[0], x_TD.dtype)
+    choices = compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
+    return choices if leaves_choices else add_choices(choices)
 
 
 def four_bit_mixture_invariant(
@@ -180,14 +185,18 @@ def four_bit_mixture_invariant(
     shared_down: DenseWeight | FourBitWeight,
     routing: Routing,
     held: range | None = None,
-) -> Tensor:
+    *,
+    leaves_choices: bool = False,
+) -> Summand:
     """As :func:`four_bit_mixture`, expert by expert however few tokens there are."""
     chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, FourBitWeight):
         shared_TD = four_bit_linear_invariant(swiglu(shared_gate_up_TS), shared_down)
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
-    return four_bit_experts_glu_invariant(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, held)
+    tiles = choose_expert_tiles_invariant(x_TD.dtype)
+    choices = compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
+    return choices if leaves_choices else add_choices(choices)
 
 
 def four_bit_experts_glu(
@@ -232,7 +241,24 @@ def experts_glu_many(
     down_tile: ExpertTile,
     held: range | None = None,
 ) -> Tensor:
-    """Compute ``four_bit_experts_glu`` with these tiles, in four launches."""
+    """Compute ``four_bit_experts_glu`` with these tiles."""
+    chosen, tiles = (weights_TK, experts_TK), (up_tile, down_tile)
+    return add_choices(compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held))
+
+
+def compute_choices(
+    x_TD: Tensor,
+    gate_up: FourBitWeight,
+    down: FourBitWeight,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor | None,
+    shared_gate_T1: Tensor | None,
+    up_tile: ExpertTile,
+    down_tile: ExpertTile,
+    held: range | None = None,
+) -> ExpertChoices:
+    """Compute each token's choices with these tiles, in three launches."""
     num_tokens, top_k = experts_TK.shape
     num_held, num_channels, size = down.shape
     listed = list_choices(experts_TK, num_held, 0 if held is None else held.start)
@@ -240,7 +266,7 @@ def experts_glu_many(
     out_AD = torch.empty((num_tokens * top_k, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     launch_up(flat_rows(x_TD), gate_up, *listed, hidden_AF, top_k, up_tile)
     launch_down(hidden_AF, down, *listed, out_AD, down_tile)
-    return add_choices(out_AD, (weights_TK, experts_TK), shared_TD, shared_gate_T1, held)
+    return ExpertChoices(out_AD, weights_TK, experts_TK, shared_TD, shared_gate_T1, held, add_choices)
 
 
 def launch_up(

@@ -6,11 +6,13 @@ Shape suffixes: T rows, E channels, N ranks, B blocks.
 """
 
 from importlib import import_module
-from typing import Any, Final
+from itertools import repeat
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from strandline.kernels.expert_choices import ExpertChoices, Summand
 from strandline.kernels.rank_sums import DTYPES, Connection
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -42,6 +44,18 @@ def counter_shape(num_ranks: int) -> tuple[int, int]:
     return 2, num_blocks(num_ranks)
 
 
+class Norm(NamedTuple):
+    """A residual stream to add and a norm to take of the sum."""
+
+    residual_TE: Tensor
+    """Contiguous."""
+    normed_TE: Tensor
+    """As ``residual_TE``; receives the normalised rows."""
+    weight_E: Tensor
+    eps: float
+    is_zero_centered: bool
+
+
 class ManyRowSums:
     """Sums taken by one kernel on each rank.
 
@@ -54,19 +68,32 @@ class ManyRowSums:
         self._kernels: Any = import_module("strandline.kernels.many_row_sums_triton")
         self._max_blocks = connection.counter.shape[1]
 
-    def can_sum(self, x: Tensor) -> bool:
-        """Return whether the kernel takes a tensor of this shape and dtype."""
+    def can_sum(self, x: Summand) -> bool:
+        """Return whether the kernel takes a tensor of this shape and dtype, or such choices."""
+        if isinstance(x, ExpertChoices):
+            return self.can_add_norm(x.like_sum)
         return x.dtype in DTYPES and x.numel() > 0
 
-    def sum(self, x: Tensor, max_polls: int = -1) -> Tensor:
-        """Return the sum of all ranks' tensors, dense; ``x`` may be overwritten.
+    def sum(self, x: Summand, max_polls: int = -1) -> Tensor:
+        """Return the sum of all ranks' tensors or choices, dense; a tensor may be overwritten.
 
         Args:
             x: ``can_sum`` it.
             max_polls: how often a program looks for what another rank stores before the result is wrong instead of
                 late; negative: no limit.
         """
-        x, its = x.contiguous(), self._connection
+        its = self._connection
+        if isinstance(x, ExpertChoices):
+            sum_TE = torch.empty_like(x.like_sum)
+            num_rows, size = sum_TE.shape
+            block_rows = _block_rows(size, sum_TE.itemsize)
+            part_rows = self._part_size(num_rows, block_rows)
+            for choices, part_TE in zip(x.split(part_rows), sum_TE.split(part_rows), strict=True):
+                self._kernels.sum_choices(
+                    choices, part_TE, its.address_N, its.counter, its.rank, BLOCK_BYTES, block_rows, max_polls
+                )
+            return sum_TE
+        x = x.contiguous()
         for part in x.view(-1).split(self._part_size(x.numel(), BLOCK_BYTES // x.itemsize)):
             self._kernels.sum_elements(part, its.address_N, its.counter, its.rank, BLOCK_BYTES, max_polls)
         return x
@@ -77,7 +104,7 @@ class ManyRowSums:
 
     def add_norm(
         self,
-        x_TE: Tensor,
+        x_TE: Summand,
         residual_TE: Tensor,
         weight_E: Tensor,
         eps: float,
@@ -88,29 +115,24 @@ class ManyRowSums:
         """Sum over all ranks, round, then do as ``add_rms_norm`` or ``add_rms_norm_zero_centered``.
 
         Args:
-            x_TE: ``can_add_norm`` it; may be overwritten.
+            x_TE: ``can_add_norm`` it, or what is like it; a tensor may be overwritten.
             residual_TE: of the same dtype.
             max_polls: as for ``sum``.
         """
-        x_TE, residual_TE, its = x_TE.contiguous(), residual_TE.contiguous(), self._connection
-        normed_TE = torch.empty_like(x_TE)
-        num_rows, size = x_TE.shape
-        block_rows = _block_rows(size, x_TE.itemsize)
+        residual_TE, its = residual_TE.contiguous(), self._connection
+        sum_TE = x_TE.contiguous() if isinstance(x_TE, Tensor) else torch.empty_like(x_TE.like_sum)
+        normed_TE = torch.empty_like(sum_TE)
+        num_rows, size = sum_TE.shape
+        block_rows = _block_rows(size, sum_TE.itemsize)
         part_rows = self._part_size(num_rows, block_rows)
-        for parts in zip(*(rows_TE.split(part_rows) for rows_TE in (x_TE, residual_TE, normed_TE)), strict=True):
+        rows = [rows_TE.split(part_rows) for rows_TE in (sum_TE, residual_TE, normed_TE)]
+        choices = repeat(None, len(rows[0])) if isinstance(x_TE, Tensor) else x_TE.split(part_rows)
+        for part_TE, residual_part_TE, normed_part_TE, part in zip(*rows, choices, strict=True):
+            norm = Norm(residual_part_TE, normed_part_TE, weight_E, eps, is_zero_centered)
             self._kernels.sum_add_norm_rows(
-                *parts,
-                weight_E,
-                eps,
-                its.address_N,
-                its.counter,
-                its.rank,
-                BLOCK_BYTES,
-                block_rows,
-                max_polls,
-                is_zero_centered=is_zero_centered,
+                part_TE, norm, its.address_N, its.counter, its.rank, BLOCK_BYTES, block_rows, max_polls, part
             )
-        return normed_TE, x_TE
+        return normed_TE, sum_TE
 
     def _part_size(self, num_items: int, block_items: int) -> int:
         """Return how many items, which come in blocks, each launch takes; all but the last take as many."""

@@ -39,6 +39,10 @@ contains that part. All this holds where the kernels of a rank run one after ano
 wait for each other, and where all ranks call alike. Flags are 0 in new memory and otherwise of the epoch before, so
 epochs may start again at 1 after ``LAST_EPOCH``.
 
+A rank's message may come as choices of experts that have not been added up (``expert_choices.py``). Blocks are whole
+rows then. A sender adds them up and stores them in the owner's buffer, an owner those of its block in the message. They
+do so row by row: with all rows of a block at once, registers would leave room for too few programs at a time.
+
 A kernel waits for as long as another rank does not call, as those of few rows.
 
 Sums are taken in float32, in the order of the ranks, and rounded once: all ranks get the same bits, and the same as
@@ -53,16 +57,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.expert_choices import ExpertChoices
+from strandline.kernels.expert_choices_triton import arguments_of, options_of, sum_of_choices
+from strandline.kernels.many_row_sums import Norm
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 NUM_WARPS = 8
 """Each thread moves 64 bytes of a block of 16 KiB, 16 at once."""
 
+MAX_REGISTERS = 64
+"""Of a thread, so that four programs share a multiprocessor: those that add up choices would take 80."""
+
 DEPTH = 128
 """Steps between the kinds of programs of a group: with 2 ranks, 4 MiB or 10 µs of what a GPU stores on the other."""
 
 LAST_EPOCH = 1 << 30
+
+NO_CHOICES = (None, None, None, None, None, 0, 0, 0, 0)
+"""In place of the arguments that ``arguments_of`` returns."""
 
 
 @triton.jit
@@ -134,6 +147,53 @@ def _finish(
         tl.store(normed_ptr + first + inner_RE, normed_RE.to(sum_RE.dtype), mask=mask_RE)
 
 
+@triton.jit
+def _store_choices(
+    part_ptr,
+    out_ptr,
+    weights_ptr,
+    experts_ptr,
+    shared_ptr,
+    shared_gate_ptr,
+    stride_shared,
+    stride_gate,
+    first_expert,
+    num_held,
+    first_row,
+    end_row,
+    ROWS: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
+):
+    """Add up the choices of rows, one after the other, and store the sums."""
+    channel_E = tl.arange(0, BLOCK_E)
+    for row in range(ROWS):
+        token_R = (first_row + row).to(tl.int64) + tl.arange(0, 1)
+        is_token_R = token_R < end_row
+        mask_RE = is_token_R[:, None] & (channel_E < E)[None, :]
+        sum_RE = sum_of_choices(
+            out_ptr,
+            weights_ptr,
+            experts_ptr,
+            shared_ptr,
+            shared_gate_ptr,
+            stride_shared,
+            stride_gate,
+            first_expert,
+            num_held,
+            token_R,
+            channel_E,
+            is_token_R,
+            mask_RE,
+            E,
+            TOP_K,
+            IS_DIVIDED,
+        )
+        tl.store(part_ptr + row * E + channel_E[None, :], sum_RE, mask=mask_RE)
+
+
 @triton.jit(do_not_specialize=["max_polls"])
 def _sum_kernel(
     x_ptr,
@@ -145,6 +205,15 @@ def _sum_kernel(
     eps,
     num_elements,
     max_polls,
+    out_ptr,
+    weights_ptr,
+    experts_ptr,
+    shared_ptr,
+    shared_gate_ptr,
+    stride_shared,
+    stride_gate,
+    first_expert,
+    num_held,
     E: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -157,6 +226,8 @@ def _sum_kernel(
     LAST_EPOCH: tl.constexpr,
     ADDS: tl.constexpr,
     IS_ZERO_CENTERED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     NUM_OTHERS: tl.constexpr = NUM_RANKS - 1
@@ -186,11 +257,17 @@ def _sum_kernel(
         buffers_ptr = ()
         for rank in tl.static_range(NUM_RANKS):
             buffers_ptr += (_buffer(address_ptr, rank, x_ptr),)
+        choices = (out_ptr, weights_ptr, experts_ptr, shared_ptr, shared_gate_ptr, stride_shared, stride_gate)
+        rows = (block * ROWS, num_elements // E)
         if is_sender:
-            part_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
             place = _place(0, RANK, other, group, NUM_RANKS, MAX_GROUPS)
             owner_ptr = _buffer(address_ptr, other, x_ptr)
-            tl.store(owner_ptr + place * PLACE + inner_RE, part_RE, mask=mask_RE)
+            part_ptr = owner_ptr + place * PLACE
+            if TOP_K > 0:
+                _store_choices(part_ptr, *choices, first_expert, num_held, *rows, ROWS, E, BLOCK_E, TOP_K, IS_DIVIDED)
+            else:
+                part_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
+                tl.store(part_ptr + inner_RE, part_RE, mask=mask_RE)
             tl.debug_barrier()
             _set(_flag(owner_ptr, place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
         else:
@@ -198,6 +275,10 @@ def _sum_kernel(
             if ADDS:
                 residual_RE = tl.load(residual_ptr + first + inner_RE, mask=mask_RE, other=0.0)
             if is_owner:
+                if TOP_K > 0:
+                    held = (first_expert, num_held)
+                    _store_choices(x_ptr + first, *choices, *held, *rows, ROWS, E, BLOCK_E, TOP_K, IS_DIVIDED)
+                    tl.debug_barrier()
                 own_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
                 for writer in tl.static_range(NUM_RANKS):
                     if writer != RANK:
@@ -265,23 +346,39 @@ def sum_elements(
             limit.
     """
     block = block_bytes // x_M.itemsize
-    _launch(x_M, None, None, None, address_N, counter_2B, rank, block_bytes, (1, block), 0.0, max_polls)
+    _launch(x_M, None, address_N, counter_2B, rank, block_bytes, (1, block), None, max_polls)
 
 
-def sum_add_norm_rows(
-    x_TE: Tensor,
-    residual_TE: Tensor,
-    normed_TE: Tensor,
-    weight_E: Tensor,
-    eps: float,
+def sum_choices(
+    choices: ExpertChoices,
+    sum_TE: Tensor,
     address_N: Tensor,
     counter_2B: Tensor,
     rank: int,
     block_bytes: int,
     block_rows: int,
     max_polls: int = -1,
-    *,
-    is_zero_centered: bool,
+) -> None:
+    """Store sums of all ranks' choices: as ``add_choices``, then ``sum_elements``, to the bit.
+
+    Args:
+        sum_TE: contiguous, of at most B blocks.
+        block_rows: rows of a block, which have room in it; a power of 2.
+    """
+    shape = (block_rows, sum_TE.shape[1])
+    _launch(sum_TE, choices, address_N, counter_2B, rank, block_bytes, shape, None, max_polls)
+
+
+def sum_add_norm_rows(
+    x_TE: Tensor,
+    norm: Norm,
+    address_N: Tensor,
+    counter_2B: Tensor,
+    rank: int,
+    block_bytes: int,
+    block_rows: int,
+    max_polls: int = -1,
+    choices: ExpertChoices | None = None,
 ) -> None:
     """Replace rows by the sums of all ranks' rows and of the residual stream, and store these normalised.
 
@@ -289,54 +386,38 @@ def sum_add_norm_rows(
 
     Args:
         x_TE: contiguous, of at most B blocks.
-        residual_TE: as ``x_TE``.
-        normed_TE: as ``x_TE``; receives the normalised rows.
         block_rows: rows of a block, which have room in it; a power of 2.
+        choices: what is summed instead of the rows.
     """
-    _launch(
-        x_TE,
-        residual_TE,
-        weight_E,
-        normed_TE,
-        address_N,
-        counter_2B,
-        rank,
-        block_bytes,
-        (block_rows, x_TE.shape[1]),
-        eps,
-        max_polls,
-        is_zero_centered=is_zero_centered,
-    )
+    shape = (block_rows, x_TE.shape[1])
+    _launch(x_TE, choices, address_N, counter_2B, rank, block_bytes, shape, norm, max_polls)
 
 
 def _launch(
     x: Tensor,
-    residual: Tensor | None,
-    weight_E: Tensor | None,
-    normed: Tensor | None,
+    choices: ExpertChoices | None,
     address_N: Tensor,
     counter_2B: Tensor,
     rank: int,
     block_bytes: int,
     block_shape: tuple[int, int],
-    eps: float,
+    norm: Norm | None,
     max_polls: int,
-    *,
-    is_zero_centered: bool = False,
 ) -> None:
     num_ranks, (rows, size) = len(address_N), block_shape
     num_groups = cdiv(cdiv(x.numel(), rows * size), num_ranks)
     num_steps = num_groups + 2 * min(DEPTH, num_groups)
     _sum_kernel[(num_steps * (2 * num_ranks - 1),)](
         x,
-        residual,
-        weight_E,
-        normed,
+        None if norm is None else norm.residual_TE,
+        None if norm is None else norm.weight_E,
+        None if norm is None else norm.normed_TE,
         address_N,
         counter_2B,
-        eps,
+        0.0 if norm is None else norm.eps,
         x.numel(),
         max_polls,
+        *(NO_CHOICES if choices is None else arguments_of(choices)),
         E=size,
         ROWS=rows,
         BLOCK_E=next_power_of_2(size),
@@ -347,8 +428,10 @@ def _launch(
         NUM_RANKS=num_ranks,
         MAX_GROUPS=counter_2B.shape[1] // num_ranks,
         LAST_EPOCH=LAST_EPOCH,
-        ADDS=residual is not None,
-        IS_ZERO_CENTERED=is_zero_centered,
+        ADDS=norm is not None,
+        IS_ZERO_CENTERED=norm is not None and norm.is_zero_centered,
+        **({"TOP_K": 0, "IS_DIVIDED": False} if choices is None else options_of(choices)),
         num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
         **overlap_options(x),
     )

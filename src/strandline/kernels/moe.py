@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.activation import clamped_swiglu, relu_squared, swiglu
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.linear import reference_linear
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.router import Routing, route
@@ -32,7 +33,9 @@ def mixture(
     routing: Routing,
     bias_E: Tensor | None = None,
     held: range | None = None,
-) -> Tensor:
+    *,
+    leaves_choices: bool = False,
+) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
     Args:
@@ -45,6 +48,7 @@ def mixture(
         shared_down: ``[D, S]``.
         bias_E: as in ``route``.
         held: as in ``experts_glu``.
+        leaves_choices: whether choices may be returned as they are, for a sum over ranks to add up.
     """
     weights_TK, experts_TK = route.reference(logits_TE, bias_E, routing)
     shared_TD = None

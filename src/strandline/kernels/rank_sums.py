@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels
+from strandline.kernels.expert_choices import Summand, added_up, like
 from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
 from strandline.kernels.operation import Operation
 
@@ -39,8 +40,8 @@ DTYPES: Final = (torch.bfloat16, torch.float32)
 IS_ZERO_CENTERED: Final = {add_rms_norm: False, add_rms_norm_zero_centered: True}
 """The operations that one kernel does together with the sum before them."""
 
-AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Any, Tensor]]
-"""Adds a tensor to the residual stream and normalises it, given a weight and ``eps``; also returns the new stream."""
+AddNorm = Callable[[Summand, Tensor, Tensor, float], tuple[Any, Tensor]]
+"""Adds a summand to the residual stream and normalises it, given a weight and ``eps``; also returns the new stream."""
 
 
 def buffer_shape(num_ranks: int) -> tuple[int, int, int, int]:
@@ -154,16 +155,19 @@ def bind_sum_add_norm(kernels: Kernels, add_norm: Operation[..., Any]) -> AddNor
         return separate
     few, many, is_zero_centered = ranks.few_rows, ranks.many_rows, IS_ZERO_CENTERED.get(add_norm)
 
-    def sum_then_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Any, Tensor]:
+    def sum_then_norm(x_TE: Summand, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Any, Tensor]:
         return separate(ranks.sum(x_TE), residual_TE, weight_E, eps)
 
     if few is None or is_zero_centered is None or kernels.workload.is_deterministic:
         return sum_then_norm
 
-    def sum_add_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Any, Tensor]:
-        if few.can_sum(x_TE) and residual_TE.dtype == x_TE.dtype:
-            return few.add_norm(x_TE, residual_TE, weight_E, eps, is_zero_centered=is_zero_centered)
-        if many is not None and many.can_add_norm(x_TE) and residual_TE.dtype == x_TE.dtype:
+    def sum_add_norm(x_TE: Summand, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Any, Tensor]:
+        sum_TE = like(x_TE)
+        if residual_TE.dtype != sum_TE.dtype:
+            return sum_then_norm(x_TE, residual_TE, weight_E, eps)
+        if few.can_sum(sum_TE):
+            return few.add_norm(added_up(x_TE), residual_TE, weight_E, eps, is_zero_centered=is_zero_centered)
+        if many is not None and many.can_add_norm(sum_TE):
             return many.add_norm(x_TE, residual_TE, weight_E, eps, is_zero_centered=is_zero_centered)
         return sum_then_norm(x_TE, residual_TE, weight_E, eps)
 

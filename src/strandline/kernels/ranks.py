@@ -12,6 +12,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from strandline.kernels.expert_choices import Summand, added_up
+
 
 class FewRows(Protocol):
     """Sums and gathers of few rows, faster than those of ``Ranks``. All ranks call alike, in the same order."""
@@ -37,17 +39,17 @@ class FewRows(Protocol):
 class ManyRows(Protocol):
     """Sums of many rows, faster than those of the backend. All ranks call alike, in the same order."""
 
-    def can_sum(self, x: Tensor) -> bool:
-        """Return whether a tensor of this shape and dtype can be summed here."""
+    def can_sum(self, x: Summand) -> bool:
+        """Return whether a tensor of this shape and dtype, or such choices, can be summed here."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors; ``x`` may be overwritten."""
+    def sum(self, x: Summand) -> Tensor:
+        """Return the sum of all ranks' tensors or choices; a tensor may be overwritten."""
 
     def can_add_norm(self, x_TE: Tensor) -> bool:
         """Return whether rows of this shape and dtype can be summed and normalised here."""
 
     def add_norm(
-        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
+        self, x_TE: Summand, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
         """Sum over all ranks, then do as ``add_rms_norm`` or ``add_rms_norm_zero_centered``."""
 
@@ -71,8 +73,8 @@ class Ranks(Protocol):
     def many_rows(self) -> ManyRows | None:
         """Faster sums of other rows, which ``sum`` uses, too; None: there are none."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors, which have one shape; ``x`` may be overwritten."""
+    def sum(self, x: Summand) -> Tensor:
+        """Return the sum of all ranks' tensors or choices, which have one shape; a tensor may be overwritten."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all ranks' matrices, which have one shape, side by side."""
@@ -86,9 +88,9 @@ class OneRank:
 
     rank, size, few_rows, many_rows = 0, 1, None, None
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
+    def sum(self, x: Summand) -> Tensor:
+        """Return ``x``, added up."""
+        return added_up(x)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return ``x``."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.replay import ReplayLog
 from strandline.kernels.router import Routing
 from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
@@ -197,9 +198,9 @@ class ConvolvedLayer(DecoderLayer):
         """Return what the feed-forward part adds to the residual stream, and the stream without it."""
         mixed_TE = self.mix(normed_TE, rotary, batch, memory.mixer)
         mixed_TE = self.mixer_conv.convolve(mixed_TE, batch, *memory.mixer_window)
-        added_TE, residual_TE = self.feed(mixed_TE, residual_TE)
-        added_TE = self.mlp_conv.convolve(added_TE.mul_(self.mlp_scale), batch, *memory.mlp_window)
-        return added_TE, residual_TE
+        fed, residual_TE = self.feed(mixed_TE, residual_TE)
+        scaled_TE = added_up(fed).mul_(self.mlp_scale)
+        return self.mlp_conv.convolve(scaled_TE, batch, *memory.mlp_window), residual_TE
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the tensors of norms, convolutions and the scale, as transformers names them."""

@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from strandline.device import process_ranks
 from strandline.device.process_ranks import INTERFACES, WITHOUT_MULTICAST, ProcessRanks, RankPlace, _loopback
+from strandline.kernels.expert_choices import added_up
 from tests.cpu.kernels.rank_processes import run_ranks
+from tests.cpu.kernels.test_rank_sums import choices_of
+from tests.cpu.models.few_rows import CountingManyRows
 
 NUM_ROWS = (1, 3, 64, 1000)
 ORDERED = {
@@ -100,6 +103,13 @@ def check_ordered_sums(rank: int, meeting: str) -> None:
                     dist.all_reduce(x := x.contiguous())
                     backend |= set(x.flatten().tolist())
     assert ranks.sum(torch.ones(0, 4)).shape == (0, 4)
+    assert ranks.sum(choices_of(2.0)).eq(2.0 * ranks.size).all()
+    # Choices that a kernel does not take are added up for it.
+    ranks.many_rows = CountingManyRows(ranks, 0)
+    ranks.many_rows.can_sum = lambda x: isinstance(x, torch.Tensor)
+    ranks.many_rows.sum = lambda x: added_up(x) + 1.0
+    assert ranks.sum(choices_of(2.0)).eq(3.0).all()
+    ranks.many_rows = None
     # What the test would miss if it could not fail: the backend adds in several orders.
     assert len(backend) > 1
     ranks.close()

@@ -1,16 +1,19 @@
 """Sums of many rows take what fits in their buffers, however it lies in memory."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.many_row_sums import (
     BLOCK_BYTES,
     FLAG_BYTES,
     MAX_SUM_BYTES,
     ManyRowSums,
+    Norm,
     buffer_shape,
     counter_shape,
     num_blocks,
@@ -105,15 +108,37 @@ class Launches:
 
     def __init__(self) -> None:
         self.parts = list[tuple[Tensor, ...]]()
+        self.choices = list[ExpertChoices | None]()
 
     def sum_elements(self, x_M: Tensor, *_: object) -> None:
         self.parts.append((x_M.clone(),))
         x_M.mul_(2)
 
-    def sum_add_norm_rows(self, x_TE: Tensor, residual_TE: Tensor, normed_TE: Tensor, *_: object, **__: object) -> None:
-        self.parts.append((x_TE.clone(), residual_TE.clone()))
-        x_TE.mul_(2).add_(residual_TE)
-        normed_TE.copy_(-x_TE)
+    def sum_choices(self, choices: ExpertChoices, sum_TE: Tensor, *_: object) -> None:
+        self.choices.append(choices)
+        sum_TE.copy_(2 * added_up(choices))
+
+    def sum_add_norm_rows(self, x_TE: Tensor, norm: Norm, *rest: Any) -> None:
+        self.choices.append(rest[-1])
+        if rest[-1] is not None:
+            x_TE.copy_(added_up(rest[-1]))
+        self.parts.append((x_TE.clone(), norm.residual_TE.clone()))
+        x_TE.mul_(2).add_(norm.residual_TE)
+        norm.normed_TE.copy_(-x_TE)
+
+
+def choices_of(num_tokens: int, size: int) -> ExpertChoices:
+    """Return random choices of two experts for each token, with a shared expert behind a gate."""
+
+    def add(choices: ExpertChoices) -> Tensor:
+        weighted_TKE = choices.weights_TK.unsqueeze(-1) * choices.out_AD.view(len(choices), 2, -1)
+        assert choices.shared_TD is not None
+        assert choices.shared_gate_T1 is not None
+        return weighted_TKE.sum(1) + choices.shared_TD * choices.shared_gate_T1.sigmoid()
+
+    experts_TK, weights_TK = torch.randint(4, (num_tokens, 2)), torch.rand(num_tokens, 2)
+    shared = (torch.randn(num_tokens, size), torch.randn(num_tokens, 1))
+    return ExpertChoices(torch.randn(num_tokens * 2, size), weights_TK, experts_TK, *shared, range(4), add)
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4 * 4096, 4 * 4096 + 1, 9 * 4096 + 7, 12 * 4096])
@@ -140,3 +165,23 @@ def test_many_rows_are_normalised_in_parts(num_rows: int, monkeypatch: pytest.Mo
     assert len(launches.parts) == -(-num_rows // 16)
     assert torch.equal(torch.cat([part for part, _ in launches.parts]), x_TE)
     assert torch.equal(torch.cat([part for _, part in launches.parts]), residual_TE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 100])
+def test_choices_are_summed_in_parts(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, launches = small_sums(blocks=4)[0], Launches()
+    monkeypatch.setattr(sums, "_kernels", launches)
+    choices, residual_TE = choices_of(num_rows, 1000), torch.randn(num_rows, 1000)
+    added_TE = added_up(choices)
+    assert sums.can_sum(choices)
+    torch.testing.assert_close(sums.sum(choices), 2 * added_TE)
+    normed_TE, total_TE = sums.add_norm(choices, residual_TE, torch.ones(1000), EPS, is_zero_centered=False)
+    torch.testing.assert_close(total_TE, added_TE * 2 + residual_TE)
+    assert torch.equal(normed_TE, -total_TE)
+    assert len(launches.choices) == 2 * -(-num_rows // 16)
+
+
+def test_choices_of_wide_rows_are_added_up_before() -> None:
+    can_sum = many_row_sums(2)[0].can_sum
+    assert can_sum(choices_of(1, 4096))
+    assert not can_sum(choices_of(1, 4097))

@@ -15,7 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from strandline.kernels import many_row_sums_triton, rank_sums_triton
-from strandline.kernels.many_row_sums import BLOCK_BYTES, FLAG_BYTES
+from strandline.kernels.expert_choices import ExpertChoices, added_up
+from strandline.kernels.expert_choices_triton import add_choices
+from strandline.kernels.many_row_sums import BLOCK_BYTES, FLAG_BYTES, Norm
+from strandline.kernels.ranks import add_in_order
 from tests.cpu.kernels import test_rank_sums_triton as few_rows
 from tests.cpu.kernels.rank_processes import run_ranks
 from tests.cpu.kernels.test_rank_sums_triton import addresses, amid_nan, check_amid_nan
@@ -70,18 +73,9 @@ def check_norm(given: few_rows.Inputs, kind: str, address_N: Tensor, counter_2B:
     """Sum this rank's rows, add the residual stream and normalise, and compare."""
     x_TE, residual_TE = amid_nan(given.x_NTE[rank]), amid_nan(given.residual_TE)
     normed_TE = amid_nan(torch.full_like(x_TE, torch.nan))
+    norm = Norm(residual_TE, normed_TE, given.weight_E, EPS, kind == "zero-centred")
     many_row_sums_triton.sum_add_norm_rows(
-        x_TE,
-        residual_TE,
-        normed_TE,
-        given.weight_E,
-        EPS,
-        address_N,
-        counter_2B,
-        rank,
-        BLOCK_BYTES,
-        rows_of(x_TE.shape[1], x_TE.dtype),
-        is_zero_centered=kind == "zero-centred",
+        x_TE, norm, address_N, counter_2B, rank, BLOCK_BYTES, rows_of(x_TE.shape[1], x_TE.dtype)
     )
     sum_TE = given.x_NTE.float().sum(0).to(x_TE.dtype)
     wanted_TE, total_TE = few_rows.NORMS[kind].reference(sum_TE, given.residual_TE.clone(), given.weight_E, EPS)
@@ -90,6 +84,50 @@ def check_norm(given: few_rows.Inputs, kind: str, address_N: Tensor, counter_2B:
     assert torch.equal(residual_TE, given.residual_TE)
     check_amid_nan(x_TE)
     check_amid_nan(normed_TE)
+
+
+def choices_of(rank: int, seed: int, shape: tuple[int, int], dtype: torch.dtype) -> ExpertChoices:
+    """Return random choices of a rank, which holds two of its four experts; others' rows are NaN.
+
+    Numbers are such that sums have no rounding error.
+    """
+    generator, (num_tokens, size), top_k = torch.Generator().manual_seed(10 * seed + rank), shape, 3
+
+    def numbers(*shape: int) -> Tensor:
+        return (torch.randint(-8, 9, shape, generator=generator) / 8).to(dtype)
+
+    experts_TK = torch.randint(4, (num_tokens, top_k), generator=generator)
+    out_AD = numbers(num_tokens * top_k, size)
+    held = range(2 * (rank % 2), 2 * (rank % 2) + 2)
+    out_AD[((experts_TK < held.start) | (experts_TK >= held.stop)).flatten()] = torch.nan
+    weights_TK = torch.randint(3, (num_tokens, top_k), generator=generator) / 2
+    shared_TD = numbers(num_tokens, 2 * size)[:, :size] if seed % 3 else None
+    # A half or all of the shared expert's part.
+    gate_T1 = (numbers(num_tokens, 1) > 0) * 100.0 if seed % 3 == 1 else None
+    return ExpertChoices(out_AD, weights_TK, experts_TK, shared_TD, gate_T1, held, add_choices)
+
+
+def check_choices(seed: int, shape: tuple[int, int], dtype: torch.dtype, place: tuple[Tensor, Tensor, int]) -> None:
+    """Choices of all ranks are summed as if each rank had added up its own, to the bit, with a norm behind and without.
+
+    Args:
+        place: buffers' addresses, counters and rank.
+    """
+    num_ranks, rank, size = len(place[0]), place[2], shape[1]
+    blocks = (BLOCK_BYTES, rows_of(size, dtype))
+    choices = [choices_of(other, seed, shape, dtype) for other in range(num_ranks)]
+    total = add_in_order([added_up(of_rank) for of_rank in choices])
+    sum_TE = amid_nan(torch.full(shape, torch.nan, dtype=dtype))
+    many_row_sums_triton.sum_choices(choices[rank], sum_TE, *place, *blocks)
+    assert torch.equal(sum_TE, total)
+    check_amid_nan(sum_TE)
+    residual_TE = (torch.arange(total.numel()) % 33 / 8 - 2).view(shape).to(dtype)
+    weight_E, stream_TE, normed_TE = residual_TE[0].clone(), *(torch.full(shape, torch.nan, dtype=dtype) for _ in "12")
+    norm = Norm(residual_TE, normed_TE, weight_E, EPS, is_zero_centered=False)
+    many_row_sums_triton.sum_add_norm_rows(stream_TE, norm, *place, *blocks, choices=choices[rank])
+    wanted_TE, total_TE = few_rows.NORMS["plain"].reference(total, residual_TE.clone(), weight_E, EPS)
+    assert torch.equal(stream_TE, total_TE)
+    torch.testing.assert_close(normed_TE, wanted_TE, rtol=few_rows.TOLERANCES[dtype], atol=1e-6)
 
 
 def rows_of(size: int, dtype: torch.dtype) -> int:
@@ -124,8 +162,9 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
         num_rows = max(1, size * block_rows // block)
         given = few_rows.inputs(seed, num_ranks, num_rows, channels, dtype)
         check_norm(given, KINDS[seed % 2], addresses(shared), counter_2B, rank)
+        check_choices(seed, (num_rows, channels), dtype, (addresses(shared), counter_2B, rank))
         for index in range(MAX_GROUPS * num_ranks):
-            num_calls[index] += (index * block < size) + (index * block_rows < num_rows)
+            num_calls[index] += (index * block < size) + 3 * (index * block_rows < num_rows)
     assert 0 < int(counter_2B[1].min()) <= int(counter_2B.max()) <= many_row_sums_triton.LAST_EPOCH
     for index in range(MAX_GROUPS * num_ranks):
         received = int(counter_2B[1, index]) - first_count - num_calls[index]

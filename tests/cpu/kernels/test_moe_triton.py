@@ -14,10 +14,11 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import moe_list_triton, moe_triton
+from strandline.kernels import moe_list_triton, moe_many_triton, moe_triton
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, Few
 from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
-from strandline.kernels.moe_triton import Tile
+from strandline.kernels.moe_many_triton import Tile, compute_choices
 from strandline.kernels.weights import DenseWeight
 
 FEW = Few(4, 16, 1, 8, 1)
@@ -89,14 +90,19 @@ def check_sum(parts: list[Tensor], shared_TD: Tensor, expected_TD: Tensor) -> No
     check_near(total_TD.to(parts[0].dtype), expected_TD, len(parts))
 
 
+def experts_many(*arguments: object) -> Tensor:
+    """Return what ``compute_choices`` computes, added up."""
+    return added_up(compute_choices(*arguments))
+
+
 def check_experts(arguments: Inputs, tiles: tuple[Tile, Tile]) -> None:
     expected_TD = reference(arguments)
     with poisoned_memory():
-        check_near(moe_triton.experts_many(*arguments, *tiles), expected_TD)
+        check_near(experts_many(*arguments, *tiles), expected_TD)
         check_near(moe_triton.experts(*arguments), expected_TD)
         x_TD, gate_up, down, *rest = arguments
         gated_TD = rest[-2].double() * rest[-1].double().sigmoid()
-        for run, options in ((moe_triton.experts_many, tiles), (moe_triton.experts, ())):
+        for run, options in ((experts_many, tiles), (moe_triton.experts, ())):
             parts = [
                 run(x_TD, gate_up[held.start : held.stop], down[held.start : held.stop], *rest, *options, held)
                 for held in halves(len(down))
@@ -264,6 +270,18 @@ def test_experts_without_gate_equal_a_loop_in_float64(num_tokens: int, size: int
     check_experts_without_gate(inputs(num_tokens, 4, 3, 20, size, dtype, "cpu"))
 
 
+@pytest.mark.parametrize("last", [0, 1, 16, 17, 31])
+def test_an_expert_s_last_choices_take_half_a_tile(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = (Tile(32, 16, 16, 1, 1, 2), Tile(32, 32, 16, 1, 1))
+    num_tokens = 64 + last
+    experts_TK = torch.stack([torch.full((num_tokens,), 1), torch.arange(num_tokens) % 2 + 2], dim=1)
+    arguments = inputs(num_tokens, 4, 2, 20, 24, torch.float32, "cpu", experts_TK)
+    whole = experts_many(*arguments, *tiles)
+    monkeypatch.setattr(moe_many_triton, "MIN_ROWS_HALVED", 32)
+    check_experts(arguments, tiles)
+    torch.testing.assert_close(experts_many(*arguments, *tiles), whole)
+
+
 def test_all_choices_may_fall_on_one_expert() -> None:
     arguments = list(inputs(40, 4, 1, 16, 16, torch.float32, "cpu"))
     arguments[1][2], arguments[2][2] = torch.randn(32, 16), torch.randn(16, 16)
@@ -277,10 +295,8 @@ def test_a_token_s_result_changes_no_bit_with_its_neighbours(monkeypatch: pytest
     arguments = inputs(20, 3, 2, 16, 16, torch.float32, "cpu")
     x, gate_up, down, weights, experts, shared, gate = arguments
     order = torch.randperm(20)
-    out = moe_triton.experts_many(*arguments, *TILES)
-    shuffled = moe_triton.experts_many(
-        x[order], gate_up, down, weights[order], experts[order], shared[order], gate[order], *TILES
-    )
+    out = experts_many(*arguments, *TILES)
+    shuffled = experts_many(x[order], gate_up, down, weights[order], experts[order], shared[order], gate[order], *TILES)
     assert torch.equal(shuffled, out[order])
 
 

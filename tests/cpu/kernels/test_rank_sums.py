@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels, bind_kernels
+from strandline.kernels.expert_choices import ExpertChoices
 from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
 from strandline.kernels.operation import Operation, Workload
 from strandline.kernels.quantizing import add_rms_norm_quantized
@@ -137,16 +138,29 @@ Outcome = tuple[Tensor, Tensor, CountingFewRows, CountingManyRows]
 
 
 def summed(
-    operation: Operation[..., Any], max_rows: int, max_many: int = 0, *, is_deterministic: bool = False
+    operation: Operation[..., Any],
+    max_rows: int,
+    max_many: int = 0,
+    *,
+    is_deterministic: bool = False,
+    are_choices: bool = False,
 ) -> list[Outcome]:
     def call(ranks: RankThread) -> Outcome:
         few, many = CountingFewRows(ranks, max_rows), CountingManyRows(ranks, max_many)
         ranks.few_rows, ranks.many_rows = few, many
         add_norm = bind_sum_add_norm(kernels_of(ranks, is_deterministic=is_deterministic), operation)
-        normed, total = add_norm(torch.full((4, 128), ranks.rank + 1.0), torch.ones(4, 128), torch.ones(128), EPS)
+        x = choices_of(ranks.rank + 1.0) if are_choices else torch.full((4, 128), ranks.rank + 1.0)
+        normed, total = add_norm(x, torch.ones(4, 128), torch.ones(128), EPS)
         return getattr(normed, "plain_TI", normed), total, few, many
 
     return RankThreads(2).run(call)
+
+
+def choices_of(number: float) -> ExpertChoices:
+    """Return two choices of each of four tokens, which are this number when added up."""
+    weights_TK, experts_TK = torch.full((4, 2), 0.5), torch.zeros(4, 2, dtype=torch.long)
+    out_AD = torch.full((8, 128), number)
+    return ExpertChoices(out_AD, weights_TK, experts_TK, None, None, None, lambda choices: choices.out_AD[:4].clone())
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
@@ -158,6 +172,10 @@ def summed(
         partial(summed, max_rows=3, max_many=4),
         partial(summed, max_rows=4, is_deterministic=True),
         partial(summed, max_rows=3, max_many=4, is_deterministic=True),
+        partial(summed, max_rows=4, are_choices=True),
+        partial(summed, max_rows=3, max_many=4, are_choices=True),
+        partial(summed, max_rows=3, are_choices=True),
+        partial(summed, max_rows=3, max_many=4, are_choices=True, is_deterministic=True),
     ],
 )
 def test_every_way_sums_adds_and_normalises(

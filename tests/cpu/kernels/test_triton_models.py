@@ -10,12 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strandline.device.uni_executor import choose_kernels
 from strandline.kernels import binding
+from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.kernels.weights import DenseWeight
 from strandline.models.layers.decoder import Decoder
+from strandline.models.shard import Shard
 from strandline.models.weights import load_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import prompt
+from tests.cpu.models.few_rows import CountingManyRows, FirstOfTwo
 from tests.cpu.models.test_four_bit_storage import KEPT
 from tests.cpu.models.test_quantization import block_config
 from tests.cpu.models.test_weights import unfuse_experts
@@ -101,6 +104,38 @@ def test_triton_versions_fit_layers_in_4_bits(
     assert float((found - expected).norm() / expected.norm()) < FOUR_BIT_TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "is_deterministic"),
+    [
+        ("qwen3_5_moe", "dense", False),
+        ("qwen3_5_moe", "FP8", True),
+        ("qwen3_5_moe", "4 bits", False),
+        ("kimi_linear", "dense", False),
+    ],
+)
+def test_sums_over_ranks_add_up_choices_of_experts(
+    name: str, form: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = families.save(name, tmp_path)
+    if form != "dense":
+        directory = fp8.change_tensors(directory, unfuse_experts)
+    if form == "FP8":
+        directory, _ = fp8.convert(directory, tmp_path, block_config(128, 128), block=lambda _: (128, 128))
+    elif form == "4 bits":
+        directory, _ = four_bit.convert(directory, tmp_path, KEPT["compressed"])
+    model = partial(load_model, directory, dtype=torch.float32, keeps_quantized=form != "dense")
+    tokens = prompt(8)
+    monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
+    expected = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
+    ranks = FirstOfTwo()
+    ranks.many_rows = CountingManyRows(ranks, len(tokens))
+    sharded = model()
+    sharded.decoder.shard = Shard(0, 2)
+    found = logits(sharded, tokens, "cuda", ranks, is_deterministic=is_deterministic)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert ranks.num_choices > 0
+
+
 class Launches(TorchDispatchMode):
     """Notes torch's operations, but for views and for memory that is not filled."""
 
@@ -139,11 +174,13 @@ def test_few_decodes_of_nemotron_launch_our_kernels_alone(tmp_path: Path, monkey
     assert names[experts : experts + 4] == ["_pair_kernel", "_few_up_kernel", "_few_down_kernel", "_norm_kernel"]
 
 
-def logits(model: Any, tokens: list[int], device_type: str, *, is_deterministic: bool = False) -> torch.Tensor:
+def logits(
+    model: Any, tokens: list[int], device_type: str, ranks: Ranks = ONE_RANK, *, is_deterministic: bool = False
+) -> torch.Tensor:
     """Return those of a prompt and of a token after it, with the kernels of a type of device."""
     model.lay_out(DenseWeight)
-    driver = Driver(model, kernels=choose_kernels(model, device_type, is_deterministic=is_deterministic))
-    sequence = Running()
+    kernels = choose_kernels(model, device_type, ranks, is_deterministic=is_deterministic)
+    driver, sequence = Driver(model, kernels=kernels, ranks=ranks), Running()
     (prefilled,), _ = driver.step([Part(sequence, tokens[:-1])])
     (decoded,), _ = driver.step([Part(sequence, tokens[-1:])])
     return torch.cat((prefilled, decoded))

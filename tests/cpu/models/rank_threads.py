@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.ranks import FewRows, ManyRows, add_in_order
 
 T = TypeVar("T")
@@ -49,7 +50,8 @@ class RankThread:
     def __init__(self, group: RankThreads, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Summand) -> Tensor:
+        x = added_up(x)
         parts = self._exchange(x.clone())
         return add_in_order(parts) if x.is_floating_point() else torch.stack(parts).sum(0)
 

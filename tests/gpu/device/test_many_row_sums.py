@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.device.process_ranks import ProcessRanks
+from strandline.kernels.expert_choices import ExpertChoices, added_up
+from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.many_row_sums import BLOCK_BYTES, MAX_SUM_BYTES
 from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
 from strandline.kernels.rank_sums import bind_sum_add_norm
@@ -54,6 +56,10 @@ NORM_SHAPES = (
     (300, 8200),
 )
 """Rows and channels; the last ones are normalised by another kernel in float32, or in both dtypes."""
+
+
+CHOICES = ((8208, 2048), (5, 2048), (300, 2048), (1001, 2560), (10000, 2048), (200, 8200))
+"""Tokens and channels of choices; of the last ones, sums are taken in parts, or choices are added up before."""
 
 
 def compare_calls(ranks: ProcessRanks, dtype: torch.dtype) -> None:
@@ -139,6 +145,39 @@ def compare_norms_in_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
         assert all(torch.equal(found, other) for other in others)
 
 
+def choices_of(ranks: ProcessRanks, num_tokens: int, size: int, dtype: torch.dtype) -> ExpertChoices:
+    """Return random choices among 16 experts, of which each rank holds its part; rows of others are NaN."""
+    device, top_k = torch.device("cuda", torch.cuda.current_device()), 8
+    generator = torch.Generator(device).manual_seed(num_tokens)
+    experts_TK = torch.rand(num_tokens, 16, device=device, generator=generator).topk(top_k).indices
+    held = range(16 * ranks.rank // ranks.size, 16 * (ranks.rank + 1) // ranks.size)
+    out_AD = rows(ranks.rank, (num_tokens * top_k, size), dtype, num_tokens)
+    out_AD[((experts_TK < held.start) | (experts_TK >= held.stop)).flatten()] = torch.nan
+    weights_TK = torch.rand(num_tokens, top_k, device=device, generator=generator)
+    shared_TD, gate_T1 = rows(ranks.rank, (num_tokens, size + 8), dtype, 1).split([size, 8], dim=1)
+    return ExpertChoices(out_AD, weights_TK, experts_TK, shared_TD, gate_T1[:, 2:3], held, add_choices)
+
+
+def compare_choices(ranks: ProcessRanks, dtype: torch.dtype) -> None:
+    """Choices of experts are summed as if each rank had added up its own, to the bit."""
+    add_norm = bind_sum_add_norm(kernels_of(ranks, dtype), add_rms_norm)
+    for num_tokens, size in CHOICES:
+        choices = choices_of(ranks, num_tokens, size, dtype)
+        added = added_up(choices)
+        residual, weight = torch.ones_like(added), torch.ones(size, dtype=dtype, device=added.device)
+        wanted, normed = ranks.sum(added.clone()), add_norm(added.clone(), residual, weight, EPS)
+
+        def run(choices: ExpertChoices = choices, residual: Tensor = residual, weight: Tensor = weight) -> Tensor:
+            return torch.stack([ranks.sum(choices), *add_norm(choices, residual, weight, EPS)])
+
+        graph, found = captured(run)
+        for _ in range(3):
+            found.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(found, torch.stack([wanted, *normed])), (num_tokens, size, dtype)
+        assert bool(wanted.isfinite().all())
+
+
 def compare(ranks: ProcessRanks) -> None:
     assert ranks.many_rows is not None
     assert 8208 * 2048 * 2 <= MAX_SUM_BYTES < 9217 * 2048 * 2
@@ -148,6 +187,7 @@ def compare(ranks: ProcessRanks) -> None:
         compare_graphs(ranks, dtype)
         compare_norms(ranks, dtype)
         compare_norms_in_graphs(ranks, dtype)
+        compare_choices(ranks, dtype)
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)

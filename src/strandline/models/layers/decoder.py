@@ -19,6 +19,7 @@ from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.embedding import embed_held
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.linear import Linear, bind_linear, linear
 from strandline.kernels.norm import (
     add_rms_norm,
@@ -30,7 +31,7 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.quantized_rows import plain_rows
 from strandline.kernels.quantizing import QUANTIZED, with_quantized
 from strandline.kernels.rank_sums import bind_sum_add_norm
-from strandline.kernels.ranks import ONE_RANK, columns_of
+from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrence import Recurrence, bind_folds
 from strandline.kernels.rotary import rotary_table
 from strandline.kernels.weights import DenseWeight, Layout
@@ -61,7 +62,7 @@ class Mixer(Protocol):
         """Mix the step's tokens, and advance the memory; takes quantised rows if ``takes_quantized`` is set."""
 
 
-FeedForward = Callable[[Any], Tensor]
+FeedForward = Callable[[Any], Summand]
 """The part of a layer that works on each token separately; takes quantised rows if ``takes_quantized`` is set."""
 
 
@@ -133,7 +134,7 @@ class DecoderLayer(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._add_norm, mlp_norm = kernels[self.norm.add_norm], _fed_by(self.norm.add_norm, self.mlp)
-        self._sum = ONE_RANK.sum if self.leaves_sum else kernels.ranks.sum
+        self._sum, self._is_left = kernels.ranks.sum, self.leaves_sum
         self._mlp_norm = bind_sum_add_norm(kernels, mlp_norm) if self.leaves_sum else kernels[mlp_norm]
 
     @property
@@ -172,7 +173,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, normed_TE: Any, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Summand, Tensor]:
         """Return the last part's addition to the residual stream, or a summand of it, and the stream without it.
 
         Args:
@@ -188,17 +189,19 @@ class DecoderLayer(nn.Module):
         """Return the mixer's addition to the residual stream, or a summand of it."""
         if self.mixer is None:
             raise EngineError("the layer has no mixer")
-        return multiplied(self._sum(self.mixer(normed_TE, rotary, batch, memory)), self.multiplier)
+        mixed_TE = self.mixer(normed_TE, rotary, batch, memory)
+        return mixed_TE if self._is_left else multiplied(self._sum(mixed_TE), self.multiplier)
 
-    def feed(self, mixed_TE: Tensor, residual_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def feed(self, mixed_TE: Tensor, residual_TE: Tensor) -> tuple[Summand, Tensor]:
         """Do as ``forward``, behind the mixer."""
         if self.mlp is None:
             return mixed_TE, residual_TE
         normed_TE, residual_TE = self._mlp_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
         return self._fed(self.mlp, normed_TE), residual_TE
 
-    def _fed(self, mlp: FeedForward, normed_TE: Any) -> Tensor:
-        return multiplied(self._sum(mlp(normed_TE)), self.multiplier)
+    def _fed(self, mlp: FeedForward, normed_TE: Any) -> Summand:
+        fed = mlp(normed_TE)
+        return fed if self._is_left else multiplied(self._sum(fed), self.multiplier)
 
 
 def _fed_by(operation: Operation[..., Any], part: object) -> Operation[..., Any]:
@@ -309,7 +312,7 @@ class Decoder(nn.Module):
             bind_sum_add_norm(kernels, add_norm) if layer.leaves_sum else kernels[add_norm]
             for layer, add_norm in zip(self._layers, add_norms, strict=True)
         ]
-        self._sums = [kernels.ranks.sum if layer.leaves_sum else ONE_RANK.sum for layer in self._layers]
+        self._sums = [kernels.ranks.sum if layer.leaves_sum else added_up for layer in self._layers]
         self._ranks = kernels.ranks
         self._embed_held, self._rotary_table = kernels[embed_held], kernels[rotary_table]
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_mixture
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.four_bit_moe import four_bit_mixture
 from strandline.kernels.moe import mixture
 from strandline.kernels.quantized_rows import Rows, plain_rows
@@ -117,6 +118,7 @@ class SparseMoe(nn.Module):
         """Compute with these kernels from now on."""
         self._mixture, self._scaled_mixture = kernels[mixture], kernels[block_scaled_mixture]
         self._four_bit_mixture = kernels[four_bit_mixture]
+        self._leaves_choices = kernels.ranks.many_rows is not None
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
@@ -136,18 +138,25 @@ class SparseMoe(nn.Module):
         """Projections that must be quantised only if the experts are."""
         return (self.shared_down,)
 
-    def forward(self, hidden_TE: Rows) -> Tensor:
+    def forward(self, hidden_TE: Rows) -> Summand:
         in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
         projected = (shared_TS, logits_TX, gate_T1 if self.config.is_shared_gated else None)
         if self._scaled_experts is not None:
             weights = (*self._scaled_experts, self.shared_down.weight)
-            return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing, self.held)
+            return self._scaled_mixture(
+                hidden_TE, *projected, *weights, self.routing, self.held, leaves_choices=self._leaves_choices
+            )
+        plain_TE = plain_rows(hidden_TE)
         if self._four_bit_experts is not None:
             in_4_bits = (*self._four_bit_experts, self.shared_down.weight)
-            return self._four_bit_mixture(plain_rows(hidden_TE), *projected, *in_4_bits, self.routing, self.held)
+            return self._four_bit_mixture(
+                plain_TE, *projected, *in_4_bits, self.routing, self.held, leaves_choices=self._leaves_choices
+            )
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
-        return self._mixture(plain_rows(hidden_TE), *projected, *experts, self.routing, held=self.held)
+        return self._mixture(
+            plain_TE, *projected, *experts, self.routing, held=self.held, leaves_choices=self._leaves_choices
+        )
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -67,7 +67,8 @@ class DraftLayer(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._norm, add_norm = kernels[self.norm.norm], self.norm.add_norm
+        add_norm: Operation[..., Any] = self.norm.add_norm
+        self._norm = kernels[self.norm.norm]
         self._add_norm = bind_sum_add_norm(kernels, add_norm) if self.layer.leaves_sum else kernels[add_norm]
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.four_bit_moe import four_bit_experts_glu
 from strandline.kernels.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.moe import mixture
@@ -137,6 +138,8 @@ class SigmoidMoe(nn.Module):
             self._shared_down = self.shared.down.weight
             shared_and_router = (self.shared.gate_up.weight, None, self.router.weight, self.router_dtype)
             self._project = bind_linear_and_logits(kernels, *shared_and_router)
+        self._adds_shared = self.shared is not None and self._shared_down is None
+        self._leaves_choices = kernels.ranks.many_rows is not None and not self._adds_shared
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
@@ -156,7 +159,7 @@ class SigmoidMoe(nn.Module):
         """Projections that must be quantised only if the experts are."""
         return ()
 
-    def forward(self, hidden_TE: Rows) -> Tensor:
+    def forward(self, hidden_TE: Rows) -> Summand:
         config, plain_TE = self.config, plain_rows(hidden_TE)
         if self._scaled_experts is not None:
             chosen, shared_TE = self._route_and_share(hidden_TE, plain_TE)
@@ -169,10 +172,11 @@ class SigmoidMoe(nn.Module):
         else:
             shared_TO, logits_TX = self._project(plain_TE)
         experts = (self.gate_up_XFE, self.down_XEF, self._shared_down)
-        out_TE = self._mixture(plain_TE, shared_TO, logits_TX, None, *experts, config.routing, self.bias_X, self.held)
-        if self.shared is None or self._shared_down is not None:
-            return out_TE
-        return out_TE.add_(self.shared(plain_TE))
+        router = (config.routing, self.bias_X, self.held)
+        out = self._mixture(
+            plain_TE, shared_TO, logits_TX, None, *experts, *router, leaves_choices=self._leaves_choices
+        )
+        return out if self.shared is None or not self._adds_shared else added_up(out).add_(self.shared(plain_TE))
 
     def _route_and_share(self, hidden_TE: Rows, plain_TE: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Return the weights and numbers of tokens' experts, and what the shared expert makes of tokens."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.moe import mixture
 from strandline.kernels.norm import rms_norm
 from strandline.kernels.router import Routing
@@ -103,7 +104,7 @@ class SkippingMoe(nn.Module):
         """Compute with these kernels from now on."""
         self._mixture, self._rms_norm = kernels[mixture], kernels[rms_norm]
 
-    def forward(self, hidden_TE: Tensor) -> Tensor:
+    def forward(self, hidden_TE: Tensor) -> Summand:
         # The last choice is that of an expert which no shard holds: it adds nothing.
         experts = (self.gate_up_XFE, self.down_XEF, None)
         return self._mixture(hidden_TE, None, self._logits(hidden_TE), None, *experts, ROUTING, self.bias_X, self.held)
