@@ -13,6 +13,9 @@ A message consists of rows of the hidden size. The engine sums few rows in a ker
 in another (``strandline/kernels/many_row_sums_triton.py``), which does the same. "NCCL" and "gloo" are the backend's
 sum alone, or followed by the engine's kernel for the addition and the norm.
 
+"Choices" are what experts made of rows, ``TOP_K`` of each, which the ranks hold in equal parts: added up by a kernel
+before the engine's sum and norm, or by that one.
+
 One-shot: every rank reads all others' messages and adds them up. Two-shot: each adds up its part, then all read those.
 Their messages lie in symmetric memory from the start.
 """
@@ -35,6 +38,7 @@ from torch import Tensor
 from strandline.config import parse_bytes
 from strandline.device.process_ranks import ProcessRanks, RankPlace
 from strandline.kernels.binding import bind_kernels
+from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.norm import add_rms_norm
 from strandline.kernels.operation import Workload
 from strandline.kernels.rank_sums import bind_sum_add_norm
@@ -44,6 +48,8 @@ REPEATS: Final = 20
 REPLAYS: Final = 100
 WARM_UP_CALLS: Final = 5
 MAX_WAIT_S: Final = 600
+TOP_K: Final = 8
+"""Choices of a row; a multiple of the number of ranks."""
 
 Way = Callable[[], Tensor]
 """Sums a message that it holds over all ranks; may overwrite it."""
@@ -115,6 +121,17 @@ def ways(
     )
     if device.type != "cuda":
         return
+    choices = choices_of(ranks, num_rows, hidden_size, device)
+    yield (
+        "choices added up, then the engine's sum and norm",
+        choices.out_AD,
+        lambda: sum_add_norm(added_up(choices), residual, weight, EPS)[1],
+    )
+    yield (
+        "the engine's sum and norm of choices",
+        choices.out_AD,
+        lambda: sum_add_norm(choices, residual, weight, EPS)[1],
+    )
     import torch.distributed._symmetric_memory as symmetric_memory
 
     operations: Any = torch.ops.symm_mem
@@ -134,6 +151,17 @@ def ways(
             shared,
             lambda: operations.two_shot_all_reduce_(shared, "sum", group.group_name),
         )
+
+
+def choices_of(ranks: ProcessRanks, num_rows: int, hidden_size: int, device: torch.device) -> ExpertChoices:
+    """Return choices whose sum on a rank is what ``out_AD`` is filled with."""
+    from strandline.kernels.expert_choices_triton import add_choices
+
+    out_AD = torch.zeros(num_rows * TOP_K, hidden_size, dtype=torch.bfloat16, device=device)
+    weights_TK = torch.full((num_rows, TOP_K), ranks.size / TOP_K, device=device)
+    experts_TK = torch.arange(TOP_K, dtype=torch.int32, device=device).expand(num_rows, -1).contiguous()
+    held = range(TOP_K * ranks.rank // ranks.size, TOP_K * (ranks.rank + 1) // ranks.size)
+    return ExpertChoices(out_AD, weights_TK, experts_TK, None, None, held, add_choices)
 
 
 def all_reduce(message: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class ExpertChoices:
         return self.out_AD[: len(self)]
 
     def split(self, num_tokens: int) -> Iterator["ExpertChoices"]:
-        """Yield the choices of so many tokens at a time."""
+        """Yield the choices of ``num_tokens`` tokens at a time."""
         top_k = self.weights_TK.shape[1]
         for start in range(0, len(self), num_tokens):
             tokens, choices = slice(start, start + num_tokens), slice(start * top_k, (start + num_tokens) * top_k)

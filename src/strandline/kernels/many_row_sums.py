@@ -7,13 +7,13 @@ Shape suffixes: T rows, E channels, N ranks, B blocks.
 
 from importlib import import_module
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand
-from strandline.kernels.rank_sums import DTYPES, Connection
+from strandline.kernels.rank_sums import DTYPES, Connection, Norm
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_SUM_BYTES: Final = 36 << 20
@@ -42,18 +42,6 @@ def buffer_shape(num_ranks: int) -> tuple[int]:
 def counter_shape(num_ranks: int) -> tuple[int, int]:
     """Return the shape of a rank's counters, int32: two for each block."""
     return 2, num_blocks(num_ranks)
-
-
-class Norm(NamedTuple):
-    """A residual stream to add and a norm to take of the sum."""
-
-    residual_TE: Tensor
-    """Contiguous."""
-    normed_TE: Tensor
-    """As ``residual_TE``; receives the normalised rows."""
-    weight_E: Tensor
-    eps: float
-    is_zero_centered: bool
 
 
 class ManyRowSums:

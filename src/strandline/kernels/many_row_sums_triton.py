@@ -59,15 +59,15 @@ from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices
 from strandline.kernels.expert_choices_triton import arguments_of, options_of, sum_of_choices
-from strandline.kernels.many_row_sums import Norm
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rank_sums import Norm
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 NUM_WARPS = 8
 """Each thread moves 64 bytes of a block of 16 KiB, 16 at once."""
 
 MAX_REGISTERS = 64
-"""Of a thread, so that four programs share a multiprocessor: those that add up choices would take 80."""
+"""Registers of a thread, for four programs on a multiprocessor; those that add up choices would take 80."""
 
 DEPTH = 128
 """Steps between the kinds of programs of a group: with 2 ranks, 4 MiB or 10 µs of what a GPU stores on the other."""
@@ -75,7 +75,7 @@ DEPTH = 128
 LAST_EPOCH = 1 << 30
 
 NO_CHOICES = (None, None, None, None, None, 0, 0, 0, 0)
-"""In place of the arguments that ``arguments_of`` returns."""
+"""Stands for the arguments that ``arguments_of`` returns."""
 
 
 @triton.jit

@@ -44,8 +44,8 @@ TILES_PREFILL = (Tile(128, 128, 64, 8, 4, 4), Tile(128, 256, 64, 8, 3, 2))
 """Hundreds of choices per expert: tiles as large as the registers allow."""
 
 MIN_ROWS_HALVED = 128
-"""Tiles of so many rows or more are halved for an expert's last choices, if these have room in a half: multiplying rows
-that do not exist takes as long as others, and as much power."""
+"""Tiles of at least this height are halved for an expert's last choices, if these have room in a half: to multiply rows
+that do not exist takes as long, and as much power, as to multiply others."""
 
 TILES_FLOAT32 = (Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))
 """Exact GEMMs, without tensor cores: for tests."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,18 @@ def buffer_shape(num_ranks: int) -> tuple[int, int, int, int]:
 def counter_shape(num_ranks: int) -> tuple[int]:
     """Return the shape of a rank's counters, int32: one for each row."""
     return (buffer_shape(num_ranks)[2],)
+
+
+class Norm(NamedTuple):
+    """A residual stream to add and a norm to take of the sum."""
+
+    residual_TE: Tensor
+    """Contiguous."""
+    normed_TE: Tensor
+    """As ``residual_TE``; receives the normalised rows."""
+    weight_E: Tensor
+    eps: float
+    is_zero_centered: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

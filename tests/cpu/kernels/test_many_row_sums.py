@@ -13,13 +13,12 @@ from strandline.kernels.many_row_sums import (
     FLAG_BYTES,
     MAX_SUM_BYTES,
     ManyRowSums,
-    Norm,
     buffer_shape,
     counter_shape,
     num_blocks,
 )
 from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
-from strandline.kernels.rank_sums import Connection
+from strandline.kernels.rank_sums import Connection, Norm
 from tests.cpu.kernels.test_rank_sums import EPS, of_shape
 
 

@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from strandline.kernels import many_row_sums_triton, rank_sums_triton
 from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.expert_choices_triton import add_choices
-from strandline.kernels.many_row_sums import BLOCK_BYTES, FLAG_BYTES, Norm
+from strandline.kernels.many_row_sums import BLOCK_BYTES, FLAG_BYTES
+from strandline.kernels.rank_sums import Norm
 from strandline.kernels.ranks import add_in_order
 from tests.cpu.kernels import test_rank_sums_triton as few_rows
 from tests.cpu.kernels.rank_processes import run_ranks

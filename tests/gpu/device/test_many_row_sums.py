@@ -146,7 +146,7 @@ def compare_norms_in_graphs(ranks: ProcessRanks, dtype: torch.dtype) -> None:
 
 
 def choices_of(ranks: ProcessRanks, num_tokens: int, size: int, dtype: torch.dtype) -> ExpertChoices:
-    """Return random choices among 16 experts, of which each rank holds its part; rows of others are NaN."""
+    """Return random choices among 16 experts, which are divided among the ranks; rows of others' are NaN."""
     device, top_k = torch.device("cuda", torch.cuda.current_device()), 8
     generator = torch.Generator(device).manual_seed(num_tokens)
     experts_TK = torch.rand(num_tokens, 16, device=device, generator=generator).topk(top_k).indices
