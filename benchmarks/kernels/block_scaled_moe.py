@@ -217,7 +217,7 @@ def main() -> None:
         def in_bfloat16(inputs: Inputs, turn: Iterator[list[Tensor]] = turn) -> Callable[[], object]:
             gate_up, down, shared = next(turn)
             arguments = (inputs.x_TD, *inputs.projected, gate_up, down, DenseWeight(shared), ROUTING)
-            return lambda: moe_triton.mixture(*arguments)
+            return lambda: added_up(moe_triton.mixture(*arguments))
 
         report("mixture in bfloat16", num_tokens, in_bfloat16, layers=layers, share=2)
         if arguments.sweep:

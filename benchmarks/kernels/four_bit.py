@@ -284,8 +284,12 @@ def measure_experts(num_tokens: int, group: int, timer: Timer, *, is_sweep: bool
     gate_up, down = (weight.dequantize().bfloat16() for weight in experts[0][:2])
     shared_down = DenseWeight(experts[0][2].dequantize().bfloat16())
     projected = (shared, logits, gate)
-    dense = partial(moe_triton.mixture, x, *projected, gate_up, down, shared_down, routing)
-    expected = added_up(dense()).double()
+    in_bfloat16 = (gate_up, down, shared_down)
+
+    def dense() -> Tensor:
+        return added_up(moe_triton.mixture(x, *projected, *in_bfloat16, routing))
+
+    expected = dense().double()
     print(f"experts tokens={num_tokens} bfloat16: {timer([dense] * 3):.2f} us", flush=True)
     chosen = route(logits, None, routing)
     num_used = len(chosen[1].unique())

@@ -29,8 +29,6 @@ def block_scaled_mixture(
     shared_down: Weight,
     routing: Routing,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """As ``mixture``, with experts in FP8: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``.
 

@@ -264,8 +264,6 @@ def block_scaled_mixture(
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
     if len(x_TD) <= MAX_TOKENS_FEW:
@@ -279,8 +277,7 @@ def block_scaled_mixture(
     else:
         shared = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     tiles = choose_tiles(chosen[1].numel() // logits_TE.shape[1])
-    choices = compute_choices(x_TD, gate_up, down, *chosen, shared, shared_gate_T1, *tiles, held)
-    return choices if leaves_choices else add_choices(choices)
+    return compute_choices(x_TD, gate_up, down, *chosen, shared, shared_gate_T1, *tiles, held)
 
 
 def can_join(gate_up_TS: Tensor, shared_down: DenseWeight | ScaledWeight, down: ScaledWeight) -> bool:
@@ -304,8 +301,6 @@ def block_scaled_mixture_invariant(
     shared_down: DenseWeight | ScaledWeight,
     routing: Routing,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """As :func:`block_scaled_mixture`, expert by expert however few tokens there are."""
     chosen = route(logits_TE, None, routing)
@@ -314,8 +309,7 @@ def block_scaled_mixture_invariant(
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
     tiles = _invariant_tiles(chosen[1], down)
-    choices = compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
-    return choices if leaves_choices else add_choices(choices)
+    return compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def block_scaled_experts_glu(

@@ -1,7 +1,7 @@
-"""What a mixture of experts may leave to a sum over ranks: each token's choices, which have not been added up.
+"""What a mixture of experts leaves to the operation behind it: each token's choices, which have not been added up.
 
-A kernel that sums over ranks reads every row once anyway, and can add up a token's choices then: their sum needs no
-launch of its own, and is not written and read again.
+A norm, or a kernel that sums over ranks, reads every row once anyway. It can add up a token's choices then: their sum
+needs no launch of its own, and is not written and read again.
 
 Shape suffixes: as in ``moe.py``.
 """

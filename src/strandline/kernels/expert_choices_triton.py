@@ -19,6 +19,10 @@ from strandline.kernels.sizes import cdiv
 BLOCK_SUM, WARPS_SUM = 512, 2
 """Channels of a program: 16 bytes per thread and choice."""
 
+NO_CHOICES = (None, None, None, None, None, 0, 0, 0, 0)
+NO_OPTIONS = {"TOP_K": 0, "IS_DIVIDED": False}
+"""Stand for what ``arguments_of`` and ``options_of`` return, in kernels that also take tensors."""
+
 
 @triton.jit
 def sum_of_choices(

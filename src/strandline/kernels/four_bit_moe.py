@@ -26,8 +26,6 @@ def four_bit_mixture(
     shared_down: Weight,
     routing: Routing,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """As ``mixture``, with experts in 4 bits: ``gate_up`` of ``[E, 2 F, D]``, ``down`` of ``[E, D, F]``."""
     chosen = route.reference(logits_TE, None, routing)

@@ -158,8 +158,6 @@ def four_bit_mixture(
     shared_down: DenseWeight | FourBitWeight,
     routing: Routing,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
     if len(x_TD) <= MAX_TOKENS_FEW:
@@ -171,8 +169,7 @@ def four_bit_mixture(
     else:
         shared_TD = linear(swiglu(shared_gate_up_TS), shared_down.values_OI)
     tiles = choose_expert_tiles(chosen[1].numel() // down.shape[0], x_TD.dtype)
-    choices = compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
-    return choices if leaves_choices else add_choices(choices)
+    return compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def four_bit_mixture_invariant(
@@ -185,8 +182,6 @@ def four_bit_mixture_invariant(
     shared_down: DenseWeight | FourBitWeight,
     routing: Routing,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """As :func:`four_bit_mixture`, expert by expert however few tokens there are."""
     chosen = route(logits_TE, None, routing)
@@ -195,8 +190,7 @@ def four_bit_mixture_invariant(
     else:
         shared_TD = linear_invariant(swiglu(shared_gate_up_TS), shared_down.values_OI)
     tiles = choose_expert_tiles_invariant(x_TD.dtype)
-    choices = compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
-    return choices if leaves_choices else add_choices(choices)
+    return compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def four_bit_experts_glu(

@@ -58,7 +58,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices
-from strandline.kernels.expert_choices_triton import arguments_of, options_of, sum_of_choices
+from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rank_sums import Norm
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -73,9 +73,6 @@ DEPTH = 128
 """Steps between the kinds of programs of a group: with 2 ranks, 4 MiB or 10 µs of what a GPU stores on the other."""
 
 LAST_EPOCH = 1 << 30
-
-NO_CHOICES = (None, None, None, None, None, 0, 0, 0, 0)
-"""Stands for the arguments that ``arguments_of`` returns."""
 
 
 @triton.jit
@@ -430,7 +427,7 @@ def _launch(
         LAST_EPOCH=LAST_EPOCH,
         ADDS=norm is not None,
         IS_ZERO_CENTERED=norm is not None and norm.is_zero_centered,
-        **({"TOP_K": 0, "IS_DIVIDED": False} if choices is None else options_of(choices)),
+        **(NO_OPTIONS if choices is None else options_of(choices)),
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,
         **overlap_options(x),

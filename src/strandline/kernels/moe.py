@@ -33,8 +33,6 @@ def mixture(
     routing: Routing,
     bias_E: Tensor | None = None,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
@@ -48,7 +46,9 @@ def mixture(
         shared_down: ``[D, S]``.
         bias_E: as in ``route``.
         held: as in ``experts_glu``.
-        leaves_choices: whether choices may be returned as they are, for a sum over ranks to add up.
+
+    Returns:
+        A tensor, or the choices of each token, for the next operation to add up.
     """
     weights_TK, experts_TK = route.reference(logits_TE, bias_E, routing)
     shared_TD = None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.activation_triton import relu_squared, swiglu
-from strandline.kernels.expert_choices import Summand
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, choose_by_load
 from strandline.kernels.linear_triton import linear
@@ -49,8 +49,6 @@ def mixture(
     routing: Routing,
     bias_E: Tensor | None = None,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
@@ -58,7 +56,7 @@ def mixture(
     """
     shared = _shared(shared_gate_up_TS, shared_gate_T1, shared_down)
     router = (logits_TE, bias_E, routing)
-    return _mixture(x_TD, gate_up_EFD, down_EDF, shared, swiglu, router, held, leaves_choices=leaves_choices)
+    return _mixture(x_TD, gate_up_EFD, down_EDF, shared, swiglu, router, held)
 
 
 def mixture_invariant(
@@ -72,13 +70,11 @@ def mixture_invariant(
     routing: Routing,
     bias_E: Tensor | None = None,
     held: range | None = None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """As :func:`mixture`, expert by expert however few tokens there are."""
     shared = _shared(shared_gate_up_TS, shared_gate_T1, shared_down)
     router = (logits_TE, bias_E, routing)
-    return _mixture_invariant(x_TD, gate_up_EFD, down_EDF, shared, swiglu, router, held, leaves_choices=leaves_choices)
+    return _mixture_invariant(x_TD, gate_up_EFD, down_EDF, shared, swiglu, router, held)
 
 
 def mixture_relu_squared(
@@ -94,7 +90,8 @@ def mixture_relu_squared(
 ) -> Tensor:
     """As :func:`mixture`, of experts without a gate; ``shared_up_TS``, which is dense, may be overwritten."""
     shared = _shared(shared_up_TS, None, shared_down)
-    return _mixture(x_TD, up_EFD, down_EDF, shared, relu_squared, (logits_TE, bias_E, routing), held)
+    router = (logits_TE, bias_E, routing)
+    return added_up(_mixture(x_TD, up_EFD, down_EDF, shared, relu_squared, router, held))
 
 
 def mixture_relu_squared_invariant(
@@ -110,7 +107,8 @@ def mixture_relu_squared_invariant(
 ) -> Tensor:
     """As :func:`mixture_relu_squared`, expert by expert however few tokens there are."""
     shared = _shared(shared_up_TS, None, shared_down)
-    return _mixture_invariant(x_TD, up_EFD, down_EDF, shared, relu_squared, (logits_TE, bias_E, routing), held)
+    router = (logits_TE, bias_E, routing)
+    return added_up(_mixture_invariant(x_TD, up_EFD, down_EDF, shared, relu_squared, router, held))
 
 
 def _shared(projected_TS: Tensor | None, gate_T1: Tensor | None, down: DenseWeight | None) -> Shared | None:
@@ -125,8 +123,6 @@ def _mixture(
     activate: Callable[[Tensor], Tensor],
     router: tuple[Tensor, Tensor | None, Routing],
     held: range | None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """Compute a mixture, choice by choice or expert by expert.
 
@@ -145,8 +141,7 @@ def _mixture(
     shared_TD = None if shared is None else linear(activate(shared.projected_TS), shared.down_DS)
     added = (shared_TD, None if shared is None else shared.gate_T1)
     tiles = _tiles(x_TD, chosen[1], up_EFD, TILES_DECODE)
-    choices = compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
-    return choices if leaves_choices else add_choices(choices)
+    return compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
 
 
 def _mixture_invariant(
@@ -157,16 +152,13 @@ def _mixture_invariant(
     activate: Callable[[Tensor], Tensor],
     router: tuple[Tensor, Tensor | None, Routing],
     held: range | None,
-    *,
-    leaves_choices: bool = False,
 ) -> Summand:
     """Compute a mixture expert by expert; arguments as above."""
     chosen = route(*router)
     shared_TD = None if shared is None else linear_invariant(activate(shared.projected_TS), shared.down_DS)
     added = (shared_TD, None if shared is None else shared.gate_T1)
     tiles = _tiles(x_TD, chosen[1], up_EFD, TILES_MIDDLE)
-    choices = compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
-    return choices if leaves_choices else add_choices(choices)
+    return compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
 
 
 def experts(

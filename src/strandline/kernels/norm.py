@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.operation import numba, operation, triton
 
 ELEMENTS_PER_PASS_CPU = 2**17
@@ -32,9 +33,9 @@ def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @operation(triton("norm_triton"), numba("norm_numba"))
-def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add the residual stream, round the sum; return it normalised as above, and itself. ``x`` is overwritten."""
-    total = x.add_(residual)
+def add_rms_norm(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add the residual stream, round the sum; return it normalised as above, and itself. A tensor is overwritten."""
+    total = added_up(x).add_(residual)
     return rms_norm.reference(total, weight_D, eps), total
 
 
@@ -55,9 +56,9 @@ def rms_norm_heads_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 @operation(triton("norm_triton"), numba("norm_numba"))
-def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_zero_centered(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As :func:`add_rms_norm`, with the zero-centred norm."""
-    total = x.add_(residual)
+    total = added_up(x).add_(residual)
     return rms_norm_zero_centered.reference(total, weight_D, eps), total
 
 

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.block_scaled_tile_triton import quantize_groups, quantize_rows, unfilled
+from strandline.kernels.expert_choices import ExpertChoices, Summand
+from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import QuantizedRows
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -46,6 +48,15 @@ def _norm_kernel(
     stride_oh,
     stride_scale,
     eps,
+    made_ptr,
+    weights_ptr,
+    experts_ptr,
+    shared_ptr,
+    shared_gate_ptr,
+    stride_shared,
+    stride_gate,
+    first_expert,
+    num_held,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -56,6 +67,8 @@ def _norm_kernel(
     IS_KEPT: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     GROUP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -73,7 +86,12 @@ def _norm_kernel(
         weight_RD = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)[None, :]
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    x_RD = tl.load(x_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
+    if TOP_K > 0:
+        choices = (made_ptr, weights_ptr, experts_ptr, shared_ptr, shared_gate_ptr, stride_shared, stride_gate)
+        places = (first_expert, num_held, row_R, col_D, row_R < num_rows, mask_RD)
+        x_RD = sum_of_choices(*choices, *places, D, TOP_K, IS_DIVIDED).to(tl.float32)
+    else:
+        x_RD = tl.load(x_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
     if ADDS:
         total_RD = x_RD + tl.load(other_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
         rounded_RD = total_RD.to(x_ptr.dtype.element_ty)
@@ -118,12 +136,14 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _launch(x, x, weight_D, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add the residual stream, round the sum; return it normalised, and itself. ``x`` is overwritten.
+def add_rms_norm(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add the residual stream, round the sum; return it normalised, and itself. A tensor is overwritten.
 
-    Only ``residual`` may have an inner stride: ``x`` has to be written in place.
+    Only ``residual`` may have an inner stride: a tensor ``x`` has to be written in place. Choices are added up in the
+    same launch.
     """
-    return _launch(x, _with_dense_rows(residual), weight_D, eps, adds=True), x
+    total, choices = _total_of(x)
+    return _launch(total, _with_dense_rows(residual), weight_D, eps, adds=True, choices=choices), total
 
 
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -132,9 +152,11 @@ def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _launch(x, x, weight_D, eps, is_zero_centered=True)
 
 
-def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_zero_centered(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As :func:`add_rms_norm`, with the zero-centred norm."""
-    return _launch(x, _with_dense_rows(residual), weight_D, eps, is_zero_centered=True, adds=True), x
+    total, choices = _total_of(x)
+    kind = {"is_zero_centered": True, "adds": True}
+    return _launch(total, _with_dense_rows(residual), weight_D, eps, **kind, choices=choices), total
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -159,9 +181,10 @@ def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows
     return _launch_quantized(x, x, weight_D, eps)
 
 
-def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
+def add_rms_norm_quantized(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
     """As :func:`add_rms_norm` of rows, quantised in the same launch; the plain result is kept."""
-    return _launch_quantized(x, _with_dense_rows(residual), weight_D, eps, adds=True), x
+    total, choices = _total_of(x)
+    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, choices, adds=True), total
 
 
 def rms_norm_zero_centered_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -171,10 +194,12 @@ def rms_norm_zero_centered_quantized(x: Tensor, weight_D: Tensor, eps: float) ->
 
 
 def add_rms_norm_zero_centered_quantized(
-    x: Tensor, residual: Tensor, weight_D: Tensor, eps: float
+    x: Summand, residual: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[QuantizedRows, Tensor]:
     """As :func:`add_rms_norm_zero_centered` of rows, quantised in the same launch; the plain result is kept."""
-    return _launch_quantized(x, _with_dense_rows(residual), weight_D, eps, is_zero_centered=True, adds=True), x
+    total, choices = _total_of(x)
+    kind = {"is_zero_centered": True, "adds": True}
+    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, choices, **kind), total
 
 
 def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -192,10 +217,17 @@ def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: flo
     return rows
 
 
-def _launch_quantized(x: Tensor, other: Tensor, weight_D: Tensor, eps: float, **kind: bool) -> QuantizedRows:
+def _launch_quantized(
+    x: Tensor, other: Tensor, weight_D: Tensor, eps: float, choices: ExpertChoices | None = None, **kind: bool
+) -> QuantizedRows:
     rows = unfilled(len(x), x.shape[1], x, torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    _launch(x, other, weight_D, eps, rows, **kind)
+    _launch(x, other, weight_D, eps, rows, **kind, choices=choices)
     return rows
+
+
+def _total_of(x: Summand) -> tuple[Tensor, ExpertChoices | None]:
+    """Return where the new residual stream is stored, and choices if they are what is added to it."""
+    return (x, None) if isinstance(x, Tensor) else (torch.empty_like(x.like_sum), x)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
@@ -219,12 +251,14 @@ def _launch(
     is_zero_centered: bool = False,
     adds: bool = False,
     gate: Literal["", "silu", "sigmoid", "silu before"] = "",
+    choices: ExpertChoices | None = None,
 ) -> Tensor | None:
     """Return the result, or fill quantised rows, and the plain ones if they are kept.
 
     Args:
         other: what is added, or the gate; else it is not read.
         weight_D: before a norm of what a gate lets through, one weight for each head, else one for all.
+        choices: what is normalised, with ``other`` added, instead of x, which receives their sum.
     """
     num_channels = x.shape[-1]
     num_rows = x.numel() // num_channels
@@ -249,6 +283,7 @@ def _launch(
         *_row_strides(other),
         0 if scales is None else scales.stride(0),
         eps,
+        *(NO_CHOICES if choices is None else arguments_of(choices)),
         D=num_channels,
         BLOCK_D=block,
         ROWS=rows,
@@ -259,6 +294,7 @@ def _launch(
         IS_KEPT=out is not None,
         IS_QUANTIZED=quantized is not None,
         GROUP=GROUP,
+        **(NO_OPTIONS if choices is None else options_of(choices)),
         num_warps=WARPS_LONG if block >= 2048 else WARPS_SHORT,
         **overlap_options(x),
     )

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from strandline.kernels.activation import sigmoid_gate, swiglu
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.norm import (
     add_rms_norm,
     add_rms_norm_zero_centered,
@@ -27,7 +28,7 @@ def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows
 
 
 @operation(triton("norm_triton"))
-def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
+def add_rms_norm_quantized(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
     """As ``add_rms_norm`` of rows; the plain result is kept."""
     normed, total = add_rms_norm.reference(x, residual, weight_D, eps)
     return _with_plain(normed), total
@@ -41,7 +42,7 @@ def rms_norm_zero_centered_quantized(x: Tensor, weight_D: Tensor, eps: float) ->
 
 @operation(triton("norm_triton"))
 def add_rms_norm_zero_centered_quantized(
-    x: Tensor, residual: Tensor, weight_D: Tensor, eps: float
+    x: Summand, residual: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[QuantizedRows, Tensor]:
     """As ``add_rms_norm_zero_centered`` of rows; the plain result is kept."""
     normed, total = add_rms_norm_zero_centered.reference(x, residual, weight_D, eps)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu, block_scaled_mixture
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.quantized_rows import quantize_groups
 from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
@@ -121,13 +122,13 @@ def check_mixture(
     """Compare every way of a mixture with float64."""
     case = Case(num_tokens, shape, dtype, device, is_shared_dense=is_shared_dense, has_gate=has_gate)
     expected = case.expected()
-    ways: list[Callable[..., Tensor]] = [
+    ways: list[Callable[..., Summand]] = [
         block_scaled_mixture.reference,
         block_scaled_moe_triton.block_scaled_mixture,
         block_scaled_moe_triton.block_scaled_mixture_invariant,
     ]
     with poisoned_memory():
-        results = [way(*case.arguments, case.routing) for way in ways]
+        results = [added_up(way(*case.arguments, case.routing)) for way in ways]
     errors = [float((result.double() - expected).norm() / expected.norm()) for result in results]
     assert max(errors) < limit(dtype, device), errors
 
@@ -151,7 +152,8 @@ def check_ranks(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) 
                 for x in (gate_up, down)
             ]
             with poisoned_memory():
-                out_TD += way(x_TD, own_TS, logits_TE, gate_T1, *experts, shared_down, case.routing, held)
+                part = way(x_TD, own_TS, logits_TE, gate_T1, *experts, shared_down, case.routing, held)
+                out_TD += added_up(part)
         assert float((out_TD - expected).norm() / expected.norm()) < limit(dtype, device)
 
 
@@ -214,7 +216,7 @@ def check_joined(
         monkeypatch.setattr(block_scaled_moe_triton, "MAX_TOKENS_JOINED", max_tokens)
         with poisoned_memory():
             mixture = block_scaled_moe_triton.block_scaled_mixture
-            results.append(mixture(*case.arguments, case.routing).double())
+            results.append(added_up(mixture(*case.arguments, case.routing)).double())
     expected = case.expected()
     joined, apart = (float((result - expected).norm() / expected.norm()) for result in results)
     assert joined < limit(dtype, device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.four_bit_moe import four_bit_experts_glu, four_bit_mixture
 from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import DenseWeight, FourBitWeight
@@ -102,7 +103,7 @@ class Case:
         return out_TD
 
 
-WAYS: list[Callable[..., Tensor]] = [
+WAYS: list[Callable[..., Summand]] = [
     four_bit_mixture.reference,
     four_bit_moe_triton.four_bit_mixture,
     four_bit_moe_triton.four_bit_mixture_invariant,
@@ -114,7 +115,7 @@ def check_mixture(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str
     case = Case(num_tokens, shape, dtype, device, **options)  # type: ignore[arg-type]
     expected = case.expected()
     with poisoned_memory():
-        results = [way(*case.arguments, case.routing) for way in WAYS]
+        results = [added_up(way(*case.arguments, case.routing)) for way in WAYS]
     errors = [float((result.double() - expected).norm() / expected.norm()) for result in results]
     assert max(errors) < limit(dtype, device), errors
 
@@ -135,7 +136,8 @@ def check_ranks(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) 
                 for x in (gate_up, down)
             ]
             with poisoned_memory():
-                out_TD += way(x_TD, own_TS, logits_TE, gate_T1, *experts, shared_down, case.routing, held)
+                part = way(x_TD, own_TS, logits_TE, gate_T1, *experts, shared_down, case.routing, held)
+                out_TD += added_up(part)
         assert float((out_TD - expected).norm() / expected.norm()) < limit(dtype, device)
 
 

@@ -178,7 +178,8 @@ class Mixture:
         end = (self.up[part], self.down[part], shared_down, self.routing, self.bias_E, held)
         if self.is_gated:
             gate_T1 = self.gate_T1 if has_shared else None
-            return getattr(moe_triton, f"mixture{suffix}")(self.x_TD, shared_TS, self.logits_TE, gate_T1, *end)
+            mixture = getattr(moe_triton, f"mixture{suffix}")
+            return added_up(mixture(self.x_TD, shared_TS, self.logits_TE, gate_T1, *end))
         projected_TS = None if shared_TS is None else shared_TS.clone()
         return getattr(moe_triton, f"mixture_relu_squared{suffix}")(self.x_TD, projected_TS, self.logits_TE, *end)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels import activation, norm
+from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.quantized_rows import plain_rows
 from tests.cpu.kernels.test_block_scaled_triton import assert_quantized
 from tests.interpreter import convert_e4m3
@@ -16,6 +17,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels import activation_triton, norm_triton
+from strandline.kernels.expert_choices_triton import add_choices
 
 convert_e4m3()
 
@@ -62,6 +64,35 @@ def check_norms(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
                 near(actual, expected)
                 near(actual_total, total)
                 assert actual_total.data_ptr() == x_in.data_ptr()
+
+
+def choices_of(num_tokens: int, size: int, dtype: torch.dtype, device: str, *, is_divided: bool) -> ExpertChoices:
+    """Return random choices among 8 experts; rows of experts that are not held are NaN."""
+    top_k, held = 3, range(2, 6)
+    experts_TK = torch.rand(num_tokens, 8, device=device).topk(top_k).indices
+    out_AD = torch.randn(num_tokens * top_k, size, device=device).to(dtype)
+    if is_divided:
+        out_AD[((experts_TK < held.start) | (experts_TK >= held.stop)).flatten()] = torch.nan
+    weights_TK, gate_T1 = torch.rand(num_tokens, top_k, device=device), view_of_wider((num_tokens, 1), dtype, device)
+    shared = (view_of_wider((num_tokens, size), dtype, device), gate_T1)
+    return ExpertChoices(out_AD, weights_TK, experts_TK, *shared, held if is_divided else None, add_choices)
+
+
+def check_norms_of_choices(num_tokens: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Norms add up choices of experts as a launch before them does, and leave them as they are."""
+    residual, weight_D = view_of_wider((num_tokens, size), dtype, device), torch.randn(size, device=device).to(dtype)
+    for is_divided in (False, True):
+        choices = choices_of(num_tokens, size, dtype, device, is_divided=is_divided)
+        for name in ("add_rms_norm", "add_rms_norm_zero_centered"):
+            for end in ("", "_quantized"):
+                function = getattr(norm_triton, f"{name}{end}")
+                with poisoned_memory():
+                    expected, total = function(added_up(choices), residual, weight_D, EPS)
+                    actual, actual_total = function(choices, residual, weight_D, EPS)
+                near(actual_total, total)
+                near(plain_rows(actual), plain_rows(expected))
+                if end:
+                    assert_quantized(actual, plain_rows(actual))
 
 
 def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
@@ -127,6 +158,12 @@ def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> No
     expected_TO = activation.relu_squared.reference(x_TO.clone())
     near(activation_triton.relu_squared(x_TO), expected_TO)
     near(x_TO, expected_TO)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (5, 130), (3, 2048)])
+def test_norms_add_up_choices_of_experts(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    check_norms_of_choices(num_tokens, size, dtype, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

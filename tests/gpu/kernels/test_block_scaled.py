@@ -7,6 +7,7 @@ from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels import block_scaled_moe_triton, block_scaled_triton
 from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import Gemv, Tile, can_multiply_in_torch
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import ExpertTile
 from strandline.kernels.weights import GROUP
 from tests.cpu.kernels import test_block_scaled_moe as moe
@@ -181,8 +182,8 @@ def test_invariant_mixture_depends_on_its_token_alone(num_tokens: int) -> None:
     case = moe.Case(400, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
     mixture = block_scaled_moe_triton.block_scaled_mixture_invariant
     rows, weights = case.arguments[:4], case.arguments[4:]
-    whole = mixture(*rows, *weights, case.routing)
-    part = mixture(*(x[:num_tokens] for x in rows), *weights, case.routing)
+    whole = added_up(mixture(*rows, *weights, case.routing))
+    part = added_up(mixture(*(x[:num_tokens] for x in rows), *weights, case.routing))
     assert torch.equal(part, whole[:num_tokens])
 
 
@@ -190,10 +191,10 @@ def test_mixture_runs_in_a_graph() -> None:
     for num_tokens in (1, 40):
         case = moe.Case(num_tokens, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
         mixture = block_scaled_moe_triton.block_scaled_mixture
-        expected_TD = mixture(*case.arguments, case.routing)
+        expected_TD = added_up(mixture(*case.arguments, case.routing))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out_TD = mixture(*case.arguments, case.routing)
+            out_TD = added_up(mixture(*case.arguments, case.routing))
         out_TD.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out_TD, expected_TD)

@@ -5,6 +5,7 @@ import torch
 
 from strandline.device.dtypes import PRODUCT_CAPABILITY
 from strandline.kernels import four_bit_launches, four_bit_moe_triton, four_bit_triton
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import ExpertTile
 from strandline.kernels.four_bit_launches import Gemv, Tile
 from strandline.kernels.weights import GROUPS_FOUR_BIT
@@ -125,18 +126,18 @@ def test_invariant_mixture_depends_on_its_token_alone(num_tokens: int) -> None:
     case = moe.Case(400, (16, 4, 512, 256, 128), torch.bfloat16, "cuda")
     mixture = four_bit_moe_triton.four_bit_mixture_invariant
     rows, weights = case.arguments[:4], case.arguments[4:]
-    whole = mixture(*rows, *weights, case.routing)
-    part = mixture(*(x[:num_tokens] for x in rows if x is not None), *weights, case.routing)
+    whole = added_up(mixture(*rows, *weights, case.routing))
+    part = added_up(mixture(*(x[:num_tokens] for x in rows if x is not None), *weights, case.routing))
     assert torch.equal(part, whole[:num_tokens])
 
 
 def test_mixture_runs_in_a_graph() -> None:
     for num_tokens in (1, 40):
         case = moe.Case(num_tokens, (16, 4, 512, 256, 128), torch.bfloat16, "cuda")
-        expected_TD = four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing)
+        expected_TD = added_up(four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out_TD = four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing)
+            out_TD = added_up(four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing))
         out_TD.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out_TD, expected_TD)

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.cpu.kernels.test_norm_triton import check_gated_norm, check_gates, check_norm_of_gated, check_norms
+from tests.cpu.kernels.test_norm_triton import (
+    check_gated_norm,
+    check_gates,
+    check_norm_of_gated,
+    check_norms,
+    check_norms_of_choices,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -35,3 +41,9 @@ def test_norm_of_gated_rows_equals_the_torch_version(
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 9216), (130, 512), (1000, 4096)])
 def test_gates_equal_the_torch_versions(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_gates(num_rows, size, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(5, 2048), (300, 2560), (1000, 2048)])
+def test_norms_add_up_choices_of_experts(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    check_norms_of_choices(num_tokens, size, dtype, "cuda")

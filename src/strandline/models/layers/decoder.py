@@ -72,7 +72,7 @@ class ResidualNorm:
 
     norm: Operation[[Tensor, Tensor, float], Tensor]
     """Normalises the stream, given a weight and ``eps``."""
-    add_norm: Operation[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_norm: Operation[[Summand, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     """Adds a part's output to the stream and normalises it, given a weight and ``eps``; also returns the new stream."""
     eps: float
     weight: Callable[..., Tensor]

@@ -118,7 +118,6 @@ class SparseMoe(nn.Module):
         """Compute with these kernels from now on."""
         self._mixture, self._scaled_mixture = kernels[mixture], kernels[block_scaled_mixture]
         self._four_bit_mixture = kernels[four_bit_mixture]
-        self._leaves_choices = kernels.ranks.many_rows is not None
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
@@ -144,19 +143,13 @@ class SparseMoe(nn.Module):
         projected = (shared_TS, logits_TX, gate_T1 if self.config.is_shared_gated else None)
         if self._scaled_experts is not None:
             weights = (*self._scaled_experts, self.shared_down.weight)
-            return self._scaled_mixture(
-                hidden_TE, *projected, *weights, self.routing, self.held, leaves_choices=self._leaves_choices
-            )
+            return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing, self.held)
         plain_TE = plain_rows(hidden_TE)
         if self._four_bit_experts is not None:
             in_4_bits = (*self._four_bit_experts, self.shared_down.weight)
-            return self._four_bit_mixture(
-                plain_TE, *projected, *in_4_bits, self.routing, self.held, leaves_choices=self._leaves_choices
-            )
+            return self._four_bit_mixture(plain_TE, *projected, *in_4_bits, self.routing, self.held)
         experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
-        return self._mixture(
-            plain_TE, *projected, *experts, self.routing, held=self.held, leaves_choices=self._leaves_choices
-        )
+        return self._mixture(plain_TE, *projected, *experts, self.routing, held=self.held)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -139,7 +139,6 @@ class SigmoidMoe(nn.Module):
             shared_and_router = (self.shared.gate_up.weight, None, self.router.weight, self.router_dtype)
             self._project = bind_linear_and_logits(kernels, *shared_and_router)
         self._adds_shared = self.shared is not None and self._shared_down is None
-        self._leaves_choices = kernels.ranks.many_rows is not None and not self._adds_shared
 
     @property
     def expert_weights(self) -> tuple[Tensor, Tensor]:
@@ -173,9 +172,7 @@ class SigmoidMoe(nn.Module):
             shared_TO, logits_TX = self._project(plain_TE)
         experts = (self.gate_up_XFE, self.down_XEF, self._shared_down)
         router = (config.routing, self.bias_X, self.held)
-        out = self._mixture(
-            plain_TE, shared_TO, logits_TX, None, *experts, *router, leaves_choices=self._leaves_choices
-        )
+        out = self._mixture(plain_TE, shared_TO, logits_TX, None, *experts, *router)
         return out if self.shared is None or not self._adds_shared else added_up(out).add_(self.shared(plain_TE))
 
     def _route_and_share(self, hidden_TE: Rows, plain_TE: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
