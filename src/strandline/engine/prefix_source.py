@@ -141,8 +141,10 @@ class PrefixSource:
         return True
 
     def drop(self, lease_id: str) -> None:
-        """End a lease that was never announced to an engine."""
-        self._end(self._kept[lease_id], GIVEN_UP)
+        """End a lease that was never announced to an engine, if it has not ended."""
+        kept = self._kept.get(lease_id)
+        if kept is not None:
+            self._end(kept, GIVEN_UP)
 
     def offer(self, ask: Ask) -> tuple[Reading, Offer] | None:
         """Keep what is cached of a prompt until ``end``, and return its description; None: nothing is cached."""
