@@ -46,11 +46,14 @@ class EngineCalls:
         """Queue a call and wait for it.
 
         Raises:
-            TransferError: the call has raised it; or the engine has ended, or does not answer.
+            TransferError: the call has raised it; or the engine has ended, or does not answer, and the call never runs.
         """
+        future = self.submit(function, *arguments)
         try:
-            return self.submit(function, *arguments).result(ENGINE_TIMEOUT_S)
+            return future.result(ENGINE_TIMEOUT_S)
         except (CancelledError, TimeoutError) as error:
+            if not future.cancel():  # it has just begun
+                return future.result()
             raise TransferError(Cause.GONE, "the engine has ended, or does not answer") from error
 
     def run(self) -> None:
@@ -62,6 +65,8 @@ class EngineCalls:
             with suppress(BlockingIOError):  # no call has come since the last time
                 os.eventfd_read(self._fd)
         for future, call in waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(call())
             except TransferError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
+from strandline.transfer import engine_calls
 from strandline.transfer.client import Peer, Pull
 from strandline.transfer.connection import Cause, Connection, TransferError
 from strandline.transfer.engine_calls import EngineCalls
@@ -404,3 +405,14 @@ def test_calls_of_an_engine_that_has_ended_fail() -> None:
     assert waiting.cancelled()
     with pytest.raises(TransferError, match="the engine has ended"):
         calls.call(print)
+
+
+def test_a_call_that_nobody_waits_for_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what it keeps for a peer would be kept for ever."""
+    monkeypatch.setattr(engine_calls, "ENGINE_TIMEOUT_S", 0.01)
+    calls, kept = EngineCalls(), list[str]()
+    with pytest.raises(TransferError, match="does not answer"):
+        calls.call(kept.append, "a prefix")
+    calls.submit(kept.append, "another")
+    calls.run()
+    assert kept == ["another"]
