@@ -104,6 +104,8 @@ class EngineCore:
         """When the device could begin the step in flight, and when the last one was settled."""
         self._late_events = StepEvents()
         """Events of a step that had to be settled between two calls."""
+        self._aborted: set[RequestId] = set()
+        """Those that a step in flight may still report, though their ids may be in use again."""
         self._is_closing = False
         """Whether nothing is added any more."""
 
@@ -144,7 +146,10 @@ class EngineCore:
             late = self._late_events
             self._settle(late)
             late.tokens[:] = [event for event in late.tokens if event.request_id != request_id]
+            late.prompts[:] = [event for event in late.prompts if event.request_id != request_id]
             self._drop_handed_over(late, request_id)
+        if self._in_flight is not None:
+            self._aborted.add(request_id)
         if self.hand_over is not None:
             self.hand_over.forget(request_id)
         self.scheduler.finish(request_id, FinishReason.ABORT)
@@ -270,6 +275,7 @@ class EngineCore:
         self._add_events(events, plan, result, advanced)
         if self.hand_over is not None:
             events.handed_over.extend(filter(None, map(self.hand_over.keep, advanced)))
+        self._aborted.clear()
         self._auditor.take(plan, result, advanced)
         self._flush()
         if self._is_debugged:
@@ -283,12 +289,14 @@ class EngineCore:
         """
         for index, entries in result.prompt_logprobs.items():
             sequence = plan.sequences[index]
-            if not self._auditor.is_replay(sequence.request_id):
+            if not self._auditor.is_replay(sequence.request_id) and sequence.request_id not in self._aborted:
                 events.prompts.append(PromptLogprobs(sequence.request_id, sequence.start, entries))
         index_of: dict[RequestId, int] = {}
         if result.logprobs:
             index_of = {sequence.request_id: index for index, sequence in enumerate(plan.sequences)}
         for request_id, text in result.failures.items():
+            if request_id in self._aborted:
+                continue
             events.tokens.append(TokenEvent(request_id, NO_TOKEN, None, FinishReason.ERROR, text, None))
         for request in advanced:
             if request.is_audit or request.request_id in result.failures:

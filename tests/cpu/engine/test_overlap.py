@@ -193,3 +193,20 @@ def test_aborted_request_leaves_no_trace_in_the_step_in_flight(make_llm: MakeLLM
     assert [output.request_id for output in finished] == ["b"]
     [cold] = make_llm(enable_prefix_caching=False).generate([[2] * 30], params, use_tqdm=False)
     assert finished[0].outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_config": {"num_speculative_tokens": 2, **LOOKUPS[0]}}])
+def test_an_id_of_an_aborted_request_can_be_reused(make_llm: MakeLLM, options: dict[str, Any]) -> None:
+    """The step in flight, or a settled one, has logprobs of the longer prompt."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    engine = make_llm(async_scheduling=True, **options).engine
+    engine.add_request("same", list(range(3, 90)), params)
+    engine.step()
+    engine.abort("same")
+    engine.add_request("same", [5, 6, 7], params)
+    while engine.has_unfinished:
+        outputs = engine.step()
+    [output] = outputs
+    assert output.outputs[0].finish_reason == "length"
+    entries = output.prompt_logprobs or []
+    assert [token in (entry or {}) for token, entry in zip([5, 6, 7], entries, strict=True)] == [False, True, True]
