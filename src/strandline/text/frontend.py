@@ -189,6 +189,8 @@ class Frontend:
         for index, name in enumerate(names):
             new = NewRequest(name, prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids, hidden_ids)
             submissions.append(Submission(new, max_total, salt, marks, transfer))
+            if transfer is not None and transfer.is_remote_decode:
+                transfer = None  # what the first output keeps has the prompt of all
             if params.prompt_logprobs is not None and params.max_tokens != 0:
                 params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
         return submissions

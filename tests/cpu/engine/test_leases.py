@@ -1,4 +1,4 @@
-"""Hand-over by engines that draft: they settle steps between two calls, and report what happened with the next one."""
+"""Leases of prompts that other engines are to continue: one for each request, and none for aborted ones."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from strandline.engine.loading import load_uni_executor
 from strandline.env import DEBUG_CACHE
 from strandline.ids import RequestId
-from tests.cpu.engine.test_hand_over import KEEP, Node, config_of, hand_over_stats, prompt_of
+from tests.cpu.engine.test_hand_over import KEEP, Node, config_of, hand_over_stats, prompt_of, run
 from tests.cpu.engine.tiny import save_tiny_model
 
 DRAFTING: dict[str, Any] = {
@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_node(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """An engine whose memory has room for the leases of one prompt of 300 tokens, but not of two."""
+    """An engine with drafts, and with room for the leases of one prompt of 300 tokens, but not of two."""
     monkeypatch.setenv(DEBUG_CACHE, "1")
     threads = torch.get_num_threads()
     options = {"memory": "512KiB", "max_model_len": 400, **DRAFTING}
@@ -35,6 +35,14 @@ def small_node(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nod
     yield node
     node.core.close()
     torch.set_num_threads(threads)
+
+
+def test_outputs_of_one_request_share_one_lease(small_node: Node) -> None:
+    """A proxy sends the client's ``n`` to the first engine, too, and gets one lease."""
+    small_node.submit("several", prompt_of(100), KEEP, n=3, temperature=1.0, seed=1)
+    run([small_node])
+    assert hand_over_stats(small_node).num_leases == 1
+    assert [answer.params is not None for answer in small_node.answers.values()] == [True, False, False]
 
 
 def test_an_aborted_requests_lease_may_have_been_given_up(small_node: Node) -> None:
