@@ -4,7 +4,7 @@ On Anthropic's paths the error has Anthropic's types, and the body ``"type": "er
 """
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -12,7 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from strandline.errors import EngineError, RequestError
+from strandline.errors import EngineError, RequestError, cause_of
+from strandline.server.body_faults import fault_of
 from strandline.server.engine_client import QueueFullError
 from strandline.server.engine_link import EngineDeadError, RequestTimeoutError
 from strandline.server.jobs import NoTokenError, OutputFailedError
@@ -101,17 +102,21 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first: Mapping[str, Any] = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    field = ".".join(place)[:100].encode(errors="backslashreplace").decode()
-    is_json = first["type"] != "json_invalid"
-    message = f"{field}: {first['msg']}" if is_json and field else f"the body is not valid: {first['msg']}"
-    return error_response(request.url.path, 400, message, param=field if is_json and field else None)
+    message, field = fault_of(error, request.headers.get("content-type"))
+    return error_response(request.url.path, 400, message, param=field)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(request.url.path, error.status_code, error.detail, headers=error.headers)
+    path, status, message = request.url.path, error.status_code, error.detail
+    if status == 404:
+        message = f"there is no path {path[:200]}; GET /openapi.json describes all paths"
+    elif status == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} is not allowed for {path[:200]}; use {allowed}"
+    elif status == 400 and isinstance(error.__cause__, Exception):
+        message = f"the body cannot be parsed: {cause_of(error.__cause__)}"
+    return error_response(path, status, message, headers=error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -171,7 +171,7 @@ def test_salted_entries_are_shown_only_with_their_salt(server: ServerProcess) ->
         ({"prompt": [256]}, "token 256 is not in the vocabulary"),
         ({"prompt": [-1]}, "token -1 is not in the vocabulary"),
         ({"prompt": [1] * 5000}, "the prompt has 5000 tokens"),
-        ({"messages": []}, "messages: Value should have at least 1 item"),
+        ({"messages": []}, "messages must be a list of at least 1 item"),
         ({"prompt": 5}, "prompt"),
     ],
 )

@@ -11,11 +11,11 @@ from tests.cpu.server.process import ServerProcess, http_post
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
 MALFORMED: list[tuple[str, bytes, str]] = [
-    ("completions", b"", "body"),
-    ("completions", b"{", "body"),
-    ("completions", b"[]", "body"),
-    ("completions", b"\xff\xfe", "body"),
-    ("completions", b'{"max_tokens": 1}', "prompt: Field required"),
+    ("completions", b"", "the body is missing"),
+    ("completions", b'{"prompt": "x", "n": }', "the body is not JSON: Expecting value at character 21"),
+    ("completions", b"[1, 2, 3, 4, 5]", "the body must be an object, got [1, 2, 3, 4, ...]"),
+    ("completions", b'"\xff"', "the body cannot be parsed: 'utf-8' codec can't decode byte 0xff in position 1"),
+    ("completions", b'{"max_tokens": 1}', "prompt is missing"),
     ("completions", b'{"prompt": ""}', "the prompt is empty"),
     ("completions", b'{"prompt": []}', "the prompt is empty"),
     ("completions", b'{"prompt": [[]]}', "the prompt is empty"),
@@ -26,8 +26,8 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("completions", b'{"prompt": [-1], "echo": true}', "token -1 is not in the vocabulary"),
     ("completions", b'{"prompt": [99999999999999999999999]}', "prompt"),
     ("completions", b'{"prompt": "\\ud800"}', "not valid Unicode"),
-    ("completions", b'{"prompt": "x", "max_tokens": "5"}', "max_tokens: Input should be a valid integer"),
-    ("completions", b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens"),
+    ("completions", b'{"prompt": "x", "max_tokens": "5"}', 'max_tokens must be a whole number, got "5"'),
+    ("completions", b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens must be a whole number, got 1.5"),
     ("completions", b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be a whole number between 1"),
     ("completions", b'{"prompt": "x", "max_tokens": -1}', "max_tokens must be a whole number between 1"),
     ("completions", b'{"prompt": "x", "temperature": NaN}', "temperature"),
@@ -36,7 +36,10 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("completions", b'{"prompt": "x", "n": 1000000}', "n must be"),
     ("completions", b'{"prompt": "x", "seed": 99999999999999999999999}', "seed"),
     ("completions", b'{"prompt": "x", "stop": [""]}', "stop"),
-    ("completions", b'{"prompt": "x", "stop": [1]}', "stop"),
+    ("completions", b'{"prompt": "x", "stop": [1]}', "stop must be a string or a list of strings, got [1]"),
+    ("completions", b'{"prompt": "x", "echo": null}', "echo must be true or false, got null"),
+    ("completions", b'{"prompt": "x", "logprobs": -1}', "logprobs must be at least 0, got -1"),
+    ("completions", b'{"prompt": "x", "stream_options": {"include_usage": 5}}', "stream_options.include_usage must be"),
     ("completions", b'{"prompt": "x", "logprobs": 21}', "logprobs"),
     ("completions", b'{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias"),
     ("completions", b'{"prompt": "x", "logit_bias": {"999": 1}}', "token 999"),
@@ -48,9 +51,9 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("completions", b'{"prompt": "x", "cache_salt": "\\ud800"}', "not valid Unicode"),
     ("completions", b'{"prompt": "x", "stop": "\\ud800"}', "not valid Unicode"),
     ("completions", b'{"prompt": "x", "bad_words": ["\\ud800"]}', "not valid Unicode"),
-    ("chat/completions", b"{}", "messages: Field required"),
-    ("chat/completions", b'{"messages": []}', "messages"),
-    ("chat/completions", b'{"messages": ["x"]}', "messages"),
+    ("chat/completions", b"{}", "messages is missing"),
+    ("chat/completions", b'{"messages": []}', "messages must be a list of at least 1 item, got []"),
+    ("chat/completions", b'{"messages": ["x"]}', "messages must be a list of objects, got ['x']"),
     ("chat/completions", b'{"messages": [{}]}', "must be a mapping with 'role' and 'content'"),
     ("chat/completions", b'{"messages": [{"role": 5, "content": "x"}]}', "must be a mapping with 'role' and 'content'"),
     ("chat/completions", b'{"messages": [{"role": "user", "content": 5}]}', "must be a string or a list of parts"),
@@ -74,6 +77,14 @@ def test_malformed_body_gets_400_with_the_reason(server: ServerProcess, path: st
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert message in error["message"]
+
+
+def test_body_sent_as_form_gets_400_naming_the_header(server: ServerProcess) -> None:
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = http_post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 400
+    expected = "the body must be sent with Content-Type: application/json, got application/x-www-form-urlencoded"
+    assert answer.json()["error"]["message"] == expected
 
 
 def test_a_body_nested_too_deep_is_a_400(server: ServerProcess) -> None:
@@ -110,9 +121,13 @@ def test_request_with_two_lengths_is_refused_and_its_connection_closed(server: S
 
 
 def test_unknown_paths_and_methods_have_errors_of_the_same_shape(server: ServerProcess) -> None:
-    for answer, status in ((server.get("/v1/nothing"), 404), (server.get("/v1/completions"), 405)):
+    for path, status, message in (
+        ("/v1/nothing", 404, "there is no path /v1/nothing"),
+        ("/v1/completions", 405, "GET is not allowed for /v1/completions; use POST"),
+    ):
+        answer = server.get(path)
         assert answer.status_code == status
-        assert answer.json()["error"]["message"]
+        assert message in answer.json()["error"]["message"]
     assert server.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
