@@ -22,6 +22,7 @@ MAX_COUNT: Final = 2**63 - 1
 MAX_STRINGS: Final = 256
 MAX_STRING_CHARACTERS: Final = 64 * 1024
 """Limit for stop strings and bad words: every token is compared with each."""
+STRUCTURED_OUTPUTS: Final = "structured_outputs"
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -60,23 +61,31 @@ class StructuredOutputsParams:
     """A regular expression for the white space between tokens of JSON."""
     after: str | None = None
     """The output is unconstrained up to this text: the end of the model's reasoning."""
+    origin: str = field(default=STRUCTURED_OUTPUTS, compare=False)
+    """The request's field, for messages."""
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise RequestError(
-                f"structured_outputs needs exactly one of {', '.join(STRUCTURES)}; got {given or 'none'}"
-            )
+            raise self.fault(f"{self.origin} needs exactly one of {', '.join(STRUCTURES)}; got {given or 'none'}")
         for name in ("regex", "grammar", "whitespace_pattern", "after"):
             if not isinstance(getattr(self, name), str | None):
-                raise RequestError(f"structured_outputs.{name} must be a string, got {getattr(self, name)!r:.100}")
+                raise self.fault(f"{self.name_of(name)} must be a string, got {getattr(self, name)!r:.100}")
         if not isinstance(self.json, str | dict | None):
-            raise RequestError(f"structured_outputs.json must be a JSON schema, got {self.json!r:.100}")
+            raise self.fault(f"{self.name_of('json')} must be a JSON schema, got {self.json!r:.100}")
         choice: object = self.choice
         if choice is not None and not (
             isinstance(choice, list) and choice and all(text and isinstance(text, str) for text in choice)
         ):
-            raise RequestError(f"structured_outputs.choice must hold non-empty strings, got {self.choice!r:.100}")
+            raise self.fault(f"{self.name_of('choice')} must hold non-empty strings, got {self.choice!r:.100}")
+
+    def fault(self, message: str) -> RequestError:
+        """Return the error of a structure that cannot be used."""
+        return RequestError(message, param=self.origin)
+
+    def name_of(self, field_name: str) -> str:
+        """Return how the request calls a field: ``structured_outputs.json``, but ``guided_json``."""
+        return f"{self.origin}.{field_name}" if self.origin == STRUCTURED_OUTPUTS else self.origin
 
     @property
     def kind(self) -> str:
@@ -91,10 +100,11 @@ class StructuredOutputsParams:
         return copied
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutputsParams":
+    def from_mapping(cls, values: Mapping[str, Any], origin: str = STRUCTURED_OUTPUTS) -> "StructuredOutputsParams":
         """Build from a mapping. Raises a RequestError as the constructor, or when a name is unknown."""
-        _check_names("structured_outputs field", values, [f.name for f in fields(cls)])
-        return cls(**values)
+        known = [f.name for f in fields(cls) if f.name != "origin"]
+        _check_names("structured_outputs field", values, known, STRUCTURED_OUTPUTS)
+        return cls(**values, origin=origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +238,12 @@ class SamplingParams:
             _require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
 
 
-def _check_names(what: str, values: Mapping[str, Any], known: list[str]) -> None:
+def _check_names(what: str, values: Mapping[str, Any], known: list[str], param: str | None = None) -> None:
     for name in values:
         if name not in known:
             nearest = get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise RequestError(f"unknown {what} {name!r}{hint}")
+            raise RequestError(f"unknown {what} {name!r}{hint}", param=param or name)
 
 
 def _require_few(name: str, strings: Sequence[str]) -> None:

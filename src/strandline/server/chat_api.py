@@ -130,7 +130,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     """Handle a request."""
     service.require_model(body.model)
     if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs: true")
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     box = toolbox(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
     transfer = service.transfer_params(body.kv_transfer_params)
     max_tokens, sent = body.max_tokens, {"logprobs": "top_logprobs"}

@@ -169,7 +169,7 @@ def _given(body: CompletionBody) -> tuple[list[str | list[int]], bool]:
     """Return the prompts as they were given, and whether they came in a list."""
     given: Any = body.prompt
     if not given:
-        raise RequestError("the prompt is empty; at least one token is needed")
+        raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
     is_batch = isinstance(given, list) and not isinstance(given[0], int)
     return given if is_batch else [given], is_batch
 

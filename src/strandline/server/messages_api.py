@@ -86,7 +86,7 @@ class MessagesBody(CountBody):
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
 
         Raises:
-            RequestError: a value is out of range, or the body asks for what is not served.
+            RequestError: a value is out of range, or the body asks for what is not supported.
         """
         check_extra(self.model_extra)
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

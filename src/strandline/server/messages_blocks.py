@@ -60,7 +60,8 @@ def _split(message: Mapping[str, Any], blocks: Sequence[Any]) -> list[dict[str, 
             case _:
                 raise RequestError(
                     "a content block must be text, thinking, tool_use or tool_result with all of its fields; "
-                    f"got {json.dumps(block, default=str)[:200]}"
+                    f"got {json.dumps(block, default=str)[:200]}",
+                    param="messages",
                 )
     if reasoning:
         own["reasoning_content"] = "\n".join(reasoning)
@@ -71,7 +72,7 @@ def _split(message: Mapping[str, Any], blocks: Sequence[Any]) -> list[dict[str, 
 def _texts(blocks: Any) -> list[Any]:
     """Return text blocks as parts; other blocks are rejected when messages are rendered."""
     if not isinstance(blocks, list):
-        raise RequestError(f"system must be a text or a list of text blocks, got {str(blocks)[:100]!r}")
+        raise RequestError(f"system must be a text or a list of text blocks, got {str(blocks)[:100]!r}", param="system")
     return blocks
 
 
@@ -80,7 +81,9 @@ def _result(content: Any) -> str | list[Any]:
         return ""
     if isinstance(content, str | list):
         return content
-    raise RequestError(f"a tool_result's content must be a text or a list of text blocks, got {str(content)[:100]!r}")
+    raise RequestError(
+        f"a tool_result's content must be a text or a list of text blocks, got {str(content)[:100]!r}", param="messages"
+    )
 
 
 def chat_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | None) -> Toolbox:
@@ -94,7 +97,8 @@ def chat_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | None) ->
         if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom" or "name" not in tool:
             raise RequestError(
                 "a tool must be {'name': …, 'input_schema': …}, run by the client; "
-                f"got {json.dumps(tool, default=str)[:200]}"
+                f"got {json.dumps(tool, default=str)[:200]}",
+                param="tools",
             )
         function = {"name": tool["name"], "description": tool.get("description") or ""}
         entry = {"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}}
@@ -104,7 +108,9 @@ def chat_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | None) ->
     if choice.get("type") == "tool":
         wish = {"type": "function", "function": {"name": choice.get("name")}}
     if wish is None:
-        raise RequestError(f"tool_choice must be of type auto, any, tool or none, got {json.dumps(choice)[:100]}")
+        raise RequestError(
+            f"tool_choice must be of type auto, any, tool or none, got {json.dumps(choice)[:100]}", param="tool_choice"
+        )
     return toolbox(found, wish, is_parallel=not choice.get("disable_parallel_tool_use", False))
 
 

@@ -140,10 +140,10 @@ class SamplingBody(BaseModel):
         """Return the sampling parameters: the model's defaults, overridden by the body and ``more``.
 
         Raises:
-            RequestError: a value is out of range, or the body asks for what is not served.
+            RequestError: a value is out of range, or the body asks for what is not supported.
         """
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream: true")
+            raise RequestError("stream_options needs stream: true", param="stream_options")
         check_extra(self.model_extra)
         names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys() - {STRUCTURED}
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -215,7 +215,7 @@ def check_extra(fields: Mapping[str, Any] | None) -> None:
     """
     for name, value in (fields or {}).items():
         if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
-            raise RequestError(f"{name} is not served by this version", param=name)
+            raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
         if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
             _log_once(name)
 

@@ -71,16 +71,17 @@ class ResponsesBody(BaseModel):
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
 
         Raises:
-            RequestError: a value is out of range, or the body asks for what is not served.
+            RequestError: a value is out of range, or the body asks for what is not supported.
         """
         check_extra(self.model_extra)
         for name in STORED:
             if getattr(self, name):
                 raise RequestError(
-                    f"{name} is not served: nothing is stored here; send the whole conversation as input"
+                    f"{name} is not supported, because nothing is stored; send the whole conversation as input",
+                    param=name,
                 )
         if self.top_logprobs and not self.wants_logprobs:
-            raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]")
+            raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
         given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
         wanted = {"structured_outputs": self.structured_outputs, TEXT_FORMAT: (self.text or {}).get("format")}
         with sent_as({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
@@ -100,7 +101,8 @@ class ResponsesBody(BaseModel):
         if self.wants_logprobs and (box.schemas is not None or service.output_format.reasoning != "none"):
             raise RequestError(
                 f"{LOGPROBS} is served for models without reasoning and requests without tools; use "
-                "/v1/chat/completions with logprobs"
+                "/v1/chat/completions with logprobs",
+                param="include",
             )
 
 
@@ -226,7 +228,8 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     box = body.toolbox()
     body.require_plain_text(service, box)
     with service.client.expect(params.n):
-        prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
+        with sent_as({"messages": "input"}):
+            prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
         checked = await service.bind(params, box, prompt.text or "")
     response = ModelResponse(service, body, prompt, checked, salt_of(request, body.cache_salt))
     if body.stream:

@@ -58,7 +58,8 @@ def _messages_of(item: Any) -> list[dict[str, Any]]:
         case _:
             raise RequestError(
                 "an input item must be a message, function_call, function_call_output or reasoning with all of its "
-                f"fields; got {json.dumps(item, default=str)[:200]}"
+                f"fields; got {json.dumps(item, default=str)[:200]}",
+                param="input",
             )
 
 
@@ -70,7 +71,7 @@ def _text(content: Any, *, is_joined: bool) -> Any:
     for part in content:
         is_text = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
         if not is_text:
-            raise RequestError(f"a content part must be text, got {json.dumps(part, default=str)[:200]}")
+            raise RequestError(f"a content part must be text, got {json.dumps(part, default=str)[:200]}", param="input")
         parts.append({**part, "type": "text"})
     return "\n".join(part["text"] for part in parts) if is_joined else parts
 
@@ -93,7 +94,9 @@ def chat_tools(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool) -
     found = []
     for tool in tools or ():
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            raise RequestError(f"a tool must be of type function, got {json.dumps(tool, default=str)[:200]}")
+            raise RequestError(
+                f"a tool must be of type function, got {json.dumps(tool, default=str)[:200]}", param="tools"
+            )
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         found.append({"type": "function", "function": function})
     return toolbox(found, choice, is_parallel=is_parallel)

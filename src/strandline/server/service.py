@@ -105,12 +105,14 @@ class Service:
         structure = params.structured_outputs
         if toolbox.choice in ("required", "named"):
             if structure is not None:
-                raise RequestError(f"tool_choice {toolbox.choice!r} and another structure cannot be combined")
+                raise RequestError(
+                    f"tool_choice {toolbox.choice!r} and {structure.origin} cannot be combined", param="tool_choice"
+                )
             parser = self.output_format.tool_calls
             if toolbox.is_parallel and not await self.in_thread(lambda: self.renderer.takes_parallel_calls):
                 toolbox = replace(toolbox, is_parallel=False)  # the next turn could not be rendered
             grammar = await asyncio.to_thread(toolbox.grammar, parser, grammars.tag)
-            structure = StructuredOutputsParams(grammar=grammar)
+            structure = StructuredOutputsParams(grammar=grammar, origin="tools")
         if structure is not None:
             after = CLOSE if self.output_format.opens_reasoning(prompt) else structure.after
             params = replace(params, structured_outputs=replace(structure, after=after))

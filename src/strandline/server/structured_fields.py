@@ -32,7 +32,8 @@ def structure_of(fields: Mapping[str, Any], format_name: str = "response_format"
     for field, name in GUIDED.items():
         if fields.get(field) is not None:
             pattern = fields.get("guided_whitespace_pattern")
-            found[field] = StructuredOutputsParams.from_mapping({name: fields[field], "whitespace_pattern": pattern})
+            values = {name: fields[field], "whitespace_pattern": pattern}
+            found[field] = StructuredOutputsParams.from_mapping(values, field)
     given = {name: structure for name, structure in found.items() if structure is not None}
     if len(given) > 1:
         raise RequestError(f"{' and '.join(given)} cannot be combined; give one")
@@ -52,13 +53,14 @@ def structure_of_format(value: Any, name: str) -> StructuredOutputsParams | None
         case "text":
             return None
         case "json_object":
-            return StructuredOutputsParams(json_object=True)
+            return StructuredOutputsParams(json_object=True, origin=name)
         case "json_schema":
             holder = value.get("json_schema", value)
             schema = holder.get("schema") if isinstance(holder, Mapping) else None
             if not isinstance(schema, Mapping):
-                raise RequestError(f"{name} of type json_schema needs a json_schema with a schema", param=name)
-            return StructuredOutputsParams(json=dict(schema))
+                place = "json_schema.schema" if name == "response_format" else "schema"
+                raise RequestError(f"{name} of type json_schema needs {place}, an object", param=name)
+            return StructuredOutputsParams(json=dict(schema), origin=name)
         case other:
             raise RequestError(
                 f"{name} must be of type text, json_object or json_schema, got {str(other)[:100]!r}", param=name

@@ -39,7 +39,10 @@ class Toolbox:
         if self.choice not in ("required", "named"):
             return None
         if parser == "none":
-            raise RequestError(f"tool_choice {self.choice!r} needs a format of tool calls; give --tool-call-parser")
+            raise RequestError(
+                f"tool_choice {self.choice!r} needs a format of tool calls; give --tool-call-parser",
+                param="tool_choice",
+            )
         schemas = {name: schema for name, schema in (self.schemas or {}).items() if self.name in (None, name)}
         known = tool_format(parser)
         calls = {f"call{index}": named for index, named in enumerate(schemas.items())}
@@ -56,13 +59,16 @@ def toolbox(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool = Tru
     """
     tools = tools or ()
     if len(tools) > MAX_TOOLS:
-        raise RequestError(f"at most {MAX_TOOLS} tools may be given, got {len(tools)}")
+        raise RequestError(f"at most {MAX_TOOLS} tools may be given, got {len(tools)}", param="tools")
     names = [_checked_name(tool) for tool in tools]
     kind, name = _choice(choice)
     if kind in ("required", "named") and not tools:
-        raise RequestError(f"tool_choice {kind!r} needs tools")
+        raise RequestError(f"tool_choice {kind!r} needs tools", param="tool_choice")
     if name is not None and name not in names:
-        raise RequestError(f"tool_choice names {name!r:.100}, which is not among the tools {', '.join(names)[:300]}")
+        raise RequestError(
+            f"tool_choice names {name!r:.100}, which is not among the tools {', '.join(names)[:300]}",
+            param="tool_choice",
+        )
     return Toolbox(tools, kind, name, is_parallel)
 
 
@@ -71,10 +77,11 @@ def _checked_name(tool: Any) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name or function is None or tool.get("type", "function") != "function":
         raise RequestError(
-            f"a tool must be {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}, got {_shown(tool)}"
+            f"a tool must be {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}, got {_shown(tool)}",
+            param="tools",
         )
     if fault := _fault(function.get("parameters") or {}):
-        raise RequestError(f"the parameters of tool {name!r:.100} must be a JSON schema; {fault}")
+        raise RequestError(f"the parameters of tool {name!r:.100} must be a JSON schema; {fault}", param="tools")
     return name
 
 
@@ -110,7 +117,8 @@ def _choice(choice: Any) -> tuple[str, str | None]:
             return "named", function["name"]
     raise RequestError(
         "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, "
-        f"got {_shown(choice)}"
+        f"got {_shown(choice)}",
+        param="tool_choice",
     )
 
 

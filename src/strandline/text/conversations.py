@@ -151,7 +151,8 @@ class ChatRenderer:
         """
         if tools and not self.renders_tools:
             raise RequestError(
-                "the model's chat template does not support tools; remove tools, or pass --chat-template"
+                "the model's chat template does not support tools; remove tools, or pass --chat-template",
+                param="tools",
             )
         marked = self._with_written_calls(self._with_known_roles([_without_marks(message) for message in messages]))
         plain = [entry.message for entry in marked]
@@ -285,7 +286,7 @@ def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str,
 def _check_count(marked: Sequence[_MarkedMessage], tools: Sequence[Mapping[str, Any]]) -> None:
     num_marked = sum(len(entry.places) for entry in marked) + sum(_is_marked(tool) for tool in tools)
     if num_marked > MAX_MARKS:
-        raise RequestError(f"at most {MAX_MARKS} {MARK} marks may be set, got {num_marked}")
+        raise RequestError(f"at most {MAX_MARKS} {MARK} marks may be set, got {num_marked}", param=MARK)
 
 
 def _is_marked(thing: Mapping[str, Any]) -> bool:
@@ -298,7 +299,7 @@ def _is_marked(thing: Mapping[str, Any]) -> bool:
     if mark is None:
         return False
     if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral":
-        raise RequestError(f"{MARK} must be {{'type': 'ephemeral'}}, got {json.dumps(mark)[:100]}")
+        raise RequestError(f"{MARK} must be {{'type': 'ephemeral'}}, got {json.dumps(mark)[:100]}", param=MARK)
     return True
 
 
@@ -325,14 +326,17 @@ def _without_marks(message: Any) -> _MarkedMessage:
             is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
             if not is_text:
                 raise RequestError(
-                    "a message's content parts must be {'type': 'text', 'text': …}; others are not served"
+                    f"a message's content parts must be {{'type': 'text', 'text': …}}, got {part!r:.200}",
+                    param="messages",
                 )
             texts.append(part["text"])
             if _is_marked(part):
                 entry.places.append(sum(map(len, texts)) + len(texts) - 1)
         plain["content"] = "\n".join(texts)
     elif not (content is None or isinstance(content, str)):
-        raise RequestError("a message's content must be a string or a list of parts")
+        raise RequestError(
+            f"a message's content must be a string or a list of parts, got {content!r:.100}", param="messages"
+        )
     if _is_marked(message) and len(_content(entry)) not in entry.places:
         entry.places.append(len(_content(entry)))
     return entry
@@ -346,7 +350,8 @@ def _parsed_calls(calls: Any) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
                 "a message's tool_calls must be a list of {'id': …, 'type': 'function', 'function': {'name': …, "
-                f"'arguments': …}}}}, got {json.dumps(call, default=str)[:200]}"
+                f"'arguments': …}}}}, got {json.dumps(call, default=str)[:200]}",
+                param="messages",
             )
         arguments = function.get("arguments")
         if isinstance(arguments, str | None):

@@ -100,9 +100,11 @@ class Frontend:
     def check_values(self, params: SamplingParams) -> CheckedParams:
         """Check parameters as ``check_params``, except the grammar."""
         vocab_size = self.limits.vocab_size
-        for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
-            if token >= vocab_size:
-                raise RequestError(f"token {token} of the sampling parameters is not in [0, {vocab_size})")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocab_size:
+                    message = f"token {token} of {name} is not in the vocabulary [0, {vocab_size})"
+                    raise RequestError(message, param=name)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
                 raise RequestError(f"{name} must be at most the {vocab_size} tokens of the vocabulary, got "
@@ -125,7 +127,7 @@ class Frontend:
         """
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         if not prompt_ids:
-            raise RequestError("the prompt is empty; at least one token is needed")
+            raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
         if len(prompt_ids) >= max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens; with at least one token of output it must stay within "
@@ -133,7 +135,7 @@ class Frontend:
             )
         if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)
-            raise RequestError(f"prompt token {wrong!r} is not in the vocabulary [0, {vocab_size})")
+            raise RequestError(f"prompt token {wrong!r} is not in the vocabulary [0, {vocab_size})", param="prompt")
         return CheckedRequest(tuple(prompt_ids), params)
 
     def open(

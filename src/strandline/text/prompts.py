@@ -91,8 +91,10 @@ def check_messages(messages: Iterable[Any]) -> list[dict[str, Any]]:
     for message in messages:
         is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not is_message or not ("content" in message or "tool_calls" in message):
-            raise RequestError(f"a message must be a mapping with 'role' and 'content', got {message!r}")
+            raise RequestError(
+                f"a message must be a mapping with 'role' and 'content', got {message!r:.200}", param="messages"
+            )
         checked.append(dict(message))
     if not checked:
-        raise RequestError("the conversation is empty; at least one message is needed")
+        raise RequestError("the conversation is empty; at least one message is needed", param="messages")
     return checked

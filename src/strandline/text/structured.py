@@ -237,8 +237,8 @@ class Grammars:
         grammars = [{"lark_grammar": f"{start}\n{NO_FORCING}"}, {"name": "body", **_body(params)}]
         text = json.dumps({"grammars": grammars})
         if len(text) > MAX_GRAMMAR_CHARACTERS:
-            raise RequestError(
-                f"structured_outputs has {len(text)} characters, at most {MAX_GRAMMAR_CHARACTERS} may be"
+            raise params.fault(
+                f"{params.origin} has {len(text)} characters as a grammar, at most {MAX_GRAMMAR_CHARACTERS} may be"
             )
         return text
 
@@ -273,7 +273,7 @@ def compile_source(source: str, vocabulary: LLTokenizer) -> LLMatcher:
 
 def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
     """Return the error of a grammar that cannot be compiled."""
-    return RequestError(f"the {params.kind} of structured_outputs cannot be used: {reason}")
+    return params.fault(f"{params.name_of(params.kind)} cannot be used: {reason}")
 
 
 def _estimate_bytes(grammar: str) -> int:
@@ -291,7 +291,7 @@ def _body(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.choice is not None:
         # One terminal: a rule per choice would soon exceed the parser's limits.
         return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in params.choice)}
-    return {"lark_grammar": _lark(params.grammar or "")}
+    return {"lark_grammar": _lark(params)}
 
 
 def _schema(params: StructuredOutputsParams) -> Any:
@@ -299,7 +299,7 @@ def _schema(params: StructuredOutputsParams) -> Any:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the json of structured_outputs is no JSON schema: {error}") from error
+        raise params.fault(f"{params.name_of('json')} is not a JSON schema: {error}") from error
     check_patterns(schema)
     schema = {} if schema is True else close_objects(schema)
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
@@ -314,21 +314,19 @@ def _schema(params: StructuredOutputsParams) -> Any:
     return {**schema, "x-guidance": own}
 
 
-def _lark(grammar: str) -> str:
+def _lark(params: StructuredOutputsParams) -> str:
     """Return a grammar in Lark's syntax; GBNF is translated."""
+    grammar, name = params.grammar or "", params.name_of("grammar")
     if "::=" not in grammar:
         if SET_OPERATION.search(TERMINAL.sub("", grammar)):
-            raise RequestError(
-                "the grammar of structured_outputs must not use & or ~ on terminals: a short one may take hours "
-                "to compile"
-            )
+            raise params.fault(f"{name} must not use & or ~ on terminals: a short grammar may take hours to compile")
         _check_schemas(grammar)
         return grammar
     try:
         lark: str = any_to_lark(grammar)
     except Exception as error:
         # The translator may raise anything on malformed input.
-        raise RequestError(f"the grammar of structured_outputs is not GBNF: {error}") from error
+        raise params.fault(f"{name} is not GBNF: {error}") from error
     return lark
 
 
@@ -338,7 +336,7 @@ def _check_schemas(grammar: str) -> None:
         try:
             schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"what follows %json in the grammar is no JSON schema: {error}") from error
+            raise RequestError(f"what follows %json in the grammar is not a JSON schema: {error}") from error
         check_patterns(schema)
 
 

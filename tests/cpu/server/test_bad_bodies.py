@@ -53,15 +53,15 @@ def items(*content: Any) -> list[Any]:
         (COMPLETION, "stop_token_ids", [1, 2.0], "must be a list of token ids"),
         (COMPLETION, "guided_regex", "\ud800", "not valid Unicode"),
         (COMPLETION, "guided_grammar", "start: /\ud800/", "not valid Unicode"),
-        (COMPLETION, "guided_choice", ["\ud800"], "structured_outputs"),
-        (COMPLETION, "guided_regex", "(((a{1,1000}){1,1000}){1,1000}b", "structured_outputs"),
+        (COMPLETION, "guided_choice", ["\ud800"], "guided_choice cannot be used"),
+        (COMPLETION, "guided_regex", "(((a{1,1000}){1,1000}){1,1000}b", "guided_regex"),
         (CHAT, "messages", [1] * MANY, "messages"),
         (CHAT, "messages", [{"role": "user", "content": "a " * 1_000_000}], "characters"),
         (CHAT, "tools", [1] * MANY, "tools"),
         (CHAT, "tools", [{"function": {"name": "f", "parameters": {"required": 5}}}], "parameters of tool 'f'"),
         (CHAT, "response_format", {"type": []}, "response_format must be"),
-        (CHAT, "modalities", ["audio"], "modalities is not served"),
-        (CHAT, "modalities", ["text", "audio"], "modalities is not served"),
+        (CHAT, "modalities", ["audio"], "modalities is not supported"),
+        (CHAT, "modalities", ["text", "audio"], "modalities is not supported"),
         (CHAT, "modalities", ["text"], ""),
         (CHAT, "messages", [{"role": "bogus", "content": "x"}], "role must be one of system, developer, user, "),
         (MESSAGE, "messages", [{"role": "bogus", "content": "x"}], "role must be one of system, developer, user, "),
@@ -109,6 +109,16 @@ def test_it_is_refused_and_the_server_goes_on(
         (COMPLETION, {"stop": 5}, "stop"),
         (COMPLETION, {"stream": True, "stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
         (CHAT, {"tool_choice": 5}, "tool_choice"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [{}]}, "tools"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
+        (CHAT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"response_format": {"type": "json_schema", "schema": {"type": "strin"}}}, "response_format"),
+        (COMPLETION, {"guided_regex": "("}, "guided_regex"),
+        (COMPLETION, {"structured_outputs": {"regx": "a"}}, "structured_outputs"),
+        (COMPLETION, {"prompt": [10**6]}, "prompt"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
         (CHAT, {"max_completion_tokens": 1, "min_tokens": 2}, "max_completion_tokens"),
@@ -121,6 +131,9 @@ def test_it_is_refused_and_the_server_goes_on(
         (MESSAGE, {"output_format": {"type": "nope"}}, "output_format"),
         (RESPONSE, {"max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSE, {"text": {"format": {"type": "nope"}}}, "text.format"),
+        (RESPONSE, {"input": []}, "input"),
+        (RESPONSE, {"background": True}, "background"),
+        (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         (RESPONSE, {"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ],
     ids=str,
@@ -133,7 +146,8 @@ def test_errors_name_the_field_that_was_sent(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
-    assert re.search(rf"(?<!\w){re.escape(param.removesuffix('s'))}", error["message"])
+    named = "conversation" if param == "input" else param.removesuffix("s")
+    assert re.search(rf"(?<!\w){re.escape(named)}", error["message"])
 
 
 JSON = {"Content-Type": "application/json"}

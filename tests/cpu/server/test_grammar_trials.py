@@ -69,7 +69,7 @@ def test_grammar_that_takes_too_much_is_refused(server: ServerProcess, schema: d
 def test_invalid_grammar_is_refused_with_its_reason(server: ServerProcess) -> None:
     answer = ask(server, {"json": {"type": "strin"}})
     assert answer.status_code == 400
-    message = "the json of structured_outputs cannot be used: Invalid type: strin"
+    message = "structured_outputs.json cannot be used: Invalid type: strin"
     assert answer.json()["error"]["message"].startswith(message)
 
 

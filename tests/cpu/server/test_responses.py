@@ -141,7 +141,7 @@ def test_text_formats_and_required_calls_are_followed(chatty: openai.OpenAI) -> 
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"previous_response_id": "resp_1"}, "nothing is stored here"),
+    ({"previous_response_id": "resp_1"}, "nothing is stored"),
     ({"input": [{"type": "image"}]}, "an input item must be"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
