@@ -33,6 +33,10 @@ class RequestError(StrandlineError, ValueError):
         self.param = param
 
 
+class PromptTooLongError(RequestError):
+    """The prompt and one token of output do not fit into ``max_model_len`` tokens."""
+
+
 class EngineError(StrandlineError, RuntimeError):
     """A fault of the engine (HTTP 5xx)."""
 

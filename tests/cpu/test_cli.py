@@ -79,7 +79,7 @@ def test_wrong_usage_names_what_was_probably_meant(
     [
         (["generate", "--model", "nowhere", "hi"], "model 'nowhere' is neither 'demo', nor a directory"),
         (["generate", "--memory", "1KiB", "hi"], "--memory of 1,024 bytes holds no request"),
-        (["generate", "--temperature", "nan", "hi"], "--temperature must be a number between 0 and 1e+06, got nan"),
+        (["generate", "--temperature", "nan", "hi"], "--temperature must be a number between 0 and 1000000, got nan"),
     ],
     ids=["model", "memory", "temperature"],
 )

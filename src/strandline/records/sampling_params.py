@@ -261,12 +261,14 @@ def _require_number(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # type: ignore[operator]
         raise RequestError(
-            f"{name} must be a number between {low:g} and {high:g}, got {value!r:.100}", param=name.split()[0]
+            f"{name} must be a number between {low:.10g} and {high:.10g}, got {value!r:.100}", param=name.split()[0]
         )
 
 
 def _require_integer(name: str, value: object, low: int, high: int | None) -> None:
     """Raise a RequestError unless a value is in range. The field is the first word of the name."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        limits = f"of at least {low}" if high is None else f"between {low} and {high}"
+        is_too_large = isinstance(value, int) and high is not None and value > high
+        has_limit = high not in (None, MAX_COUNT) or is_too_large
+        limits = f"between {low} and {high}" if has_limit else f"of at least {low}"
         raise RequestError(f"{name} must be a whole number {limits}, got {value!r:.100}", param=name.split()[0])

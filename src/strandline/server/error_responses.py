@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from strandline.errors import EngineError, RequestError, cause_of
+from strandline.errors import EngineError, PromptTooLongError, RequestError, cause_of
 from strandline.server.body_faults import fault_of
 from strandline.server.engine_client import QueueFullError
 from strandline.server.engine_link import EngineDeadError, RequestTimeoutError
@@ -69,6 +69,8 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 429, "queue_full"
         case UnknownModelError():
             return 404, "model_not_found"
+        case PromptTooLongError():
+            return 400, "context_length_exceeded"
         case RequestError():
             return 400, None
         case EngineDeadError():

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Final
 
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.errors import RequestError
+from strandline.errors import PromptTooLongError, RequestError
 from strandline.ids import AUDIT_PREFIX, NO_TOKEN, RequestId
 from strandline.records.events import FinishReason, Limits, StepEvents, Submission, TokenEvent
 from strandline.records.failures import OUTPUT_FAILED, failure_text
@@ -129,9 +129,10 @@ class Frontend:
         if not prompt_ids:
             raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
         if len(prompt_ids) >= max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens; with at least one token of output it must stay within "
-                f"max_model_len {max_model_len}"
+            raise PromptTooLongError(
+                f"the prompt is too long: it has {len(prompt_ids)} tokens, and the maximum context length is "
+                f"{max_model_len}, with at least one token of output; shorten it, or raise --max-model-len if it is "
+                "below the model's limit"
             )
         if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from strandline.errors import ConfigError, RequestError
+from strandline.errors import ConfigError, PromptTooLongError, RequestError
 
 
 def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True) -> list[int]:
@@ -21,10 +21,11 @@ def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True
 
 
 def check_length(text: str, max_characters: int | None) -> None:
-    """Raise a RequestError if a text is longer than any prompt can be, before it is tokenized."""
+    """Raise a PromptTooLongError if a text is longer than any prompt can be, before it is tokenized."""
     if max_characters is not None and len(text) > max_characters:
-        raise RequestError(
-            f"the text has {len(text)} characters; the longest prompts of this model have at most {max_characters}"
+        raise PromptTooLongError(
+            f"the prompt is too long: its text has {len(text)} characters, and a prompt of the maximum context length "
+            f"has at most {max_characters}; shorten it, or raise --max-model-len if it is below the model's limit"
         )
 
 

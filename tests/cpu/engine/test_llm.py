@@ -186,7 +186,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[0, VOCAB_SIZE]], f"prompt token {VOCAB_SIZE} is not in the vocabulary"),
     ([[-1]], "prompt token -1 is not in the vocabulary"),
     ([[1.5]], "prompt token 1.5"),
-    ([[1] * 5000], "the prompt has 5000 tokens; with at least one token of output it must stay within max_model_len"),
+    ([[1] * 5000], "the prompt is too long: it has 5000 tokens, and the maximum context length is 4096"),
     ({"promt": "a"}, "unknown prompt field 'promt'; known are prompt, prompt_token_ids, cache_salt"),
     ({"cache_salt": "a"}, "a prompt needs 'prompt' or 'prompt_token_ids'"),
     ({"prompt": "a", "cache_salt": 3}, "cache_salt must be a string"),

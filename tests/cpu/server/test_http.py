@@ -28,8 +28,8 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("completions", b'{"prompt": "\\ud800"}', "not valid Unicode"),
     ("completions", b'{"prompt": "x", "max_tokens": "5"}', 'max_tokens must be a whole number, got "5"'),
     ("completions", b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens must be a whole number, got 1.5"),
-    ("completions", b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be a whole number between 1"),
-    ("completions", b'{"prompt": "x", "max_tokens": -1}', "max_tokens must be a whole number between 1"),
+    ("completions", b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be a whole number of at least 1"),
+    ("completions", b'{"prompt": "x", "max_tokens": -1}', "max_tokens must be a whole number of at least 1"),
     ("completions", b'{"prompt": "x", "temperature": NaN}', "temperature"),
     ("completions", b'{"prompt": "x", "temperature": 1e999}', "temperature"),
     ("completions", b'{"prompt": "x", "n": 0}', "n must be"),
@@ -89,6 +89,21 @@ def test_body_sent_as_form_gets_400_naming_the_header(server: ServerProcess) -> 
     assert answer.status_code == 400
     expected = "the body must be sent with Content-Type: application/json, got application/x-www-form-urlencoded"
     assert answer.json()["error"]["message"] == expected
+
+
+@pytest.mark.parametrize("prompt", [[1] * 5000, "word " * 5000, "word " * 50_000], ids=["tokens", "text", "long text"])
+def test_prompt_beyond_the_context_has_its_own_code(server: ServerProcess, prompt: str | list[int]) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": prompt}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": str(prompt)}]}),
+    ):
+        answer = server.post(path, **body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "the prompt is too long" in error["message"]
+        assert "maximum context length" in error["message"]
+        assert "raise --max-model-len" in error["message"]
 
 
 def test_a_body_nested_too_deep_is_a_400(server: ServerProcess) -> None:

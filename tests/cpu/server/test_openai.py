@@ -127,7 +127,7 @@ def test_a_prompt_that_is_only_echoed_generates_nothing(client: openai.OpenAI, s
     assert client.completions.create(**wishes).choices[0].text == PROMPT
     assert "".join(chunk.choices[0].text for chunk in client.completions.create(stream=True, **wishes)) == PROMPT
     assert server.metric("generation_tokens_total") == before
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number between 1"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number of at least 1"):
         client.completions.create(**{**wishes, "echo": False})
 
 
