@@ -28,6 +28,11 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "modalities": ([], ["text"]),
     "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "documents": ([],),
     "continue_final_message": (False,),
     "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients
 }

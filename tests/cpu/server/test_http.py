@@ -114,7 +114,15 @@ def test_a_body_nested_too_deep_is_a_400(server: ServerProcess) -> None:
     assert answer.json()["error"]["message"]
 
 
-UNSUPPORTED = {"tools": [{"type": "function"}], "use_beam_search": True, "suffix": "x", "best_of": 2}
+UNSUPPORTED = {
+    "tools": [{"type": "function"}],
+    "use_beam_search": True,
+    "suffix": "x",
+    "best_of": 2,
+    "allowed_token_ids": [1],
+    "prompt_logprobs": 0,
+    "truncate_prompt_tokens": 5,
+}
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
