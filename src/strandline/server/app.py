@@ -15,10 +15,11 @@ from strandline.server.error_responses import add_error_handlers, error_response
 from strandline.server.gate import Gate
 from strandline.server.host_check import HostCheck
 from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
-from strandline.server.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from strandline.server.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_extra
 from strandline.server.responses_api import ResponsesBody, create_response
 from strandline.server.service import Service
 from strandline.server.sse import json_response, while_connected
+from strandline.server.tools import toolbox
 from strandline.version import VERSION, find_commit
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
@@ -100,15 +101,24 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
         service.require_model(body.model)
+        check_extra(body.model_extra)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages")
         if body.prompt is not None:
             prompt = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
-            prompt = await service.render(body.messages or [], add_generation_prompt=body.add_generation_prompt)
+            prompt = await service.render(
+                body.messages or [],
+                add_generation_prompt=body.add_generation_prompt,
+                tools=toolbox(body.tools, None).tools,
+                template_options=body.chat_template_kwargs,
+            )
         max_model_len = service.client.frontend.limits.max_model_len
         tokens = prompt.token_ids
-        return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens})
+        texts = service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return json_response(
+            {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts}
+        )
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:

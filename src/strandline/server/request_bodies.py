@@ -194,13 +194,16 @@ class ChatBody(SamplingBody):
 class TokenizeBody(BaseModel):
     """Body of ``/tokenize``: a text or a conversation."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     prompt: str | None = None
     messages: Objects | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
 
 
 class DetokenizeBody(BaseModel):

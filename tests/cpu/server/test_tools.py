@@ -103,6 +103,21 @@ def test_json_call_is_parsed_whole_and_streamed(client: openai.OpenAI) -> None:
     assert len(pieces) > 5
 
 
+def test_tokenize_counts_tools_and_template_options_as_chats_do(json_server: ServerProcess) -> None:
+    counts = []
+    for more in ({}, {"tools": [WEATHER]}, {"tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": False}}):
+        answer = json_server.post("/tokenize", messages=QUESTION, **more).json()
+        chat = json_server.post("/v1/chat/completions", messages=QUESTION, max_tokens=1, return_token_ids=True, **more)
+        assert answer["tokens"] == chat.json()["prompt_token_ids"]
+        assert answer["token_strs"] is None
+        counts.append(answer["count"])
+    assert counts[0] < counts[1]
+    named = json_server.post("/tokenize", prompt="ab", return_token_strs=True).json()
+    assert named["token_strs"] == ["a", "b"]
+    refused = json_server.post("/tokenize", messages=QUESTION, tools=[{}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
 def test_without_tools_or_with_none_allowed_the_text_is_content(client: openai.OpenAI) -> None:
     for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
         choice = client.chat.completions.create(**saying(CALL, **more)).choices[0]
