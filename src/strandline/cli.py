@@ -33,6 +33,9 @@ from strandline.specs import SNAPSHOT_DTYPES
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
+GENERATE_MAX_TOKENS = 16
+CHAT_MAX_TOKENS = 512
+
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy"),
     ("top-p", float, "sample from the most likely tokens up to this cumulative probability"),
@@ -41,18 +44,26 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("repetition-penalty", float, "above 1 penalises tokens of the prompt and the output"),
     ("presence-penalty", float, "above 0 penalises tokens that have been generated"),
     ("frequency-penalty", float, "above 0 penalises tokens by how often they have been generated"),
-    ("max-tokens", int, "maximum number of tokens to generate"),
+    ("max-tokens", int, "maximum number of tokens to generate (default: {max_tokens})"),
     ("min-tokens", int, "minimum number of tokens to generate"),
 )
 
 
 REFUSED_FLAGS: Mapping[str, str] = {
+    "--model": "the model is an argument without a flag: strandline serve MODEL",
+    "--model-path": "the model is an argument without a flag: strandline serve MODEL",
     "--pipeline-parallel-size": "pipeline parallelism is not supported yet",
     "--data-parallel-size": "only 'strandline serve' runs several engines",
-    "--quantization": "quantising weights at start is not supported yet",
-    "--kv-transfer-config": "prefill and decode on separate engines are not supported yet",
+    "--quantization": "quantised weights are detected in the model's files; 'strandline quantize' writes FP8",
+    "--block-size": "blocks always have 64 tokens, and hits are exact to the token",
+    "--enable-chunked-prefill": "prefill is always chunked: see --max-num-batched-tokens",
+    "--enable-prompt-tokens-details": "responses always have cached_tokens",
+    "--swap-space": "give --host-memory for evicted entries; a preempted request keeps its state",
+    "--trust-remote-code": "code from a model's repository is never run; docs/models.md lists the architectures",
+    "--mem-fraction-static": "use --gpu-memory-utilization",
+    "--context-length": "use --max-model-len",
 }
-"""vLLM's flags of features that are not supported yet, or not by all commands."""
+"""Flags of vLLM and SGLang that are not supported, not by all commands, or not needed, and what to do instead."""
 
 
 class Extend(argparse.Action):
@@ -73,6 +84,15 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._reject(unknown[0], parsed)
         return parsed
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            nearest = get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            if nearest:
+                error.message += f"; did you mean {nearest[0]!r}?"
+            raise
 
     def _reject(self, name: str, parsed: argparse.Namespace) -> NoReturn:
         parser: argparse.ArgumentParser = getattr(parsed, "parser", self)
@@ -178,7 +198,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: read from stdin)")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
-    _add_sampling_flags(parser)
+    _add_sampling_flags(parser, GENERATE_MAX_TOKENS)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text (may be repeated)")
     parser.add_argument("--n", type=int, default=1, help="outputs per prompt")
     parser.set_defaults(run=_run_generate, parser=parser)
@@ -189,14 +209,14 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="system message that precedes the conversation")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     _add_engine_flags(parser)
-    _add_sampling_flags(parser)
+    _add_sampling_flags(parser, CHAT_MAX_TOKENS)
     parser.set_defaults(run=_run_chat, parser=parser)
 
 
 def _add_demo(commands: Any) -> None:
     text = "Run a conversation and a shared-prefix workload with the cache off and on, side by side."
     parser = commands.add_parser("demo", help="demonstrate the prefix cache", description=text)
-    parser.add_argument("--model", default="demo", help="default: %(default)s")
+    parser.add_argument("--model", default="demo", help=MODEL_HELP)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     parser.set_defaults(run=_run_demo, parser=parser)
 
@@ -304,10 +324,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="default seed of requests and of dummy weights (default: %(default)s)")
 
 
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def _add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling (default: from the model's generation_config.json)")
     for name, kind, text in SAMPLING_FLAGS:
-        group.add_argument(f"--{name}", type=kind, help=text)
+        group.add_argument(f"--{name}", type=kind, help=text.format(max_tokens=max_tokens))
 
 
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -360,7 +380,7 @@ def _run_serve(options: argparse.Namespace) -> int:
 
 def _run_generate(options: argparse.Namespace) -> int:
     engine_options = _checked_engine_options(options)
-    params = _sampling_params(options, n=options.n, stop=options.stop)
+    params = _sampling_params(options, n=options.n, stop=options.stop, max_tokens=GENERATE_MAX_TOKENS)
     prompts = options.prompts or [_read_prompt()]
     if not all(prompts):
         raise ConfigError("there is no prompt: pass one as an argument or on standard input")
@@ -382,7 +402,7 @@ def _read_prompt() -> str:
 
 def _run_chat(options: argparse.Namespace) -> int:
     engine_options = _checked_engine_options(options)
-    params = _sampling_params(options, max_tokens=512)
+    params = _sampling_params(options, max_tokens=CHAT_MAX_TOKENS)
     from strandline import LLM
 
     llm = LLM(**engine_options)

@@ -139,8 +139,8 @@ class EngineConfig:
             raise ConfigError(f"--seed must be a whole number of 64 bits, got {seed!r}")
         if self.deterministic and (self.max_num_batched_tokens or BLOCK_TOKENS) < BLOCK_TOKENS:
             raise ConfigError(
-                f"--deterministic, a step computes whole blocks of a prompt: --max-num-batched-tokens must be at least "
-                f"{BLOCK_TOKENS}, got {self.max_num_batched_tokens}"
+                f"with --deterministic, steps compute whole blocks of a prompt: --max-num-batched-tokens must be at "
+                f"least {BLOCK_TOKENS}, got {self.max_num_batched_tokens}"
             )
         threshold: object = self.long_prefill_token_threshold
         if threshold is not None and (type(threshold) is not int or 0 != threshold < BLOCK_TOKENS):
@@ -161,13 +161,13 @@ class EngineConfig:
         has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
         if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
             raise ConfigError(
-                "--kv-transfer-config: NixlConnector reads the memory of the engine's own process, so it goes with "
-                "neither --tensor-parallel-size nor --distributed-executor-backend mp; use SocketConnector"
+                "--kv-transfer-config: NixlConnector reads the memory of the engine's own process, so it cannot "
+                "be combined with --tensor-parallel-size or --distributed-executor-backend mp; use SocketConnector"
             )
         if self.speculation is not None and self.deterministic:
             raise ConfigError(
-                "--deterministic does not go with --speculative-config: drafts are computed in other steps than the "
-                "tokens of plain decoding, and round differently; drop one of the two"
+                "--deterministic cannot be combined with --speculative-config: drafts are computed in other steps than "
+                "the tokens of plain decoding, and round differently; drop one of the two"
             )
         if self.speculation is not None and self.speculation.draft_vocab_size and self.tensor_parallel_size > 1:
             raise ConfigError(
@@ -192,8 +192,8 @@ class EngineConfig:
         if self.snapshot_dtype != "float32":
             if self.deterministic:
                 raise ConfigError(
-                    f"--deterministic does not go with --snapshot-dtype {self.snapshot_dtype}: a state stored in "
-                    "fewer bits is not restored exactly; drop one of the two"
+                    f"--deterministic cannot be combined with --snapshot-dtype {self.snapshot_dtype}: a state stored "
+                    "in fewer bits is not restored exactly; drop one of the two"
                 )
             if self.host_memory is None and self.disk_cache is None:
                 raise ConfigError(

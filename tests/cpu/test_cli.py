@@ -60,10 +60,14 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
             ["generate", "--data-parallel-size", "2", "hi"],
             "--data-parallel-size: only 'strandline serve' runs several engines\n",
         ),
-        (["serve", "--quantization=fp8"], "--quantization: quantising weights at start is not supported yet\n"),
+        (["serve", "--quantization=fp8"], "--quantization: quantised weights are detected"),
         (["serve", "--max-loras", "2"], "unknown argument --max-loras\n"),
+        (["serv", "demo"], "; did you mean 'serve'?\n"),
+        (["serve", "--tool-call-parser", "qwen3_code"], "; did you mean 'qwen3_coder'?\n"),
+        (["serve", "--model", "demo"], "--model: the model is an argument without a flag: strandline serve MODEL\n"),
+        (["demo", "--kv-transfer-config", "{}"], "unknown argument --kv-transfer-config\n"),
     ],
-    ids=["generate", "chat", "choice", "command", "planned", "serve-only", "planned-value", "far"],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_usage_names_what_was_probably_meant(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

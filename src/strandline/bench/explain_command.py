@@ -22,7 +22,7 @@ def run_explain(options: Namespace) -> int:
         named = ("request_id", "prompt", "prompt_file", "tokens", "messages")
         wrong = [name for name in named if getattr(options, name) is not None]
         if wrong:
-            raise ConfigError(f"--trace explains its own requests; it does not go with {_flag(wrong[0])}")
+            raise ConfigError(f"--trace explains its own requests; it cannot be combined with {_flag(wrong[0])}")
         question = TraceQuestion(
             trace=options.trace,
             request=options.request,

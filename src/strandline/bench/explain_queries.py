@@ -103,7 +103,7 @@ def _ask(question: ServerQuestion) -> dict[str, Any]:
         raise ConfigError(f"{url}: {_told(error)}") from error
     except (URLError, HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise ConfigError(f"{url} cannot be asked: {reason}; name the server with --url") from error
+        raise ConfigError(f"cannot query {url}: {reason}; is the server running? Name another with --url") from error
 
 
 def _told(error: HTTPError) -> str:

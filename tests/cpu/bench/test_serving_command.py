@@ -101,7 +101,7 @@ def test_the_servers_first_model_is_taken_when_none_is_named(
 
 def test_an_absent_server_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--port", "1", "--num-prompts", "1"]) == 2
-    assert "is the server there?" in capsys.readouterr().err
+    assert "is the server running?" in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_what_there_is(demo_server: ServerProcess) -> None:

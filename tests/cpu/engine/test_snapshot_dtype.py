@@ -70,7 +70,7 @@ def test_logits_after_a_return_from_the_host_are_near(
 
 def test_lossy_snapshots_are_refused_where_they_cannot_be_meant(make_llm: MakeLLM) -> None:
     for dtype in ("bfloat16", "int8"):
-        with pytest.raises(ConfigError, match=f"--deterministic does not go with --snapshot-dtype {dtype}"):
+        with pytest.raises(ConfigError, match=f"--deterministic cannot be combined with --snapshot-dtype {dtype}"):
             make_llm(host_memory="8MiB", snapshot_dtype=dtype, deterministic=True)
         with pytest.raises(ConfigError, match=f"--snapshot-dtype {dtype} applies to host memory .* add --host-memory"):
             make_llm(snapshot_dtype=dtype)

@@ -344,5 +344,5 @@ def test_a_log_is_all_that_drafts_take(make: MakeLLM, make_speculating: MakeLLM)
 
 
 def test_deterministic_engines_refuse_drafts(make_speculating: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match="--deterministic does not go with --speculative-config"):
+    with pytest.raises(ConfigError, match="--deterministic cannot be combined with --speculative-config"):
         make_speculating(deterministic=True)

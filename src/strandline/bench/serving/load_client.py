@@ -197,7 +197,9 @@ class ServerUnderLoad:
             cards: list[dict[str, Any]] = response.json()["data"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(f"{url}: {text}; is the server there? (--base-url, --host, --port)") from error
+            raise ConfigError(
+                f"cannot query {url}: {text}; is the server running? Name another with --base-url"
+            ) from error
         return cards
 
     async def metrics(self) -> str:
