@@ -27,7 +27,7 @@ E4M3_CAPABILITY: Final = (8, 9)
 """The lowest compute capability with conversions from and to e4m3."""
 
 PRODUCT_CAPABILITY: Final = (9, 0)
-"""The lowest compute capability for products in FP8 and 4 bits: tiles need the shared memory of Hopper GPUs."""
+"""The lowest compute capability for GEMMs in FP8 and 4 bits: tiles need the shared memory of Hopper GPUs."""
 
 MAX_WEIGHTS_SHARE: Final = 0.75
 """The share of the machine's memory for weights that are wider than published."""
@@ -129,11 +129,11 @@ def why_dequantized(quantization: Quantization | FourBit, device: torch.device) 
     """Return why weights cannot stay quantised on a device; None: they can."""
     kind = "4 bits" if isinstance(quantization, FourBit) else "FP8"
     if device.type != "cuda":
-        return f"no products in {kind} on {device.type}"
+        return f"no GEMMs in {kind} on {device.type}"
     if not can_stay(quantization):
-        return f"no products with {quantization}"
+        return f"no GEMMs with {quantization}"
     if torch.cuda.get_device_capability(device) < PRODUCT_CAPABILITY:
-        return f"products in {kind} need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
+        return f"GEMMs in {kind} need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
     return why_unavailable("Triton", device.type)
 
 

@@ -58,7 +58,7 @@ def test_start_says_that_weights_are_dequantised(
 ) -> None:
     start(quantized[0], dtype="float32")
     expected = "weights: FP8 (blocks of 16 × 16), dequantised to float32 one by one as they load ({}); they take 0 MiB"
-    assert [record.message for record in caplog.records] == [expected.format("no products in FP8 on cpu")]
+    assert [record.message for record in caplog.records] == [expected.format("no GEMMs in FP8 on cpu")]
     caplog.clear()
     start(quantized[0], dtype="float32", dequantize=True)
     assert [record.message for record in caplog.records] == [expected.format("--dequantize")]
@@ -82,8 +82,8 @@ def test_start_says_that_weights_in_4_bits_are_dequantised(tmp_path: Path, caplo
     ("block", "capability", "reason"),
     [
         ([128, 128], (9, 0), None),
-        ([128, 128], (8, 9), "products in FP8 need a GPU of compute capability 9.0"),
-        ([16, 16], (9, 0), r"no products with FP8 \(blocks of 16 × 16\)"),
+        ([128, 128], (8, 9), "GEMMs in FP8 need a GPU of compute capability 9.0"),
+        ([16, 16], (9, 0), r"no GEMMs with FP8 \(blocks of 16 × 16\)"),
     ],
 )
 def test_gpus_keep_what_they_multiply_with(
@@ -111,8 +111,8 @@ def test_gpus_keep_what_they_multiply_with(
     ("group", "capability", "reason"),
     [
         (128, (9, 0), None),
-        (128, (8, 9), "products in 4 bits need a GPU of compute capability 9.0"),
-        (16, (9, 0), r"no products with 4 bits \(gptq, groups of 16\)"),
+        (128, (8, 9), "GEMMs in 4 bits need a GPU of compute capability 9.0"),
+        (16, (9, 0), r"no GEMMs with 4 bits \(gptq, groups of 16\)"),
     ],
 )
 def test_gpus_keep_weights_in_4_bits(
