@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -144,12 +144,14 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several together.
 
         Args:
             messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them.
                 ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
+            chat_template_kwargs: additional variables of the template, such as ``enable_thinking``.
 
         Raises:
             RequestError: a conversation or parameter cannot be served; none is run.
@@ -158,7 +160,13 @@ class LLM:
             raise RequestError("the conversation is empty; at least one message is needed")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
-            self.render(conversation, chat_template, add_generation_prompt=add_generation_prompt, tools=tools)
+            self.render(
+                conversation,
+                chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -184,6 +192,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render a conversation with the chat template.
 
@@ -191,7 +200,12 @@ class LLM:
             RequestError: the messages are malformed, or there is no template.
         """
         renderer = self._renderers.setdefault(chat_template, ChatRenderer(self.get_tokenizer(), chat_template))
-        chat = renderer.render(messages, add_generation_prompt=add_generation_prompt, tools=tools or ())
+        chat = renderer.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools or (),
+            template_options=chat_template_kwargs,
+        )
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
 
     def explain(self, prompt: Prompt) -> dict[str, Any]:
@@ -219,7 +233,7 @@ class LLM:
         if isinstance(prompt, str):
             return _ParsedPrompt(encode_text(self.get_tokenizer(), prompt), prompt, "")
         if not isinstance(prompt, Mapping):
-            return _ParsedPrompt(list(prompt), None, "")
+            return _ParsedPrompt(_items(prompt), None, "")
         unknown = [key for key in prompt if key not in PROMPT_KEYS]
         if unknown:
             raise RequestError(f"unknown prompt field {unknown[0]!r}; known are {', '.join(PROMPT_KEYS)}")
@@ -244,6 +258,9 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [check(params)] * num_prompts
+        given: Any = params
+        if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+            raise RequestError(f"sampling_params must be SamplingParams, or a list of them, got {params!r:.100}")
         if len(params) != num_prompts:
             raise RequestError(f"{num_prompts} prompts came with {len(params)} sampling parameters")
         return [check(each) for each in params]
@@ -282,7 +299,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    items = list(prompts)
+    items = _items(prompts)
     if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [items]
+    return items
+
+
+def _items(prompt: Any) -> list[Any]:
+    """Return the token ids of a prompt, or the prompts of a list."""
+    if not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt must be a string, a list of token ids or a mapping, got {prompt!r:.100}")
+    return list(prompt)

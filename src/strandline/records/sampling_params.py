@@ -26,6 +26,14 @@ STRUCTURED_OUTPUTS: Final = "structured_outputs"
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object")
 
 
+COLLECTIONS: Final[Sequence[tuple[str, tuple[type, ...], str]]] = (
+    ("stop", (str, list, tuple, set, frozenset), "a string or a list of strings"),
+    ("stop_token_ids", (list, tuple, set, frozenset), "a list of token ids"),
+    ("bad_words", (list, tuple, set, frozenset), "a list of strings"),
+    ("logit_bias", (Mapping,), "a mapping from token ids to numbers"),
+)
+"""Parameters that hold several values, the types that they may have, and a description."""
+
 P = TypeVar("P", "SamplingParams", "StructuredOutputsParams")
 
 
@@ -148,6 +156,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self._check_ranges()
         self._check_integers()
         self._check_stops()
@@ -181,6 +190,12 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def _check_kinds(self) -> None:
+        for name, kinds, expected in COLLECTIONS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise RequestError(f"{name} must be {expected}, got {value!r:.100}", param=name)
 
     def _check_ranges(self) -> None:
         _require_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)

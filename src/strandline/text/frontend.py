@@ -113,9 +113,9 @@ class Frontend:
             raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
         if params.structured_outputs is not None and not stop_ids:
-            raise RequestError(
-                "structured_outputs needs a token that ends the output: the model names none, or ignore_eos is set; "
-                "give stop_token_ids"
+            raise params.structured_outputs.fault(
+                f"{params.structured_outputs.origin} needs a token that ends the output: the model names none, or "
+                "ignore_eos is set; give stop_token_ids"
             )
         return CheckedParams(params.owned(), stop_ids)
 
@@ -130,9 +130,9 @@ class Frontend:
             raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
         if len(prompt_ids) >= max_model_len:
             raise PromptTooLongError(
-                f"the prompt is too long: it has {len(prompt_ids)} tokens, and the maximum context length is "
-                f"{max_model_len}, with at least one token of output; shorten it, or raise --max-model-len if it is "
-                "below the model's limit"
+                f"the prompt is too long: it has {len(prompt_ids)} tokens, and the maximum context length of "
+                f"{max_model_len} tokens must also hold at least one token of output; shorten it, or raise "
+                "--max-model-len if it is below the model's limit"
             )
         if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)

@@ -300,7 +300,10 @@ def _schema(params: StructuredOutputsParams) -> Any:
         schema = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
         raise params.fault(f"{params.name_of('json')} is not a JSON schema: {error}") from error
-    check_patterns(schema)
+    try:
+        check_patterns(schema)
+    except RequestError as error:
+        raise params.fault(str(error)) from error
     schema = {} if schema is True else close_objects(schema)
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(own, dict):

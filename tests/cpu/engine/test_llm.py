@@ -186,7 +186,9 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[0, VOCAB_SIZE]], f"prompt token {VOCAB_SIZE} is not in the vocabulary"),
     ([[-1]], "prompt token -1 is not in the vocabulary"),
     ([[1.5]], "prompt token 1.5"),
-    ([[1] * 5000], "the prompt is too long: it has 5000 tokens, and the maximum context length is 4096"),
+    ([[1] * 5000], "the prompt is too long: it has 5000 tokens, and the maximum context length of 4096 tokens"),
+    (5, "a prompt must be a string, a list of token ids or a mapping, got 5"),
+    (["a", 5], "a prompt must be a string, a list of token ids or a mapping, got 5"),
     ({"promt": "a"}, "unknown prompt field 'promt'; known are prompt, prompt_token_ids, cache_salt"),
     ({"cache_salt": "a"}, "a prompt needs 'prompt' or 'prompt_token_ids'"),
     ({"prompt": "a", "cache_salt": 3}, "cache_salt must be a string"),
@@ -209,6 +211,19 @@ def test_parameters_with_unknown_tokens_are_refused(llm: LLM) -> None:
     for params in (SamplingParams(stop_token_ids=[VOCAB_SIZE]), SamplingParams(logit_bias={VOCAB_SIZE: 1.0})):
         with pytest.raises(RequestError, match=rf"token {VOCAB_SIZE} .* is not in"):
             llm.generate("a", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 5, "greedy", [{"temperature": 0}]], ids=str)
+def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="sampling_params must be SamplingParams, or a list of them, got"):
+        llm.generate("a", params, use_tqdm=False)
+
+
+def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
+    template = "{% if enable_thinking is false %}quick{% else %}slow{% endif %}"
+    for more, expected in (({}, "slow"), ({"chat_template_kwargs": {"enable_thinking": False}}, "quick")):
+        [output] = llm.chat([{"role": "user", "content": "x"}], GREEDY, chat_template=template, use_tqdm=False, **more)
+        assert output.prompt == expected
 
 
 def test_messages_that_the_template_cannot_render_are_refused(llm: LLM) -> None:

@@ -117,6 +117,7 @@ def test_it_is_refused_and_the_server_goes_on(
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"response_format": {"type": "json_schema", "schema": {"type": "strin"}}}, "response_format"),
         (COMPLETION, {"guided_regex": "("}, "guided_regex"),
+        (COMPLETION, {"guided_regex": "a", "ignore_eos": True}, "guided_regex"),
         (COMPLETION, {"structured_outputs": {"regx": "a"}}, "structured_outputs"),
         (COMPLETION, {"prompt": [10**6]}, "prompt"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
