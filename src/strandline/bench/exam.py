@@ -71,7 +71,7 @@ def take(llm: LLM, suite: Sequence[Task], mode: str) -> Result:
 
 def table(suite: Sequence[Task], results: Mapping[str, Result]) -> list[str]:
     """Return the lines of the table: per mode the score of each kind, the share hit, and replies that differ."""
-    lines = [f"{'cache':<10}" + "".join(f"{kind:>20}" for kind in KINDS) + f"{'prompt hit':>13}{'other replies':>16}"]
+    lines = [f"{'cache':<10}" + "".join(f"{kind:>20}" for kind in KINDS) + f"{'prompt hit':>13}{'changed replies':>18}"]
     first = next(iter(results.values()))
     for mode, result in results.items():
         cells = []
@@ -80,7 +80,7 @@ def table(suite: Sequence[Task], results: Mapping[str, Result]) -> list[str]:
             correct = result.correct(suite, kind)
             cells.append(f"{f'{correct} / {total} ({correct / total:.1%})':>20}")
         differ = sum(mine != theirs for mine, theirs in zip(result.replies, first.replies, strict=True))
-        lines.append(f"{mode:<10}" + "".join(cells) + f"{result.hit_share:>13.1%}{differ:>16}")
+        lines.append(f"{mode:<10}" + "".join(cells) + f"{result.hit_share:>13.1%}{differ:>18}")
     return lines
 
 
