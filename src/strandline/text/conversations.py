@@ -23,7 +23,14 @@ from strandline.text.marks import (
     next_start,
     start_before,
 )
-from strandline.text.prompts import check_length, check_messages, check_text, render_chat, template_text
+from strandline.text.prompts import (
+    check_length,
+    check_messages,
+    check_template_options,
+    check_text,
+    render_chat,
+    template_text,
+)
 from strandline.text.tool_formats import ToolFormat, find_tool_format, tool_format
 
 MARK: Final = "cache_control"
@@ -154,6 +161,7 @@ class ChatRenderer:
                 "the model's chat template does not support tools; remove tools, or pass --chat-template",
                 param="tools",
             )
+        check_template_options(template_options or {})
         marked = self._with_written_calls(self._with_known_roles([_without_marks(message) for message in messages]))
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))

@@ -1,11 +1,18 @@
 """Conversion of text to token ids, and of conversations to text by the chat template."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import TemplateSyntaxError
 
 from strandline.errors import ConfigError, PromptTooLongError, RequestError
+
+RESERVED_VARIABLES: Final = frozenset(
+    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+"""Arguments of ``apply_chat_template`` that a request cannot set as variables of the template."""
 
 
 def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True) -> list[int]:
@@ -74,6 +81,16 @@ def render_chat(
         # Templates are programs and may raise anything on the caller's input.
         raise RequestError(f"the chat template cannot render these messages: {error}") from error
     return text
+
+
+def check_template_options(options: Mapping[str, Any]) -> None:
+    """Raise a RequestError if a variable of the template has the name of an argument of its renderer."""
+    for name in options:
+        if name in RESERVED_VARIABLES:
+            raise RequestError(
+                f"chat_template_kwargs cannot set {name!r}: it is not a variable of the template",
+                param="chat_template_kwargs",
+            )
 
 
 def check_template(template: str) -> None:

@@ -111,6 +111,8 @@ def test_it_is_refused_and_the_server_goes_on(
         (CHAT, {"tool_choice": 5}, "tool_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tools": [{}]}, "tools"),
+        (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
         (CHAT, {"stop_token_ids": [10**6]}, "stop_token_ids"),

@@ -1,8 +1,10 @@
 """Messages as clients send them, in templates that expect them otherwise."""
 
+import inspect
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from strandline.errors import RequestError
 from strandline.text.conversations import ChatRenderer
@@ -111,3 +113,13 @@ def test_template_may_take_a_single_call_per_message() -> None:
     none = "{% for m in messages %}{{ 1 / 0 if m.tool_calls else m.content }}{% endfor %}"
     for template, is_taken in ((TEMPLATE, True), (single, False), (PLAIN, True), (none, True)):
         assert ChatRenderer(byte_tokenizer(), template).takes_parallel_calls is is_taken
+
+
+def test_variables_named_like_the_renderers_arguments_are_refused() -> None:
+    renderer = ChatRenderer(byte_tokenizer(), "{{ documents[0].text }}{{ depth }}")
+    options: dict[str, Any] = {"documents": [{"text": "a"}], "depth": 2}
+    assert renderer.render([USER], template_options=options).text == "a2"
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    for name in {*arguments, "messages"} - {"self", "kwargs", "documents"}:
+        with pytest.raises(RequestError, match=f"chat_template_kwargs cannot set '{name}'"):
+            renderer.render([USER], template_options={name: None})
