@@ -11,7 +11,7 @@ from strandline.errors import RequestError
 from strandline.server.cache_page import add_cache_page
 from strandline.server.chat_api import chat
 from strandline.server.completions_api import complete
-from strandline.server.error_responses import add_error_handlers, error_response
+from strandline.server.error_responses import ERRORS, add_error_handlers, error_response
 from strandline.server.gate import Gate
 from strandline.server.host_check import HostCheck
 from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
@@ -41,7 +41,7 @@ def build_app(
         allowed_hosts: as ``HostCheck`` takes them.
         cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off`` for no page.
     """
-    app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None, responses=ERRORS)
     _add_generation(app, service)
     _add_models(app, service)
     _add_tokenizer(app, service)

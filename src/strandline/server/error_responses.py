@@ -4,7 +4,7 @@ On Anthropic's paths the error has Anthropic's types, and the body ``"type": "er
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -31,6 +31,19 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
     504: "timeout_error",
 }
 ANTHROPIC_PATH: Final = "/v1/messages"
+_TEXT: Final = {"type": "string"}
+_TEXT_OR_NULL: Final = {"anyOf": [_TEXT, {"type": "null"}]}
+_FIELDS: Final = {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
+_SCHEMA: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}},
+}
+ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"description": "The request is rejected", "content": {"application/json": {"schema": _SCHEMA}}},
+    "5XX": {"description": "The engine cannot answer", "content": {"application/json": {"schema": _SCHEMA}}},
+}
+"""OpenAPI documentation of errors."""
 
 
 class UnknownModelError(RequestError):

@@ -8,12 +8,24 @@ from pathlib import Path
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from schemathesis.checks import content_type_conformance, not_a_server_error
+from schemathesis.checks import content_type_conformance, not_a_server_error, response_schema_conformance
 
-from tests.cpu.server.process import TIMEOUT_S, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 PATHS = 14
 """Fewer would mean that paths are missing from the document."""
+
+
+def test_document_describes_errors_as_they_are_sent(server: ServerProcess) -> None:
+    document = server.get("/openapi.json").json()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert len(operations) >= PATHS
+    sent = server.post("/v1/completions").json()["error"]
+    for operation in operations:
+        assert "422" not in operation["responses"]
+        for status in ("4XX", "5XX"):
+            schema = operation["responses"][status]["content"]["application/json"]["schema"]
+            assert set(schema["properties"]["error"]["required"]) == sent.keys()
 
 
 def test_no_request_makes_a_5xx(bytes_dir: Path, tmp_path: Path) -> None:
@@ -30,6 +42,7 @@ def test_no_request_makes_a_5xx(bytes_dir: Path, tmp_path: Path) -> None:
                 @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
                 @given(case=operation.as_strategy(generation_mode=mode))
                 def check(case: schemathesis.Case) -> None:
-                    case.call_and_validate(checks=[not_a_server_error, content_type_conformance], timeout=TIMEOUT_S)
+                    checks = [not_a_server_error, content_type_conformance, response_schema_conformance]
+                    case.call_and_validate(checks=checks, timeout=TIMEOUT_S)
 
                 check()
