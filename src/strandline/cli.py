@@ -200,7 +200,7 @@ def _add_generate(commands: Any) -> None:
     _add_engine_flags(parser)
     _add_sampling_flags(parser, GENERATE_MAX_TOKENS)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text (may be repeated)")
-    parser.add_argument("--n", type=int, default=1, help="outputs per prompt")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt (default: %(default)s)")
     parser.set_defaults(run=_run_generate, parser=parser)
 
 
@@ -232,7 +232,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure", description="Measure.")
+    bench = commands.add_parser("bench", help="run benchmarks", description="Benchmark a server, or simulate a cache.")
     text = "Replay recorded traffic through the real cache and scheduler, with a cost model instead of a device."
     kinds = bench.add_subparsers(metavar="WHAT", required=True, parser_class=Parser)
     parser = kinds.add_parser("replay", help="simulate the hits of a cache", description=text)
@@ -242,7 +242,9 @@ def _add_bench(commands: Any) -> None:
     parser = kinds.add_parser("serve", help="benchmark a server", description=text)
     add_serve_flags(parser)
     parser.set_defaults(run=_run_bench_serve, parser=parser)
-    parser = kinds.add_parser("report", help="compare runs of 'bench serve'", description="Draw a page of charts.")
+    parser = kinds.add_parser(
+        "report", help="compare runs of 'bench serve'", description="Draw charts of results on one page."
+    )
     add_report_flags(parser)
     parser.set_defaults(run=_run_bench_report, parser=parser)
 
@@ -270,18 +272,26 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="auto", help=text)
     text = "dtype of keys and values; auto: as activations; fp8: e4m3, in half the memory (default: %(default)s)"
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=text)
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one (default: %(default)s)")
     text = "where steps run: in the engine's process, or in a worker process (default: %(default)s)"
     add("--distributed-executor-backend", choices=EXECUTORS, default="uni", help=text)
     text = "number of ranks to divide the model among, one GPU each (default: %(default)s)"
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help=text)
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
-    add("--max-model-len", type=int, metavar="TOKENS", help="maximum length of a request, prompt and output together")
-    add("--max-num-seqs", type=int, default=256, help="maximum number of running requests (default: %(default)s)")
-    add("--max-num-batched-tokens", type=int, help="maximum number of tokens per step (default: 2048, on GPUs 8192)")
+    text = "auto: safetensors; dummy: random weights (default: %(default)s)"
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=text)
+    text = "maximum length of a request, prompt and output together (default: the model's, as memory allows)"
+    add("--max-model-len", type=int, metavar="TOKENS", help=text)
+    text = "maximum number of running requests (default: %(default)s)"
+    add("--max-num-seqs", type=int, default=256, metavar="N", help=text)
+    text = "maximum number of tokens per step (default: 2048, on GPUs 8192)"
+    add("--max-num-batched-tokens", type=int, metavar="TOKENS", help=text)
     text = "tokens per step of each long prefill while others decode; 0: no limit (default: a quarter of a step)"
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
-    add("--memory", metavar="SIZE", help="memory of the cache and running requests, such as 4GiB, of each engine")
+    text = (
+        "memory of the cache and running requests, such as 4GiB, of each engine (default: on GPUs, what "
+        "--gpu-memory-utilization leaves; on CPUs 4GiB, at most half of the free memory)"
+    )
+    add("--memory", metavar="SIZE", help=text)
     add(
         "--host-memory",
         metavar="SIZE",
@@ -305,7 +315,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="plan each step while the previous one runs (default: on GPUs)",
     )
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    text = "reuse what was computed for earlier prompts with the same beginning (default: on)"
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = "where snapshots are taken; modes other than auto are for comparison (default: %(default)s)"
     add("--mamba-cache-mode", choices=CACHE_MODES, default="auto", help=text)
     text = "distance between snapshots in the modes align and all (default: %(default)s)"
