@@ -23,7 +23,7 @@ from strandline.server.gate import salt_of
 from strandline.server.host_check import host_of
 from strandline.server.host_names import is_local
 from strandline.server.messages_api import CountBody, render
-from strandline.server.request_bodies import Objects, Tokens
+from strandline.server.request_bodies import Objects, Tokens, chat_options
 from strandline.server.service import Service
 from strandline.server.sse import json_response
 from strandline.text.cache_report import Json, TextOf, account_data, answer_data, excerpt_text
@@ -50,6 +50,7 @@ class ExplainBody(BaseModel):
     add_generation_prompt: bool = True
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     system: str | Objects | None = None
     thinking: dict[str, Any] | None = None
     engine: int | None = None
@@ -151,7 +152,7 @@ class CachePage:
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
                 tools=body.tools or (),
-                template_options=body.chat_template_kwargs,
+                template_options=chat_options(body.reasoning_effort, body.chat_template_kwargs),
             )
             tokens = prompt.token_ids
         elif isinstance(body.prompt, str):

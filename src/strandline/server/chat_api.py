@@ -144,7 +144,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             tools=box.tools,
-            template_options=body.chat_template_kwargs,
+            template_options=body.template_options(),
         )
         checked = await service.bind(params, box, prompt.text or "")
     started = Chat(service, body, prompt, checked, box, salt_of(request, body.cache_salt), transfer)

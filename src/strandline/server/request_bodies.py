@@ -44,6 +44,9 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 """Fields that are accepted and have no effect."""
 
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of ``reasoning_effort``, as in vLLM."""
+
 STRUCTURED: Final = "structured_outputs"
 STRUCTURE_FIELDS: Final = ("response_format", STRUCTURED, *GUIDED, "guided_whitespace_pattern")
 
@@ -186,9 +189,14 @@ class ChatBody(SamplingBody):
     top_logprobs: Count | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the chat template's variables. Raises as ``effort_options``."""
+        return chat_options(self.reasoning_effort, self.chat_template_kwargs)
 
 
 class TokenizeBody(BaseModel):
@@ -226,6 +234,27 @@ def check_extra(fields: Mapping[str, Any] | None) -> None:
             raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
         if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
             _log_once(name)
+
+
+def effort_options(effort: Any, param: str) -> dict[str, Any]:
+    """Return the chat template's variables for an effort of reasoning; None: its defaults.
+
+    Args:
+        param: the request's field.
+
+    Raises:
+        RequestError: the effort is unknown.
+    """
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise RequestError(f"{param} must be one of {', '.join(EFFORTS)}; got {effort!r:.100}", param=param)
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def chat_options(effort: str | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the chat template's variables: those of an effort, unless they are given. Raises as ``effort_options``."""
+    return effort_options(effort, "reasoning_effort") | dict(given or {})
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.reasoning import CLOSE
-from strandline.server.request_bodies import Count, Objects, Strings, check_extra, sent_as
+from strandline.server.request_bodies import Count, Objects, Strings, check_extra, effort_options, sent_as
 from strandline.server.responses_items import Items, chat_messages, chat_tools
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, named_events
@@ -29,6 +29,7 @@ from strandline.text.segments import merge_segments
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need stored state."""
 TEXT_FORMAT: Final = "text.format"
+EFFORT: Final = "reasoning.effort"
 LOGPROBS: Final = "message.output_text.logprobs"
 """Value of ``include`` that requests log-probabilities."""
 
@@ -93,6 +94,11 @@ class ResponsesBody(BaseModel):
             )
 
     @property
+    def effort(self) -> Any:
+        """Effort of reasoning; None: the chat template's default."""
+        return (self.reasoning or {}).get("effort")
+
+    @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
@@ -125,7 +131,7 @@ class ModelResponse:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
             "text": body.text or {"format": {"type": "text"}},
@@ -229,7 +235,10 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     body.require_plain_text(service, box)
     with service.client.expect(params.n):
         with sent_as({"messages": "input"}):
-            prompt = await service.render(chat_messages(body.instructions, body.input), tools=box.tools)
+            messages = chat_messages(body.instructions, body.input)
+            prompt = await service.render(
+                messages, tools=box.tools, template_options=effort_options(body.effort, EFFORT)
+            )
         checked = await service.bind(params, box, prompt.text or "")
     response = ModelResponse(service, body, prompt, checked, salt_of(request, body.cache_salt))
     if body.stream:

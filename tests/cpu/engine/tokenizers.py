@@ -43,8 +43,10 @@ def chat_template(calls: str, *, thinks: bool) -> str:
 
     Args:
         calls: how a call ``c`` is written.
-        thinks: the prompt opens the reasoning.
+        thinks: the prompt opens the reasoning, unless ``enable_thinking`` is false, and names the effort.
     """
+    opening = "{% if reasoning_effort %}{{ '[' + reasoning_effort + ']' }}{% endif %}{{ '<think>\\n' }}"
+    opening += "{% if enable_thinking is defined and not enable_thinking %}{{ '\\n</think>\\n\\n' }}{% endif %}"
     return (
         "{%- set ns = namespace(last=0) %}"
         "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -60,9 +62,7 @@ def chat_template(calls: str, *, thinks: bool) -> str:
         "{{- m.content }}"
         "{%- for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}" + calls + "{{ '</tool_call>' }}{% endfor %}"
         "{{- '<|im_end|>\\n' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-        + ("{{ '<think>\\n' }}" if thinks else "")
-        + "{%- endif %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}" + (opening if thinks else "") + "{%- endif %}"
     )
 
 

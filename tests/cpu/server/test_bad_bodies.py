@@ -113,6 +113,8 @@ def test_it_is_refused_and_the_server_goes_on(
         (CHAT, {"tools": [{}]}, "tools"),
         (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        (CHAT, {"reasoning_effort": "huge"}, "reasoning_effort"),
+        (RESPONSE, {"reasoning": {"effort": []}}, "reasoning.effort"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
         (CHAT, {"stop_token_ids": [10**6]}, "stop_token_ids"),

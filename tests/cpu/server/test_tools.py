@@ -118,6 +118,28 @@ def test_tokenize_counts_tools_and_template_options_as_chats_do(json_server: Ser
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
+def test_reasoning_effort_sets_variables_of_the_template(tag_server: ServerProcess) -> None:
+    def prompt_of(**more: Any) -> str:
+        options = {"messages": QUESTION, "max_tokens": 1, "return_token_ids": True, **more}
+        answer = tag_server.post("/v1/chat/completions", **options).json()
+        return str(tag_server.post("/detokenize", tokens=answer["prompt_token_ids"]).json()["prompt"])
+
+    turn = "<|im_start|>assistant\n"
+    assert prompt_of().endswith(f"{turn}<think>\n")
+    assert prompt_of(reasoning_effort="low").endswith(f"{turn}[low]<think>\n")
+    without = prompt_of(reasoning_effort="none")
+    assert without.endswith(f"{turn}[none]<think>\n\n</think>\n\n")
+    # What the client sets for the template itself counts more.
+    thinking = prompt_of(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert thinking.endswith(f"{turn}[none]<think>\n")
+    question, counts = QUESTION[-1]["content"], []
+    for more in ({}, {"reasoning": {}}, {"reasoning": {"effort": "none", "summary": "auto"}}):
+        response = tag_server.post("/v1/responses", input=question, max_output_tokens=1, **more).json()
+        assert response["reasoning"]["effort"] == more.get("reasoning", {}).get("effort")
+        counts.append(response["usage"]["input_tokens"])
+    assert counts[0] == counts[1] < counts[2]
+
+
 def test_without_tools_or_with_none_allowed_the_text_is_content(client: openai.OpenAI) -> None:
     for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
         choice = client.chat.completions.create(**saying(CALL, **more)).choices[0]
