@@ -12,7 +12,7 @@ from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
 from strandline.kv_transfer_config import KVTransferConfig
-from strandline.records.events import HandedOver, HandOverStats
+from strandline.records.events import FinishReason, HandedOver, HandOverStats
 from strandline.records.transfer_params import read_transfer_params
 from strandline.transfer.counters import TransferCounters
 from strandline.transfer.engine_calls import EngineCalls
@@ -131,9 +131,9 @@ class HandOver:
         self._pulls.forget(request_id)
 
     def keep(self, request: Request) -> HandedOver | None:
-        """Keep what a request has computed, if it has ended and another engine is to continue it."""
+        """Keep what a request has computed, if it has ended without an error and another engine is to continue it."""
         is_wanted = request.transfer is not None and request.transfer.is_remote_decode
-        if not is_wanted or request.finish_reason is None or self._server is None:
+        if not is_wanted or request.finish_reason in (None, FinishReason.ERROR) or self._server is None:
             return None
         kept = self._source.keep(request.tokens, request.salt)
         if kept is None:

@@ -10,6 +10,7 @@ import torch
 from strandline.engine.loading import load_uni_executor
 from strandline.env import DEBUG_CACHE
 from strandline.ids import RequestId
+from tests.cpu.engine.test_failures import plant_in_gathering
 from tests.cpu.engine.test_hand_over import KEEP, Node, config_of, hand_over_stats, prompt_of, run
 from tests.cpu.engine.tiny import save_tiny_model
 
@@ -43,6 +44,15 @@ def test_outputs_of_one_request_share_one_lease(small_node: Node) -> None:
     run([small_node])
     assert hand_over_stats(small_node).num_leases == 1
     assert [answer.params is not None for answer in small_node.answers.values()] == [True, False, False]
+
+
+def test_a_failed_request_takes_no_lease(small_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = plant_in_gathering(monkeypatch)
+    small_node.submit("failing", prompt_of(100), KEEP, logprobs=params.logprobs)
+    run([small_node])
+    assert small_node.answers["failing"].params is None
+    assert hand_over_stats(small_node).num_leases == 0
+    small_node.check_nothing_leaks()
 
 
 def test_an_aborted_requests_lease_may_have_been_given_up(small_node: Node) -> None:
