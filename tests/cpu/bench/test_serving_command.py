@@ -99,6 +99,17 @@ def test_the_servers_first_model_is_taken_when_none_is_named(
     assert "Successful requests:                     1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--model", "--served-model-name"])
+def test_a_model_that_is_not_served_is_refused(
+    demo_server: ServerProcess, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--base-url", demo_server.url, "--tokenizer", "demo", flag, "someone/else", "--num-prompts", "1", *TINY]
+    assert main(["bench", "serve", *flags]) == 2
+    error = capsys.readouterr().err
+    assert f"{demo_server.url} serves " in error
+    assert "demo, not someone/else; name one of these" in error
+
+
 def test_an_absent_server_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--port", "1", "--num-prompts", "1"]) == 2
     assert "is the server running?" in capsys.readouterr().err

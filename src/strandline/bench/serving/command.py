@@ -91,6 +91,12 @@ def _names(options: Namespace, cards: Sequence[Mapping[str, Any]]) -> tuple[str,
     model = options.served_model_name or options.model or served
     if model is None:
         raise ConfigError(f"{base_url(options)} does not say which models it serves; name one with --model")
+    names = dict.fromkeys(str(card["id"]) for card in cards)
+    if names and model not in names:
+        raise ConfigError(
+            f"{base_url(options)} serves {', '.join(names)}, not {model}; name one of these with --model, or with "
+            "--served-model-name if the tokenizer has another name"
+        )
     is_sized = options.vocab_size is not None
     return model, options.tokenizer or (None if is_sized else options.model or served)
 
