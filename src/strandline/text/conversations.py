@@ -162,7 +162,7 @@ class ChatRenderer:
                 param="tools",
             )
         check_template_options(template_options or {})
-        marked = self._with_written_calls(self._with_known_roles([_without_marks(message) for message in messages]))
+        marked = self._with_written_calls(self._with_known_roles(_each_without_marks(messages)))
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
         self._check_roles(split)
@@ -309,6 +309,19 @@ def _is_marked(thing: Mapping[str, Any]) -> bool:
     if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral":
         raise RequestError(f"{MARK} must be {{'type': 'ephemeral'}}, got {json.dumps(mark)[:100]}", param=MARK)
     return True
+
+
+def _each_without_marks(messages: Iterable[Any]) -> list[_MarkedMessage]:
+    """Return all messages without marks. Raises a RequestError that names the message at fault."""
+    found = []
+    for index, message in enumerate(messages):
+        try:
+            found.append(_without_marks(message))
+        except RequestError as error:
+            if error.param != "messages":
+                raise
+            raise RequestError(f"messages[{index}]: {error}", param=error.param) from error
+    return found
 
 
 def _without_marks(message: Any) -> _MarkedMessage:

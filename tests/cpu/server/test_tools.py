@@ -305,6 +305,10 @@ def test_what_is_wrong_is_refused_and_says_why(client: openai.OpenAI, json_serve
         ({"extra_body": {"structured_outputs": {"jsn": {}}}}, "did you mean 'json'"),
         ({"response_format": {"type": "xml"}, "extra_body": {}}, "of type text, json_object or json_schema"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls must be a list"),
+        (
+            {"messages": [*QUESTION, {"role": "user", "content": 5}]},
+            "messages[1]: a message's content must be",
+        ),
     ]
     for more, message in wrong:
         with pytest.raises(openai.BadRequestError, match=re.escape(message)):
