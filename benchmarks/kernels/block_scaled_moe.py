@@ -117,7 +117,7 @@ class Inputs:
 
     def experts(self, tiles: tuple[ExpertTile, ExpertTile]) -> Tensor:
         arguments = (self.rows, self.gate_up, self.down, *self.chosen, self.shared_TD, self.projected[2])
-        return block_scaled_moe_triton.experts_glu_many(*arguments, *tiles)
+        return added_up(block_scaled_moe_triton.compute_choices(*arguments, *tiles))
 
     def hidden(self) -> tuple[Tensor, Tensor]:
         quantized = torch.randn(self.chosen[1].numel(), SIZE, device="cuda").to(torch.float8_e4m3fn)

@@ -324,7 +324,9 @@ def block_scaled_experts_glu(
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
     tiles = choose_tiles(experts_TK.numel() // len(down.values))
-    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
+    return add_choices(
+        compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
+    )
 
 
 def block_scaled_experts_glu_invariant(
@@ -339,7 +341,9 @@ def block_scaled_experts_glu_invariant(
 ) -> Tensor:
     """As :func:`block_scaled_experts_glu`, with tiles that all add in one order."""
     tiles = _invariant_tiles(experts_TK, down)
-    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
+    return add_choices(
+        compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
+    )
 
 
 def _invariant_tiles(experts_TK: Tensor, down: ScaledWeight) -> tuple[ExpertTile, ExpertTile]:
@@ -348,23 +352,6 @@ def _invariant_tiles(experts_TK: Tensor, down: ScaledWeight) -> tuple[ExpertTile
 
 def choose_tiles(choices_per_expert: int) -> tuple[ExpertTile, ExpertTile]:
     return choose_by_load(choices_per_expert, TILES_DECODE, TILES_MIDDLE, TILES_PREFILL)
-
-
-def experts_glu_many(
-    x_TD: Rows,
-    gate_up: ScaledWeight,
-    down: ScaledWeight,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    shared: Tensor | SharedExpert | None,
-    shared_gate_T1: Tensor | None,
-    up_tile: ExpertTile,
-    down_tile: ExpertTile,
-    held: range | None = None,
-) -> Tensor:
-    """Compute ``block_scaled_experts_glu`` expert by expert; arguments as of ``compute_choices``."""
-    operands, tiles = (x_TD, gate_up, down, weights_TK, experts_TK, shared, shared_gate_T1), (up_tile, down_tile)
-    return add_choices(compute_choices(*operands, *tiles, held))
 
 
 def compute_choices(

@@ -205,7 +205,9 @@ def four_bit_experts_glu(
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
     tiles = choose_expert_tiles(experts_TK.numel() // down.shape[0], x_TD.dtype)
-    return experts_glu_many(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
+    return add_choices(
+        compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
+    )
 
 
 def four_bit_experts_glu_invariant(
@@ -220,23 +222,6 @@ def four_bit_experts_glu_invariant(
 ) -> Tensor:
     """As :func:`four_bit_experts_glu`, in one way of tiling."""
     chosen, tiles = (weights_TK, experts_TK), choose_expert_tiles_invariant(x_TD.dtype)
-    return experts_glu_many(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
-
-
-def experts_glu_many(
-    x_TD: Tensor,
-    gate_up: FourBitWeight,
-    down: FourBitWeight,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    shared_TD: Tensor | None,
-    shared_gate_T1: Tensor | None,
-    up_tile: ExpertTile,
-    down_tile: ExpertTile,
-    held: range | None = None,
-) -> Tensor:
-    """Compute ``four_bit_experts_glu`` with these tiles."""
-    chosen, tiles = (weights_TK, experts_TK), (up_tile, down_tile)
     return add_choices(compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held))
 
 
