@@ -49,7 +49,7 @@ def block_scaled_experts_glu(
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
     held: range | None = None,
-) -> Tensor:
+) -> Summand:
     """As ``experts_glu``, with experts in FP8."""
 
     # An expert quantises its tokens' rows once more: that gives the same numbers.

@@ -321,12 +321,10 @@ def block_scaled_experts_glu(
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
     held: range | None = None,
-) -> Tensor:
-    """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
+) -> ExpertChoices:
+    """Compute each token's choices, ``down(silu(gate x) * up x)``."""
     tiles = choose_tiles(experts_TK.numel() // len(down.values))
-    return add_choices(
-        compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
-    )
+    return compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def block_scaled_experts_glu_invariant(
@@ -338,12 +336,10 @@ def block_scaled_experts_glu_invariant(
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
     held: range | None = None,
-) -> Tensor:
+) -> ExpertChoices:
     """As :func:`block_scaled_experts_glu`, with tiles that all add in one order."""
     tiles = _invariant_tiles(experts_TK, down)
-    return add_choices(
-        compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
-    )
+    return compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def _invariant_tiles(experts_TK: Tensor, down: ScaledWeight) -> tuple[ExpertTile, ExpertTile]:

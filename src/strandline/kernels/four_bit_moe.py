@@ -43,7 +43,7 @@ def four_bit_experts_glu(
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
     held: range | None = None,
-) -> Tensor:
+) -> Summand:
     """As ``experts_glu``, with experts in 4 bits."""
 
     def apply(expert: int, x_AD: Tensor) -> Tensor:

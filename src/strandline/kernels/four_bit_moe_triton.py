@@ -202,12 +202,10 @@ def four_bit_experts_glu(
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
     held: range | None = None,
-) -> Tensor:
-    """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype."""
+) -> ExpertChoices:
+    """Compute each token's choices, ``down(silu(gate x) * up x)``."""
     tiles = choose_expert_tiles(experts_TK.numel() // down.shape[0], x_TD.dtype)
-    return add_choices(
-        compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
-    )
+    return compute_choices(x_TD, gate_up, down, weights_TK, experts_TK, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def four_bit_experts_glu_invariant(
@@ -219,10 +217,10 @@ def four_bit_experts_glu_invariant(
     shared_TD: Tensor | None,
     shared_gate_T1: Tensor | None,
     held: range | None = None,
-) -> Tensor:
+) -> ExpertChoices:
     """As :func:`four_bit_experts_glu`, in one way of tiling."""
     chosen, tiles = (weights_TK, experts_TK), choose_expert_tiles_invariant(x_TD.dtype)
-    return add_choices(compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held))
+    return compute_choices(x_TD, gate_up, down, *chosen, shared_TD, shared_gate_T1, *tiles, held)
 
 
 def compute_choices(

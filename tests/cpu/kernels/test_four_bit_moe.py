@@ -148,7 +148,7 @@ def check_experts(
     case = Case(num_tokens, shape, dtype, device, **options)  # type: ignore[arg-type]
     shared_TD = torch.randn_like(case.x_TD)
     arguments = (case.x_TD, case.gate_up, case.down, case.weights, case.experts, shared_TD, case.gate)
-    expected = four_bit_experts_glu.reference(*arguments).double()
+    expected = added_up(four_bit_experts_glu.reference(*arguments)).double()
     with poisoned_memory():
         out_TD = added_up(four_bit_moe_triton.compute_choices(*arguments, *tiles))
     assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(dtype, device)
