@@ -67,7 +67,10 @@ NUM_WARPS = 8
 """Each thread moves 64 bytes of a block of 16 KiB, 16 at once."""
 
 MAX_REGISTERS = 64
-"""Registers of a thread, for four programs on a multiprocessor; those that add up choices would take 80."""
+"""Registers of a thread that adds up choices, for four programs on a multiprocessor: it would take 80."""
+
+MAX_CHANNELS_LIMITED = 2048
+"""Channels of the widest rows for which that is a limit; threads of wider ones would have to spill registers."""
 
 DEPTH = 128
 """Steps between the kinds of programs of a group: with 2 ranks, 4 MiB or 10 µs of what a GPU stores on the other."""
@@ -404,6 +407,7 @@ def _launch(
     num_ranks, (rows, size) = len(address_N), block_shape
     num_groups = cdiv(cdiv(x.numel(), rows * size), num_ranks)
     num_steps = num_groups + 2 * min(DEPTH, num_groups)
+    is_limited = choices is not None and size <= MAX_CHANNELS_LIMITED
     _sum_kernel[(num_steps * (2 * num_ranks - 1),)](
         x,
         None if norm is None else norm.residual_TE,
@@ -429,6 +433,6 @@ def _launch(
         IS_ZERO_CENTERED=norm is not None and norm.is_zero_centered,
         **(NO_OPTIONS if choices is None else options_of(choices)),
         num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
+        maxnreg=MAX_REGISTERS if is_limited else None,
         **overlap_options(x),
     )
