@@ -49,6 +49,8 @@ NAME: Final = re.compile(rf"[0-9a-f]{{32}}\.({BLOCKS}|{SNAPSHOT})(\.tmp)?")
 """Names of the files that hold blocks and snapshots."""
 RANK: Final = re.compile(r"rank-([1-9]\d*)")
 """Names of the directories of ranks after the first."""
+NESTED: Final = re.compile(r"(rank|engine)-[1-9]\d*")
+"""Names of the directories of ranks and engines after the first."""
 OTHERS: Final = 0o077
 """Permissions of other users."""
 
@@ -121,8 +123,8 @@ class DiskDirectory:
         if status.st_uid != os.geteuid():
             raise ConfigError(f"--disk-cache {self.path} belongs to another user; give a directory of your own")
         if stat.S_IMODE(status.st_mode) & OTHERS:
-            # Other ranks may come first.
-            names = [name for name in os.listdir(self.descriptor) if not RANK.fullmatch(name)]
+            # Other ranks and engines may come first.
+            names = [name for name in os.listdir(self.descriptor) if not NESTED.fullmatch(name)]
             if names and LOCK not in names:
                 raise ConfigError(
                     f"--disk-cache {self.path} can be read by other users and holds other files; give a new directory"

@@ -266,6 +266,13 @@ def test_each_rank_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert [len(rescanned(each).kept.blocks) for each in ranks] == [1, 1, 1]
 
 
+def test_another_engine_may_open_its_directory_first(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    path.mkdir(mode=0o755)
+    engines = [opened(path / "engine-1"), opened(path)]
+    assert {stat.S_IMODE(each.path.stat().st_mode) for each in engines} == {0o700}
+
+
 def test_files_of_ranks_that_are_no_more_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "cache"
     ranks = [opened(path, LAYOUT | {"tensor-parallel size": "4"}, rank) for rank in range(4)]
