@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Final, Protocol, TypeVar
 
 from strandline.clock import SYSTEM_CLOCK
@@ -21,6 +21,8 @@ from strandline.transfer.movers import Content, Mover
 
 LOGGER: Final = logging.getLogger("strandline.transfer")
 MAX_CONNECTIONS: Final = 64
+PAUSE_S: Final = 0.5
+"""Pause after a connection could not be accepted, as when no file descriptor is free."""
 Hold = TypeVar("Hold")
 
 
@@ -77,10 +79,12 @@ class PullServer:
         self.port: int = self._listener.getsockname()[1]
         self._connections = set[Connection]()
         self._lock = Lock()
+        self._is_closed = Event()
         Thread(target=self._accept, name="kv-transfer", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
+        self._is_closed.set()
         with suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -90,11 +94,14 @@ class PullServer:
             connection.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed.is_set():
             try:
                 accepted, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if not self._is_closed.is_set():
+                    LOGGER.warning("a connection of another engine could not be accepted: %s", error)
+                self._is_closed.wait(PAUSE_S)
+                continue
             connection = Connection(accepted, self._timeout_s)
             with self._lock:
                 is_full = len(self._connections) >= MAX_CONNECTIONS

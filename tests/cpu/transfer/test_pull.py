@@ -1,5 +1,6 @@
 """One engine fetches from another: what is missing arrives; whatever goes wrong is an error on both sides."""
 
+import errno
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -396,6 +397,21 @@ def test_an_offer_that_contradicts_itself_is_refused(make_server: MakeServer, of
     with pytest.raises(TransferError) as failure:
         pull_from(make_server(Memory(offered=offer)).port, Memory())
     assert failure.value.cause is Cause.GARBLED
+
+
+def test_a_server_goes_on_after_it_could_not_accept(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept_later(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    monkeypatch.setattr("strandline.transfer.server.PAUSE_S", 0.0)
+    target = Memory()
+    assert pull_from(make_server(Memory()).port, target) == len(target.all_written) > 0
+    assert not errors
 
 
 def test_calls_of_an_engine_that_has_ended_fail() -> None:
