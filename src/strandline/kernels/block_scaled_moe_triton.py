@@ -7,7 +7,7 @@ tokens are its choices, listed behind the others'.
 
 Invariants: as in ``moe_triton.py``; hidden features in FP8 are the same to the last bit for any tile.
 
-Shape suffixes: as in ``moe_triton.py``; X groups of features.
+Shape suffixes: as in ``moe_many_triton.py``; X groups of features.
 """
 # mypy: ignore-errors
 

@@ -5,7 +5,7 @@ dequantise all experts first would take five times as many bytes as the experts 
 
 Invariants: as in ``moe_triton.py``; ``_invariant`` versions multiply in one way of tiling.
 
-Shape suffixes: as in ``moe_triton.py``.
+Shape suffixes: as in ``moe_many_triton.py``.
 """
 # mypy: ignore-errors
 

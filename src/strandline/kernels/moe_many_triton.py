@@ -2,7 +2,7 @@
 
 So an expert's weights are read about once. Invariants: as in ``moe_triton.py``.
 
-Shape suffixes: as in ``moe_triton.py``.
+Shape suffixes: as in ``moe.py``; in kernels M choices, N features, K the dimension that a matrix product sums over.
 """
 # mypy: ignore-errors
 

@@ -1,15 +1,14 @@
 """Mixtures of experts on a GPU, without sorting and without waiting for the device.
 
 Few tokens (at most ``MAX_TOKENS_FEW``): as ``moe_few_triton.py`` says. More: one launch lists every expert's choices
-(a choice is one token's k-th expert), then ``moe_many_triton.py`` multiplies expert by expert; then the choices of a
-token are added up, here or by a sum over ranks (``expert_choices.py``). Grids depend on shapes alone: programs without
-work leave at once.
+(a choice is one token's k-th expert), then ``moe_many_triton.py`` multiplies expert by expert. The choices of a token
+are left to the next operation, a norm or a sum over ranks, to be added up (``expert_choices.py``). Grids depend on
+shapes alone: programs without work leave at once.
 
 Invariants: a token's result depends on that token alone, though its last bits may differ between the two ways; no
 more than ``T K`` choices are listed, and experts that no token chose are not read.
 
-Shape suffixes: as in ``moe.py``; in kernels M choices, N features, K the dimension that a matrix product sums over, C a
-token's choices (``top_k``, padded to a power of two).
+Shape suffixes: as in ``moe.py``.
 """
 # mypy: ignore-errors
 
@@ -52,7 +51,8 @@ def mixture(
 ) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
 
-    The weights are dense; the other inputs may be views with dense rows.
+    The weights are dense; the other inputs may be views with dense rows. Of many tokens, choices are returned instead
+    of their sum.
     """
     shared = _shared(shared_gate_up_TS, shared_gate_T1, shared_down)
     router = (logits_TE, bias_E, routing)
