@@ -139,7 +139,9 @@ class PaddedStep:
             is_all_written=False,
             is_padded=True,
         )
-        places, any_chunk = (0,) * (num_prompts + 1), (1,) * size.num_chunks
+        # Most likely, the first prompt has most rows.
+        num_full = -(-size.num_prompt_rows // CHUNK_TOKENS)
+        places, any_chunk = (0, *(num_full,) * num_prompts), (1,) * size.num_chunks
         parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
         chunks = Chunks(places, any_chunk, any_chunk, any_chunk, is_padded=True).with_tensors(parts)
         log_D = columns.log[: size.num_decodes]

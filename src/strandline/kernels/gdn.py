@@ -49,6 +49,7 @@ def gdn_prefill(
     chunks: ChunkTable,
     max_beta: int = 1,
     replay: ReplayBatch | None = None,
+    out_THV: Tensor | None = None,
 ) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_TGK``.
 
@@ -59,6 +60,7 @@ def gdn_prefill(
         state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
         max_beta: limit of the write strength: 1, or 2 where eigenvalues may be negative.
         replay: the rows are logged tokens and the step's own, and outputs of the latter are returned, in their order.
+        out_THV: contiguous memory for the outputs; None: a new tensor. Not with ``replay``.
     """
     dtype, (q_TGK, k_TGK) = q_TGK.dtype, normalise(q_TGK, k_TGK)
     log_decay_TH, beta_TH = gates(a_TH, b_TH, A_log_H, dt_bias_H, max_beta)
@@ -66,8 +68,9 @@ def gdn_prefill(
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         return _advance(state_HKV, q_TGK[rows], k_TGK[rows], v_THV[rows], log_decay_TH[rows], beta_TH[rows])
 
-    out_THV = advance_chunks(advance, torch.empty_like(v_THV, dtype=dtype), state_SHKV, src_N, dst_N, chunks)
-    return of_step(replay, out_THV)
+    if out_THV is None:
+        out_THV = torch.empty_like(v_THV, dtype=dtype)
+    return of_step(replay, advance_chunks(advance, out_THV, state_SHKV, src_N, dst_N, chunks))
 
 
 @operation(triton("gdn_decode_triton", invariant="gdn_decode_triton"), numba("gdn_decode_numba", memory=FLOAT32_STATE))

@@ -63,11 +63,13 @@ def gdn_prefill(
     chunks: ChunkTable,
     max_beta: int = 1,
     replay: ReplayBatch | None = None,
+    out_THV: Tensor | None = None,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.gdn.gdn_prefill`."""
     inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
     rows = tuple(packed_rows(x) for x in inputs)
-    out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
+    if out_THV is None:
+        out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
     copies, source_N = source_addresses(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
     num_sequences, num_key_heads, (num_heads, value_dim) = len(src_N), k_TGK.shape[1], v_THV.shape[1:]
     most_parts = num_heads // num_key_heads * cdiv(value_dim, PANEL)

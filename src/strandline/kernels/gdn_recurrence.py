@@ -93,9 +93,10 @@ class GatedDelta:
         dst_N: Tensor,
         chunks: ChunkTable,
         replay: ReplayBatch | None = None,
+        out_THV: Tensor | None = None,
     ) -> Tensor:
         """Run over the new tokens of N sequences; return ``out_THV``, where tokens are replayed without theirs."""
-        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks, self.max_beta, replay)
+        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks, self.max_beta, replay, out_THV)
 
     def decode(
         self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None

@@ -5,7 +5,8 @@ Prompts: with the scaled queries and keys of a chunk, each decayed from the chun
     e = v - k S;  out = q S + attend e;  S <- diag(decay) S + write^T e
 
 Matrices that do not depend on the state are computed for all chunks at once: ``attend = (q k^T * decays) X`` and
-``write = X^T k``, where ``X = (I + A)^-1 diag(beta)``. Then the kernel of Gated DeltaNet carries the states on.
+``write = X^T k``, where ``X = (I + A)^-1 diag(beta)``. Then the kernel of ``delta_rule_triton.py`` carries the states
+on.
 
 Decays differ from channel to channel, so those between two tokens are not a factor of the tokens' product, but parts of
 its two factors, to and from the middle of the chunk. Where 32 tokens decay so much that this product might overflow,
@@ -21,7 +22,7 @@ the chunk has decayed by.
 Decode: a program owns ``BLOCK_V`` value channels of one head of one sequence: it reads its ``[K, BLOCK_V]`` tile of the
 state once, before the launch ahead of it has ended, and writes it once.
 
-Invariants: those of ``gdn_prefill_triton.py``; nor may a decode's ``src`` be another sequence's ``dst``.
+Invariants: those of ``delta_rule_triton.py``; nor may a decode's ``src`` be another sequence's ``dst``.
 
 Shape suffixes: as in ``kda.py`` and ``gdn_prefill_triton.py``.
 """
@@ -33,16 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.delta_rule_triton import FEW_PROGRAMS, Advance, Prepared, advance, aligned, choose_launch
 from strandline.kernels.gdn import L2_NORM_EPS
-from strandline.kernels.gdn_prefill_triton import (
-    FEW_PROGRAMS,
-    Advance,
-    Prepared,
-    advance,
-    aligned,
-    choose_launch,
-    inverse_unit_lower,
-)
+from strandline.kernels.gdn_prefill_triton import inverse_unit_lower
 from strandline.kernels.head_decay_triton import MANY, DecodeLaunch, choose_decode_launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from strandline.kernels import gdn
-from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.chunk_table import Chunks, build_chunk_table, plan_chunks
 from tests.bound import bound
 
 gdn_prefill_by_torch = bound(gdn.gdn_prefill)
 
 if find_spec("triton") is not None:
+    from strandline.kernels import delta_rule_triton
     from strandline.kernels.gdn_prefill_triton import gdn_prefill
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -192,6 +193,64 @@ def check_repeated_keys(device: str, dtype: torch.dtype, limit: float, max_beta:
     check(layer, make_arena([1], shape, device), [Prompt(0, 130, 1, 2)], limit)
 
 
+def check_segments(
+    shape: Shape,
+    device: str,
+    dtype: torch.dtype,
+    limit: float,
+    monkeypatch: pytest.MonkeyPatch,
+    max_segments: int,
+    num_chunks: int = 16,
+) -> None:
+    """A long sequence beside short ones, which have segments as long as its."""
+    division = delta_rule_triton.Division(10**6, min_chunks=1, max_segments=max_segments)
+    monkeypatch.setattr(delta_rule_triton, "DIVISION", division)
+    monkeypatch.setattr(delta_rule_triton, "NUM_SMS", 10**6)
+    end = 64 * num_chunks - 20
+    prompts = [
+        Prompt(0, 130, src=0, dst=2, cuts=((1, 3), (64, 4), (65, 5), (130, 6))),
+        Prompt(64, 67, src=7, dst=8, cuts=((66, 9),)),
+        Prompt(5, end, src=7, dst=10, cuts=((64, 11), (100, 12), (end - 70, 13))),
+        Prompt(63, 290, src=14, dst=14, cuts=((64 * 4, 15),)),
+        Prompt(0, 1, src=0, dst=16),
+    ]
+    layer = make_layer(sum(p.end - p.start for p in prompts), shape, dtype, device)
+    # Every other head hardly decays: what was before a segment is still in the states behind it.
+    layer.A_log_H[::2] = -9.0
+    for max_beta in (1, 2):
+        check(replace(layer, max_beta=max_beta), make_arena([7, 14], shape, device), prompts, limit)
+
+
+def check_padded_segments(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded step for one long prompt that has others, empty ones and empty chunks: as without padding."""
+    monkeypatch.setattr(delta_rule_triton, "DIVISION", delta_rule_triton.Division(10**6, min_chunks=2, max_segments=4))
+    monkeypatch.setattr(delta_rule_triton, "NUM_SMS", 10**6)
+    layer = make_layer(64 * 12, Shape(), dtype, device)
+    layer.A_log_H[::2] = -9.0
+    ranges, cuts = [(0, 300), (5, 40), (10, 64 * 12 - 325)], [((70, 6),), ((40, 7),), ((64, 8), (200, 9))]
+    plain = plan_chunks(ranges, cuts)
+    num_chunks, room = len(plain.starts), len(plain.starts) + 10
+    firsts = (*plain.first_chunks, *(num_chunks,) * 3)
+    columns = [firsts, *((*column, *(0,) * (room - len(column))) for column in plain.columns[1:])]
+    guess = Chunks((0, *(12,) * 6), *((1,) * room,) * 3, is_padded=True)
+    results = []
+    for slots, table in (
+        (([0, 1, 2], [3, 1, 4]), plain.with_tensors([torch.tensor(c, device=device) for c in plain.columns])),
+        (
+            ([0, 1, 2, 0, 0, 0], [3, 1, 4, 0, 0, 0]),
+            guess.with_tensors([torch.tensor(c, device=device) for c in columns]),
+        ),
+    ):
+        torch.manual_seed(7)
+        state_SHKV = make_arena([1, 2], Shape(), device)
+        assert delta_rule_triton.choose_launch(table, 2, 16).num_segments == 4
+        places = (torch.tensor(slots[0], device=device), torch.tensor(slots[1], device=device))
+        out_THV = gdn_prefill(*layer.arguments(), state_SHKV, *places, table)
+        results.append((out_THV, state_SHKV.nan_to_num(9.0)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][0].isfinite().all()
+
+
 def check_nan_stays(device: str) -> None:
     shape = Shape()
     layer = make_layer(40, shape, torch.float32, device)
@@ -226,6 +285,33 @@ def test_a_mixed_batch_treats_each_sequence_alone(shape: Shape) -> None:
 
 def test_bfloat16_costs_roundings_of_operands_only() -> None:
     check_mixed_batch(Shape(), "cpu", torch.bfloat16, BFLOAT16_ERROR)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(1, 3, 5, 7), Shape(2, 2, 24, 40)], ids=str)
+@pytest.mark.parametrize("max_segments", [2, 3, 7])
+def test_sequences_in_segments_are_torchs(shape: Shape, max_segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_segments(shape, "cpu", torch.float32, FLOAT32_ERROR, monkeypatch, max_segments)
+
+
+def test_segments_in_bfloat16_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # States that hardly decay keep all roundings: undivided, the error is the same to three digits.
+    check_segments(Shape(), "cpu", torch.bfloat16, 2 * BFLOAT16_ERROR, monkeypatch, 5)
+
+
+def test_padded_steps_are_divided_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_padded_segments("cpu", torch.float32, monkeypatch)
+
+
+def test_few_long_sequences_are_divided() -> None:
+    def segments(lengths: Sequence[int], num_heads: int) -> int:
+        chunks = build_chunk_table([(0, length) for length in lengths], [()] * len(lengths))
+        return delta_rule_triton.choose_launch(chunks, num_heads, 128).num_segments
+
+    assert [segments([8192], heads) for heads in (8, 16, 32, 48, 64)] == [8, 4, 2, 1, 1]
+    assert [segments([length], 16) for length in (1024, 2048, 4096, 65536)] == [1, 3, 4, 4]
+    assert segments([4096, 4096], 16) == segments([8000, 1, 50, 64], 16) == segments([4096, 2048], 16) == 4
+    assert segments([4096, 4096], 32) == segments([4096, 1024], 48) == 1
+    assert segments([64] * 128, 16) == segments([8000] + [1] * 32, 16) == segments([], 16) == 1
 
 
 @pytest.mark.parametrize("gate", GATES)

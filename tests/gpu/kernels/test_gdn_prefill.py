@@ -38,6 +38,29 @@ def test_a_thousand_tokens_with_cuts_stay_accurate(dtype: torch.dtype, limit: fl
     cases.check(layer, cases.make_arena([4], REAL, "cuda"), prompts, limit)
 
 
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+@pytest.mark.parametrize("shape", [Shape(), Shape(1, 3, 5, 7), Shape(2, 2, 24, 40), Shape(2, 4, 128, 128)], ids=str)
+@pytest.mark.parametrize("max_segments", [2, 3, 7])
+def test_sequences_in_segments_are_torchs(
+    max_segments: int, shape: Shape, dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases.check_segments(shape, "cuda", dtype, limit, monkeypatch, max_segments, num_chunks=40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padded_steps_are_divided_as_others(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.check_padded_segments("cuda", dtype, monkeypatch)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+@pytest.mark.parametrize("shape", [REAL, Shape(8, 16, 128, 128), Shape(4, 8, 128, 128)], ids=str)
+def test_a_long_prompt_stays_accurate(shape: Shape, dtype: torch.dtype, limit: float) -> None:
+    layer = cases.make_layer(4500, shape, dtype, "cuda")
+    layer.A_log_H[::2] = -9.0
+    prompts = [Prompt(0, 4400, 0, 1, ((1000, 2), (1024, 3), (4399, 4))), Prompt(500, 600, 5, 5)]
+    cases.check(layer, cases.make_arena([5], shape, "cuda"), prompts, limit)
+
+
 @pytest.mark.parametrize("gate", cases.GATES)
 def test_extreme_gates_neither_overflow_nor_lose_the_weak_ones(gate: str) -> None:
     cases.check_gates(gate, "cuda")

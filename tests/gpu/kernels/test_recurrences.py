@@ -44,8 +44,6 @@ MODELS = {
 
 EVERY = KINDS | MODELS
 
-SEGMENTED = [name for name in EVERY if not name.startswith(("kda", "kimi"))]
-
 
 @pytest.fixture(params=EVERY)
 def kind(request: pytest.FixtureRequest) -> Kind:
@@ -78,9 +76,8 @@ def test_a_thousand_tokens_with_cuts_stay_accurate(name: str, num_sequences: int
 
 
 @pytest.mark.parametrize(("dtype", "limit"), DTYPES)
-@pytest.mark.parametrize("name", SEGMENTED)
-def test_sequences_in_segments_equal_torchs(name: str, dtype: torch.dtype, limit: float) -> None:
-    cases.check_segments(EVERY[name], "cuda", dtype, limit)
+def test_sequences_in_segments_equal_torchs(kind: Kind, dtype: torch.dtype, limit: float) -> None:
+    cases.check_segments(kind, "cuda", dtype, limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -165,7 +165,12 @@ class GatedDeltaNet(nn.Module):
                 x.split([num_rows, len(x) - num_rows]) for x in (x_TC, a_TH, b_TH)
             )
             decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
-            out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
+            if batch.recurrent.replay is None:
+                out_THV = decoded.new_empty(len(x_TC), *decoded.shape[1:])
+                out_THV[:num_rows] = decoded
+                self._prefill(x_RC, a_RH, b_RH, batch, memory, out_THV[num_rows:])
+            else:
+                out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
         normed = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return self.out_proj.multiply(normed.flatten(1) if isinstance(normed, Tensor) else normed)
 
@@ -179,13 +184,19 @@ class GatedDeltaNet(nn.Module):
         return self.recurrence.decode(inputs, memory.recurrent, src_N, dst_N, slots.log)
 
     def _prefill(
-        self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
+        self,
+        x_TC: Tensor,
+        a_TH: Tensor,
+        b_TH: Tensor,
+        batch: StepBatch,
+        memory: GatedDeltaNetMemory,
+        out_THV: Tensor | None = None,
     ) -> Tensor:
         prefills, slots = slice(batch.num_decodes, None), batch.recurrent
         src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
         y_TC, a_TH, b_TH = self.conv.prefill((x_TC, a_TH, b_TH), batch, memory.window_SRC, memory.replay)
         inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H)
-        return self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks, slots.replay)
+        return self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks, slots.replay, out_THV)
 
     def _heads(self, y_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = y_TC.split(self.conv_sizes, dim=-1)
