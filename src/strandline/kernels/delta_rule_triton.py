@@ -11,13 +11,14 @@ take from the registers that they left them in, and the right operands are tiles
 way from one state to the next passes through shared memory.
 
 Where heads are too few to fill the GPU, long sequences are divided into segments which run side by side. What a chunk
-does to the state is affine: a first run without outputs gives, of all segments of a sequence but the last, the state
-``F`` after it as from zeros and the matrix ``T`` that takes a state before it to one behind, which is what becomes of
-the identity where all values are 0. From the state ``F + T S`` before it, a second run computes each segment. The first
-segment's ``F`` is computed from the sequence's initial state; its ``T`` is not needed.
+does to the state is affine. So a first run, without outputs, computes for every segment of a sequence but the last the
+state ``F`` after it as from zeros, and the matrix ``T`` that maps the state before it to its part of the state after
+it: what becomes of the identity where all values are 0. The second run starts each segment from ``F + T S`` of the one
+ahead. The first segment's ``F`` is computed from the sequence's initial state; its ``T`` is not needed.
 
-Segments have as many chunks each, so that all of a step are ``num_segments`` or, where sequences end within one, a few
-more. Which segment is a program's, it finds out from the table of chunks: a CUDA graph is for any prompts.
+All segments have the same number of chunks, but the last one of a sequence: a step has ``num_segments`` of them, or a
+few more where sequences end within one. A program finds its segment in the chunk table on the device, because a CUDA
+graph serves any prompts.
 
 Operands of matrix products are rounded to the dtype of the keys, the state where it is one, too, and ``S`` and ``T`` to
 two such numbers each. Sums are float32.
@@ -103,10 +104,11 @@ def _segment_of(
     BLOCK_N: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
 ):
-    """Return which sequence's segment a slot of the grid has: of all sequences, or of the divided ones.
+    """Return the segment that a slot of the grid has. In the partial run only divided sequences have slots.
 
-    And its first chunk and end, its number, how many the sequence has (0: the slot is free), and where the sequence's
-    first one is among those of divided sequences.
+    Returns:
+        The sequence, the segment's first chunk and end, its index, the number of the sequence's segments (0: the slot
+        is free), and the place of the sequence's first segment among those of divided sequences.
     """
     index_N = tl.arange(0, BLOCK_N)
     is_sequence_N = index_N < num_sequences
@@ -184,8 +186,8 @@ def _advance_kernel(
 ):
     """Carry ``BLOCK_W`` columns of one head's state through the chunks of one segment of a sequence.
 
-    Of divided sequences, ``partial`` has the states after every segment, as from zeros but for the first, and instead
-    of the last one's the initial state; ``transitions`` has the matrices. The partial run writes both.
+    Of divided sequences, ``partial`` has the state after every segment, as from zeros but for the first one; in the
+    place of the last one's it has the initial state. ``transitions`` has the matrices. The partial run writes both.
 
     Without scales, these are in the keys and queries, and decays are a number per key channel.
     """

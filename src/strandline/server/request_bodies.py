@@ -103,13 +103,11 @@ class StreamOptions(BaseModel):
     """With ``include_usage``: every chunk carries the usage so far."""
 
 
-class SamplingBody(BaseModel):
-    """Fields that all generation requests share."""
+class SamplingFields(BaseModel):
+    """How tokens are chosen, in OpenAI's requests for generation."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    model: str | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -126,6 +124,21 @@ class SamplingBody(BaseModel):
     ignore_eos: bool = False
     min_tokens: int | None = None
     skip_special_tokens: bool = True
+
+    def given(self) -> dict[str, Any]:
+        """Return the sampling parameters that the body has. Raises ``RequestError``: a token id is not a number."""
+        names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys() - {STRUCTURED}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        return given
+
+
+class SamplingBody(SamplingFields):
+    """Fields that requests for completions share, of texts and of chats."""
+
+    model: str | None = None
+    n: int | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
@@ -153,11 +166,7 @@ class SamplingBody(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         check_extra(self.model_extra)
-        names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys() - {STRUCTURED}
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**{STRUCTURED: self.structure(), **defaults, **given, **more})
+        return SamplingParams(**{STRUCTURED: self.structure(), **defaults, **self.given(), **more})
 
     def wants_usage(self) -> bool:
         """Return whether a stream ends with the usage."""

@@ -8,7 +8,6 @@ from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
 
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta
@@ -16,7 +15,15 @@ from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.reasoning import CLOSE
-from strandline.server.request_bodies import Count, Objects, Strings, check_extra, effort_options, sent_as
+from strandline.server.request_bodies import (
+    Count,
+    Objects,
+    SamplingFields,
+    Strings,
+    check_extra,
+    effort_options,
+    sent_as,
+)
 from strandline.server.responses_items import Items, chat_messages, chat_tools
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, named_events
@@ -34,17 +41,26 @@ LOGPROBS: Final = "message.output_text.logprobs"
 """Value of ``include`` that requests log-probabilities."""
 
 
-class ResponsesBody(BaseModel):
-    """Body of ``/v1/responses``."""
+WITHOUT_RESULT: Final = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Values of ``include`` that request what no response has."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+
+class ResponsesBody(SamplingFields):
+    """Body of ``/v1/responses``."""
 
     model: str | None = None
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    n: int | None = None
     stream: bool | None = False
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -81,13 +97,18 @@ class ResponsesBody(BaseModel):
                     f"{name} is not supported, because nothing is stored; send the whole conversation as input",
                     param=name,
                 )
+        if self.n not in (None, 1):
+            raise RequestError(f"n must be 1 for /v1/responses, got {self.n}", param="n")
+        for value in self.include or ():
+            if value not in (LOGPROBS, *WITHOUT_RESULT):
+                known = ", ".join((LOGPROBS, *WITHOUT_RESULT))
+                raise RequestError(f"include must be among {known}; got {value!r:.100}", param="include")
         if self.top_logprobs and not self.wants_logprobs:
             raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
-        given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
         wanted = {"structured_outputs": self.structured_outputs, TEXT_FORMAT: (self.text or {}).get("format")}
         with sent_as({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
             return SamplingParams(
-                **{**defaults, **given},
+                **{**defaults, **self.given(), "n": 1},
                 max_tokens=self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
                 structured_outputs=structure_of(wanted, TEXT_FORMAT),

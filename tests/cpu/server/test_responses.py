@@ -71,6 +71,29 @@ def test_responses_logprobs_are_those_of_chat_completions(client: openai.OpenAI)
     assert [entry.logprob for event in deltas for entry in event.logprobs] == [entry["logprob"] for entry in expected]
 
 
+def test_tokens_are_chosen_as_for_chat_completions(client: openai.OpenAI) -> None:
+    more: dict[str, Any] = {"seed": 5, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True}
+    more |= {"frequency_penalty": 0.2, "logit_bias": {"7": -100}}
+    wishes: dict[str, Any] = {"model": "tiny", "temperature": 1.0, "top_p": 0.95}
+
+    def answer(**options: Any) -> str:
+        response = client.responses.create(**wishes, input="who?", max_output_tokens=16, extra_body={**more, **options})
+        return response.output_text
+
+    chat = client.chat.completions.create(
+        **wishes, messages=[{"role": "user", "content": "who?"}], max_tokens=16, extra_body=more
+    )
+    text = answer()
+    assert text == chat.choices[0].message.content
+    assert answer(seed=6) != text
+    assert answer(stop=[text[4:7]]) == text[: text.index(text[4:7])]
+
+
+@pytest.mark.parametrize("value", ["reasoning.encrypted_content", "file_search_call.results"])
+def test_results_that_no_response_has_may_be_included(client: openai.OpenAI, value: Any) -> None:
+    assert client.responses.create(model="tiny", input="who?", max_output_tokens=3, include=[value]).output_text
+
+
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
@@ -148,6 +171,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "a content part must be text",
     ),
     ({"tools": [{"type": "web_search"}]}, "must be of type function"),
+    ({"include": ["everything"]}, "include must be among message.output_text.logprobs, .*; got 'everything'"),
+    ({"extra_body": {"n": 2}}, "n must be 1 for /v1/responses, got 2"),
+    ({"extra_body": {"seed": "5"}}, "seed"),
+    ({"extra_body": {"top_k": -7}}, "top_k must be"),
 ]
 
 
