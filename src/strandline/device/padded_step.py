@@ -143,7 +143,7 @@ class PaddedStep:
         num_full = -(-size.num_prompt_rows // CHUNK_TOKENS)
         places, any_chunk = (0, *(num_full,) * num_prompts), (1,) * size.num_chunks
         parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
-        chunks = Chunks(places, any_chunk, any_chunk, any_chunk, is_padded=True).with_tensors(parts)
+        chunks = Chunks(places, any_chunk, any_chunk, any_chunk).with_tensors(parts)
         log_D = columns.log[: size.num_decodes]
         num_logged_D, num_folded_D = columns.num_logged[: size.num_decodes], columns.num_folded[: size.num_decodes]
         logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())

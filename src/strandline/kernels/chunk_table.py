@@ -22,7 +22,8 @@ CHUNK_TOKENS = BLOCK_TOKENS
 class ChunkTable:
     """Chunks of all prefill sequences of a step, sequence after sequence.
 
-    Rows count from the first prefill token. The tuples are host copies of the int64 device tensors.
+    Rows count from the first prefill token. The tuples are host copies of the int64 device tensors; in padded steps,
+    which a CUDA graph replays for others, they are those of a likely step with as much room.
     """
 
     first_chunks: tuple[int, ...]
@@ -40,8 +41,6 @@ class ChunkTable:
     cut_slots_C: Tensor
     is_short: bool = False
     """Whether every sequence has only a few tokens, so that computing them one by one is fastest."""
-    is_padded: bool = False
-    """Whether most sequences may be without tokens; the host copies say how much room there is."""
 
     @property
     def num_sequences(self) -> int:
@@ -57,7 +56,6 @@ class Chunks:
     lengths: tuple[int, ...]
     cut_slots: tuple[int, ...]
     is_short: bool = False
-    is_padded: bool = False
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
@@ -76,7 +74,6 @@ class Chunks:
             lengths,
             cut_slots,
             self.is_short,
-            self.is_padded,
         )
 
 

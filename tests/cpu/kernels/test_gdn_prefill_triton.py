@@ -232,7 +232,7 @@ def check_padded_segments(device: str, dtype: torch.dtype, monkeypatch: pytest.M
     num_chunks, room = len(plain.starts), len(plain.starts) + 10
     firsts = (*plain.first_chunks, *(num_chunks,) * 3)
     columns = [firsts, *((*column, *(0,) * (room - len(column))) for column in plain.columns[1:])]
-    guess = Chunks((0, *(12,) * 6), *((1,) * room,) * 3, is_padded=True)
+    guess = Chunks((0, *(12,) * 6), *((1,) * room,) * 3)
     results = []
     for slots, table in (
         (([0, 1, 2], [3, 1, 4]), plain.with_tensors([torch.tensor(c, device=device) for c in plain.columns])),
