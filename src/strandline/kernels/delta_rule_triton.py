@@ -25,8 +25,8 @@ two such numbers each. Sums are float32.
 
 Invariants: a cut's state is stored from the registers that carry it on. Rows past a chunk's end, which belong to other
 chunks, affect no output and no state, and are not written. No ``src`` may equal the ``dst`` of another sequence, nor a
-cut's slot: programs run in any order. The initial state of a divided sequence is read from a copy, which the first run
-makes: ``dst`` may be ``src``.
+cut's slot: programs run in any order. A sequence's cuts and its ``dst`` have slots of their own. The initial state of a
+divided sequence is read from a copy, which the first run makes: ``dst`` may be ``src``.
 
 One variant of the kernel is compiled per dtype, layer shape and run, for few sequences and for many: numbers of tokens,
 chunks, sequences and segments, and where slot tables start, ask for no other.
@@ -71,8 +71,9 @@ MANY_PROGRAMS = Advance(columns=128, num_warps=8, num_stages=3)
 Three chunks in flight fill a multiprocessor; with two, 137."""
 
 PARTIAL_STAGES = 3
-"""Chunks in flight in the run without outputs: two programs share a multiprocessor. With two, a chunk waits for its
-tiles: 135 µs instead of 123 for 16 heads."""
+"""Chunks in flight in the run without outputs. Two programs share a multiprocessor, but where decays are of key
+channels, which take 176 bytes too many. With two chunks, one waits for its tiles: 135 µs instead of 123 for 16 heads.
+"""
 
 DIVISION = Division(wanted_programs=NUM_SMS, min_chunks=10, max_segments=8)
 """For one sequence of 8,192 tokens of 32 heads in 2 segments 170 µs instead of 205, of 16 in 4 segments 112 instead of
@@ -80,6 +81,9 @@ DIVISION = Division(wanted_programs=NUM_SMS, min_chunks=10, max_segments=8)
 
 MAX_DIVIDED = 32
 """Sequences of a step, beyond which none is divided: as many as a warp looks at together."""
+
+MAX_DIVIDED_KEYS = 128
+"""Channels of a key, beyond which sequences are not divided: a matrix of them would not fit in shared memory."""
 
 
 class Prepared(NamedTuple):
@@ -357,7 +361,8 @@ def advance(
     block_k = prepared.write_CHLK.shape[3]
     block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     num_blocks = cdiv(value_dim, block_w)
-    is_float32, is_divided = q_TGK.dtype == torch.float32, num_segments > 1
+    is_float32 = q_TGK.dtype == torch.float32
+    is_divided = num_segments > 1 and block_k <= MAX_DIVIDED_KEYS
     num_parts = 1 if is_float32 else 2
     partial_JHVK = transitions_JHPKK = None
     if is_divided:

@@ -302,6 +302,22 @@ def test_padded_steps_are_divided_as_others(monkeypatch: pytest.MonkeyPatch) -> 
     check_padded_segments("cpu", torch.float32, monkeypatch)
 
 
+@pytest.mark.parametrize(("key_dim", "num_runs"), [(128, 2), (130, 1)])
+def test_sequences_of_wide_keys_are_not_divided(key_dim: int, num_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, grids = delta_rule_triton._advance_kernel, list[tuple[int, ...]]()
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(delta_rule_triton, "_advance_kernel", Recorded())
+    shape = Shape(1, 1, key_dim, 16)
+    layer = make_layer(1300, shape, torch.float32, "cpu")
+    check(layer, make_arena([1], shape, "cpu"), [Prompt(0, 1300, 1, 2)], FLOAT32_ERROR)
+    assert len(grids) == num_runs
+
+
 def test_few_long_sequences_are_divided() -> None:
     def segments(lengths: Sequence[int], num_heads: int) -> int:
         chunks = build_chunk_table([(0, length) for length in lengths], [()] * len(lengths))
