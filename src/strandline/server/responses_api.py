@@ -108,7 +108,7 @@ class ResponsesBody(SamplingFields):
         wanted = {"structured_outputs": self.structured_outputs, TEXT_FORMAT: (self.text or {}).get("format")}
         with sent_as({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
             return SamplingParams(
-                **{**defaults, **self.given(), "n": 1},
+                **{**defaults, **self.given()},
                 max_tokens=self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
                 structured_outputs=structure_of(wanted, TEXT_FORMAT),

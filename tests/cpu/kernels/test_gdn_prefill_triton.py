@@ -13,13 +13,14 @@ from torch import Tensor
 
 from strandline.kernels import gdn
 from strandline.kernels.chunk_table import Chunks, build_chunk_table, plan_chunks
+from strandline.kernels.gdn_prefill_numba import gdn_prefill as gdn_prefill_by_numba
 from tests.bound import bound
 
 gdn_prefill_by_torch = bound(gdn.gdn_prefill)
 
 if find_spec("triton") is not None:
     from strandline.kernels import delta_rule_triton
-    from strandline.kernels.gdn_prefill_triton import gdn_prefill
+    from strandline.kernels.gdn_prefill_triton import gdn_prefill, gdn_prefill_invariant
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -317,6 +318,35 @@ def test_sequences_of_wide_keys_are_not_divided(key_dim: int, num_runs: int, mon
     layer = make_layer(130, shape, torch.float32, "cpu")
     check(layer, make_arena([1], shape, "cpu"), [Prompt(0, 130, 1, 2)], FLOAT32_ERROR)
     assert len(grids) == num_runs
+
+
+def test_deterministic_prefills_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_rule_triton, "DIVISION", delta_rule_triton.DIVISION._replace(min_chunks=1))
+    layer, state_SHKV = make_layer(300, Shape(), torch.float32, "cpu"), make_arena([], Shape(), "cpu")
+    layer.A_log_H[:] = -9.0
+
+    def run(start: int, end: int, src: int, dst: int) -> Tensor:
+        table = build_chunk_table([(start, end)], [()])
+        rows = (x[start:end] for x in layer.arguments()[:5])
+        slots = torch.tensor([src]), torch.tensor([dst])
+        return gdn_prefill_invariant(*rows, layer.A_log_H, layer.dt_bias_H, state_SHKV, *slots, table)
+
+    whole = run(0, 300, 0, 1)
+    assert torch.equal(torch.cat([run(0, 64, 0, 2), run(64, 256, 2, 2), run(256, 300, 2, 2)]), whole)
+    assert torch.equal(state_SHKV[2], state_SHKV[1])
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_outputs_are_written_where_they_are_wanted(is_short: bool) -> None:
+    layer, table = make_layer(4, Shape(), torch.float32, "cpu"), build_chunk_table([(0, 4)], [()])
+    arguments = (*layer.arguments(), make_arena([], Shape(), "cpu"), torch.tensor([0]), torch.tensor([0]))
+    expected = gdn_prefill_by_torch(*arguments, table)
+    for prefill in (gdn_prefill_by_torch, gdn_prefill, gdn_prefill_invariant, gdn_prefill_by_numba):
+        rows_THV = torch.full((9, *layer.v_THV.shape[1:]), POISON)
+        out_THV = prefill(*arguments, replace(table, is_short=is_short), out_THV=rows_THV[3:7])
+        assert out_THV.data_ptr() == rows_THV[3:].data_ptr()
+        assert float((rows_THV[3:7] - expected).norm() / expected.norm()) <= FLOAT32_ERROR
+        assert rows_THV[[0, 1, 2, 7, 8]].isnan().all()
 
 
 def test_few_long_sequences_are_divided() -> None:

@@ -7,7 +7,8 @@ Shape suffixes: N sequences, S slots, X the dimensions of one state; T tokens of
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -218,8 +219,9 @@ def check_steps_on_the_grid(kind: Kind, device: str, dtype: torch.dtype) -> None
     assert torch.equal(state_SX[4], state_SX[1])
 
 
-def check_segments(kind: Kind, device: str, dtype: torch.dtype, limit: float) -> None:
-    """Assert a prompt in place, in as many segments as it has chunks, and several sequences in two each."""
+@contextmanager
+def short_segments() -> Iterator[None]:
+    """Divide sequences into segments of one chunk, where they are divided at all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("strandline.kernels.head_decay_triton.MIN_SEGMENT_CHUNKS", 1)
         for name in ("mamba1_prefill", "rglru"):
@@ -227,6 +229,12 @@ def check_segments(kind: Kind, device: str, dtype: torch.dtype, limit: float) ->
             patch.setattr(module, "DIVISION", module.DIVISION._replace(min_chunks=1))
         delta_rule = import_module("strandline.kernels.delta_rule_triton")
         patch.setattr(delta_rule, "DIVISION", delta_rule.DIVISION._replace(wanted_programs=10**6, min_chunks=1))
+        yield
+
+
+def check_segments(kind: Kind, device: str, dtype: torch.dtype, limit: float) -> None:
+    """Assert a prompt in place, in as many segments as it has chunks, and several sequences in two each."""
+    with short_segments():
         prompt = Prompt(37, 300, src=2, dst=2, cuts=((200, 3), (256, 4)))
         check_prefill(make_layer(kind, 263, dtype, device), make_slots(kind, [2], device), [prompt], limit)
         check_mixed_batch(kind, device, dtype, limit)
@@ -351,7 +359,8 @@ def test_states_of_smaller_dtypes_are_rounded_where_stored(kind: Kind, state_dty
 
 
 def test_prompt_in_steps_on_the_grid_is_bitwise_equal(kind: Kind) -> None:
-    check_steps_on_the_grid(kind, "cpu", torch.float32)
+    with short_segments():
+        check_steps_on_the_grid(kind, "cpu", torch.float32)
 
 
 def test_an_empty_chunk_at_the_end_changes_no_bit(kind: Kind) -> None:
@@ -365,6 +374,14 @@ def test_nan_in_the_tokens_of_one_sequence_stays_there(kind: Kind) -> None:
 
 def test_sequences_in_segments_equal_torchs(kind: Kind) -> None:
     check_segments(kind, "cpu", torch.float32, FLOAT32_ERROR)
+
+
+def test_a_deterministic_prefill_chooses_no_launch_by_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        pytest.fail("a launch was chosen")
+
+    monkeypatch.setattr("strandline.kernels.kda_triton.choose_launch", fail)
+    check_steps_on_the_grid(KINDS["kda"], "cpu", torch.float32)
 
 
 @pytest.mark.parametrize(
