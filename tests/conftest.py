@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,13 @@ SHARE_SERVERS = re.compile(
 
 STARTED_FIRST = ("server", "engine", "bench", "kernels", "models", "cache")
 """Folders of ``tests/cpu`` that take longest, in the order in which several workers take them up."""
+
+# What a shell ignores for its background jobs, and nohup, children inherit; the processes that tests signal must not.
+for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How many threads share a sum changes its last bits; and the tests' tensors are too small to share.
 torch.set_num_threads(1)
