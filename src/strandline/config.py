@@ -29,6 +29,18 @@ DISK_CACHE_SIZE: Final = "100GiB"
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+USES_OF_HITS: Final = {
+    "kv_transfer_config": "hands over what the cache holds",
+    "host_memory": "holds what the cache evicts",
+    "disk_cache": "holds what the cache evicts",
+    "audit_rate": "replays what hits the cache",
+}
+"""Options that need a cache that can be hit, and what each does with it."""
+
+NEED_CACHE: Final = frozenset({*USES_OF_HITS, "kv_events_config", "disk_cache_size", "snapshot_dtype"})
+"""Options that an engine without a cache refuses."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options that are fixed before the first request.
@@ -207,15 +219,10 @@ class EngineConfig:
             raise ConfigError("--kv-events-config publishes what the cache holds; drop --no-enable-prefix-caching")
         if self.enable_prefix_caching and self.mamba_cache_mode != "none":
             return
-        for name, is_given, use in (
-            ("--kv-transfer-config", self.kv_transfer is not None, "hands over what the cache holds"),
-            ("--host-memory", self.host_memory is not None, "holds what the cache evicts"),
-            ("--disk-cache", self.disk_cache is not None, "holds what the cache evicts"),
-            ("--audit-rate", self.audit_rate > 0, "replays what hits the cache"),
-        ):
-            if is_given:
+        for name, use in USES_OF_HITS.items():
+            if getattr(self, name) not in (None, 0.0):
                 cause = "--mamba-cache-mode none" if self.enable_prefix_caching else "--no-enable-prefix-caching"
-                raise ConfigError(f"{name} {use}; drop {cause}")
+                raise ConfigError(f"{flag(name)} {use}; drop {cause}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -242,6 +249,12 @@ class EngineConfig:
         """
         reject_unknown(options, [field.name for field in fields(cls)])
         return cls(**options)
+
+
+def without_cache(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for the same engine without a prefix cache, for comparisons."""
+    left = {name: value for name, value in options.items() if name not in NEED_CACHE}
+    return {**left, "enable_prefix_caching": False}
 
 
 def reject_unknown(options: Mapping[str, Any], known: list[str]) -> None:

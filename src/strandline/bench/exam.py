@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from strandline.bench.evaluate import make_suite, score
 from strandline.bench.log_once import log_once
+from strandline.config import without_cache
 from strandline.demo.tasks import KINDS, Task
 from strandline.engine.llm import LLM
 from strandline.engine.loading import LOGGER
@@ -43,9 +44,10 @@ def run_evaluation(engine_options: Mapping[str, Any], *, per_kind: int, seed: in
     results: dict[str, Result] = {}
     with log_once(LOGGER.name):
         for mode in MODES:
-            llm = LLM(**{**engine_options, "enable_prefix_caching": mode != "off"})
-            suite = suite or make_suite(seed, per_kind, count=token_counter(llm))
-            results[mode] = take(llm, suite, mode)
+            cached = {**engine_options, "enable_prefix_caching": True}
+            with LLM(**(without_cache(engine_options) if mode == "off" else cached)) as llm:
+                suite = suite or make_suite(seed, per_kind, count=token_counter(llm))
+                results[mode] = take(llm, suite, mode)
     print("\n".join(table(suite, results)))
     scores = [[result.correct(suite, kind) for kind in KINDS] for result in results.values()]
     return 0 if all(row == scores[0] for row in scores) else 1
