@@ -62,6 +62,12 @@ def broken_links(page: Path, text: str) -> list[str]:
     return [target for target in links(text) if not leads_somewhere(page, target)]
 
 
+def wrapped_commands(text: str) -> list[str]:
+    """Return lines of a Markdown page with a command that was wrapped as prose: with a continuation, outside of code."""
+    prose = re.sub(r"^(```|~~~).*?^\1|^ {4}[^\n]*$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in prose.splitlines() if re.search(r" \\( |$)", line)]
+
+
 def links(text: str) -> list[str]:
     """Return the targets of a page's links that are not addresses, code left out."""
     prose = re.sub(r"^(```|~~~).*?^\1|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -162,6 +168,11 @@ def test_relative_links_lead_somewhere(name: str) -> None:
     assert broken_links(ROOT / name, TEXTS[name]) == []
 
 
+@pytest.mark.parametrize("name", sorted(name for name in TEXTS if name.endswith(".md")))
+def test_commands_can_be_copied(name: str) -> None:
+    assert wrapped_commands(TEXTS[name]) == []
+
+
 def test_functions_and_files_are_short_or_say_why_not() -> None:
     found = set().union(*(too_long(name, text) for name, text in SOURCES.items()))
     assert found == set(LONG_FOR_A_REASON), "cut it up, or give the reason; strike out what is short again"
@@ -227,6 +238,12 @@ def test_a_broken_link_is_found(text: str) -> None:
 )
 def test_a_sound_link_is_let_pass(text: str) -> None:
     assert broken_links(ROOT / "README.md", text) == []
+
+
+def test_a_wrapped_command_is_found() -> None:
+    command = "python benchmarks/gpu.py --only decode \\\n    --memory 7GiB\n"
+    assert wrapped_commands(f"# Title\n\n```\n{command}```\n\n    make \\\n") == []
+    assert len(wrapped_commands(f"# Title\n\n{command}")) == 1
 
 
 def test_a_long_function_and_a_long_file_are_found() -> None:
