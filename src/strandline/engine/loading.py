@@ -9,6 +9,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.dtypes import choose_dtype, choose_kv_cache_dtype, choose_storage, kept_note, peak_note
 from strandline.device.executor import Executor
+from strandline.device.gpu_limits import require_shared_memory
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
@@ -80,6 +81,7 @@ def load_uni_executor(
             vocabulary.grammars.begin()  # while the weights are read
     directory = find_model(config.model)
     device, shard = resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
+    require_shared_memory(device)
     model_config = read_model_config(directory)
     choice = choose_dtype(config, model_config, device)
     storage = choose_storage(config, model_config, device, choice.dtype)
