@@ -28,7 +28,7 @@ from strandline.config import (
     flag,
 )
 from strandline.errors import ConfigError, RequestError, StrandlineError
-from strandline.server.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS
+from strandline.server.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
 from strandline.specs import SNAPSHOT_DTYPES
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
@@ -170,6 +170,8 @@ def _add_serve(commands: Any) -> None:
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", metavar="NAME", help=text)
     text = "format of reasoning; auto: detect it from the chat template (default: %(default)s)"
     add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", metavar="NAME", help=text)
+    text = "field of the reasoning in chat completions (default: %(default)s)"
+    add("--reasoning-field", choices=REASONING_FIELDS, default="both", help=text)
     add("--enable-auto-tool-choice", action="store_true", help="accepted for compatibility; not needed")
     add("--restart", action="store_true", help="restart the engine if its process dies")
     add("--max-queue", type=int, default=1024, metavar="N", help="maximum queued outputs (default: %(default)s)")

@@ -35,6 +35,8 @@ class OutputDelta:
     stop_reason: int | str | None
     speculation: SpeculationStats
     """The output's drafts; known when it has ended."""
+    call_marks: tuple[int, ...] = ()
+    """The characters of the text at which a special token opens a tool call."""
 
     @property
     def is_visible(self) -> bool:

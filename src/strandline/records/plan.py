@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from strandline.cache import Action, Completion
 from strandline.ids import NO_TOKEN, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
+from strandline.records.reasoning_rules import ReasoningRules
 from strandline.records.sampling_params import SamplingParams
 
 MAX_STOP_IDS: Final = 8
@@ -96,6 +97,8 @@ class NewRequest:
     bad_words_ids: tuple[tuple[int, ...], ...]
     hidden_ids: frozenset[int] | None = None
     """Tokens that the text in which stop strings are searched leaves out; None: those of the parameters."""
+    reasoning: ReasoningRules | None = None
+    """The rules of the reasoning, in which stop strings do not hold; None: they hold everywhere."""
 
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
         """Whether a token ends the request as its output's token of that number, counted from 1."""

@@ -37,6 +37,7 @@ class Chat:
     ) -> None:
         self._body = body
         self._num_top = body.top_logprobs or 0
+        self._reasoning_fields = service.reasoning_fields if body.include_reasoning else ()
         self._head = {
             "id": f"chatcmpl-{uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -54,13 +55,13 @@ class Chat:
             [delta] = await self.job.whole()
         choices = []
         for output, parser in zip(delta.outputs, self._parsers, strict=True):
-            parser.feed(output.text)
+            parser.feed(output.text, output.call_marks)
             parser.finish()
             logprobs = chat_logprobs(output.logprobs or [], self._num_top) if self._body.logprobs else None
             choices.append(
                 {
                     "index": output.index,
-                    "message": chat_message(parser),
+                    "message": chat_message(parser, self._reasoning_fields),
                     "logprobs": logprobs,
                     "finish_reason": chat_finish_reason(parser, output.finish_reason),
                     "stop_reason": output.stop_reason,
@@ -95,8 +96,9 @@ class Chat:
             return []
         is_end = output.finish_reason is not None
         entries = output.logprobs
-        segments = parser.feed(output.text)
-        found = chat_deltas(parser, merge_segments([*segments, *parser.finish()] if is_end else segments))
+        segments = parser.feed(output.text, output.call_marks)
+        segments = merge_segments([*segments, *parser.finish()] if is_end else segments)
+        found = chat_deltas(parser, segments, self._reasoning_fields)
         wants_ids = bool(self._body.return_token_ids)
         if not found:
             if not (is_end or entries or wants_ids):

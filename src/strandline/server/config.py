@@ -35,6 +35,8 @@ class ServerConfig:
     """Format of tool calls; ``auto`` detects it from the chat template."""
     reasoning_parser: str = "auto"
     """Format of reasoning; ``auto`` detects it from the chat template."""
+    reasoning_field: str = "both"
+    """Field of chat completions' messages that holds the reasoning: ``reasoning``, ``reasoning_content`` or both."""
     enable_auto_tool_choice: bool = False
     """No effect, for compatibility with vLLM: requests with tools may always call them."""
     max_queue: int = 1024

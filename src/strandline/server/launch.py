@@ -31,7 +31,7 @@ from strandline.server.grammar_trials import GrammarTrials
 from strandline.server.http_protocol import HttpProtocol
 from strandline.server.listener import Listener, log_loop_error
 from strandline.server.metrics import Metrics
-from strandline.server.output_parser import choose_output_format
+from strandline.server.output_parser import REASONING_FIELDS, choose_output_format
 from strandline.server.service import Service, TryGrammar
 from strandline.server.slow_client_timeout import SlowClientTimeout
 from strandline.server.supervisor import EngineProcess, engine_process, keep_restarting
@@ -131,7 +131,7 @@ def make_service(
     """
     names = server.served_model_name or (engine.model,)
     tokenizer = client.frontend.tokenizer
-    added = tokenizer.get_added_vocab() if tokenizer is not None else ()
+    added = tokenizer.get_added_vocab() if tokenizer is not None else {}
     shown = template_text(tokenizer, template)
     output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown, added)
     return Service(
@@ -140,6 +140,7 @@ def make_service(
         defaults,
         template,
         output_format,
+        REASONING_FIELDS[server.reasoning_field],
         server.parse_special_tokens,
         kv_transfer=engine.kv_transfer,
         try_grammar=try_grammar,

@@ -123,7 +123,9 @@ class Message:
         with self.job:
             [delta] = await self.job.whole()
         [output] = delta.outputs
-        self._blocks.append(merge_segments([*self._parser.feed(output.text), *self._parser.finish()]))
+        self._blocks.append(
+            merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
+        )
         self._blocks.finish()
         return {**self._head, "content": self._blocks.blocks, **self._end(output), "usage": self._usage(delta)}
 
@@ -136,7 +138,7 @@ class Message:
                 is_started = True
                 empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
                 yield {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
-            for event in self._blocks.append(self._parser.feed(output.text)):
+            for event in self._blocks.append(self._parser.feed(output.text, output.call_marks)):
                 yield event
             if delta.finished:
                 for event in self._blocks.append(self._parser.finish()) + self._blocks.finish():

@@ -1,12 +1,14 @@
 """Parsing of a model's output into content, reasoning and tool calls, rendered as OpenAI's messages and deltas."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 from uuid import uuid4
 
 from strandline.errors import ConfigError
-from strandline.server.reasoning import CLOSE, OPEN, ThinkParser
+from strandline.records.reasoning_rules import CallTag, ReasoningRules
+from strandline.text.reasoning import CLOSE, OPEN, StrayClose, ThinkParser
 from strandline.text.segments import Segment, SegmentKind, SegmentParser, merge_segments
 from strandline.text.tool_calls import Schemas
 from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
@@ -17,6 +19,12 @@ TOOL_CALL_PARSERS: Final = ("auto", *sorted({*TOOL_FORMATS, *ALIASES}), "none")
 OPENED_BY_PROMPT: Final = ("kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "qwen3")
 """vLLM's names for parsers of ``<think>…</think>``, which the prompt may open."""
 ALWAYS_OPEN: Final = "deepseek_r1"
+REASONING_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "both": ("reasoning", "reasoning_content"),
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+}
+"""Values of ``--reasoning-field``, and the fields of a message: vLLM has the first, others the second."""
 REASONING_PARSERS: Final = ("auto", ALWAYS_OPEN, *OPENED_BY_PROMPT, "none")
 
 
@@ -26,6 +34,8 @@ class OutputFormat:
 
     tool_calls: str = "none"
     reasoning: str = "none"
+    added_tokens: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """The tokenizer's, with their ids: tags may be among them."""
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Return whether the text that follows a prompt begins inside the reasoning."""
@@ -33,13 +43,26 @@ class OutputFormat:
             return False
         return self.reasoning == ALWAYS_OPEN or prompt.rstrip().endswith(OPEN)
 
+    def reasoning_rules(self, prompt: str, *, with_tools: bool) -> ReasoningRules | None:
+        """Return the rules of the reasoning in the outputs that follow a prompt; None: reasoning is not parsed.
+
+        Args:
+            with_tools: tools may be called.
+        """
+        if self.reasoning == "none":
+            return None
+        tag = tool_format(self.tool_calls).frame.first_tag if with_tools and self.tool_calls != "none" else ""
+        call_tag = CallTag(tag, self.added_tokens.get(tag)) if tag else None
+        return ReasoningRules(self.opens_reasoning(prompt), call_tag)
+
     def parser(self, prompt: str, schemas: Schemas | None) -> "OutputParser":
         """Return a parser for the output that follows a prompt.
 
         Args:
             schemas: parameter schemas of the tools that may be called; None to leave calls unparsed.
         """
-        think = None if self.reasoning == "none" else ThinkParser(is_open=self.opens_reasoning(prompt))
+        rules = self.reasoning_rules(prompt, with_tools=schemas is not None)
+        think = None if rules is None else ThinkParser.of(rules)
         tools = None if schemas is None or self.tool_calls == "none" else tool_format(self.tool_calls).parser(schemas)
         return OutputParser(think, tools)
 
@@ -51,12 +74,12 @@ class OutputFormat:
 
 
 def choose_output_format(
-    tool_calls: str, reasoning: str, template: str, added_tokens: Iterable[str] = ()
+    tool_calls: str, reasoning: str, template: str, added_tokens: Mapping[str, int] = MappingProxyType({})
 ) -> OutputFormat:
     """Return the format selected by the flags; ``auto`` detects it from the chat template and the tokenizer.
 
     Args:
-        added_tokens: the tokenizer's; the tags of some formats are tokens that do not occur in the template.
+        added_tokens: the tokenizer's, with their ids; the tags of some formats do not occur in the template.
 
     Raises:
         ConfigError: there is no such parser.
@@ -72,7 +95,7 @@ def choose_output_format(
         tool_calls = find_tool_format(template, added)
     if reasoning == "auto":
         reasoning = "qwen3" if OPEN in template or CLOSE in template or OPEN in added else "none"
-    return OutputFormat(tool_calls, reasoning)
+    return OutputFormat(tool_calls, reasoning, added_tokens)
 
 
 def new_call_id() -> str:
@@ -92,32 +115,45 @@ class ToolCall:
 class OutputParser:
     """Parses one output as it grows, and keeps what was parsed."""
 
-    def __init__(self, think: SegmentParser | None = None, tools: SegmentParser | None = None) -> None:
+    def __init__(self, think: ThinkParser | None = None, tools: SegmentParser | None = None) -> None:
         self.reasoning = ""
         self.content = ""
         self.calls: list[ToolCall] = []
         self._think = think
         self._tools = tools
+        self._stray_close = StrayClose()
 
-    def feed(self, text: str) -> list[Segment]:
-        """Add text; return its segments."""
-        return self._keep(self._split_calls(self._split_reasoning(text)))
+    def feed(self, text: str, marks: Collection[int] = ()) -> list[Segment]:
+        """Add text; return its segments.
+
+        Args:
+            marks: the characters of the text at which a special token opens a call.
+        """
+        return self._keep(self._split_calls(self._split_reasoning(text, marks)))
 
     def finish(self) -> list[Segment]:
         """End the output; return the segments that were held back."""
         segments = self._split_calls(self._think.finish()) if self._think is not None else []
-        return self._keep(segments + (self._tools.finish() if self._tools is not None else []))
+        segments += self._drop_stray_close(self._tools.finish()) if self._tools is not None else []
+        return self._keep([*segments, *self._stray_close.finish()])
 
-    def _split_reasoning(self, text: str) -> list[Segment]:
-        return self._think.feed(text) if self._think is not None else [Segment(SegmentKind.CONTENT, text)]
+    def _split_reasoning(self, text: str, marks: Collection[int]) -> list[Segment]:
+        return self._think.feed(text, marks) if self._think is not None else [Segment(SegmentKind.CONTENT, text)]
 
     def _split_calls(self, segments: list[Segment]) -> list[Segment]:
         if self._tools is None:
             return segments
         found: list[Segment] = []
         for segment in segments:
-            found += self._tools.feed(segment.text) if segment.kind is SegmentKind.CONTENT else [segment]
+            if segment.kind is SegmentKind.CONTENT:
+                found += self._drop_stray_close(self._tools.feed(segment.text))
+            else:
+                found.append(segment)
         return found
+
+    def _drop_stray_close(self, segments: list[Segment]) -> list[Segment]:
+        is_due = self._think is not None and self._think.is_ended_by_call
+        return self._stray_close.feed(segments) if is_due else segments
 
     def _keep(self, segments: Iterable[Segment]) -> list[Segment]:
         segments = merge_segments(segments)
@@ -138,11 +174,11 @@ def chat_finish_reason(parser: OutputParser, reason: str | None) -> str | None:
     return "tool_calls" if parser.calls and reason == "stop" else reason
 
 
-def chat_message(parser: OutputParser) -> Json:
-    """Return a finished output as a message."""
+def chat_message(parser: OutputParser, reasoning_fields: Sequence[str]) -> Json:
+    """Return a finished output as a message, with its reasoning in these fields."""
     body: Json = {"role": "assistant", "content": parser.content, "refusal": None}
     if parser.reasoning:
-        body["reasoning_content"] = parser.reasoning
+        body.update(dict.fromkeys(reasoning_fields, parser.reasoning))
     if parser.calls:
         body["content"] = parser.content or None
         body["tool_calls"] = [
@@ -152,8 +188,8 @@ def chat_message(parser: OutputParser) -> Json:
     return body
 
 
-def chat_deltas(parser: OutputParser, segments: Iterable[Segment]) -> list[Json]:
-    """Return a parser's latest segments as deltas of its message."""
+def chat_deltas(parser: OutputParser, segments: Iterable[Segment], reasoning_fields: Sequence[str]) -> list[Json]:
+    """Return a parser's latest segments as deltas of its message, with reasoning in these fields."""
     segments = list(segments)
     index = len(parser.calls) - sum(segment.kind is SegmentKind.CALL for segment in segments) - 1
     found: list[Json] = []
@@ -164,6 +200,8 @@ def chat_deltas(parser: OutputParser, segments: Iterable[Segment]) -> list[Json]
             found.append({"tool_calls": [{**call, "function": {"name": text, "arguments": ""}}]})
         elif kind is SegmentKind.ARGUMENTS:
             found.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
-        else:
-            found.append({"content" if kind is SegmentKind.CONTENT else "reasoning_content": text})
+        elif kind is SegmentKind.CONTENT:
+            found.append({"content": text})
+        elif reasoning_fields:
+            found.append(dict.fromkeys(reasoning_fields, text))
     return found

@@ -14,7 +14,6 @@ from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
-from strandline.server.reasoning import CLOSE
 from strandline.server.request_bodies import (
     Count,
     Objects,
@@ -31,6 +30,7 @@ from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
 from strandline.text.frontend import CheckedParams
+from strandline.text.reasoning import CLOSE
 from strandline.text.segments import merge_segments
 
 STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
@@ -164,7 +164,9 @@ class ModelResponse:
         }
         self._parser = service.output_format.parser(prompt.text or "", body.toolbox().schemas)
         self._items = Items()
-        self._closing_id: int | None = service.tokenizer.get_added_vocab().get(CLOSE)
+        self._closing_id: int | None = service.output_format.added_tokens.get(CLOSE)
+        rules = checked.reasoning
+        self._call_tag_id = None if rules is None or rules.call_tag is None else rules.call_tag.token_id
         self._num_reasoning = 0
         self._is_reasoning_closed = False
         self.job = service.client.submit(self._head["id"], [prompt], checked, salt)
@@ -175,7 +177,7 @@ class ModelResponse:
             [delta] = await self.job.whole()
         [output] = delta.outputs
         self._count_reasoning(output)
-        segments = merge_segments([*self._parser.feed(output.text), *self._parser.finish()])
+        segments = merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
         self._items.append(segments, self._logprobs(output))
         self._items.finish(_status(output))
         return self._finished(output)
@@ -193,7 +195,7 @@ class ModelResponse:
         async for _, delta in self.job.deltas():
             [output] = delta.outputs
             self._count_reasoning(output)
-            for event in self._items.append(self._parser.feed(output.text), self._logprobs(output)):
+            for event in self._items.append(self._parser.feed(output.text, output.call_marks), self._logprobs(output)):
                 yield event
             if delta.finished:
                 for event in self._items.append(self._parser.finish()) + self._items.finish(_status(output)):
@@ -233,15 +235,13 @@ class ModelResponse:
         return usage
 
     def _count_reasoning(self, output: OutputDelta) -> None:
-        """Count the tokens up to and including the tag that closes the reasoning."""
-        if self._is_reasoning_closed:
-            return
-        token_ids = output.token_ids
-        if self._closing_id is not None and self._closing_id in token_ids:
-            self._is_reasoning_closed = True
-            self._num_reasoning += token_ids.index(self._closing_id) + 1
-        else:
-            self._num_reasoning += len(token_ids)
+        """Count the tokens up to and including the tag that closes the reasoning, or up to a call that ends it."""
+        for token in output.token_ids:
+            if self._is_reasoning_closed or token == self._call_tag_id:
+                self._is_reasoning_closed = True
+                return
+            self._num_reasoning += 1
+            self._is_reasoning_closed = token == self._closing_id
 
 
 def _status(last: OutputDelta) -> str:

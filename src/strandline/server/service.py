@@ -18,12 +18,12 @@ from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
 from strandline.records.transfer_params import TransferParams, read_transfer_params
 from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
-from strandline.server.output_parser import OutputFormat
-from strandline.server.reasoning import CLOSE
+from strandline.server.output_parser import REASONING_FIELDS, OutputFormat
 from strandline.server.tools import Toolbox
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
 from strandline.text.prompts import check_length, encode_text
+from strandline.text.reasoning import CLOSE
 
 T = TypeVar("T")
 TryGrammar = Callable[[StructuredOutputsParams], Awaitable[None]]
@@ -44,6 +44,8 @@ class Service:
     """Replaces the tokenizer's own."""
     output_format: OutputFormat = field(default_factory=OutputFormat)
     """Formats of the model's tool calls and reasoning."""
+    reasoning_fields: Sequence[str] = REASONING_FIELDS["both"]
+    """Fields of chat completions' messages that hold the reasoning."""
     parse_special_tokens: bool = False
     """Parse control tokens in user and tool messages."""
     kv_transfer: KVTransferConfig | None = None
@@ -102,6 +104,7 @@ class Service:
             RequestError: the parameters, or the requested structure, cannot be served.
         """
         grammars = self.client.frontend.grammars
+        reasoning_end = CLOSE if self.output_format.opens_reasoning(prompt) else None
         structure = params.structured_outputs
         if toolbox.choice in ("required", "named"):
             if structure is not None:
@@ -111,13 +114,14 @@ class Service:
             parser = self.output_format.tool_calls
             if toolbox.is_parallel and not await self.in_thread(lambda: self.renderer.takes_parallel_calls):
                 toolbox = replace(toolbox, is_parallel=False)  # the next turn could not be rendered
-            grammar = await asyncio.to_thread(toolbox.grammar, parser, grammars.tag)
-            structure = StructuredOutputsParams(grammar=grammar, origin="tools")
-        if structure is not None:
-            after = CLOSE if self.output_format.opens_reasoning(prompt) else structure.after
-            params = replace(params, structured_outputs=replace(structure, after=after))
+            grammar = await asyncio.to_thread(toolbox.grammar, parser, grammars.tag, reasoning_end)
+            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar, origin="tools"))
+        elif structure is not None and reasoning_end is not None:
+            params = replace(params, structured_outputs=replace(structure, after=reasoning_end))
         checked = await self.check(params)
-        return replace(checked, hidden_ids=self.hidden_ids(params, with_tools=toolbox.schemas is not None))
+        with_tools = toolbox.schemas is not None
+        reasoning = self.output_format.reasoning_rules(prompt, with_tools=with_tools)
+        return replace(checked, hidden_ids=self.hidden_ids(params, with_tools=with_tools), reasoning=reasoning)
 
     def hidden_ids(self, params: SamplingParams, *, with_tools: bool) -> frozenset[int] | None:
         """Return the special tokens to leave out of an answer's text, if its parsers need some of them; else None."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.errors import RequestError
+from strandline.text.reasoning_grammar import Tag, after_reasoning
 from strandline.text.tool_formats import tool_format
-from strandline.text.tool_grammars import Tag
 
 MAX_TOOLS: Final = 1024
 
@@ -30,8 +30,11 @@ class Toolbox:
             return None
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
-    def grammar(self, parser: str, tag: Tag) -> str | None:
+    def grammar(self, parser: str, tag: Tag, reasoning_end: str | None = None) -> str | None:
         """Return the grammar of an answer that must call a tool, in the model's format; None if it need not call one.
+
+        Args:
+            reasoning_end: tag that ends the reasoning in which the answer begins; None: it does not.
 
         Raises:
             RequestError: the model's format of calls is unknown.
@@ -48,7 +51,10 @@ class Toolbox:
         calls = {f"call{index}": named for index, named in enumerate(schemas.items())}
         rules = [line for rule, (name, schema) in calls.items() for line in known.rules(rule, name, schema, tag)]
         is_parallel = self.is_parallel and self.choice == "required"
-        return "\n".join(dict.fromkeys([*known.frame.rules(list(calls), tag, is_parallel=is_parallel), *rules]))
+        frame, start = known.frame, ["start: answer"]
+        if reasoning_end is not None:
+            start = after_reasoning(reasoning_end, "answer", tag, call_tag=frame.first_tag, opened="opened")
+        return "\n".join(dict.fromkeys([*start, *frame.rules(list(calls), tag, is_parallel=is_parallel), *rules]))
 
 
 def toolbox(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool = True) -> Toolbox:

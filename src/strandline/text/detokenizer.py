@@ -1,25 +1,42 @@
 """Incremental detokenization and stop strings.
 
 While a request runs, text that could be the beginning of a stop string is held back, so that text that was streamed is
-never retracted.
+never retracted. Where reasoning is parsed, stop strings are searched in the content after it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
+from strandline.records.reasoning_rules import ReasoningRules
 from strandline.records.sampling_params import SamplingParams
+from strandline.text.reasoning import ThinkParser
+
+
+class TakenText(NamedTuple):
+    """Text that can be shown."""
+
+    text: str
+    call_marks: tuple[int, ...]
+    """The characters of the text at which a special token opens a tool call."""
 
 
 class Detokenizer:
     """Detokenizes one output."""
 
-    def __init__(self, tokenizer: Any, params: SamplingParams, hidden_ids: frozenset[int] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        params: SamplingParams,
+        hidden_ids: frozenset[int] | None = None,
+        reasoning: ReasoningRules | None = None,
+    ) -> None:
         """
         Args:
             tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
             params: for stop strings and the handling of special tokens.
             hidden_ids: tokens that the text leaves out, instead of the special ones.
+            reasoning: the rules of the reasoning, which stop strings do not end; None: they hold everywhere.
         """
         self._backend = tokenizer.backend_tokenizer
         self._hidden_ids = hidden_ids or frozenset()
@@ -28,21 +45,32 @@ class Detokenizer:
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
+        self._call_tag = reasoning.call_tag if reasoning is not None else None
+        self._think = ThinkParser.of(reasoning) if reasoning is not None and self._stops else None
         self._token_ids: list[int] = []
         self._text = ""
+        self._marks: list[int] = []
+        """The characters at which a special token opens a tool call, of the text that has not been taken."""
         self._num_taken = 0
         """Number of characters returned by ``take``."""
+        self._num_searched = 0
+        """Number of characters at which no stop string begins that counts."""
         self._is_done = False
 
-    def take(self) -> str:
+    def take(self) -> TakenText:
         """Return the new text that can be shown.
 
-        Until the output is finished, text that may be the beginning of a stop string is held back.
+        Until the output is finished, text that may be the beginning of a stop string is held back, or of a tag that
+        decides whether stop strings hold.
         """
-        end = len(self._text) if self._is_done else max(len(self._text) - self._held_back, self._num_taken)
-        taken = self._text[self._num_taken : end]
+        start, end = self._num_taken, len(self._text)
+        if not self._is_done:
+            is_undecided = self._think is not None and self._think.may_open
+            end = start if is_undecided else max(end - self._held_back, start)
         self._num_taken = end
-        return taken
+        marks = tuple(mark - start for mark in self._marks if mark < end)
+        self._marks = [mark for mark in self._marks if mark >= end]
+        return TakenText(self._text[start:end], marks)
 
     def append(self, token: int, *, may_stop: bool) -> str | None:
         """Append a token; return the stop string that it completes, if any.
@@ -56,9 +84,14 @@ class Detokenizer:
         piece = self._stream.step(self._backend, token)
         if not piece:
             return None
-        searched = max(len(self._text) - self._held_back, 0)
+        marks = self._call_marks(token, piece)
+        self._marks += [len(self._text) + mark for mark in marks]
         self._text += piece
-        return self._find_stop(searched) if may_stop else None
+        if self._think is not None and not self._is_content_begun(self._think, piece, marks):
+            return None
+        stop = self._find_stop(self._num_searched) if may_stop else None
+        self._num_searched = max(len(self._text) - self._held_back, self._num_searched)
+        return stop
 
     def finish(self) -> None:
         """Complete the text up to the last token; incomplete characters become U+FFFD."""
@@ -68,6 +101,21 @@ class Detokenizer:
         whole = self._backend.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
         if len(whole) > len(self._text) and whole.startswith(self._text):
             self._text = whole
+
+    def _call_marks(self, token: int, piece: str) -> list[int]:
+        """Return the character of a token's text at which a special token opens a call, if it is one."""
+        tag = self._call_tag
+        if tag is None or token != tag.token_id or tag.text not in piece:
+            return []
+        return [piece.rfind(tag.text)]
+
+    def _is_content_begun(self, think: ThinkParser, piece: str, marks: list[int]) -> bool:
+        """Add text to the reasoning or the content; return whether it is content, where stop strings count."""
+        think.feed(piece, marks)
+        if think.content_start is None:
+            return False
+        self._think, self._num_searched = None, think.content_start
+        return True
 
     def _find_stop(self, start: int) -> str | None:
         found = [(self._text.find(stop, start), stop) for stop in self._stops]

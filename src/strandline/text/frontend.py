@@ -17,6 +17,7 @@ from strandline.ids import AUDIT_PREFIX, NO_TOKEN, RequestId
 from strandline.records.events import FinishReason, Limits, StepEvents, Submission, TokenEvent
 from strandline.records.failures import OUTPUT_FAILED, failure_text
 from strandline.records.plan import NewRequest
+from strandline.records.reasoning_rules import ReasoningRules
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.transfer_params import TransferParams
 from strandline.text.output_streams import OutputStream, RequestStream
@@ -35,6 +36,8 @@ class CheckedParams:
     """Tokens that end the output."""
     hidden_ids: frozenset[int] | None = None
     """Tokens that the text leaves out; None: the special ones, if ``skip_special_tokens`` is set."""
+    reasoning: ReasoningRules | None = None
+    """The rules of the reasoning, if it is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,10 @@ class Frontend:
             raise RequestError(f"request id {taken!r} is in use by an unfinished request")
         submissions = self._submissions(names, request, salt, marks, transfer)
         news = [submission.new for submission in submissions]
-        stream = RequestStream(request_id, prompt, news, self.tokenizer, self._clock(), request.params.hidden_ids)
+        params = request.params
+        stream = RequestStream(
+            request_id, prompt, news, self.tokenizer, self._clock(), params.hidden_ids, params.reasoning
+        )
         self.requests[request_id] = stream
         self._outputs.update((output.request_id, output) for output in stream.outputs)
         return submissions
@@ -188,9 +194,11 @@ class Frontend:
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         bad_words_ids = self._encode_bad_words(params)
         hidden_ids = request.params.hidden_ids if params.stop_strings else None
+        reasoning = request.params.reasoning if params.stop_strings else None
         submissions: list[Submission] = []
         for index, name in enumerate(names):
-            new = NewRequest(name, prompt_ids, params, _wrap_seed(seed + index), stop_ids, bad_words_ids, hidden_ids)
+            wrapped = _wrap_seed(seed + index)
+            new = NewRequest(name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning)
             submissions.append(Submission(new, max_total, salt, marks, transfer))
             if transfer is not None and transfer.is_remote_decode:
                 transfer = None  # what the first output keeps has the prompt of all

@@ -18,6 +18,7 @@ from strandline.records.outputs import (
     RequestTimes,
 )
 from strandline.records.plan import NewRequest, TokenLogprobs
+from strandline.records.reasoning_rules import ReasoningRules
 from strandline.text.detokenizer import Detokenizer
 
 
@@ -31,6 +32,7 @@ class OutputStream:
         index: int,
         tokenizer: Any | None,
         hidden_ids: frozenset[int] | None,
+        reasoning: ReasoningRules | None,
     ) -> None:
         params = new.params
         self.request_id = new.request_id
@@ -45,7 +47,7 @@ class OutputStream:
         self._is_mute = params.max_tokens == 0
         self._tokenizer = tokenizer
         is_decoded = tokenizer is not None and params.detokenize
-        self._detokenizer = Detokenizer(tokenizer, params, hidden_ids) if is_decoded else None
+        self._detokenizer = Detokenizer(tokenizer, params, hidden_ids, reasoning) if is_decoded else None
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self._cumulative = 0.0
@@ -107,9 +109,10 @@ class OutputStream:
             self._logprobs = []
         is_end = self.finish_reason is not None and not self._is_end_taken
         self._is_end_taken = self._is_end_taken or is_end
+        text, marks = self._detokenizer.take() if self._detokenizer is not None else ("", ())
         return OutputDelta(
             index=self._index,
-            text=self._detokenizer.take() if self._detokenizer is not None else "",
+            text=text,
             token_ids=token_ids,
             logprobs=logprobs,
             num_tokens=self.num_tokens,
@@ -117,6 +120,7 @@ class OutputStream:
             finish_reason=self.finish_reason.value if is_end and self.finish_reason is not None else None,
             stop_reason=self._stop_reason if is_end else None,
             speculation=self.speculation,
+            call_marks=marks,
         )
 
 
@@ -131,12 +135,15 @@ class RequestStream:
         tokenizer: Any | None,
         arrival_s: float,
         hidden_ids: frozenset[int] | None = None,
+        reasoning: ReasoningRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_ids = news[0].prompt_ids
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.outputs = [OutputStream(new, self, index, tokenizer, hidden_ids) for index, new in enumerate(news)]
+        self.outputs = [
+            OutputStream(new, self, index, tokenizer, hidden_ids, reasoning) for index, new in enumerate(news)
+        ]
         self.num_unfinished = len(self.outputs)
         self.times = RequestTimes(arrival_s)
         self.account: Account | None = None

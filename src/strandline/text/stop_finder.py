@@ -13,7 +13,7 @@ class TextStopFinder:
     """Finds the stop strings of one output; a ``StopFinder``."""
 
     def __init__(self, tokenizer: Any, new: NewRequest) -> None:
-        self._detokenizer = Detokenizer(tokenizer, new.params, new.hidden_ids)
+        self._detokenizer = Detokenizer(tokenizer, new.params, new.hidden_ids, new.reasoning)
         self._min_tokens = new.params.min_tokens
         self._num_tokens = 0
 

@@ -25,6 +25,7 @@ from strandline.errors import RequestError
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.text.closed_objects import close_objects
 from strandline.text.prompts import check_text
+from strandline.text.reasoning_grammar import after_reasoning
 from strandline.text.schema_patterns import check_patterns
 
 MAX_GRAMMAR_CHARACTERS: Final = 512 * 1024
@@ -233,8 +234,8 @@ class Grammars:
         """
         for part in (params.regex, params.grammar, params.after):
             check_text(part or "")
-        start = "start: @body" if params.after is None else self._preamble(params.after)
-        grammars = [{"lark_grammar": f"{start}\n{NO_FORCING}"}, {"name": "body", **_body(params)}]
+        start = ["start: @body"] if params.after is None else after_reasoning(params.after, "@body", self.tag)
+        grammars = [{"lark_grammar": "\n".join([*start, NO_FORCING])}, {"name": "body", **_body(params)}]
         text = json.dumps({"grammars": grammars})
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise params.fault(
@@ -247,12 +248,6 @@ class Grammars:
         tokenizer, _ = self._load_tokenizer()
         is_tag = text.startswith("<") and text.endswith(">")  # llguidance then treats it as a special token
         return text if is_tag and text in tokenizer.get_added_vocab() else json.dumps(text)
-
-    def _preamble(self, end: str) -> str:
-        """Return a grammar of any text up to ``end``, followed by the body."""
-        if self.tag(end) == end:
-            return f"start: /(?s:.*)/ {end} SPACE @body\nSPACE: /[ \\n]{{0,4}}/"
-        return f"start: free SPACE @body\nfree[suffix={json.dumps(end)}]: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/"
 
 
 def compile_source(source: str, vocabulary: LLTokenizer) -> LLMatcher:

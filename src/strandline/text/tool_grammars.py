@@ -12,17 +12,15 @@ from strandline.errors import RequestError
 from strandline.text.closed_objects import close_objects
 from strandline.text.headed_calls import ARGUMENTS, function_name
 from strandline.text.python_calls import NAME, split_keyword
+from strandline.text.reasoning_grammar import ANYTHING, Tag
 from strandline.text.schema_types import literals, value_types
 from strandline.text.tag_calls import Tags, split_name
 
-ANYTHING: Final = "/(?s:.*)/"
 AS_TEMPLATES_WRITE: Final = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
 """JSON with the white space that templates write."""
 
-Tag = Callable[[str], str]
-"""Returns a tag in Lark's syntax."""
 Schema = Mapping[str, Any]
 CallRules = Callable[[str, str, Schema, Tag], list[str]]
 """Returns the rules of a call, given the first rule's name, the function's name, its parameters' schema, and tags."""
@@ -39,14 +37,24 @@ class Frame:
     separator: str = ""
     """Text between two calls."""
 
+    @property
+    def first_tag(self) -> str:
+        """The tag that the calls of an answer begin with; empty: they have none."""
+        return next(iter((*self.begin, *self.begin_call)), "")
+
     def rules(self, calls: Sequence[str], tag: Tag, *, is_parallel: bool) -> list[str]:
-        """Return the rules of an answer of one or several calls, given the names of their rules."""
+        """Return the rules of an answer of one or several calls, given the names of their rules.
+
+        The rule ``answer`` is the whole of it, ``opened`` that after the first tag.
+        """
+        first, *before = (*self.begin, *self.begin_call) or ("",)
         separator = f"{json.dumps(self.separator)} " if self.separator else ""
         more = (f"({separator}call)*",) if is_parallel else ()
-        one = f"({' | '.join(calls)})"
         return [
-            " ".join(["start:", *map(tag, self.begin), "call", *more, *map(tag, self.end)]),
-            " ".join(["call:", *map(tag, self.begin_call), one, *map(tag, self.end_call)]),
+            " ".join(["answer:", *([tag(first)] if first else []), "opened"]),
+            " ".join(["opened:", *map(tag, before), "ended_call", *more, *map(tag, self.end)]),
+            " ".join(["call:", *map(tag, self.begin_call), "ended_call"]),
+            " ".join(["ended_call:", f"({' | '.join(calls)})", *map(tag, self.end_call)]),
         ]
 
     def text(self, calls: Sequence[str]) -> str:

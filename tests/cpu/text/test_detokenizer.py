@@ -16,11 +16,11 @@ def feed(text: str, params: SamplingParams, *, may_stop: bool = True) -> tuple[l
     detokenizer, shown, stop = Detokenizer(TOKENIZER, params), list[str](), None
     for token in TOKENIZER.encode(text):
         stop = detokenizer.append(token, may_stop=may_stop)
-        shown.append("".join(shown[-1:]) + detokenizer.take())
+        shown.append("".join(shown[-1:]) + detokenizer.take().text)
         if stop:
             break
     detokenizer.finish()
-    return shown, stop, "".join(shown[-1:]) + detokenizer.take()
+    return shown, stop, "".join(shown[-1:]) + detokenizer.take().text
 
 
 @given(st.text(max_size=40))
@@ -56,9 +56,9 @@ def test_incomplete_characters_are_shown_at_the_end() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams())
     for token in TOKENIZER.encode("aé")[:-1]:
         detokenizer.append(token, may_stop=True)
-    assert detokenizer.take() == "a"
+    assert detokenizer.take().text == "a"
     detokenizer.finish()
-    assert detokenizer.take() == "\N{REPLACEMENT CHARACTER}"
+    assert detokenizer.take().text == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語", "👩‍👩‍👧", "a\n\tb"])
@@ -76,6 +76,6 @@ def test_hidden_tokens_replace_the_special_ones() -> None:
         detokenizer, shown = Detokenizer(tokenizer, SamplingParams(), hidden), ""
         for token in tokenizer.encode(text):
             detokenizer.append(token, may_stop=True)
-            shown += detokenizer.take()
+            shown += detokenizer.take().text
         detokenizer.finish()
-        assert shown + detokenizer.take() == wanted
+        assert shown + detokenizer.take().text == wanted

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.server.reasoning import ThinkParser
 from strandline.text.json_calls import parse_json
+from strandline.text.reasoning import ThinkParser
 from strandline.text.segments import Segment, SegmentKind, SegmentParser, merge_segments, split_at_tag
 from strandline.text.tool_formats import tool_format
 from tests.cpu.text.counted_text import CountedText

@@ -162,9 +162,9 @@ def test_template_tells_the_format(name: str) -> None:
 
 def test_token_tells_the_format_that_a_template_leaves_out() -> None:
     plain = "List of tools: [{{ tools }}]"
-    assert choose_output_format("auto", "none", plain, ["<|tool_call_start|>", "<|im_end|>"]).tool_calls == "lfm2"
-    assert choose_output_format("auto", "none", SIGNS["olmo3"], ["<|tool_call_start|>"]).tool_calls == "olmo3"
-    assert choose_output_format("auto", "none", plain, ["<|im_end|>"]).tool_calls == "none"
+    assert choose_output_format("auto", "none", plain, {"<|tool_call_start|>": 8, "<|im_end|>": 9}).tool_calls == "lfm2"
+    assert choose_output_format("auto", "none", SIGNS["olmo3"], {"<|tool_call_start|>": 8}).tool_calls == "olmo3"
+    assert choose_output_format("auto", "none", plain, {"<|im_end|>": 9}).tool_calls == "none"
 
 
 @pytest.mark.parametrize("shown", ["<think>\n", "{{ content.split('</think>')[-1] }}"])
@@ -231,7 +231,7 @@ def test_every_beginning_of_an_answer_can_be_a_message(name: str) -> None:
         parser = OutputParser(None, tool_format(name).parser(SCHEMAS))
         parser.feed(ANSWERS[name][:end])
         parser.finish()
-        json.dumps(chat_message(parser)).encode()
+        json.dumps(chat_message(parser, ())).encode()
 
 
 CLOCK = ("clock", {})
@@ -497,7 +497,10 @@ def test_ids_that_a_model_writes_are_those_of_its_calls() -> None:
     parser = OutputParser(None, tool_format("kimi_k2").parser(SCHEMAS))
     parser.feed(ANSWERS["kimi_k2"])
     parser.finish()
-    assert [call["id"] for call in chat_message(parser)["tool_calls"]] == ["functions.weather:0", "functions.clock:1"]
+    assert [call["id"] for call in chat_message(parser, ())["tool_calls"]] == [
+        "functions.weather:0",
+        "functions.clock:1",
+    ]
 
 
 def test_kimi_arguments_are_streamed() -> None:

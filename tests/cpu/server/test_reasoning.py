@@ -1,0 +1,117 @@
+"""Reasoning in the three APIs: calls that end it, stop strings that do not hold in it, and the fields that carry it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.server.conftest import save_chat_model
+from tests.cpu.server.process import ServerProcess, running_server
+
+READ: dict[str, Any] = {"name": "read", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}
+CALL = '<think>\nI read.\n<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>\n</think>'
+QUESTION = "<think>\nQuestion: what?\n</think>\n\nIt is.\nQuestion: blue."
+PARTS = {"text": "text", "thinking": "thinking", "input_json": "partial_json"}
+
+
+def events(server: ServerProcess, path: str, **body: Any) -> list[Any]:
+    """Return the events of a streamed answer."""
+    lines = server.post(path, stream=True, **body).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def chat(server: ServerProcess, text: str, *, stop: list[str] | None = None, **more: Any) -> tuple[Any, ...]:
+    """Return reasoning, content, calls, why the output ended and the stop string."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stop": stop, "max_tokens": 200, **more}
+    body |= {"structured_outputs": {"choice": [text]}, "tools": [{"type": "function", "function": READ}]}
+    [choice] = server.post("/v1/chat/completions", **body).json()["choices"]
+    message, deltas, last = choice["message"], dict.fromkeys(("reasoning", "content"), ""), {}
+    arguments = ""
+    for event in events(server, "/v1/chat/completions", **body):
+        [last] = event["choices"]
+        for name in deltas:
+            deltas[name] += last["delta"].get(name) or ""
+        for call in last["delta"].get("tool_calls", ()):
+            arguments += call["function"]["arguments"]
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    found = message.get("reasoning", ""), message["content"] or "", "".join(calls)
+    assert (deltas["reasoning"], deltas["content"], arguments) == found
+    assert (last["finish_reason"], last["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
+    return *found, choice["finish_reason"], choice["stop_reason"]
+
+
+def respond(server: ServerProcess, text: str, *, stop: list[str] | None = None) -> tuple[Any, ...]:
+    body = {"input": "Hi", "stop": stop, "max_output_tokens": 200, "structured_outputs": {"choice": [text]}}
+    body["tools"] = [{"type": "function", **READ}]
+    items = server.post("/v1/responses", **body).json()["output"]
+    [completed] = [x["response"] for x in events(server, "/v1/responses", **body) if x["type"] == "response.completed"]
+    texts = [[item["type"], item.get("arguments") or item["content"][0]["text"]] for item in items]
+    assert texts == [[x["type"], x.get("arguments") or x["content"][0]["text"]] for x in completed["output"]]
+    found = dict(texts)
+    return found.get("reasoning", ""), found.get("message", ""), found.get("function_call", "")
+
+
+def write(server: ServerProcess, text: str, *, stop: list[str] | None = None) -> tuple[Any, ...]:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stop_sequences": stop, "max_tokens": 200}
+    body |= {"structured_outputs": {"choice": [text]}}
+    body["tools"] = [{"name": "read", "input_schema": READ["parameters"]}]
+    blocks = server.post("/v1/messages", **body).json()["content"]
+    deltas = dict.fromkeys(PARTS, "")
+    for event in events(server, "/v1/messages", **body):
+        kind = event.get("delta", {}).get("type", "").removesuffix("_delta")
+        if kind in PARTS:
+            deltas[kind] += event["delta"][PARTS[kind]]
+    found = {block["type"]: block.get("thinking") or block.get("text") or block.get("input") for block in blocks}
+    assert deltas["thinking"] == found.get("thinking", "")
+    assert deltas["text"] == found.get("text", "")
+    assert json.loads(deltas["input_json"] or "null") == found.get("tool_use")
+    return deltas["thinking"], deltas["text"], deltas["input_json"]
+
+
+ASK: list[Callable[..., tuple[Any, ...]]] = [chat, respond, write]
+
+
+@pytest.mark.parametrize("ask", ASK)
+def test_call_inside_unclosed_reasoning_is_found(ask: Callable[..., Any], json_server: ServerProcess) -> None:
+    reasoning, content, arguments = ask(json_server, CALL)[:3]
+    assert (reasoning, content, json.loads(arguments)) == ("I read.", "", {"path": "a"})
+
+
+@pytest.mark.parametrize("ask", ASK)
+def test_stop_string_does_not_hold_inside_reasoning(ask: Callable[..., Any], json_server: ServerProcess) -> None:
+    found = ask(json_server, QUESTION, stop=["Question:"])
+    assert found[:2] == ("Question: what?", "It is.\n")
+    assert found[3:] in ((), ("stop", "Question:"))
+    found = ask(json_server, QUESTION, stop=["what?\n</think>\n\nIt"])
+    assert found[:2] == ("Question: what?", "It is.\nQuestion: blue.")
+
+
+def test_stop_string_holds_for_all_text_of_completions(json_server: ServerProcess) -> None:
+    body = {"prompt": "Hi", "stop": ["Question:"], "max_tokens": 200, "structured_outputs": {"choice": [QUESTION]}}
+    [choice] = json_server.post("/v1/completions", **body).json()["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("<think>\n", "Question:")
+
+
+def test_reasoning_is_in_both_fields_or_left_out(json_server: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "structured_outputs": {"choice": [QUESTION]}}
+    body["max_tokens"] = 200
+    message = json_server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "Question: what?"
+    body["include_reasoning"] = False
+    message = json_server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert not message.keys() & {"reasoning", "reasoning_content"}
+    assert message["content"] == "It is.\nQuestion: blue."
+    deltas = [event["choices"][0]["delta"] for event in events(json_server, "/v1/chat/completions", **body)]
+    assert not any(delta.keys() & {"reasoning", "reasoning_content"} for delta in deltas)
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+
+
+def test_flag_names_the_field_of_the_reasoning(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model", "{{ messages[0].content }}<think>")
+    with running_server(model, tmp_path / "log", "--reasoning-field", "reasoning") as server:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        message = server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert "reasoning" in message
+    assert "reasoning_content" not in message
