@@ -24,6 +24,7 @@ from strandline.config import (
     EXECUTORS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    REMEMBERED_ANSWERS,
     EngineConfig,
     flag,
 )
@@ -324,6 +325,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     text = "distance between snapshots in the modes align and all (default: %(default)s)"
     add("--mamba-block-size", type=int, default=1024, metavar="TOKENS", help=text)
     add("--deterministic", action="store_true", help="bit-identical results, cached or not and in any batch; slower")
+    text = (
+        "memory for the tokens of answers, which are encoded as they were generated when they come back; 0: off "
+        f"(default: {REMEMBERED_ANSWERS}, with --deterministic off)"
+    )
+    add("--remembered-answers", metavar="SIZE", help=text)
     text = "fraction of hits to replay without the cache, to measure the difference (default: %(default)s)"
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
     text = 'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 3} (default: none)'

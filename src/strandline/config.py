@@ -26,6 +26,8 @@ MIN_MODEL_LEN: Final = 2
 """A token of a prompt, and one of output."""
 DISK_CACHE_SIZE: Final = "100GiB"
 """The size of a disk cache that is given none."""
+REMEMBERED_ANSWERS: Final = "64MiB"
+"""The memory for the tokens of answers, unless another is given."""
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -106,6 +108,10 @@ class EngineConfig:
     deterministic: bool = False
     """Compute bit-identical results, cached or not and in any batch: cuts and steps of prompts on the 64-token grid,
     batch-invariant kernels on GPUs. Slower."""
+    remembered_answers: str | int | None = None
+    """Host memory, in the server's or ``LLM``'s process, for the tokens of answers, so that those that come back in a
+    conversation are encoded as they were generated; in the format of ``memory``. 0: off. None: 64 MiB, or off with
+    ``deterministic``: what an answer that comes back is encoded as then depends on earlier requests."""
     audit_rate: float = 0.0
     """Share of hits that are replayed without the cache, to measure the difference in log-probabilities."""
     speculative_config: str | Mapping[str, Any] | None = None
@@ -170,6 +176,7 @@ class EngineConfig:
             parse_bytes(self.memory)
         self._require_tiers()
         self._require_cache()
+        _ = self.remembered_bytes
         has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
         if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
             raise ConfigError(
@@ -223,6 +230,14 @@ class EngineConfig:
             if getattr(self, name) not in (None, 0.0):
                 cause = "--mamba-cache-mode none" if self.enable_prefix_caching else "--no-enable-prefix-caching"
                 raise ConfigError(f"{flag(name)} {use}; drop {cause}")
+
+    @property
+    def remembered_bytes(self) -> int:
+        """Memory for the tokens of answers; 0: none are remembered."""
+        size = self.remembered_answers
+        if size is None:
+            size = 0 if self.deterministic else REMEMBERED_ANSWERS
+        return 0 if str(size).strip() == "0" else parse_bytes(size, "--remembered-answers")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

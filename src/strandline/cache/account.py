@@ -86,6 +86,8 @@ class Account(NamedTuple):
     """Tokens whose keys and values are cached, which may be more than ``hit``."""
     snapshot_kind: SnapshotKind | None
     misses: tuple[Miss, ...]
+    num_remembered: int = 0
+    """Tokens that are encoded as earlier answers were generated; hit or not."""
 
     @classmethod
     def not_asked(cls, num_tokens: int) -> "Account":
@@ -96,7 +98,7 @@ class Account(NamedTuple):
     def without_room(self, hit: int) -> "Account":
         """Return the account of a request that can use only ``hit`` of the tokens that it found, for lack of memory."""
         miss = Miss(Reason.NO_ROOM, hit, self.hit)
-        return Account(self.queried, hit, self.kv_tokens, None, (miss, *self.misses))
+        return self._replace(hit=hit, snapshot_kind=None, misses=(miss, *self.misses))
 
     def blaming(self, reason: Reason, end: int) -> "Account":
         """Return the account with this reason for all misses before ``end``."""
@@ -116,7 +118,7 @@ class Account(NamedTuple):
             if miss.reason is Reason.OTHER_SALT:
                 reason = Reason.DIVERGED if miss.start else Reason.FIRST_SEEN
                 cut = Miss(reason, miss.start, self.misses[-1].end)
-                return Account(self.queried, self.hit, self.kv_tokens, self.snapshot_kind, (*self.misses[:place], cut))
+                return self._replace(misses=(*self.misses[:place], cut))
         return self
 
 

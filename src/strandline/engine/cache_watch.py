@@ -152,7 +152,8 @@ class CacheWatch:
             explanation = explain_prompt(
                 self._cache, TokenBuffer(question.tokens), question.salt, block_bytes=self._spec.block_bytes
             )
-            return CacheAnswer(explanation=_for_callers(explanation))
+            account = explanation.account._replace(num_remembered=question.num_remembered)
+            return CacheAnswer(explanation=_for_callers(replace(explanation, account=account)))
         name = question.request_id or ""
         found = self._log.find(name)
         if found is None:

@@ -134,6 +134,7 @@ class EngineCore:
             salt=submission.salt,
             marks=submission.marks,
             transfer=submission.transfer,
+            num_remembered=submission.num_remembered,
         )
         request.grammar = grammar
         if self.hand_over is None or not self.hand_over.add(request):

@@ -12,6 +12,7 @@ from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.frontend import CheckedRequest, Frontend
 from strandline.text.output_streams import RequestStream
+from strandline.text.remembered_answers import Recollection
 
 
 class Engine:
@@ -65,13 +66,16 @@ class Engine:
         prompt: str | None = None,
         salt: str = "",
         marks: tuple[int, ...] = (),
+        recollection: Recollection | None = None,
     ) -> None:
         """Queue a request; the arguments are those of ``Frontend.open``.
 
         Raises:
             RequestError: the id, or that of one of its outputs, is in use or reserved; nothing has changed.
         """
-        for submission in self.frontend.open(request_id, request, prompt=prompt, salt=salt, marks=marks):
+        for submission in self.frontend.open(
+            request_id, request, prompt=prompt, salt=salt, marks=marks, recollection=recollection
+        ):
             self.core.add(submission)
 
     def abort(self, request_id: str) -> None:

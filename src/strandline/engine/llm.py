@@ -24,6 +24,7 @@ from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.prompts import encode_text
+from strandline.text.remembered_answers import Recollection
 
 LOGGER: Final = logging.getLogger("strandline.engine")
 
@@ -31,7 +32,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 MakeBar = Callable[..., contextlib.AbstractContextManager["tqdm[Any]"]]
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks", "recollection")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class _ParsedPrompt:
     text: str | None
     salt: str
     marks: tuple[int, ...] = ()
+    recollection: Recollection | None = None
 
 
 class LLM:
@@ -145,6 +147,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answer a conversation, or several together.
 
@@ -152,6 +155,7 @@ class LLM:
             messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them.
                 ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
             chat_template_kwargs: additional variables of the template, such as ``enable_thinking``.
+            cache_salt: conversations share cached prefixes, and recall answers, only of the same salt.
 
         Raises:
             RequestError: a conversation or parameter cannot be served; none is run.
@@ -166,6 +170,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                cache_salt=cache_salt,
             )
             for conversation in conversations
         ]
@@ -193,20 +198,28 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
     ) -> Prompt:
-        """Render a conversation with the chat template.
+        """Render a conversation with the chat template. An answer in it is encoded as it was generated, if it was.
 
         Raises:
             RequestError: the messages are malformed, or there is no template.
         """
-        renderer = self._renderers.setdefault(chat_template, ChatRenderer(self.get_tokenizer(), chat_template))
+        answers = self.engine.frontend.answers
+        renderer = self._renderers.setdefault(
+            chat_template, ChatRenderer(self.get_tokenizer(), chat_template, answers=answers)
+        )
         chat = renderer.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools or (),
             template_options=chat_template_kwargs,
+            salt=cache_salt,
         )
-        return {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
+        prompt = {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
+        if chat.recollection is not None:
+            prompt["recollection"] = chat.recollection
+        return {**prompt, "cache_salt": cache_salt} if cache_salt else prompt
 
     def explain(self, prompt: Prompt) -> dict[str, Any]:
         """Explain what a prompt would hit now, and why it would not hit more, without running or changing anything.
@@ -225,7 +238,10 @@ class LLM:
         def text_of(tokens: Sequence[int]) -> str:
             return " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(list(tokens)))
 
-        return answer_data(self.engine.core.watch.answer(CacheQuestion(parsed.salt, tokens=parsed.token_ids)), text_of)
+        recalled = parsed.recollection
+        num_remembered = 0 if recalled is None else recalled.num_tokens
+        question = CacheQuestion(parsed.salt, tokens=parsed.token_ids, num_remembered=num_remembered)
+        return answer_data(self.engine.core.watch.answer(question), text_of)
 
     # Parts
 
@@ -247,7 +263,10 @@ class LLM:
         marks = prompt.get("marks") or ()
         if not all(type(mark) is int and mark > 0 for mark in marks):
             raise RequestError(f"marks must be token positions above 0, got {marks!r}")
-        return _ParsedPrompt(list(token_ids), text, salt, tuple(marks))
+        recollection = prompt.get("recollection")
+        if not isinstance(recollection, Recollection | None):
+            raise RequestError(f"recollection must be what LLM.render returned, got {recollection!r:.100}")
+        return _ParsedPrompt(list(token_ids), text, salt, tuple(marks), recollection)
 
     def _check_params(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -268,7 +287,14 @@ class LLM:
     def _add(self, prompt: _ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack) -> str:
         """Add a request that is aborted when the stack unwinds before it has finished."""
         name = str(next(self._names))
-        self.engine.add_checked(name, request, prompt=prompt.text, salt=prompt.salt, marks=prompt.marks)
+        self.engine.add_checked(
+            name,
+            request,
+            prompt=prompt.text,
+            salt=prompt.salt,
+            marks=prompt.marks,
+            recollection=prompt.recollection,
+        )
         stack.callback(self.engine.abort, name)
         return name
 

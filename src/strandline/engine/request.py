@@ -42,6 +42,7 @@ class Request:
         "num_loads",
         "num_new",
         "num_prompt_tokens",
+        "num_remembered",
         "num_tokens",
         "offer",
         "output_ids",
@@ -65,6 +66,7 @@ class Request:
         salt: str = "",
         marks: tuple[int, ...] = (),
         transfer: TransferParams | None = None,
+        num_remembered: int = 0,
         is_audit: bool = False,
     ) -> None:
         self.new = new
@@ -91,6 +93,8 @@ class Request:
         """Ends of prefixes that other prompts are likely to share: of tools, system prompt and turns."""
         self.transfer = transfer
         """What it hands over to another engine, or fetches from one; None: nothing."""
+        self.num_remembered = num_remembered
+        """Tokens of its prompt that are encoded as earlier answers were generated."""
         self.lead: Lead | None = None
         """The running request or the load that it last waited for, or None."""
         self.offer: Offer | None = None

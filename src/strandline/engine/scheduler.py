@@ -381,7 +381,7 @@ class Scheduler:
         request.lease = lease
         request.status = Status.RUNNING
         if request.account is None:
-            request.account = lease.account
+            request.account = lease.account._replace(num_remembered=request.num_remembered)
         self.running.append(request)
         self._num_admissions += 1
         return lease

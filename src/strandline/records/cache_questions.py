@@ -69,6 +69,8 @@ class CacheQuestion:
     salt: str = ""
     request_id: str | None = None
     tokens: list[int] | None = None
+    num_remembered: int = 0
+    """How many of these are encoded as earlier answers were generated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class Submission:
     """Token positions up to which other prompts are likely to share this one's prefix."""
     transfer: TransferParams | None = None
     """What it hands over to another engine, or fetches from one; None: nothing."""
+    num_remembered: int = 0
+    """Tokens of the prompt that are encoded as earlier answers were generated."""
 
 
 @dataclass(frozen=True, slots=True)

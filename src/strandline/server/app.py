@@ -12,7 +12,7 @@ from strandline.server.cache_page import add_cache_page
 from strandline.server.chat_api import chat
 from strandline.server.completions_api import complete
 from strandline.server.error_responses import ERRORS, add_error_handlers, error_response
-from strandline.server.gate import Gate
+from strandline.server.gate import Gate, salt_of
 from strandline.server.host_check import HostCheck
 from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
 from strandline.server.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_extra
@@ -71,8 +71,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return await while_connected(request, create_message(service, body, request))
 
     @app.post("/v1/messages/count_tokens")
-    async def message_tokens(body: CountBody) -> Response:
-        return await count_tokens(service, body)
+    async def message_tokens(body: CountBody, request: Request) -> Response:
+        return await count_tokens(service, body, request)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -99,7 +99,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         service.require_model(body.model)
         check_extra(body.model_extra)
         if (body.prompt is None) == (body.messages is None):
@@ -112,6 +112,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
                 add_generation_prompt=body.add_generation_prompt,
                 tools=toolbox(body.tools, None).tools,
                 template_options=body.chat_template_kwargs,
+                salt=salt_of(request, body.cache_salt),
             )
         max_model_len = service.client.frontend.limits.max_model_len
         tokens = prompt.token_ids

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
+from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.host_check import host_of
 from strandline.server.host_names import is_local
@@ -125,8 +126,8 @@ class CachePage:
         self._service.require_model(body.model)
         if body.engine is not None:
             self._require_engine(body.engine)
-        tokens = await self._tokens(body)
-        question = CacheQuestion(salt, body.request_id, tokens)
+        tokens, num_remembered = await self._tokens(body, salt)
+        question = CacheQuestion(salt, body.request_id, tokens, num_remembered)
         engine, answer = await self._service.client.explain(question, body.engine)
         if answer.problem is not None:
             raise RequestError(answer.problem)
@@ -138,29 +139,30 @@ class CachePage:
                 parting["before"] = parting["prompt"] = None
         return {**data, "engine": engine}
 
-    async def _tokens(self, body: ExplainBody) -> list[int] | None:
+    async def _tokens(self, body: ExplainBody, salt: str) -> tuple[list[int] | None, int]:
+        """Return the tokens of a prompt, and how many of them are encoded as earlier answers were generated."""
         given = [body.request_id, body.prompt, body.messages]
         if sum(value is not None for value in given) != 1:
             raise RequestError("give one of request_id, prompt and messages")
         if body.request_id is not None:
-            return None
+            return None, 0
         theirs = body.as_anthropics()
         if theirs is not None:
-            tokens = (await render(self._service, theirs)).token_ids
+            prompt = await render(self._service, theirs, salt)
         elif body.messages is not None:
             prompt = await self._service.render(
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
                 tools=body.tools or (),
                 template_options=chat_options(body.reasoning_effort, body.chat_template_kwargs),
+                salt=salt,
             )
-            tokens = prompt.token_ids
         elif isinstance(body.prompt, str):
-            tokens = (await self._service.encode(body.prompt, add_special_tokens=body.add_special_tokens)).token_ids
+            prompt = await self._service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
-            tokens = body.prompt or []
-        self._check(tokens)
-        return tokens
+            prompt = Prompt(body.prompt or [])
+        self._check(prompt.token_ids)
+        return prompt.token_ids, prompt.recollection.num_tokens if prompt.recollection is not None else 0
 
     def _check(self, tokens: Sequence[int]) -> None:
         limits = self._service.client.frontend.limits

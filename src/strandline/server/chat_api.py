@@ -141,15 +141,17 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     with sent_as(sent):
         params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
+    salt = salt_of(request, body.cache_salt)
     with service.client.expect(params.n):
         prompt = await service.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             tools=box.tools,
             template_options=body.template_options(),
+            salt=salt,
         )
         checked = await service.bind(params, box, prompt.text or "")
-    started = Chat(service, body, prompt, checked, box, salt_of(request, body.cache_salt), transfer)
+    started = Chat(service, body, prompt, checked, box, salt, transfer)
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))
     return json_response(await started.answer())

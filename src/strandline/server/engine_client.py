@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from strandline.clock import SYSTEM_CLOCK
@@ -20,6 +20,7 @@ from strandline.server.jobs import Job
 from strandline.server.metrics import Metrics
 from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
 from strandline.text.prompts import check_text
+from strandline.text.remembered_answers import Recollection
 
 LOGGER: Final = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Prompt:
     text: str | None = None
     marks: tuple[int, ...] = ()
     """Token positions where a snapshot is requested."""
+    recollection: Recollection | None = field(default=None, compare=False)
+    """What it has to do with remembered answers; None: answers to it are not remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,13 @@ class EngineClient:
         for request_id, request, prompt in zip(names, requests, prompts, strict=True):
             submissions.append(
                 self.frontend.open(
-                    request_id, request, prompt=prompt.text, salt=salt, marks=prompt.marks, transfer=transfer
+                    request_id,
+                    request,
+                    prompt=prompt.text,
+                    salt=salt,
+                    marks=prompt.marks,
+                    transfer=transfer,
+                    recollection=prompt.recollection,
                 )
             )
         engines = [self._choose(each, request, salt) for each, request in zip(names, requests, strict=True)]

@@ -47,6 +47,7 @@ class CountBody(BaseModel):
     tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    cache_salt: str | None = None
 
     def toolbox(self) -> Toolbox:
         """Return the tools. Raises as ``chat_tools``."""
@@ -77,7 +78,6 @@ class MessagesBody(CountBody):
     top_k: int | None = None
     stop_sequences: Strings | None = None
     stream: bool = False
-    cache_salt: str | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -168,26 +168,28 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
+    salt = salt_of(request, body.cache_salt)
     with service.client.expect(params.n):
-        prompt = await render(service, body)
+        prompt = await render(service, body, salt)
         checked = await service.bind(params, body.toolbox(), prompt.text or "")
-    message = Message(service, body, prompt, checked, salt_of(request, body.cache_salt))
+    message = Message(service, body, prompt, checked, salt)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
     return json_response(await message.answer())
 
 
-async def count_tokens(service: Service, body: CountBody) -> Response:
+async def count_tokens(service: Service, body: CountBody, request: Request) -> Response:
     """Count the tokens of a request's prompt."""
     service.require_model(body.model)
-    prompt = await render(service, body)
+    prompt = await render(service, body, salt_of(request, body.cache_salt))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 
-async def render(service: Service, body: CountBody) -> Prompt:
-    """Return a request's prompt."""
+async def render(service: Service, body: CountBody, salt: str) -> Prompt:
+    """Return a request's prompt under a salt."""
     return await service.render(
         chat_messages(body.system, body.messages),
         tools=body.toolbox().tools,
         template_options=body.template_options(),
+        salt=salt,
     )

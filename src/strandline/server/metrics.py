@@ -96,6 +96,9 @@ class _RequestFamilies:
         self._registry = registry
         self.finished = self._counter("request_success", "Finished requests.", "finished_reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        text = "Earlier answers in prompts that were encoded as they were generated."
+        self.remembered_answers = self._counter("remembered_answers", text)
+        self.remembered_tokens = self._counter("remembered_answer_tokens", "Tokens of these answers.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.tpot = self._histogram(
@@ -121,6 +124,8 @@ class _RequestMetrics:
         self._last_token_s: dict[str, float] = {}
         self._finished = families.finished
         self._prompt_tokens = families.prompt_tokens.labels(*labels)
+        self._remembered_answers = families.remembered_answers.labels(*labels)
+        self._remembered_tokens = families.remembered_tokens.labels(*labels)
         self._generation_tokens = families.generation_tokens.labels(*labels)
         self._ttft = families.ttft.labels(*labels)
         self._tpot = families.tpot.labels(*labels)
@@ -145,6 +150,9 @@ class _RequestMetrics:
         lengths = [output.num_tokens for output in stream.outputs]
         self._prompt_tokens.inc(len(stream.prompt_ids))
         self._prompt_lengths.observe(len(stream.prompt_ids))
+        if stream.recollection is not None:
+            self._remembered_answers.inc(stream.recollection.num_answers)
+            self._remembered_tokens.inc(stream.recollection.num_tokens)
         self._generation_tokens.inc(sum(lengths))
         for num_tokens in lengths:
             self._output_lengths.observe(num_tokens)

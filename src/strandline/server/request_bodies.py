@@ -222,6 +222,7 @@ class TokenizeBody(BaseModel):
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
+    cache_salt: str | None = None
 
 
 class DetokenizeBody(BaseModel):

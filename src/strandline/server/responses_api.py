@@ -254,14 +254,15 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     params = body.sampling_params(service.defaults)
     box = body.toolbox()
     body.require_plain_text(service, box)
+    salt = salt_of(request, body.cache_salt)
     with service.client.expect(params.n):
         with sent_as({"messages": "input"}):
             messages = chat_messages(body.instructions, body.input)
             prompt = await service.render(
-                messages, tools=box.tools, template_options=effort_options(body.effort, EFFORT)
+                messages, tools=box.tools, template_options=effort_options(body.effort, EFFORT), salt=salt
             )
         checked = await service.bind(params, box, prompt.text or "")
-    response = ModelResponse(service, body, prompt, checked, salt_of(request, body.cache_salt))
+    response = ModelResponse(service, body, prompt, checked, salt)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
     return json_response(await response.answer())

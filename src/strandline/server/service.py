@@ -22,7 +22,7 @@ from strandline.server.output_parser import REASONING_FIELDS, OutputFormat
 from strandline.server.tools import Toolbox
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
-from strandline.text.prompts import check_length, encode_text
+from strandline.text.prompts import check_length, check_text, encode_text
 from strandline.text.reasoning import CLOSE
 
 T = TypeVar("T")
@@ -79,6 +79,7 @@ class Service:
                     self.chat_template,
                     parse_special_tokens=self.parse_special_tokens,
                     tool_calls=self.output_format.tool_calls,
+                    answers=self.client.frontend.answers,
                 )
             )
         return self._renderers[0]
@@ -201,8 +202,14 @@ class Service:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
+        salt: str = "",
     ) -> Prompt:
-        """Return a conversation as a prompt."""
+        """Return a conversation as a prompt.
+
+        Args:
+            salt: answers to requests of another salt are not recalled.
+        """
+        check_text(salt)
         renderer = self.renderer
 
         def work() -> Prompt:
@@ -212,8 +219,9 @@ class Service:
                 tools=tools,
                 template_options=template_options,
                 max_characters=self.client.frontend.max_characters,
+                salt=salt,
             )
-            return Prompt(chat.token_ids, chat.text, chat.marks)
+            return Prompt(chat.token_ids, chat.text, chat.marks, chat.recollection)
 
         return await self.in_thread(work, _num_characters(messages))
 

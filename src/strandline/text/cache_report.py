@@ -14,7 +14,10 @@ TextOf = Callable[[Sequence[int]], str | None]
 
 
 def account_data(account: Account) -> Json:
-    """Return an account as JSON data. ``queried`` is ``hit`` plus the tokens of the misses."""
+    """Return an account as JSON data. ``queried`` is ``hit`` plus the tokens of the misses.
+
+    ``remembered``, where it is not 0, counts the tokens that are encoded as earlier answers were generated.
+    """
     return {
         "queried": account.queried,
         "hit": account.hit,
@@ -25,6 +28,7 @@ def account_data(account: Account) -> Json:
             | ({} if miss.request_id is None else {"request_id": miss.request_id})
             for miss in account.misses
         ],
+        **({"remembered": account.num_remembered} if account.num_remembered else {}),
     }
 
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from strandline.errors import RequestError
@@ -31,6 +32,7 @@ from strandline.text.prompts import (
     render_chat,
     template_text,
 )
+from strandline.text.remembered_answers import Recollection, RememberedAnswers
 from strandline.text.tool_formats import ToolFormat, find_tool_format, tool_format
 
 MARK: Final = "cache_control"
@@ -59,6 +61,8 @@ class RenderedChat:
     token_ids: list[int]
     marks: tuple[int, ...]
     """Token positions where a snapshot is worthwhile, ascending."""
+    recollection: Recollection | None = field(default=None, compare=False)
+    """None: answers are not remembered."""
 
 
 @dataclass(slots=True)
@@ -77,6 +81,7 @@ class ChatRenderer:
         parse_special_tokens: parse control tokens in user and tool messages.
         tool_calls: format of earlier calls, for templates that leave them out; ``auto``: detected; ``none``: they stay
             out.
+        answers: remembered answers, which are encoded as they were generated; None: none are.
     """
 
     def __init__(
@@ -86,8 +91,10 @@ class ChatRenderer:
         *,
         parse_special_tokens: bool = False,
         tool_calls: str = "auto",
+        answers: RememberedAnswers | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._answers = answers
         self._tool_calls = tool_calls
         self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens)
         self._chat_template = chat_template
@@ -147,11 +154,13 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
         max_characters: int | None = None,
+        salt: str = "",
     ) -> RenderedChat:
         """Return a conversation as a prompt.
 
         Args:
             max_characters: longer texts are rejected before tokenization.
+            salt: answers to requests of another salt are not recalled.
 
         Raises:
             RequestError: messages or tools are malformed, or the template cannot render them.
@@ -177,7 +186,7 @@ class ChatRenderer:
             raise RequestError(f"{error}{_unparsed(split)}") from error
         check_length(rendered, max_characters)
         check_text(rendered)
-        whole = SplitText(self._tokenizer, rendered, mark)
+        whole = self._encoded(rendered, mark, salt)
         text, token_ids, characters = whole.text, whole.token_ids, Characters(whole)
         starts = self.turns.positions(token_ids)
         before_last = starts[-2:-1] if add_generation_prompt else starts[-1:]
@@ -199,7 +208,20 @@ class ChatRenderer:
             if _is_marked(tool):
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
                 marks.add(characters.position(common_length(cut, text)))
-        return RenderedChat(text, token_ids, tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids))))
+        places = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
+        return RenderedChat(text, token_ids, places, self._recollection(whole, salt))
+
+    def _encoded(self, rendered: str, mark: str, salt: str) -> SplitText:
+        """Return a rendered text as tokens, with remembered answers as they were generated."""
+        if self._answers is None:
+            return SplitText(self._tokenizer, rendered, mark)
+        return SplitText(self._tokenizer, rendered, mark, partial(self._answers.find, salt))
+
+    def _recollection(self, whole: SplitText, salt: str) -> Recollection | None:
+        if self._answers is None:
+            return None
+        num_tokens = sum(len(part.token_ids) for part in whole.recalled)
+        return Recollection(self._answers.key(salt, whole.text), len(whole.recalled), num_tokens)
 
     def _check_roles(self, messages: Messages) -> None:
         """Raise a RequestError for a role that is neither among ``ROLES`` nor named in the template."""

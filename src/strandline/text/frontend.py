@@ -21,6 +21,7 @@ from strandline.records.reasoning_rules import ReasoningRules
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.transfer_params import TransferParams
 from strandline.text.output_streams import OutputStream, RequestStream
+from strandline.text.remembered_answers import Recollection, RememberedAnswers
 from strandline.text.structured import Grammars
 
 LOGGER: Final = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Frontend:
         tokenizer: a transformers tokenizer, or None to work with token ids only.
         eos_ids: tokens that end a request unless it sets ``ignore_eos``.
         grammars: for the same tokenizer; created by default.
+        answers: remembers the outputs of requests with a recollection; None: nothing does.
         seed: for requests without one.
     """
 
@@ -66,6 +68,7 @@ class Frontend:
         tokenizer: Any | None = None,
         eos_ids: frozenset[int] = frozenset(),
         grammars: Grammars | None = None,
+        answers: RememberedAnswers | None = None,
         seed: int = 0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -73,6 +76,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.grammars = grammars or Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
+        self.answers = answers
         self._longest_token = max(map(len, tokenizer.get_vocab())) if tokenizer is not None else 0
         self.requests: dict[str, RequestStream] = {}
         self._outputs: dict[RequestId, OutputStream] = {}
@@ -151,6 +155,7 @@ class Frontend:
         salt: str = "",
         marks: tuple[int, ...] = (),
         transfer: TransferParams | None = None,
+        recollection: Recollection | None = None,
     ) -> list[Submission]:
         """Start a request; return its sequences for the core.
 
@@ -159,6 +164,7 @@ class Frontend:
             salt: requests share cached prefixes only with requests of the same salt.
             marks: token positions up to which other prompts are likely to share this one's prefix.
             transfer: its transfer to or from another engine.
+            recollection: what the prompt has to do with remembered answers; None: its outputs are not remembered.
 
         Raises:
             RequestError: the id, or that of one of its outputs, is in use or reserved; nothing has changed.
@@ -169,11 +175,12 @@ class Frontend:
         taken = next((name for name in (request_id, *names) if name in self.requests or name in self._outputs), None)
         if taken is not None:
             raise RequestError(f"request id {taken!r} is in use by an unfinished request")
-        submissions = self._submissions(names, request, salt, marks, transfer)
+        num_remembered = recollection.num_tokens if recollection is not None else 0
+        submissions = self._submissions(names, request, salt, marks, transfer, num_remembered)
         news = [submission.new for submission in submissions]
-        params = request.params
+        params, arrival_s = request.params, self._clock()
         stream = RequestStream(
-            request_id, prompt, news, self.tokenizer, self._clock(), params.hidden_ids, params.reasoning
+            request_id, prompt, news, self.tokenizer, arrival_s, params.hidden_ids, params.reasoning, recollection
         )
         self.requests[request_id] = stream
         self._outputs.update((output.request_id, output) for output in stream.outputs)
@@ -186,6 +193,7 @@ class Frontend:
         salt: str,
         marks: tuple[int, ...],
         transfer: TransferParams | None,
+        num_remembered: int,
     ) -> list[Submission]:
         prompt_ids, params, stop_ids = request.prompt_ids, request.params.params, request.params.stop_ids
         max_total = self.limits.max_model_len
@@ -199,7 +207,7 @@ class Frontend:
         for index, name in enumerate(names):
             wrapped = _wrap_seed(seed + index)
             new = NewRequest(name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning)
-            submissions.append(Submission(new, max_total, salt, marks, transfer))
+            submissions.append(Submission(new, max_total, salt, marks, transfer, num_remembered))
             if transfer is not None and transfer.is_remote_decode:
                 transfer = None  # what the first output keeps has the prompt of all
             if params.prompt_logprobs is not None and params.max_tokens != 0:
@@ -219,10 +227,17 @@ class Frontend:
         stream = self.requests.pop(request_id, None)
         if stream is None:
             return []
-        names = [output.request_id for output in stream.outputs if not output.is_finished]
-        for name in names:
-            del self._outputs[name]
-        return names
+        unfinished = [output for output in stream.outputs if not output.is_finished]
+        for output in unfinished:
+            self._remember(output)  # a client that leaves may send back what it got
+            del self._outputs[output.request_id]
+        return [output.request_id for output in unfinished]
+
+    def _remember(self, output: OutputStream) -> None:
+        """Remember an output, whether or not it is complete."""
+        recollection = output.request.recollection
+        if self.answers is not None and recollection is not None:
+            self.answers.add(recollection.key, output.generated_ids)
 
     def take(self, events: StepEvents) -> tuple[list[RequestStream], list[RequestId]]:
         """Add a step's events to their outputs.
@@ -262,6 +277,7 @@ class Frontend:
             if must_end:
                 stopped.append(event.request_id)
             if output.is_finished:
+                self._remember(output)
                 del outputs[event.request_id]
                 if request.is_finished:
                     del self.requests[request.request_id]

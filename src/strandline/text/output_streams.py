@@ -4,6 +4,7 @@ A stream accumulates output until it is taken. Taken after every step, it yields
 finished, it yields the whole output.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from strandline.records.outputs import (
 from strandline.records.plan import NewRequest, TokenLogprobs
 from strandline.records.reasoning_rules import ReasoningRules
 from strandline.text.detokenizer import Detokenizer
+from strandline.text.remembered_answers import Recollection
 
 
 class OutputStream:
@@ -49,6 +51,8 @@ class OutputStream:
         is_decoded = tokenizer is not None and params.detokenize
         self._detokenizer = Detokenizer(tokenizer, params, hidden_ids, reasoning) if is_decoded else None
         self._token_ids: list[int] = []
+        self.generated_ids = array("I")
+        """All tokens so far, for the memory of answers; empty if the request has none."""
         self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self._cumulative = 0.0
 
@@ -76,6 +80,8 @@ class OutputStream:
             self._end(FinishReason.LENGTH, None)
             return False
         self._token_ids.append(event.token_id)
+        if self.request.recollection is not None:
+            self.generated_ids.append(event.token_id)
         self.num_tokens += 1
         if event.logprobs is not None and self._logprobs is not None:
             self._cumulative += event.logprobs.logprob
@@ -136,8 +142,11 @@ class RequestStream:
         arrival_s: float,
         hidden_ids: frozenset[int] | None = None,
         reasoning: ReasoningRules | None = None,
+        recollection: Recollection | None = None,
     ) -> None:
         self.request_id = request_id
+        self.recollection = recollection
+        """What its prompt has to do with remembered answers; None: its answers are not remembered."""
         self.prompt = prompt
         self.prompt_ids = news[0].prompt_ids
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None

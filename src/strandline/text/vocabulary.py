@@ -15,6 +15,7 @@ from strandline.records.events import Limits
 from strandline.records.plan import NewRequest
 from strandline.text.frontend import Frontend
 from strandline.text.model_files import GENERATION_CONFIG, check_files, read_generation_config
+from strandline.text.remembered_answers import RememberedAnswers
 from strandline.text.stop_finder import TextStopFinder
 from strandline.text.structured import Grammars
 
@@ -50,11 +51,13 @@ def load_vocabulary(config: EngineConfig) -> Vocabulary:
 
 def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) -> Frontend:
     """Build the text part for a core with these limits."""
+    tokenizer, max_bytes = vocabulary.tokenizer, config.remembered_bytes
     return Frontend(
         limits,
-        tokenizer=vocabulary.tokenizer,
+        tokenizer=tokenizer,
         eos_ids=vocabulary.eos_ids,
         grammars=vocabulary.grammars,
+        answers=RememberedAnswers(tokenizer, max_bytes) if max_bytes and tokenizer is not None else None,
         seed=config.seed,
     )
 

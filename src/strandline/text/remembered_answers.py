@@ -1,0 +1,256 @@
+"""Answers of earlier requests, so that one that comes back in a prompt is encoded as it was generated.
+
+Text has many encodings. A model that samples, or follows a grammar, often chooses another one than the tokenizer would,
+and a prompt that holds its answer, tokenized anew, would miss in the prefix cache where the answer begins. The memory
+maps the text of a prompt to the tokens that were generated after it. Where a later prompt begins with that text, and
+continues as those tokens do, the tokens are taken for the part of the text that is equal, byte for byte. Everything
+else is tokenized as if the memory were empty.
+
+The salt is a part of the key, so requests of another salt find nothing. Losing an answer changes no text, only the
+number of tokens that later prompts hit.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+from strandline.text.token_bytes import TokenBytes
+
+KEY_BYTES: Final = 16
+OPENING_BYTES: Final = 8
+"""The last bytes of a prompt, by which the places in a text are found where an answer may begin."""
+MAX_OPENINGS: Final = 64
+"""A chat template has a few; continued messages bring others."""
+MAX_ANSWERS_PER_PROMPT: Final = 64
+PROMPT_BYTES: Final = 320
+"""What Python needs for a remembered prompt, without its answers."""
+ANSWER_BYTES: Final = 80
+"""What Python needs for an answer, without its tokens."""
+REPLACEMENT: Final = "\ufffd".encode()
+
+
+class PromptKey(NamedTuple):
+    """Identifies a prompt's text under a salt."""
+
+    digest: bytes
+    opening: bytes
+
+
+class Recalled(NamedTuple):
+    """A part of a text that is encoded as it was generated."""
+
+    start: int
+    """In characters."""
+    ends: tuple[int, ...]
+    """Where each token ends, in characters; a token that ends inside a character ends where that begins."""
+    token_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.ends[-1]
+
+    def token_at(self, character: int) -> int | None:
+        """Return the index of the token that covers a character of the text."""
+        index = bisect_right(self.ends, character)
+        return index if self.start <= character and index < len(self.ends) else None
+
+    def start_of(self, index: int) -> int:
+        """Return the first character that a token covers."""
+        return self.ends[index - 1] if index else self.start
+
+    def between(self, start: int, end: int) -> tuple[tuple[int, ...], int]:
+        """Return the tokens from a character on that end before another, and where they end.
+
+        Args:
+            start: where one of its tokens begins.
+        """
+        first = bisect_left(self.ends, start) + 1 if start > self.start else 0
+        count = bisect_right(self.ends, end)
+        while count > first and self.start_of(count - 1) == self.ends[count - 1]:
+            count -= 1  # it is a part of the next character
+        return self.token_ids[first:count], self.ends[count - 1] if count > first else start
+
+
+class Recollection(NamedTuple):
+    """What a prompt has to do with remembered answers."""
+
+    key: PromptKey
+    """Under which answers to it are remembered."""
+    num_answers: int
+    """Earlier answers in it that are encoded as they were generated."""
+    num_tokens: int
+    """The tokens of these."""
+
+
+class RememberedAnswers:
+    """The latest answers, in bounded memory. Any thread may call it.
+
+    Args:
+        max_bytes: the most memory; the answers of the least recently used prompts are dropped. 0: none are kept.
+    """
+
+    def __init__(self, tokenizer: Any, max_bytes: int) -> None:
+        self.max_bytes: Final = max_bytes
+        self._tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
+        self._added = tuple(sorted(map(str.encode, tokenizer.get_added_vocab())))
+        self._lock = Lock()
+        self._answers = OrderedDict[bytes, tuple["array[int]", ...]]()
+        """By the digest of a prompt, the one used last at the end; each prompt's answers, the latest at the end."""
+        self._openings = OrderedDict[bytes, None]()
+        """The one used last at the end."""
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all answers."""
+        return self._num_bytes
+
+    @property
+    def num_prompts(self) -> int:
+        """The prompts whose answers are remembered."""
+        return len(self._answers)
+
+    def key(self, salt: str, prompt: str) -> PromptKey:
+        """Return the key under which the answers to a prompt are remembered."""
+        data = prompt.encode()
+        digest = _begin_digest(salt)
+        digest.update(data)
+        return PromptKey(digest.digest(), data[-OPENING_BYTES:])
+
+    def add(self, key: PromptKey, token_ids: Sequence[int]) -> None:
+        """Remember an answer."""
+        if not token_ids or not self.max_bytes:
+            return
+        answer = array("I", token_ids)
+        with self._lock:
+            known = self._answers.pop(key.digest, ())
+            self._num_bytes -= _num_bytes(known)
+            kept = (*(other for other in known if other != answer), answer)[-MAX_ANSWERS_PER_PROMPT:]
+            self._answers[key.digest] = kept
+            self._num_bytes += _num_bytes(kept)
+            while self._num_bytes > self.max_bytes:
+                _, dropped = self._answers.popitem(last=False)
+                self._num_bytes -= _num_bytes(dropped)
+            self._openings[key.opening] = None
+            self._openings.move_to_end(key.opening)
+            if len(self._openings) > MAX_OPENINGS:
+                self._openings.popitem(last=False)
+
+    def find(self, salt: str, text: str) -> list[Recalled]:
+        """Return the parts of a prompt's text that are encoded as they were generated, in their order."""
+        if not self._answers:
+            return []
+        data = text.encode()
+        digest, hashed = _begin_digest(salt), 0
+        found: list[Recalled] = []
+        end, num_characters = 0, 0  # where the last part ends, in bytes and in characters
+        for place in self._beginnings(data):
+            if place < end:
+                continue
+            digest.update(memoryview(data)[hashed:place])
+            hashed = place
+            answers = self._take(digest.copy().digest())
+            ends = max((self._matched(answer, data, place) for answer in reversed(answers)), key=_reach, default=None)
+            if ends is not None and ends[1]:
+                token_ids, byte_ends = ends
+                num_characters += len(data[end:place].decode())
+                recalled = _in_characters(num_characters, data, place, token_ids, byte_ends)
+                found.append(recalled)
+                end, num_characters = byte_ends[-1], recalled.end
+        return found
+
+    def _beginnings(self, data: bytes) -> list[int]:
+        """Return the places where a remembered answer may begin."""
+        with self._lock:
+            openings = list(self._openings)
+        places = set[int]()
+        for opening in openings:
+            place = data.find(opening)
+            while place >= 0:
+                places.add(place + len(opening))
+                place = data.find(opening, place + 1)
+        return sorted(places)
+
+    def _take(self, digest: bytes) -> tuple["array[int]", ...]:
+        """Return the answers to a prompt, and count it as used."""
+        with self._lock:
+            answers = self._answers.get(digest, ())
+            if answers:
+                self._answers.move_to_end(digest)
+            return answers
+
+    def _matched(self, answer: "array[int]", data: bytes, place: int) -> tuple["array[int]", list[int]]:
+        """Return the tokens of an answer that the data continue with at a place, and where each of them ends.
+
+        They end where a character does, and not inside a word that goes on in another way.
+        """
+        ends: list[int] = []
+        position, of = place, self._token_bytes.of
+        for token in answer:
+            piece = of(token)
+            if not piece or not data.startswith(piece, position) or REPLACEMENT in piece:
+                break
+            position += len(piece)
+            ends.append(position)
+        fault = data.find(REPLACEMENT, place, position)
+        while ends and (_is_inside(data, ends[-1]) or 0 <= fault < ends[-1]):
+            ends.pop()
+        if ends and not (ends[-1] == len(data) or data.startswith(self._added, ends[-1]) or self._joins_pieces):
+            ends.clear()
+        return answer[: len(ends)], ends
+
+    @cached_property
+    def _joins_pieces(self) -> bool:
+        """Whether the tokens of two texts, joined, are tokens of the joined text: none begins with a space of its own.
+
+        Otherwise the text after an answer must begin with a control token.
+        """
+        pieces = [self._token_bytes.of(token) for token in self._tokenizer.encode("a", add_special_tokens=False)]
+        return pieces == [b"a"]
+
+
+def _begin_digest(salt: str) -> Any:
+    name = salt.encode()
+    return blake2b(len(name).to_bytes(8) + name, digest_size=KEY_BYTES)
+
+
+def _num_bytes(answers: Sequence["array[int]"]) -> int:
+    return sum((ANSWER_BYTES + answer.itemsize * len(answer) for answer in answers), PROMPT_BYTES) if answers else 0
+
+
+def _reach(matched: tuple["array[int]", list[int]]) -> int:
+    """Return how many tokens of an answer match."""
+    return matched[1][-1] if matched[1] else 0
+
+
+def _is_inside(data: bytes, position: int) -> bool:
+    """Return whether a position is inside of a character or a word."""
+    return position < len(data) and _is_of_word(data[position - 1]) and _is_of_word(data[position])
+
+
+def _is_of_word(byte: int) -> bool:
+    """Return whether a byte belongs to a letter, a digit or a character beyond ASCII."""
+    return byte >= 0x80 or chr(byte).isalnum()
+
+
+def _in_characters(start: int, data: bytes, place: int, token_ids: Sequence[int], byte_ends: Sequence[int]) -> Recalled:
+    """Return matched tokens with the ends of their texts in characters.
+
+    Args:
+        start: the characters before the place.
+    """
+    ends: list[int] = []
+    character, counted = start, place
+    for end in byte_ends:
+        if end == len(data) or data[end] & 0xC0 != 0x80:
+            character += len(data[counted:end].decode())
+            counted = end
+        # Otherwise the token ends inside a character, for which that character's beginning stands.
+        ends.append(character + len(data[counted:end].decode(errors="ignore")))
+    return Recalled(start, tuple(ends), tuple(token_ids))
