@@ -1,5 +1,6 @@
 """A model's directory and its plain JSON files, which can be read without other libraries."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +11,9 @@ from strandline.records.sampling_params import SamplingParams
 
 DEMO_MODEL: Final = "demo"
 DEMO_DIRECTORY: Final = Path(__file__).parent.parent / "demo"
+
+TOKENIZER_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Patterns of the files that a tokenizer may consist of, besides the model's configuration."""
 
 GENERATION_CONFIG: Final = "generation_config.json"
 GENERATION_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -41,22 +45,35 @@ def find_model(name: str) -> Path:
         return path
     if not _is_hub_name(name):
         raise ConfigError(f"model {name!r} is neither 'demo', nor a directory, nor a hub name (owner/name)")
-    return _fetch(name)
+    return _fetch(name, (*TOKENIZER_FILES, "*.safetensors"), "model")
+
+
+def find_tokenizer(name: str) -> Path:
+    """Return the directory of a tokenizer: local, or downloaded from the hub.
+
+    Raises:
+        ConfigError: there is no such tokenizer.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if not _is_hub_name(name):
+        raise ConfigError(f"tokenizer {name!r} is neither a directory nor a hub name (owner/name)")
+    return _fetch(name, TOKENIZER_FILES, "tokenizer")
 
 
 def _is_hub_name(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, patterns: Sequence[str], what: str) -> Path:
     from huggingface_hub import snapshot_download  # takes longer to import than everything before it
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model {name!r} is no directory and cannot be fetched from the hub: {cause_of(error)}"
+            f"{what} {name!r} is no directory and cannot be fetched from the hub: {cause_of(error)}"
         ) from error
 
 

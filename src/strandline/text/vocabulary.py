@@ -4,20 +4,25 @@ transformers is imported by the functions that need it, so that importing the te
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, cause_of
-from strandline.model_config import Fields, read_model_config, read_vocab_size
+from strandline.model_config import Fields, read_json_object, read_model_config, read_vocab_size
 from strandline.records.events import Limits
 from strandline.records.plan import NewRequest
 from strandline.text.frontend import Frontend
-from strandline.text.model_files import GENERATION_CONFIG, check_files, read_generation_config
+from strandline.text.model_files import GENERATION_CONFIG, check_files, find_tokenizer, read_generation_config
 from strandline.text.remembered_answers import RememberedAnswers
 from strandline.text.stop_finder import TextStopFinder
 from strandline.text.structured import Grammars
+
+PROCESSOR_TEMPLATE: Final = "chat_template.json"
+"""The chat template of models that also read images, as earlier releases of transformers wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +68,41 @@ def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) 
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer from a directory or the hub.
+    """Load a tokenizer from a directory or the hub; the model's configuration is not read where its files suffice.
 
     Raises:
         ConfigError: there is none.
     """
-    from transformers import AutoTokenizer
-
+    directory = find_tokenizer(name)
     try:
         # Prompts are limited by max_model_len; the tokenizer would warn of its own limit.
-        return AutoTokenizer.from_pretrained(name, model_max_length=sys.maxsize, trust_remote_code=False)
+        tokenizer = _load_class(directory)(directory, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"no tokenizer in {name}: {cause_of(error)}; name one with --tokenizer") from error
+    if not tokenizer.chat_template and (directory / PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json_object(directory / PROCESSOR_TEMPLATE).get("chat_template")
+    return tokenizer
+
+
+def _load_class(directory: Path) -> Callable[..., Any]:
+    """Return what loads a directory's tokenizer.
+
+    ``tokenizer.json`` says everything about the conversion of text to tokens. Classes of transformers would build some
+    of it anew, and are chosen by names that differ from release to release. They are needed for older files alone.
+    """
+    import transformers
+
+    if (directory / "tokenizer.json").is_file():
+        return transformers.PreTrainedTokenizerFast.from_pretrained
+    settings = directory / "tokenizer_config.json"
+    named = (read_json_object(settings) if settings.is_file() else {}).get("tokenizer_class")
+    for name in (named, str(named).removesuffix("Fast")):
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase):
+            return found.from_pretrained
+    model = directory / "config.json"
+    model_type = (read_json_object(model) if model.is_file() else {}).get("model_type")
+    return partial(transformers.AutoTokenizer.from_pretrained, tokenizer_type=model_type)
 
 
 def find_eos_ids(directory: Path, text_config: Fields, tokenizer: Any | None, vocab_size: int) -> frozenset[int]:

@@ -154,7 +154,7 @@ def prepare_engine() -> None:
     for path in sorted(Path(runtime_numba.__file__).parent.glob("*_numba.py")):
         import_module(f"strandline.kernels.{path.stem}")
     leave_generation_out()
-    assert import_module("transformers").AutoTokenizer
+    assert import_module("transformers").PreTrainedTokenizerFast
     read_model_config(DEMO_DIRECTORY)
     for module in (core_process, worker):  # they are run, not imported
         del sys.modules[module.__name__]
@@ -165,7 +165,7 @@ def prepare_front_end(engines: str) -> None:
     from strandline.server import launch, supervisor
 
     launch._keep_torch_out()
-    assert import_module("transformers").AutoTokenizer
+    assert import_module("transformers").PreTrainedTokenizerFast
 
     def fork(command: list[str], *, stdin: int, pass_fds: list[int]) -> ForkedProcess:
         assert (command[:2], stdin) == ([sys.executable, "-m"], subprocess.PIPE)
