@@ -29,5 +29,8 @@ def test_examples_run_as_printed(page: Path, capsys: pytest.CaptureFixture[str])
     names: dict[str, object] = {}
     for example in EXAMPLE.findall(page.read_text()):
         exec(compile(example, str(page), "exec"), names)
+    printed = capsys.readouterr().out
     if page.name == "README.md":
-        assert "Ada" in capsys.readouterr().out
+        assert "Ada" in printed
+    if page.name == "compaction.md":
+        assert f"```\n{printed}```" in page.read_text()
