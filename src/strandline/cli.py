@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or con
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -147,6 +148,7 @@ def _add_serve(commands: Any) -> None:
     add("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
     text = "allowed Host names; '*': any (default: local names; any name if --host is not a loopback address)"
     add("--allowed-hosts", action=Extend, nargs="+", default=(), metavar="NAME", help=text)
+    _add_cross_origin_flags(add)
     add(
         "--served-model-name",
         action=Extend,
@@ -185,6 +187,8 @@ def _add_serve(commands: Any) -> None:
     )
     text = "time limit for a client to send or read a part of a message; 0: none (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
+    text = "silence after which a stream gets a comment, or Anthropic's event ping; 0: none (default: %(default)s)"
+    add("--stream-ping-interval-s", type=float, default=5.0, metavar="S", help=text)
     add("--request-timeout-s", type=float, metavar="S", help="time limit of a request (default: none)")
     text = "content of /cache; auto: prompt text if the server listens on this machine only, else counts"
     add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
@@ -192,6 +196,28 @@ def _add_serve(commands: Any) -> None:
     add("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help=text)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_serve, parser=parser)
+
+
+def _add_cross_origin_flags(add: Any) -> None:
+    text = (
+        """origins whose web pages may use the server, such as '["https://app.example"]' or '["*"]' (default: none)"""
+    )
+    add("--allowed-origins", type=_json_strings, default=(), metavar="JSON", help=text)
+    add("--allow-credentials", action="store_true", help="let pages of these origins send cookies")
+    text = """%s that they may use, as a JSON list (default: '["*"]', all)"""
+    for name in ("methods", "headers"):
+        add(f"--allowed-{name}", type=_json_strings, default=("*",), metavar="JSON", help=text % name)
+
+
+def _json_strings(text: str) -> list[str]:
+    """Return the strings in a JSON list."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f"""must be a JSON list of strings, such as '["*"]'; got {text!r:.200}""")
+    return values
 
 
 def _add_generate(commands: Any) -> None:

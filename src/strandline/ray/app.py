@@ -104,6 +104,8 @@ class Ingress:
             allowed_hosts=server.allowed_hosts or ("*",),
             max_body_bytes=server.max_body_bytes,
             cache_page="off",
+            cross_origin=server.cross_origin(),
+            ping_interval_s=server.stream_ping_interval_s,
         )
         _APPS.append(app)
 

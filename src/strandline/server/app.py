@@ -11,6 +11,8 @@ from strandline.errors import RequestError
 from strandline.server.cache_page import add_cache_page
 from strandline.server.chat_api import chat
 from strandline.server.completions_api import complete
+from strandline.server.cross_origin import CrossOrigin
+from strandline.server.cross_origin_access import CrossOriginAccess
 from strandline.server.error_responses import ERRORS, add_error_handlers, error_response
 from strandline.server.gate import Gate, salt_of
 from strandline.server.host_check import HostCheck
@@ -19,6 +21,7 @@ from strandline.server.request_bodies import ChatBody, CompletionBody, Detokeniz
 from strandline.server.responses_api import ResponsesBody, create_response
 from strandline.server.service import Service
 from strandline.server.sse import json_response, while_connected
+from strandline.server.stream_pings import StreamPings
 from strandline.server.tools import toolbox
 from strandline.version import VERSION, find_commit
 
@@ -33,6 +36,8 @@ def build_app(
     allowed_hosts: Collection[str] = ("*",),
     max_body_bytes: int = 8 * 2**20,
     cache_page: str = "counts",
+    cross_origin: CrossOrigin | None = None,
+    ping_interval_s: float = 0,
 ) -> FastAPI:
     """Return the application that serves a model.
 
@@ -40,6 +45,8 @@ def build_app(
         api_keys: as ``Gate`` takes them.
         allowed_hosts: as ``HostCheck`` takes them.
         cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off`` for no page.
+        cross_origin: what web pages of other origins may do; None: nothing.
+        ping_interval_s: as ``StreamPings`` takes it.
     """
     app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None, responses=ERRORS)
     _add_generation(app, service)
@@ -48,8 +55,12 @@ def build_app(
     _add_operation(app, service)
     add_cache_page(app, service, cache_page)
     add_error_handlers(app)
+    # What is added last comes first.
+    app.add_middleware(StreamPings, interval_s=ping_interval_s)
     app.add_middleware(Gate, api_keys=api_keys or {}, max_body_bytes=max_body_bytes)
-    app.add_middleware(HostCheck, allowed=allowed_hosts)  # added last, so it comes first
+    if cross_origin is not None:
+        app.add_middleware(CrossOriginAccess, allowed=cross_origin)
+    app.add_middleware(HostCheck, allowed=allowed_hosts)
     return app
 
 

@@ -1,12 +1,15 @@
 """Configuration of the HTTP server: the flags of ``strandline serve`` that do not concern the engine."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
+from math import inf
 from typing import Final
 
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
+from strandline.server.cross_origin import ORIGIN, TOKEN, CrossOrigin
 from strandline.server.host_names import is_local, parse_host
 
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
@@ -22,6 +25,12 @@ class ServerConfig:
     allowed_hosts: Sequence[str] = ()
     """Host names that requests may use in addition to local ones; ``*``: any. Empty: none on a loopback address, else
     any."""
+    allowed_origins: Sequence[str] = ()
+    """Origins whose web pages may send requests and read the answers; ``*``: any. Empty: none."""
+    allow_credentials: bool = False
+    """Pages of these origins may send cookies."""
+    allowed_methods: Sequence[str] = ("*",)
+    allowed_headers: Sequence[str] = ("*",)
     served_model_name: Sequence[str] = ()
     """Names that requests may use; empty: the model's."""
     api_key: Sequence[str] = ()
@@ -45,6 +54,8 @@ class ServerConfig:
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
     """Time limit for a client to send a request's head, a part of its body, or read a part of its response; 0: none."""
+    stream_ping_interval_s: float = 5.0
+    """Silence after which a stream gets a comment, or Anthropic's event ``ping``; 0: none."""
     restart: bool = False
     """Restart the engine when its process has exited."""
     cache_page: str = "auto"
@@ -66,6 +77,9 @@ class ServerConfig:
             raise ConfigError(f"--request-timeout-s must be above 0, got {self.request_timeout_s:g}")
         if not self.client_timeout_s >= 0:
             raise ConfigError(f"--client-timeout-s must be at least 0, got {self.client_timeout_s:g}")
+        if not 0 <= self.stream_ping_interval_s < inf:
+            raise ConfigError(f"--stream-ping-interval-s must be at least 0, got {self.stream_ping_interval_s:g}")
+        self.cross_origin()
         if self.cache_page not in CACHE_PAGES:
             raise ConfigError(f"--cache-page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 
@@ -84,6 +98,25 @@ class ServerConfig:
                 f"--salt-per-key gives each API key a salt, and there is none; add --api-key or {API_KEY}"
             )
         return {key: salt_of_key(key) if self.salt_per_key else "" for key in keys}
+
+    def cross_origin(self) -> CrossOrigin | None:
+        """Return what web pages of other origins may do; None: nothing.
+
+        Raises:
+            ConfigError: a value is malformed, or has no effect because no origin is allowed.
+        """
+        given = CrossOrigin(self.allowed_origins, self.allow_credentials, self.allowed_methods, self.allowed_headers)
+        _require_matches("--allowed-origins", given.origins, ORIGIN, "https://app.example, null or *")
+        _require_matches("--allowed-methods", given.methods, TOKEN, "POST or *")
+        _require_matches("--allowed-headers", given.headers, TOKEN, "Authorization or *")
+        if given.origins:
+            return given
+        if given != CrossOrigin((), with_credentials=False, methods=("*",), headers=("*",)):
+            raise ConfigError(
+                "--allow-credentials, --allowed-methods and --allowed-headers need --allowed-origins: without it, "
+                "pages of other origins may do nothing"
+            )
+        return None
 
     def allowed_names(self, address: str) -> frozenset[str]:
         """Return the names allowed besides local ones for a server on an address, in the form of ``HostCheck``."""
@@ -104,6 +137,14 @@ def _require_texts(flag: str, values: object) -> None:
         raise ConfigError(f"{flag} must be a list of strings, got {type(values).__name__}")
     if not all(value.strip() for value in values):
         raise ConfigError(f"{flag} must not be empty or blank: the shell variable that it comes from may be unset")
+
+
+def _require_matches(flag: str, values: Sequence[str], pattern: re.Pattern[str], examples: str) -> None:
+    """Raise a ConfigError unless values are a list of strings that a pattern matches as a whole."""
+    _require_texts(flag, values)
+    for value in values:
+        if not pattern.fullmatch(value):
+            raise ConfigError(f"{flag} must hold values such as {examples}; got {value!r:.200}")
 
 
 def salt_of_key(key: str) -> str:

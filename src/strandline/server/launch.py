@@ -94,6 +94,8 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
             allowed_hosts=server.allowed_names(host),
             max_body_bytes=server.max_body_bytes,
             cache_page=mode,
+            cross_origin=server.cross_origin(),
+            ping_interval_s=server.stream_ping_interval_s,
         )
         freeze_gc()
         listener.listen()  # before the address is logged

@@ -55,7 +55,8 @@ class ServerProcess:
 
     def __init__(self, model: Path, log: Path, *flags: str, start: Start = fork_server) -> None:
         arguments = ["serve", str(model), "--port", "0", "--device", "cpu", "--memory", "16MiB"]
-        arguments += ["--served-model-name", "tiny", *flags]
+        # No pings unless a test sets an interval: on a busy machine they would come between the expected events.
+        arguments += ["--served-model-name", "tiny", "--stream-ping-interval-s", "0", *flags]
         self._log = log
         with log.open("wb") as file:
             self.process = start(arguments, {**os.environ, "OMP_NUM_THREADS": "1"}, file.fileno())

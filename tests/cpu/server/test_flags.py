@@ -11,7 +11,9 @@ from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
 
 FLAGS = [
-    "--allowed-hosts", "--api-key", "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template",
+    "--allow-credentials", "--allowed-headers", "--allowed-hosts", "--allowed-methods", "--allowed-origins",
+    "--api-key",
+    "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template",
     "--client-timeout-s",
     "--data-parallel-size",
     "--dequantize", "--deterministic", "--device", "--disk-cache", "--disk-cache-size",
@@ -24,7 +26,8 @@ FLAGS = [
     "--no-enable-prefix-caching",
     "--parse-special-tokens", "--port", "--reasoning-field", "--reasoning-parser", "--remembered-answers",
     "--request-timeout-s", "--restart", "--salt-per-key", "--seed",
-    "--served-model-name", "--snapshot-dtype", "--speculative-config", "--tensor-parallel-size", "--tokenizer",
+    "--served-model-name", "--snapshot-dtype", "--speculative-config", "--stream-ping-interval-s",
+    "--tensor-parallel-size", "--tokenizer",
     "--tool-call-parser",
     "-dp", "-tp",
 ]  # fmt: skip
@@ -35,7 +38,8 @@ OF_VLLM = {
     "--max-model-len": "100",
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048", "--tensor-parallel-size": "2",
-    "--data-parallel-size": "2",
+    "--data-parallel-size": "2", "--allowed-origins": '["https://app.example"]', "--allowed-methods": '["POST"]',
+    "--allowed-headers": '["Authorization"]',
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
     "--kv-transfer-config": '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "10.0.0.1"}',
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',
