@@ -18,6 +18,8 @@ CLIENT_CLOSED_REQUEST: Final = 499
 """Status of a request whose client has disconnected. It is never sent."""
 
 _JSON: Final = msgspec.json.Encoder()
+_LINE_ENDS: Final = (("\x85".encode(), b"\\u0085"), ("\u2028".encode(), b"\\u2028"), ("\u2029".encode(), b"\\u2029"))
+"""Characters that end a line in Unicode but not in server-sent events, and their JSON escapes."""
 
 
 def json_response(body: Any) -> Response:
@@ -38,15 +40,22 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+def _data(body: bytes) -> bytes:
+    """Return JSON as an event's data, in one line also for clients that split lines as Unicode does."""
+    for character, escape in _LINE_ENDS:
+        body = body.replace(character, escape)
+    return b"data: " + body + b"\n\n"
+
+
 async def plain_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
     """Yield bodies as OpenAI's events, followed by ``[DONE]``."""
     try:
         async for body in bodies:
-            yield b"data: " + _JSON.encode(body) + b"\n\n"
+            yield _data(_JSON.encode(body))
     except (RequestError, EngineError) as error:
         # The status has been sent: the error is an event, which OpenAI's clients raise.
         status, code = status_of(error)
-        yield b"data: " + error_body(path, status, str(error), code=code) + b"\n\n"
+        yield _data(error_body(path, status, str(error), code=code))
     yield DONE
 
 
@@ -54,10 +63,10 @@ async def named_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[b
     """Yield bodies as events named by their types, in Anthropic's format."""
     try:
         async for body in bodies:
-            yield b"event: " + body["type"].encode() + b"\ndata: " + _JSON.encode(body) + b"\n\n"
+            yield b"event: " + body["type"].encode() + b"\n" + _data(_JSON.encode(body))
     except (RequestError, EngineError) as error:
         status, code = status_of(error)
-        yield b"event: error\ndata: " + error_body(path, status, str(error), code=code) + b"\n\n"
+        yield b"event: error\n" + _data(error_body(path, status, str(error), code=code))
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

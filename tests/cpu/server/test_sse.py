@@ -1,14 +1,17 @@
 """Edge cases of server-sent events."""
 
 import asyncio
+import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
 from starlette.types import Message
 
+from strandline.errors import EngineError
 from strandline.server import launch
-from strandline.server.sse import EventStream, plain_events
+from strandline.server.sse import EventStream, named_events, plain_events
 
 
 class WatchedJob:
@@ -38,6 +41,22 @@ def test_client_disconnecting_before_first_event_ends_job() -> None:
     stream = EventStream(job, plain_events("/v1/completions", bodies()))  # type: ignore[arg-type]
     asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send))
     assert job.is_left
+
+
+@pytest.mark.parametrize("encode", [plain_events, named_events])
+def test_events_have_no_line_ends_of_unicode(encode: Callable[..., AsyncIterator[bytes]]) -> None:
+    text = "a\u2028b\u2029c\x85d\u2027e"
+
+    async def bodies() -> AsyncIterator[Any]:
+        yield {"type": text, "text": text} if encode is plain_events else {"type": "x", "text": text}
+        raise EngineError(text)
+
+    async def collect() -> bytes:
+        return b"".join([event async for event in encode("/v1/completions", bodies())])
+
+    data = [line[6:] for line in asyncio.run(collect()).decode().splitlines() if line.startswith("data: ")]
+    assert json.loads(data[0])["text"] == text
+    assert json.loads(data[1])["error"]["message"] == text
 
 
 def test_listener_turns_off_nagles_algorithm() -> None:
