@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or con
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -30,7 +29,7 @@ from strandline.config import (
     flag,
 )
 from strandline.errors import ConfigError, RequestError, StrandlineError
-from strandline.server.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from strandline.server.flags import add_server_flags
 from strandline.specs import SNAPSHOT_DTYPES
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
@@ -66,13 +65,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--context-length": "use --max-model-len",
 }
 """Flags of vLLM and SGLang that are not supported, not by all commands, or not needed, and what to do instead."""
-
-
-class Extend(argparse.Action):
-    """Adds values to those of the same flag before; argparse's own needs a list as the default."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values])
 
 
 class Parser(argparse.ArgumentParser):
@@ -143,81 +135,9 @@ def _add_serve(commands: Any) -> None:
     text = "Serve a model over HTTP, with the OpenAI and Anthropic APIs."
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=text)
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=MODEL_HELP)
-    add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
-    add("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
-    text = "allowed Host names; '*': any (default: local names; any name if --host is not a loopback address)"
-    add("--allowed-hosts", action=Extend, nargs="+", default=(), metavar="NAME", help=text)
-    _add_cross_origin_flags(add)
-    add(
-        "--served-model-name",
-        action=Extend,
-        nargs="+",
-        default=(),
-        metavar="NAME",
-        help="model names that requests may use",
-    )
-    add(
-        "--api-key",
-        action=Extend,
-        nargs="+",
-        default=(),
-        metavar="KEY",
-        help="API keys, one of them required in each request",
-    )
-    add("--salt-per-key", action="store_true", help="share cached prefixes only among requests with the same API key")
-    add("--chat-template", metavar="FILE", help="Jinja template: a file, or the text itself")
-    text = "parse control tokens in user and tool messages instead of treating them as plain text"
-    add("--parse-special-tokens", action="store_true", help=text)
-    text = "format of tool calls; auto: detect it from the chat template (default: %(default)s)"
-    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", metavar="NAME", help=text)
-    text = "format of reasoning; auto: detect it from the chat template (default: %(default)s)"
-    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", metavar="NAME", help=text)
-    text = "field of the reasoning in chat completions (default: %(default)s)"
-    add("--reasoning-field", choices=REASONING_FIELDS, default="both", help=text)
-    add("--enable-auto-tool-choice", action="store_true", help="accepted for compatibility; not needed")
-    add("--restart", action="store_true", help="restart the engine if its process dies")
-    add("--max-queue", type=int, default=1024, metavar="N", help="maximum queued outputs (default: %(default)s)")
-    add(
-        "--max-body-bytes",
-        type=int,
-        default=8 * 2**20,
-        metavar="N",
-        help="maximum size of a request body (default: %(default)s)",
-    )
-    text = "time limit for a client to send or read a part of a message; 0: none (default: %(default)s)"
-    add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
-    text = "silence after which a stream gets a comment, or Anthropic's event ping; 0: none (default: %(default)s)"
-    add("--stream-ping-interval-s", type=float, default=5.0, metavar="S", help=text)
-    add("--request-timeout-s", type=float, metavar="S", help="time limit of a request (default: none)")
-    text = "content of /cache; auto: prompt text if the server listens on this machine only, else counts"
-    add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
-    text = "number of engines, each with the whole model, a cache and GPUs of its own (default: %(default)s)"
-    add("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help=text)
+    add_server_flags(parser)
     _add_engine_flags(parser)
     parser.set_defaults(run=_run_serve, parser=parser)
-
-
-def _add_cross_origin_flags(add: Any) -> None:
-    text = (
-        """origins whose web pages may use the server, such as '["https://app.example"]' or '["*"]' (default: none)"""
-    )
-    add("--allowed-origins", type=_json_strings, default=(), metavar="JSON", help=text)
-    add("--allow-credentials", action="store_true", help="let pages of these origins send cookies")
-    text = """%s that they may use, as a JSON list (default: '["*"]', all)"""
-    for name in ("methods", "headers"):
-        add(f"--allowed-{name}", type=_json_strings, default=("*",), metavar="JSON", help=text % name)
-
-
-def _json_strings(text: str) -> list[str]:
-    """Return the strings in a JSON list."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise argparse.ArgumentTypeError(f"""must be a JSON list of strings, such as '["*"]'; got {text!r:.200}""")
-    return values
 
 
 def _add_generate(commands: Any) -> None:

@@ -1,0 +1,101 @@
+"""The flags of ``strandline serve`` that do not concern the engine: a field of ``ServerConfig`` each."""
+
+import argparse
+import json
+from typing import Any
+
+from strandline.server.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
+
+
+class Extend(argparse.Action):
+    """Adds values to those of the same flag before; argparse's own needs a list as the default."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values])
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser."""
+    add = parser.add_argument_group("server").add_argument
+    _add_access_flags(add)
+    _add_format_flags(add)
+    _add_limit_flags(add)
+    add("--restart", action="store_true", help="restart the engine if its process dies")
+    text = "content of /cache; auto: prompt text if the server listens on this machine only, else counts"
+    add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
+    text = "number of engines, each with the whole model, a cache and GPUs of its own (default: %(default)s)"
+    add("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help=text)
+
+
+def _add_access_flags(add: Any) -> None:
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
+    text = "allowed Host names; '*': any (default: local names; any name if --host is not a loopback address)"
+    add("--allowed-hosts", action=Extend, nargs="+", default=(), metavar="NAME", help=text)
+    add(
+        "--served-model-name",
+        action=Extend,
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="model names that requests may use",
+    )
+    add(
+        "--api-key",
+        action=Extend,
+        nargs="+",
+        default=(),
+        metavar="KEY",
+        help="API keys, one of them required in each request",
+    )
+    add("--salt-per-key", action="store_true", help="share cached prefixes only among requests with the same API key")
+    _add_cross_origin_flags(add)
+
+
+def _add_format_flags(add: Any) -> None:
+    add("--chat-template", metavar="FILE", help="Jinja template: a file, or the text itself")
+    text = "parse control tokens in user and tool messages instead of treating them as plain text"
+    add("--parse-special-tokens", action="store_true", help=text)
+    text = "format of tool calls; auto: detect it from the chat template (default: %(default)s)"
+    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", metavar="NAME", help=text)
+    text = "format of reasoning; auto: detect it from the chat template (default: %(default)s)"
+    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", metavar="NAME", help=text)
+    text = "field of the reasoning in chat completions (default: %(default)s)"
+    add("--reasoning-field", choices=REASONING_FIELDS, default="both", help=text)
+    add("--enable-auto-tool-choice", action="store_true", help="accepted for compatibility; not needed")
+
+
+def _add_limit_flags(add: Any) -> None:
+    add("--max-queue", type=int, default=1024, metavar="N", help="maximum queued outputs (default: %(default)s)")
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=8 * 2**20,
+        metavar="N",
+        help="maximum size of a request body (default: %(default)s)",
+    )
+    text = "time limit for a client to send or read a part of a message; 0: none (default: %(default)s)"
+    add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
+    text = "silence after which a stream gets a comment, or Anthropic's event ping; 0: none (default: %(default)s)"
+    add("--stream-ping-interval-s", type=float, default=5.0, metavar="S", help=text)
+    add("--request-timeout-s", type=float, metavar="S", help="time limit of a request (default: none)")
+
+
+def _add_cross_origin_flags(add: Any) -> None:
+    text = "origins whose web pages may use the server, as a JSON list; '[\"*\"]': all (default: none)"
+    add("--allowed-origins", type=_json_strings, default=(), metavar="JSON", help=text)
+    add("--allow-credentials", action="store_true", help="let pages of these origins send cookies")
+    text = "%s that they may use, as a JSON list (default: all)"
+    for name in ("methods", "headers"):
+        add(f"--allowed-{name}", type=_json_strings, default=("*",), metavar="JSON", help=text % name)
+
+
+def _json_strings(text: str) -> list[str]:
+    """Return the strings in a JSON list."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f"""must be a JSON list of strings, such as '["*"]'; got {text!r:.200}""")
+    return values
