@@ -69,7 +69,7 @@ async def run(app: Any, client: Client, *, path: str = "/v1/completions", interv
 
 
 @pytest.mark.parametrize(("path", "ping"), [("/v1/completions", COMMENT), ("/v1/messages", ANTHROPIC_EVENT)])
-def test_silent_stream_gets_pings_after_its_head_and_before_its_end(path: str, ping: bytes) -> None:
+def test_silent_stream_gets_pings_between_head_and_end(path: str, ping: bytes) -> None:
     async def check() -> None:
         client = Client()
 
