@@ -53,7 +53,7 @@ def _add_access_flags(add: Any) -> None:
 
 
 def _add_format_flags(add: Any) -> None:
-    add("--chat-template", metavar="FILE", help="Jinja template: a file, or the text itself")
+    add("--chat-template", metavar="FILE", help="Jinja template: a file, the text itself, or strict")
     text = "parse control tokens in user and tool messages instead of treating them as plain text"
     add("--parse-special-tokens", action="store_true", help=text)
     text = "format of tool calls; auto: detect it from the chat template (default: %(default)s)"

@@ -35,7 +35,7 @@ from strandline.server.output_parser import REASONING_FIELDS, choose_output_form
 from strandline.server.service import Service, TryGrammar
 from strandline.server.slow_client_timeout import SlowClientTimeout
 from strandline.server.supervisor import EngineProcess, engine_process, keep_restarting
-from strandline.text.model_files import default_sampling_params, find_model
+from strandline.text.model_files import STRICT_TEMPLATE, default_sampling_params, find_model
 from strandline.text.prompts import check_template, template_text
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
@@ -220,7 +220,7 @@ def http_config(app: ASGIApp, client_timeout_s: float | None) -> uvicorn.Config:
 
 
 def read_template(given: str | None) -> str | None:
-    """Return the chat template in a file, or the text itself if it looks like a template.
+    """Return the chat template in a file, the bundled one of a name, or the text itself if it looks like a template.
 
     Raises:
         ConfigError: it is neither, or has a syntax error.
@@ -229,8 +229,9 @@ def read_template(given: str | None) -> str | None:
         return None
     template = given
     if "{" not in given:
+        path = Path(given)
         try:
-            template = Path(given).read_text()
+            template = (STRICT_TEMPLATE if given == "strict" and not path.exists() else path).read_text()
         except (OSError, ValueError) as error:
             raise ConfigError(f"--chat-template {given!r} is neither a file nor a template: {error}") from error
     check_template(template)

@@ -5,7 +5,6 @@ with a sentinel after every mark; the mark is where the two renderings diverge, 
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,15 @@ from functools import partial
 from typing import Any, Final
 
 from strandline.errors import RequestError
+from strandline.text.chat_messages import (
+    MARK,
+    SENTINEL,
+    MarkedMessage,
+    check_count,
+    is_marked,
+    read_messages,
+    sentinel_positions,
+)
 from strandline.text.control_tokens import ControlTokens, SplitText
 from strandline.text.marks import (
     MIN_GAP_TOKENS,
@@ -33,18 +41,11 @@ from strandline.text.prompts import (
     template_text,
 )
 from strandline.text.remembered_answers import Recollection, RememberedAnswers
+from strandline.text.template_repairs import SYSTEM_ROLES, TemplateTraits, object_arguments, repaired
 from strandline.text.tool_formats import ToolFormat, find_tool_format, tool_format
-
-MARK: Final = "cache_control"
-MAX_MARKS: Final = 4
-"""Maximum marks per request; Anthropic's limit."""
-REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
-"""Names under which templates read the thoughts of an assistant's message; each has what a request gives under any."""
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that any template may get; other roles must be named in it, as ``ipython`` is in some."""
-SYSTEM_ROLES: Final = ("system", "developer")
-SENTINEL: Final = "Zq7strandlinemark9x"
 MIN_TOOLS_TOKENS: Final = 64
 """Fewer tokens before the system prompt are the opening of its turn, not tools."""
 PROBE_TOOL: Final[Mapping[str, Any]] = {
@@ -63,14 +64,6 @@ class RenderedChat:
     """Token positions where a snapshot is worthwhile, ascending."""
     recollection: Recollection | None = field(default=None, compare=False)
     """None: answers are not remembered."""
-
-
-@dataclass(slots=True)
-class _MarkedMessage:
-    """A message without marks, and the positions in its content that were marked."""
-
-    message: dict[str, Any]
-    places: list[int] = field(default_factory=list)
 
 
 class ChatRenderer:
@@ -98,6 +91,7 @@ class ChatRenderer:
         self._tool_calls = tool_calls
         self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens)
         self._chat_template = chat_template
+        self._traits = TemplateTraits(lambda messages: self._render(messages, True))
         self._turns: Turns | None = None
         self._renders_tools: bool | None = None
         self._renders_calls: bool | None = None
@@ -123,10 +117,10 @@ class ChatRenderer:
 
     @property
     def renders_calls(self) -> bool:
-        """Whether the template renders earlier tool calls, or rejects the probe; probed on first use."""
+        """Whether the template renders earlier tool calls, or no probe with or without them; probed on first use."""
         if self._renders_calls is None:
             text = self._with_calls(1)
-            self._renders_calls = text is None or SENTINEL in text
+            self._renders_calls = self._with_calls(0) is None if text is None else SENTINEL in text
         return self._renders_calls
 
     @property
@@ -140,7 +134,9 @@ class ChatRenderer:
         """Render a conversation with tool calls; return None if the template rejects it."""
         # Some templates render a call's id alone, which names the function.
         call = {"id": SENTINEL, "type": "function", "function": {"name": SENTINEL, "arguments": {}}}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call] * num_calls}
+        answer: dict[str, Any] = {"role": "assistant", "content": "" if num_calls else "x"}
+        if num_calls:
+            answer["tool_calls"] = [call] * num_calls
         results = [{"role": "tool", "tool_call_id": "x", "content": "x"}] * num_calls
         with contextlib.suppress(RequestError):
             return self._render([{"role": "user", "content": "x"}, answer, *results], True)
@@ -171,7 +167,8 @@ class ChatRenderer:
                 param="tools",
             )
         check_template_options(template_options or {})
-        marked = self._with_written_calls(self._with_known_roles(_each_without_marks(messages)))
+        marked = repaired(self._with_known_roles(read_messages(messages)), self._traits)
+        marked = self._with_written_calls(marked)
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
         self._check_roles(split)
@@ -180,10 +177,7 @@ class ChatRenderer:
         def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
             return self._render(messages, add_generation_prompt, tools, template_options)
 
-        try:
-            rendered = text_of(split, bare_tools)
-        except RequestError as error:
-            raise RequestError(f"{error}{_unparsed(split)}") from error
+        rendered = text_of(split, bare_tools)
         check_length(rendered, max_characters)
         check_text(rendered)
         whole = self._encoded(rendered, mark, salt)
@@ -199,13 +193,13 @@ class ChatRenderer:
                 marks |= {position} if position >= MIN_GAP_TOKENS else set()
         if tools and plain[0].get("role") in SYSTEM_ROLES:
             marks |= _tools_end(text, plain[0].get("content"), characters)
-        _check_count(marked, tools)
+        check_count(marked, tools)
         if any(entry.places for entry in marked):
-            marked_text = text_of([_with_sentinels(entry) for entry in marked], bare_tools)
-            ends = [place == len(_content(entry)) for entry in marked for place in entry.places]
-            marks |= self._marked(_sentinel_positions(marked_text, text), ends, characters, token_ids)
+            marked_text = text_of([entry.with_sentinels() for entry in marked], bare_tools)
+            ends = [place == len(entry.content) for entry in marked for place in entry.places]
+            marks |= self._marked(sentinel_positions(marked_text, text), ends, characters, token_ids)
         for index, tool in enumerate(tools):
-            if _is_marked(tool):
+            if is_marked(tool):
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
                 marks.add(characters.position(common_length(cut, text)))
         places = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
@@ -233,32 +227,36 @@ class ChatRenderer:
                     param="messages",
                 )
 
-    def _with_known_roles(self, marked: list[_MarkedMessage]) -> list[_MarkedMessage]:
-        """Return developers' messages as system prompts, unless the template names the role; join adjacent ones.
+    def _with_known_roles(self, marked: list[MarkedMessage]) -> list[MarkedMessage]:
+        """Return messages with roles that the template names.
 
+        Developers' messages become system prompts, joined to adjacent ones, and functions' messages those of tools.
         Most templates leave out a message whose role they do not know.
         """
-        if not any(_role(entry) == "developer" for entry in marked) or self._names("developer"):
-            return marked
-        found: list[_MarkedMessage] = []
+        roles = {entry.role for entry in marked}
+        others: dict[str, str] = {}
+        if "developer" in roles and not self._names("developer"):
+            others["developer"] = "system"
+        if "function" in roles and (self._names("tool") or not self._names("function")):
+            others["function"] = "tool"
+        found: list[MarkedMessage] = []
         for entry in marked:
-            is_system = _role(entry) in SYSTEM_ROLES
-            if not (is_system and found and _role(found[-1]) == "system"):
-                found.append(replace(entry, message={**entry.message, "role": "system"}) if is_system else entry)
-                continue
-            text = f"{_content(found[-1])}\n\n"
-            content = text + _content(entry)
-            places = [*found[-1].places, *(len(text) + place for place in entry.places)]
-            found[-1] = _MarkedMessage({**found[-1].message, "content": content}, places)
+            role = others.get(entry.role, entry.role)
+            if "developer" in others and role == "system" and found and found[-1].role == "system":
+                found[-1] = found[-1].joined(entry)
+            else:
+                found.append(entry if role == entry.role else _with_role(entry, role))
         return found
 
-    def _with_written_calls(self, marked: list[_MarkedMessage]) -> list[_MarkedMessage]:
+    def _with_written_calls(self, marked: list[MarkedMessage]) -> list[MarkedMessage]:
         """Return messages with their calls at the end of their content, if the template leaves calls out."""
         if not any("tool_calls" in entry.message for entry in marked) or self.renders_calls:
             return marked
         name = self._tool_calls
         if name == "auto":
             name = find_tool_format(self._template_text(), frozenset(self._tokenizer.get_added_vocab()))
+        if name == "none" and self._with_calls(1) is None:
+            name = "hermes"  # the template refuses calls, so they cannot stay where they are
         return marked if name == "none" else [_with_text_of_calls(entry, tool_format(name)) for entry in marked]
 
     def _names(self, role: str) -> bool:
@@ -313,137 +311,17 @@ def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str,
     return found
 
 
-def _check_count(marked: Sequence[_MarkedMessage], tools: Sequence[Mapping[str, Any]]) -> None:
-    num_marked = sum(len(entry.places) for entry in marked) + sum(_is_marked(tool) for tool in tools)
-    if num_marked > MAX_MARKS:
-        raise RequestError(f"at most {MAX_MARKS} {MARK} marks may be set, got {num_marked}", param=MARK)
+def _with_role(entry: MarkedMessage, role: str) -> MarkedMessage:
+    of_tool = {"tool_call_id": f"call_{entry.message.get('name')}"} if role == "tool" else {}
+    return replace(entry, message={**of_tool, **entry.message, "role": role})
 
 
-def _is_marked(thing: Mapping[str, Any]) -> bool:
-    """Return whether something is marked.
-
-    Raises:
-        RequestError: the mark is of an unknown kind.
-    """
-    mark = thing.get(MARK)
-    if mark is None:
-        return False
-    if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral":
-        raise RequestError(f"{MARK} must be {{'type': 'ephemeral'}}, got {json.dumps(mark)[:100]}", param=MARK)
-    return True
-
-
-def _each_without_marks(messages: Iterable[Any]) -> list[_MarkedMessage]:
-    """Return all messages without marks. Raises a RequestError that names the message at fault."""
-    found = []
-    for index, message in enumerate(messages):
-        try:
-            found.append(_without_marks(message))
-        except RequestError as error:
-            if error.param != "messages":
-                raise
-            raise RequestError(f"messages[{index}]: {error}", param=error.param) from error
-    return found
-
-
-def _without_marks(message: Any) -> _MarkedMessage:
-    """Join a message's text parts by newlines, as vLLM does for text-only templates; remove the marks and nulls."""
-    [message] = check_messages([message])
-    # Clients send null for what a message has not; templates test whether a field is there.
-    plain = {name: value for name, value in message.items() if name != MARK and value is not None}
-    entry = _MarkedMessage(plain)
-    content = message.get("content")
-    if "content" in message:
-        plain["content"] = content or ""
-    if not plain.get("tool_calls", True):
-        del plain["tool_calls"]
-    thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
-    if thought is not None:
-        plain |= {name: thought for name in REASONING_FIELDS if name not in plain}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = _parsed_calls(message["tool_calls"])
-        plain["content"] = content or ""
-    if isinstance(content, list):
-        texts: list[str] = []
-        for part in content:
-            is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            if not is_text:
-                raise RequestError(
-                    f"a message's content parts must be {{'type': 'text', 'text': …}}, got {part!r:.200}",
-                    param="messages",
-                )
-            texts.append(part["text"])
-            if _is_marked(part):
-                entry.places.append(sum(map(len, texts)) + len(texts) - 1)
-        plain["content"] = "\n".join(texts)
-    elif not (content is None or isinstance(content, str)):
-        raise RequestError(
-            f"a message's content must be a string or a list of parts, got {content!r:.100}", param="messages"
-        )
-    if _is_marked(message) and len(_content(entry)) not in entry.places:
-        entry.places.append(len(_content(entry)))
-    return entry
-
-
-def _parsed_calls(calls: Any) -> list[dict[str, Any]]:
-    """Parse the arguments of earlier tool calls into objects, none into an empty one; leave anything else unchanged."""
-    found = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                "a message's tool_calls must be a list of {'id': …, 'type': 'function', 'function': {'name': …, "
-                f"'arguments': …}}}}, got {json.dumps(call, default=str)[:200]}",
-                param="messages",
-            )
-        arguments = function.get("arguments")
-        if isinstance(arguments, str | None):
-            with contextlib.suppress(ValueError):
-                value = json.loads(arguments or "{}")
-                arguments = {} if value is None else value if isinstance(value, dict) else arguments
-        found.append({**call, "function": {**function, "arguments": arguments}})
-    return found
-
-
-def _unparsed(messages: Messages) -> str:
-    """Return a note on the first call whose arguments are not an object, a likely reason why a template fails."""
-    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-    names = [function["name"] for function in calls if not isinstance(function["arguments"], Mapping)]
-    return f"; the arguments of a call of {names[0]:.100} are not a JSON object" if names else ""
-
-
-def _with_text_of_calls(entry: _MarkedMessage, written: ToolFormat) -> _MarkedMessage:
-    message, before = dict(entry.message), _content(entry)
-    calls = message.pop("tool_calls", None)
-    if not calls:
+def _with_text_of_calls(entry: MarkedMessage, written: ToolFormat) -> MarkedMessage:
+    if not entry.message.get("tool_calls"):
         return entry
-    content = before + written.write(calls)
-    places = [len(content) if place == len(before) else place for place in entry.places]
-    return _MarkedMessage({**message, "content": content}, places)
-
-
-def _role(entry: _MarkedMessage) -> object:
-    return entry.message.get("role")
-
-
-def _content(entry: _MarkedMessage) -> str:
-    content: str = entry.message.get("content") or ""
-    return content
-
-
-def _with_sentinels(entry: _MarkedMessage) -> dict[str, Any]:
-    """Return the message with a sentinel after every mark."""
-    if not entry.places:
-        return entry.message
-    content = _content(entry)
-    pieces = [content[start:end] for start, end in zip([0, *entry.places], [*entry.places, None], strict=True)]
-    return {**entry.message, "content": SENTINEL.join(pieces)}
-
-
-def _sentinel_positions(rendered: str, text: str) -> list[int]:
-    """Return the positions in the plain text that correspond to the sentinels in the other rendering."""
-    pieces = rendered.split(SENTINEL)
-    return [common_length("".join(pieces[:count]), text) for count in range(1, len(pieces))]
+    message = object_arguments(entry.message)
+    calls = message.pop("tool_calls")
+    return replace(entry, message=message).with_content(after=written.write(calls))
 
 
 def _tools_end(text: str, system: Any, characters: Characters) -> set[int]:

@@ -11,6 +11,8 @@ from strandline.records.sampling_params import SamplingParams
 
 DEMO_MODEL: Final = "demo"
 DEMO_DIRECTORY: Final = Path(__file__).parent.parent / "demo"
+STRICT_TEMPLATE: Final = DEMO_DIRECTORY / "strict.jinja"
+"""A chat template for the demo model that refuses what some agent models' templates do."""
 
 TOKENIZER_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 """Patterns of the files that a tokenizer may consist of, besides the model's configuration."""

@@ -52,12 +52,6 @@ def test_call_without_arguments_has_an_empty_object(more: dict[str, Any]) -> Non
     assert rendered(USER, call(**more)) == "u:x;a:<clock>;"
 
 
-@pytest.mark.parametrize("arguments", ['{"days": 2', "[2]", "2"])
-def test_refusal_says_which_arguments_are_no_object(arguments: str) -> None:
-    with pytest.raises(RequestError, match="the arguments of a call of clock are not a JSON object"):
-        rendered(USER, call(arguments=arguments))
-
-
 def test_message_without_content_and_calls_is_refused() -> None:
     for more in ({}, {"tool_calls": None}, {"tool_calls": []}):
         with pytest.raises(RequestError, match="must be a mapping with 'role' and 'content'"):

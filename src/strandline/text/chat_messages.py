@@ -1,0 +1,203 @@
+"""Messages of a conversation as clients send them, read into the form that chat templates know.
+
+Parts are joined to texts, calls of the older kind become those of today, and the marks of caches are taken out of the
+messages: a template never sees them.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from strandline.errors import RequestError
+from strandline.text.json_calls import parse_json
+from strandline.text.marks import common_length
+from strandline.text.prompts import check_messages
+
+MARK: Final = "cache_control"
+MAX_MARKS: Final = 4
+"""Maximum marks per request; Anthropic's limit."""
+REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+"""Names under which templates read the thoughts of an assistant's message; each has what a request gives under any."""
+REASONING_DETAILS: Final = "reasoning_details"
+"""OpenRouter's list of parts of reasoning, read where none of the other fields is given."""
+OLD_CALL: Final = "function_call"
+SENTINEL: Final = "Zq7strandlinemark9x"
+IMAGE_PARTS: Final = frozenset({"image", "image_url", "input_image"})
+NO_IMAGE: Final = "[image left out: this model reads text only]"
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedMessage:
+    """A message without marks, and the positions in its content that were marked."""
+
+    message: dict[str, Any]
+    places: list[int] = field(default_factory=list)
+
+    @property
+    def role(self) -> str:
+        return str(self.message["role"])
+
+    @property
+    def content(self) -> str:
+        content: str = self.message.get("content") or ""
+        return content
+
+    def with_content(self, before: str = "", after: str = "") -> "MarkedMessage":
+        """Return the message with text around its content. A mark at the end stays at the end."""
+        length, added = len(self.content), len(before)
+        places = [added + place + (len(after) if place == length else 0) for place in self.places]
+        return MarkedMessage({**self.message, "content": before + self.content + after}, places)
+
+    def joined(self, other: "MarkedMessage", separator: str = "\n\n") -> "MarkedMessage":
+        """Return one message with the contents of both; the fields are those of this one."""
+        text = self.content + (separator if self.content and other.content else "")
+        places = [*self.places, *(len(text) + place for place in other.places)]
+        return MarkedMessage({**self.message, "content": text + other.content}, places)
+
+    def with_sentinels(self) -> dict[str, Any]:
+        """Return the message with a sentinel after every mark."""
+        if not self.places:
+            return self.message
+        content, places = self.content, sorted(self.places)
+        pieces = [content[start:end] for start, end in zip([0, *places], [*places, None], strict=True)]
+        return {**self.message, "content": SENTINEL.join(pieces)}
+
+
+def read_messages(messages: Iterable[Any]) -> list[MarkedMessage]:
+    """Return all messages without marks.
+
+    Raises:
+        RequestError: one is malformed; the error names it.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        try:
+            found.append(_read(message))
+        except RequestError as error:
+            if error.param != "messages":
+                raise
+            raise RequestError(f"messages[{index}]: {error}", param=error.param) from error
+    return found
+
+
+def check_count(marked: Sequence[MarkedMessage], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a RequestError if there are too many marks."""
+    num_marked = sum(len(entry.places) for entry in marked) + sum(is_marked(tool) for tool in tools)
+    if num_marked > MAX_MARKS:
+        raise RequestError(f"at most {MAX_MARKS} {MARK} marks may be set, got {num_marked}", param=MARK)
+
+
+def is_marked(thing: Mapping[str, Any]) -> bool:
+    """Return whether something is marked.
+
+    Raises:
+        RequestError: the mark is of an unknown kind.
+    """
+    mark = thing.get(MARK)
+    if mark is None:
+        return False
+    if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral":
+        raise RequestError(f"{MARK} must be {{'type': 'ephemeral'}}, got {json.dumps(mark)[:100]}", param=MARK)
+    return True
+
+
+def sentinel_positions(rendered: str, text: str) -> list[int]:
+    """Return the positions in the plain text that correspond to the sentinels in the other rendering."""
+    pieces = rendered.split(SENTINEL)
+    return [common_length("".join(pieces[:count]), text) for count in range(1, len(pieces))]
+
+
+def _read(message: Any) -> MarkedMessage:
+    """Return a message without marks and nulls, its content as a text."""
+    [message] = check_messages([_of_today(message)])
+    # Clients send null for what a message has not; templates test whether a field is there.
+    plain = {name: value for name, value in message.items() if name != MARK and value is not None}
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]
+    thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+    thought = thought or _reasoning_of(message.get(REASONING_DETAILS))
+    if thought is not None:
+        plain |= {name: thought for name in REASONING_FIELDS if name not in plain}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = _parsed_calls(message["tool_calls"])
+    content = message.get("content")
+    places: list[int] = []
+    if isinstance(content, list):
+        plain["content"], places = _joined_parts(content, has_images=message["role"] in ("tool", "function"))
+    elif content is None or isinstance(content, str):
+        if "content" in message or "tool_calls" in plain:
+            plain["content"] = content or ""
+    else:
+        raise RequestError(
+            f"a message's content must be a string or a list of parts, got {content!r:.100}", param="messages"
+        )
+    end = len(plain.get("content") or "")
+    if is_marked(message) and end not in places:
+        places.append(end)
+    return MarkedMessage(plain, places)
+
+
+def _of_today(message: Any) -> Any:
+    """Return a message with its call of the older kind, ``function_call``, as a tool call."""
+    if not isinstance(message, Mapping) or not isinstance(call := message.get(OLD_CALL), Mapping):
+        return message
+    known = {name: value for name, value in message.items() if name != OLD_CALL}
+    if known.get("tool_calls"):
+        return known
+    old_call = {"id": f"call_{call.get('name')}", "type": "function", "function": dict(call)}
+    return {**known, "tool_calls": [old_call]}
+
+
+def _joined_parts(content: Sequence[Any], *, has_images: bool) -> tuple[str, list[int]]:
+    """Join text parts by newlines, as vLLM does for text-only templates; return the marked positions with the text.
+
+    Args:
+        has_images: the message is what a tool returned, so an image is replaced by a note.
+    """
+    texts: list[str] = []
+    places = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if has_images and isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
+            text = NO_IMAGE
+        if not isinstance(text, str):
+            raise RequestError(
+                f"a message's content parts must be {{'type': 'text', 'text': …}}, got {part!r:.200}", param="messages"
+            )
+        texts.append(text)
+        if is_marked(part):
+            places.append(sum(map(len, texts)) + len(texts) - 1)
+    return "\n".join(texts), places
+
+
+def _reasoning_of(details: Any) -> str | None:
+    """Return the text of OpenRouter's parts of reasoning; None if there is none."""
+    parts = [part for part in details if isinstance(part, Mapping)] if isinstance(details, list) else []
+    texts = [text for part in parts if isinstance(text := part.get("text") or part.get("summary"), str)]
+    return "\n".join(texts) or None
+
+
+def _parsed_calls(calls: Any) -> list[dict[str, Any]]:
+    """Parse the arguments of earlier tool calls into objects, none into an empty one; others are texts."""
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                "a message's tool_calls must be a list of {'id': …, 'type': 'function', 'function': {'name': …, "
+                f"'arguments': …}}}}, got {json.dumps(call, default=str)[:200]}",
+                param="messages",
+            )
+        found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+    return found
+
+
+def _arguments(given: Any) -> Mapping[str, Any] | str:
+    if isinstance(given, Mapping):
+        return given
+    text = given if isinstance(given, str) else "" if given is None else json.dumps(given, ensure_ascii=False)
+    if not text.strip() or text.strip() == "null":
+        return {}
+    value = parse_json(text)
+    return value if isinstance(value, dict) else text
