@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Mapping
+from hashlib import blake2s
 from typing import Final
 
 from fastapi import Request
@@ -15,11 +16,18 @@ OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/cache"})
 
 KEY_SALT: Final = "strandline.key_salt"
 """The scope's field for the prefix of the key's salts."""
+OWNER: Final = "strandline.owner"
+"""The scope's field for a digest of the key."""
 
 
 def salt_of(request: Request, given: str | None) -> str:
     """Return the salt of a request: the prefix of its key, followed by the request's own salt."""
     return str(request.scope.get(KEY_SALT, "")) + (given or "")
+
+
+def owner_of(request: Request) -> str:
+    """Return a digest of a request's API key; empty if the server has no keys."""
+    return str(request.scope.get(OWNER, ""))
 
 
 class Gate:
@@ -32,7 +40,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, api_keys: Mapping[str, str], max_body_bytes: int) -> None:
         self._app = app
-        self._keys = {key.encode(): salt for key, salt in api_keys.items()}
+        self._keys = {key.encode(): (salt, _owner(key)) for key, salt in api_keys.items()}
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,8 +53,8 @@ class Gate:
             message = "a request has a Content-Length or a Transfer-Encoding, not both"
             await error_response(scope["path"], 400, message, headers={"Connection": "close"})(scope, receive, send)
             return
-        salt = self._salt(headers) if self._keys and scope["path"] not in OPEN_PATHS else ""
-        if salt is None:
+        found = self._find(headers) if self._keys and scope["path"] not in OPEN_PATHS else ("", "")
+        if found is None:
             refusal = error_response(
                 scope["path"],
                 401,
@@ -60,16 +68,16 @@ class Gate:
         if length.isdigit() and int(length[:20]) > self._max_body_bytes:
             await error_response(scope["path"], 413, self._too_large())(scope, receive, send)
             return
-        await self._app({**scope, KEY_SALT: salt}, self._counted(receive), send)
+        await self._app({**scope, KEY_SALT: found[0], OWNER: found[1]}, self._counted(receive), send)
 
-    def _salt(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the prefix of a key's salts; None if the key is missing, empty or not valid."""
+    def _find(self, headers: Mapping[bytes, bytes]) -> tuple[str, str] | None:
+        """Return the prefix of a key's salts and its digest; None if the key is missing, empty or not valid."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         if not key:
             return None
         # All keys are compared, each in constant time, so that the time reveals nothing about them.
-        found = [salt for known, salt in self._keys.items() if hmac.compare_digest(key, known)]
+        found = [value for known, value in self._keys.items() if hmac.compare_digest(key, known)]
         return found[0] if found else None
 
     def _counted(self, receive: Receive) -> Receive:
@@ -87,3 +95,7 @@ class Gate:
 
     def _too_large(self) -> str:
         return f"the body is larger than {self._max_body_bytes} bytes; raise --max-body-bytes"
+
+
+def _owner(key: str) -> str:
+    return blake2s(key.encode(), digest_size=16, person=b"owner").hexdigest()

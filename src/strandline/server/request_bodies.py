@@ -4,7 +4,6 @@ Types are strict: ``"5"`` is not a number. Unknown fields are ignored, as OpenAI
 logged once. Unsupported fields that would change the answer are rejected.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from strandline.errors import RequestError
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
+from strandline.server.request_log import warn_once
 from strandline.server.structured_fields import GUIDED, structure_of
-
-LOGGER: Final = logging.getLogger("strandline.server")
 
 NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
@@ -49,9 +47,6 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 STRUCTURED: Final = "structured_outputs"
 STRUCTURE_FIELDS: Final = ("response_format", STRUCTURED, *GUIDED, "guided_whitespace_pattern")
-
-_LOGGED: Final = set[str]()
-MAX_LOGGED: Final = 100
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -244,7 +239,7 @@ def check_extra(fields: Mapping[str, Any] | None) -> None:
         if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
             raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
         if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
-            _log_once(name)
+            warn_once("request field %s is unknown and ignored", name)
 
 
 def effort_options(effort: Any, param: str) -> dict[str, Any]:
@@ -288,10 +283,3 @@ def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 20):
         raise RequestError(f"logit_bias must map token ids to numbers, got the key {key[:50]!r}", param="logit_bias")
     return int(key)
-
-
-def _log_once(name: str) -> None:
-    """Log that a field is ignored. Names come from clients, so they are shortened, escaped, and limited in number."""
-    if len(_LOGGED) < MAX_LOGGED and name not in _LOGGED:
-        _LOGGED.add(name)
-        LOGGER.warning("request field %.60r is unknown and ignored", name)

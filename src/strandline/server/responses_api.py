@@ -13,7 +13,8 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
-from strandline.server.gate import salt_of
+from strandline.server.gate import owner_of, salt_of
+from strandline.server.reasoning_seal import ReasoningSeal
 from strandline.server.request_bodies import (
     Count,
     Objects,
@@ -23,7 +24,9 @@ from strandline.server.request_bodies import (
     effort_options,
     sent_as,
 )
-from strandline.server.responses_items import Items, chat_messages, chat_tools
+from strandline.server.responses_history import History
+from strandline.server.responses_items import Items
+from strandline.server.responses_tools import DeclaredTools
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, named_events
 from strandline.server.structured_fields import structure_of
@@ -39,14 +42,14 @@ TEXT_FORMAT: Final = "text.format"
 EFFORT: Final = "reasoning.effort"
 LOGPROBS: Final = "message.output_text.logprobs"
 """Value of ``include`` that requests log-probabilities."""
-
+SEALED: Final = "reasoning.encrypted_content"
+"""Value of ``include`` that requests reasoning in a form that clients send back."""
 
 WITHOUT_RESULT: Final = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
 )
@@ -80,10 +83,6 @@ class ResponsesBody(SamplingFields):
     cache_salt: str | None = None
     include_cache_account: bool = False
 
-    def toolbox(self) -> Toolbox:
-        """Return the tools. Raises as ``chat_tools``."""
-        return chat_tools(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
-
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
 
@@ -100,8 +99,8 @@ class ResponsesBody(SamplingFields):
         if self.n not in (None, 1):
             raise RequestError(f"n must be 1 for /v1/responses, got {self.n}", param="n")
         for value in self.include or ():
-            if value not in (LOGPROBS, *WITHOUT_RESULT):
-                known = ", ".join((LOGPROBS, *WITHOUT_RESULT))
+            if value not in (LOGPROBS, SEALED, *WITHOUT_RESULT):
+                known = ", ".join((LOGPROBS, SEALED, *WITHOUT_RESULT))
                 raise RequestError(f"include must be among {known}; got {value!r:.100}", param="include")
         if self.top_logprobs and not self.wants_logprobs:
             raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
@@ -133,11 +132,37 @@ class ResponsesBody(SamplingFields):
             )
 
 
+class Conversation:
+    """What a request asks, in the server's terms.
+
+    Raises:
+        RequestError: an item or a tool is malformed, or the choice of a tool cannot be served.
+    """
+
+    def __init__(self, body: ResponsesBody, owner: str) -> None:
+        self._seal = ReasoningSeal(owner)
+        self.tools = DeclaredTools()
+        self.tools.add(body.tools or (), "tools")
+        self.messages = History(self.tools, self._seal.unseal).read(body.instructions, body.input)
+        self.box = self.tools.toolbox(body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+        self._wants_sealed = SEALED in (body.include or ())
+
+    def items(self) -> Items:
+        """Return the response's items."""
+        return Items(self.tools.tool, self._seal.seal if self._wants_sealed else None)
+
+
 class ModelResponse:
     """A request and its response."""
 
     def __init__(
-        self, service: Service, body: ResponsesBody, prompt: Prompt, checked: CheckedParams, salt: str
+        self,
+        service: Service,
+        body: ResponsesBody,
+        conversation: Conversation,
+        prompt: Prompt,
+        checked: CheckedParams,
+        salt: str,
     ) -> None:
         params = checked.params
         self._body = body
@@ -162,8 +187,8 @@ class ModelResponse:
             "top_p": params.top_p,
             "truncation": "disabled",
         }
-        self._parser = service.output_format.parser(prompt.text or "", body.toolbox().schemas)
-        self._items = Items()
+        self._parser = service.output_format.parser(prompt.text or "", conversation.box.schemas)
+        self._items = conversation.items()
         self._closing_id: int | None = service.output_format.added_tokens.get(CLOSE)
         rules = checked.reasoning
         self._call_tag_id = None if rules is None or rules.call_tag is None else rules.call_tag.token_id
@@ -252,17 +277,16 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
-    box = body.toolbox()
+    conversation = Conversation(body, owner_of(request))
+    box = conversation.box
     body.require_plain_text(service, box)
     salt = salt_of(request, body.cache_salt)
     with service.client.expect(params.n):
         with sent_as({"messages": "input"}):
-            messages = chat_messages(body.instructions, body.input)
-            prompt = await service.render(
-                messages, tools=box.tools, template_options=effort_options(body.effort, EFFORT), salt=salt
-            )
+            options = effort_options(body.effort, EFFORT)
+            prompt = await service.render(conversation.messages, tools=box.tools, template_options=options, salt=salt)
         checked = await service.bind(params, box, prompt.text or "")
-    response = ModelResponse(service, body, prompt, checked, salt)
+    response = ModelResponse(service, body, conversation, prompt, checked, salt)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
     return json_response(await response.answer())

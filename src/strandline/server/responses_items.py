@@ -1,115 +1,31 @@
-"""Conversion between items of OpenAI's Responses API and the server's messages and segments."""
+"""Output items of OpenAI's Responses API, and their events."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from typing import Any, Final
+from typing import Final
 from uuid import uuid4
 
-from strandline.errors import RequestError
-from strandline.server.tools import Toolbox, toolbox
+from strandline.server.custom_input import CustomInput
+from strandline.server.responses_tools import ToolName
 from strandline.server.usage_and_logprobs import Json
 from strandline.text.segments import Segment, SegmentKind
 
-SYSTEM_ROLES: Final = ("system", "developer")
-TEXT_PARTS: Final = ("input_text", "output_text", "text")
-
-
-# Requests
-
-
-def chat_messages(instructions: str | None, items: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation as chat messages; adjacent items of the model become one message.
-
-    Raises:
-        RequestError: an item is malformed or of a kind that is not served.
-    """
-    given = [{"role": "user", "content": items}] if isinstance(items, str) else items
-    messages: list[dict[str, Any]] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    for item in given:
-        for message in _messages_of(item):
-            last = messages[-1] if messages else {}
-            if message["role"] == "system" and last.get("role") == "system":
-                last["content"] = f"{last['content']}\n\n{message['content']}"
-            elif message["role"] == "assistant" and last.get("role") == "assistant":
-                _join(last, message)
-            else:
-                messages.append(message)
-    return messages
-
-
-def _messages_of(item: Any) -> list[dict[str, Any]]:
-    match item:
-        case {"role": "user" | "assistant" | "system" | "developer" as role, "content": str() | list() as content}:
-            name = "system" if role in SYSTEM_ROLES else role
-            return [{"role": name, "content": _text(content, is_joined=name != "user")}]
-        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            return [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        case {"type": "function_call_output", "call_id": str(call_id), "output": str() | list() as output}:
-            return [{"role": "tool", "tool_call_id": call_id, "content": _text(output, is_joined=True)}]
-        case {"type": "reasoning"}:
-            content = item.get("content")
-            parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-            texts = [text for part in parts if isinstance(text := part.get("text"), str)]
-            return [{"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)}] if texts else []
-        case _:
-            raise RequestError(
-                "an input item must be a message, function_call, function_call_output or reasoning with all of its "
-                f"fields; got {json.dumps(item, default=str)[:200]}",
-                param="input",
-            )
-
-
-def _text(content: Any, *, is_joined: bool) -> Any:
-    """Return content as text, or as text parts with their cache marks."""
-    if isinstance(content, str):
-        return content
-    parts = []
-    for part in content:
-        is_text = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
-        if not is_text:
-            raise RequestError(f"a content part must be text, got {json.dumps(part, default=str)[:200]}", param="input")
-        parts.append({**part, "type": "text"})
-    return "\n".join(part["text"] for part in parts) if is_joined else parts
-
-
-def _join(last: dict[str, Any], message: Mapping[str, Any]) -> None:
-    last["content"] = "\n".join(text for text in (last.get("content"), message["content"]) if text)
-    if "tool_calls" in message:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-    if "reasoning_content" in message:
-        earlier = last.get("reasoning_content")
-        last["reasoning_content"] = "\n".join(text for text in (earlier, message["reasoning_content"]) if text)
-
-
-def chat_tools(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool) -> Toolbox:
-    """Return the tools in the form of chat completions.
-
-    Raises:
-        RequestError: they are malformed, or OpenAI's hosted tools.
-    """
-    found = []
-    for tool in tools or ():
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            raise RequestError(
-                f"a tool must be of type function, got {json.dumps(tool, default=str)[:200]}", param="tools"
-            )
-        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        found.append({"type": "function", "function": function})
-    return toolbox(found, choice, is_parallel=is_parallel)
-
-
-# Answers
+CALLS: Final = ("function_call", "custom_tool_call")
 
 
 class Items:
-    """Builds a response's output items and their events."""
+    """Builds a response's output items and their events.
 
-    def __init__(self) -> None:
+    Args:
+        tool_of: returns the client's name of a function that the model calls.
+        seal: encrypts reasoning for clients that send it back; None: the client has not asked for it.
+    """
+
+    def __init__(self, tool_of: Callable[[str], ToolName], seal: Callable[[str], str] | None = None) -> None:
         self.items: list[Json] = []
+        self._tool_of = tool_of
+        self._seal = seal
+        self._custom_input = CustomInput()
         self._is_open = False
         self._logprobs: list[Json] = []
         """Log-probabilities of tokens whose text is not part of a message yet."""
@@ -124,15 +40,13 @@ class Items:
         events: list[Json] = []
         for kind, text, call_id in segments:
             if kind is SegmentKind.CALL:
-                call = {"id": _name("fc"), "type": "function_call", "status": "in_progress"}
-                given = {"call_id": call_id or _name("call"), "name": text, "arguments": ""}
-                events += self._open({**call, **given})
+                events += self._open_call(self._tool_of(text), call_id or _name("call"))
                 continue
             if kind is SegmentKind.CONTENT:
                 events += self._need("message")
             elif kind is SegmentKind.REASONING:
                 events += self._need("reasoning")
-            events.append(self._grow(text))
+            events += self._grow(text)
         return events
 
     def finish(self, status: str) -> list[Json]:
@@ -152,7 +66,7 @@ class Items:
 
     def _place(self) -> Json:
         place: Json = {"item_id": self._last["id"], "output_index": len(self.items) - 1}
-        return place if self._last["type"] == "function_call" else {**place, "content_index": 0}
+        return place if self._last["type"] in CALLS else {**place, "content_index": 0}
 
     def _need(self, kind: str) -> list[Json]:
         """Open an item of a kind unless it is open."""
@@ -175,14 +89,32 @@ class Items:
         shown = {**item, "content": []} if "content" in item else dict(item)
         return [*events, {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}]
 
-    def _grow(self, text: str) -> Json:
-        if self._last["type"] == "function_call":
-            self._last["arguments"] += text
-            return {"type": "response.function_call_arguments.delta", **self._place(), "delta": text}
-        part = self._last["content"][0]
+    def _open_call(self, tool: ToolName, call_id: str) -> list[Json]:
+        is_custom = tool.kind == "custom"
+        item: Json = {"id": _name("ctc" if is_custom else "fc"), "type": "custom_tool_call" if is_custom else CALLS[0]}
+        item |= {"status": "in_progress", "call_id": call_id, "name": tool.name}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        self._custom_input = CustomInput()
+        return self._open({**item, "input" if is_custom else "arguments": ""})
+
+    def _grow(self, text: str) -> list[Json]:
+        item = self._last
+        if item["type"] == "function_call":
+            item["arguments"] += text
+            return [{"type": "response.function_call_arguments.delta", **self._place(), "delta": text}]
+        if item["type"] == "custom_tool_call":
+            return self._grow_input(self._custom_input.feed(text))
+        part = item["content"][0]
         part["text"] += text
         more: Json = {"logprobs": self._take_logprobs()} if part["type"] == "output_text" else {}
-        return {"type": f"response.{part['type']}.delta", **self._place(), "delta": text, **more}
+        return [{"type": f"response.{part['type']}.delta", **self._place(), "delta": text, **more}]
+
+    def _grow_input(self, text: str) -> list[Json]:
+        if not text:
+            return []
+        self._last["input"] += text
+        return [{"type": "response.custom_tool_call_input.delta", **self._place(), "delta": text}]
 
     def _take_logprobs(self) -> list[Json]:
         """Move the log-probabilities into the message that is open; return them."""
@@ -200,8 +132,13 @@ class Items:
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             events.append({"type": "response.function_call_arguments.done", **self._place(), **done})
+        elif item["type"] == "custom_tool_call":
+            events += self._grow_input(self._custom_input.finish())
+            events.append({"type": "response.custom_tool_call_input.done", **self._place(), "input": item["input"]})
         else:
             part = item["content"][0]
+            if part["type"] == "reasoning_text" and self._seal is not None:
+                item["encrypted_content"] = self._seal(part["text"])
             more: Json = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
             done = {"text": part["text"], **more}
             events.append({"type": f"response.{part['type']}.done", **self._place(), **done})

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from strandline.errors import RequestError
 from strandline.text.reasoning_grammar import Tag, after_reasoning
 from strandline.text.tool_formats import tool_format
+from strandline.text.tool_grammars import TEXT_GRAMMAR
 
 MAX_TOOLS: Final = 1024
 
@@ -17,18 +18,24 @@ class Toolbox:
     """A request's tools, in OpenAI's form."""
 
     tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the prompt declares before the conversation."""
     choice: str = "auto"
     """``none``, ``auto``, ``required``, or ``named``."""
-    name: str | None = None
-    """The function that must be called, for ``named``."""
+    allowed: frozenset[str] | None = None
+    """The functions that may be called: one for ``named``; None: all."""
     is_parallel: bool = True
+    later_tools: Sequence[Mapping[str, Any]] = ()
+    """Further tools that may be called, which a message of the conversation declares."""
+    text_grammars: Mapping[str, str] = field(default_factory=dict)
+    """Grammars of the texts of functions that take one text, in Lark's syntax, by function."""
 
     @property
     def schemas(self) -> dict[str, Any] | None:
         """Return parameter schemas by function; None if calls are not parsed."""
-        if not self.tools or self.choice == "none":
+        tools = [*self.tools, *self.later_tools]
+        if not tools or self.choice == "none":
             return None
-        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
     def grammar(self, parser: str, tag: Tag, reasoning_end: str | None = None) -> str | None:
         """Return the grammar of an answer that must call a tool, in the model's format; None if it need not call one.
@@ -46,7 +53,11 @@ class Toolbox:
                 f"tool_choice {self.choice!r} needs a format of tool calls; give --tool-call-parser",
                 param="tool_choice",
             )
-        schemas = {name: schema for name, schema in (self.schemas or {}).items() if self.name in (None, name)}
+        schemas = {
+            name: _with_text_grammar(schema, self.text_grammars.get(name))
+            for name, schema in (self.schemas or {}).items()
+            if self.allowed is None or name in self.allowed
+        }
         known = tool_format(parser)
         calls = {f"call{index}": named for index, named in enumerate(schemas.items())}
         rules = [line for rule, (name, schema) in calls.items() for line in known.rules(rule, name, schema, tag)]
@@ -57,25 +68,43 @@ class Toolbox:
         return "\n".join(dict.fromkeys([*start, *frame.rules(list(calls), tag, is_parallel=is_parallel), *rules]))
 
 
-def toolbox(tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool = True) -> Toolbox:
+def toolbox(
+    tools: Sequence[Any] | None, choice: Any, *, is_parallel: bool = True, later_tools: Sequence[Any] = ()
+) -> Toolbox:
     """Check a request's tools.
+
+    Args:
+        later_tools: as in ``Toolbox``.
 
     Raises:
         RequestError: they are malformed.
     """
     tools = tools or ()
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"at most {MAX_TOOLS} tools may be given, got {len(tools)}", param="tools")
-    names = [_checked_name(tool) for tool in tools]
-    kind, name = _choice(choice)
-    if kind in ("required", "named") and not tools:
-        raise RequestError(f"tool_choice {kind!r} needs tools", param="tool_choice")
-    if name is not None and name not in names:
+    if len(tools) + len(later_tools) > MAX_TOOLS:
         raise RequestError(
-            f"tool_choice names {name!r:.100}, which is not among the tools {', '.join(names)[:300]}",
-            param="tool_choice",
+            f"at most {MAX_TOOLS} tools may be given, got {len(tools) + len(later_tools)}", param="tools"
         )
-    return Toolbox(tools, kind, name, is_parallel)
+    names = [_checked_name(tool) for tool in (*tools, *later_tools)]
+    kind, allowed = _choice(choice)
+    if kind in ("required", "named") and not names:
+        raise RequestError(f"tool_choice {kind!r} needs tools", param="tool_choice")
+    for name in allowed or ():
+        if name not in names:
+            raise RequestError(
+                f"tool_choice names {name!r:.100}, which is not among the tools {', '.join(names)[:300]}",
+                param="tool_choice",
+            )
+    return Toolbox(tools, kind, None if allowed is None else frozenset(allowed), is_parallel, later_tools)
+
+
+def _with_text_grammar(schema: Mapping[str, Any], grammar: str | None) -> Mapping[str, Any]:
+    """Return a schema of one text with the text's grammar, for formats that can enforce it."""
+    if grammar is None:
+        return schema
+    return {
+        **schema,
+        "properties": {key: {**text, TEXT_GRAMMAR: grammar} for key, text in schema["properties"].items()},
+    }
 
 
 def _checked_name(tool: Any) -> str:
@@ -112,20 +141,34 @@ def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _choice(choice: Any) -> tuple[str, str | None]:
+def _choice(choice: Any) -> tuple[str, list[str] | None]:
+    """Return a choice's kind, and the functions that it allows; None: all."""
     if choice is None:
         return "auto", None
     if choice in ("none", "auto", "required"):
         return str(choice), None
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        function = choice.get("function", choice)
-        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            return "named", function["name"]
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function" and (name := _function_name(choice)) is not None:
+        return "named", [name]
+    if kind == "allowed_tools":
+        given = choice.get("allowed_tools", choice)
+        tools = given.get("tools") if isinstance(given, Mapping) else None
+        names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+        known = [name for name in names if name is not None]
+        if known and len(known) == len(names) and given.get("mode", "auto") in ("auto", "required"):
+            return given.get("mode", "auto"), known
     raise RequestError(
-        "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, "
-        f"got {_shown(choice)}",
+        "tool_choice must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or {'type': "
+        f"'allowed_tools', 'allowed_tools': {{'mode': 'auto' or 'required', 'tools': […]}}}}, got {_shown(choice)}",
         param="tool_choice",
     )
+
+
+def _function_name(tool: Any) -> str | None:
+    """Return the name in a choice of a function, which may be next to the type; None if there is none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _shown(value: Any) -> str:

@@ -20,6 +20,8 @@ AS_TEMPLATES_WRITE: Final = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
 """JSON with the white space that templates write."""
+TEXT_GRAMMAR: Final = "x-text-grammar"
+"""Key of a string's schema for the grammar of its text, in Lark's syntax, which tag formats enforce."""
 
 Schema = Mapping[str, Any]
 CallRules = Callable[[str, str, Schema, Tag], list[str]]
@@ -89,6 +91,8 @@ def tag_call(tags: Tags) -> CallRules:
         return json.dumps(f"{tags.parameter}{tags.quote}{name}{tags.quote}>{tags.around_value}")
 
     def value(schema: Any, root: Schema, definitions: Schema) -> str:
+        if isinstance(schema, Mapping) and isinstance(grammar := schema.get(TEXT_GRAMMAR), str):
+            return f"%lark {{\n{grammar}\n}} {closing}"
         values, types = literals(schema, root), value_types(schema, root)
         if values is not None and not any(isinstance(value, list | dict) for value in values):
             written = (value if isinstance(value, str) else json.dumps(value) for value in values)

@@ -1,0 +1,217 @@
+"""Conversion of the input items of OpenAI's Responses API to chat messages.
+
+Clients send the whole history with each request, so an item that is refused once ends the session. Every kind of item
+has a rendering: as the turn or tool call that it is, and otherwise as text. Only malformed items are rejected.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from strandline.errors import RequestError
+from strandline.server.responses_content import message_text, shown, text_of, text_parts, without_media
+from strandline.server.responses_tools import INPUT, DeclaredTools, ToolName
+
+SYSTEM_ROLES: Final = ("system", "developer")
+ROLES: Final = ("user", "assistant", *SYSTEM_ROLES)
+TO_MODEL: Final = ("_output", "_response")
+"""Ends of the types of items that answer a call."""
+CALL_FIELDS: Final = ("arguments", "action", "actions", "operation", "input", "queries", "code")
+"""Fields of calls that hold their arguments, by precedence."""
+RESULT_FIELDS: Final = ("output", "outputs", "results", "error")
+"""Fields of calls that hold the results of tools that run on a server."""
+ABOUT_ITEMS: Final = frozenset(
+    {"type", "id", "call_id", "status", "role", "internal_chat_message_metadata_passthrough"}
+)
+"""Fields of items that say nothing to the model."""
+COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction", "compaction_trigger")
+UNREADABLE: Final = "[The summary of the earlier conversation is encrypted, and cannot be read.]"
+LATER_TOOLS: Final = "Further tools:"
+
+Message = dict[str, Any]
+Unseal = Callable[[str], str | None]
+"""Returns the reasoning in ``encrypted_content``; None if another server wrote it."""
+
+
+class History:
+    """Reads a conversation.
+
+    Args:
+        tools: the request's; items may declare more.
+        unseal: reads encrypted reasoning.
+    """
+
+    def __init__(self, tools: DeclaredTools, unseal: Unseal = lambda _: None) -> None:
+        self._tools = tools
+        self._unseal = unseal
+        self._messages: list[Message] = []
+
+    def read(self, instructions: str | None, items: str | Sequence[Any]) -> list[Message]:
+        """Return a conversation as chat messages; adjacent items of the model become one message.
+
+        Raises:
+            RequestError: an item is malformed; its path is the error's parameter.
+        """
+        if instructions:
+            self._add({"role": "system", "content": instructions})
+        if isinstance(items, str):
+            self._add({"role": "user", "content": items})
+        else:
+            for index, item in enumerate(items):
+                self._read_item(item, f"input[{index}]")
+        if all(message["role"] == "system" for message in self._messages):
+            self._add({"role": "user", "content": ""})  # a client's probe; templates need a question
+        return self._messages
+
+    def _add(self, message: Message) -> None:
+        last = self._messages[-1] if self._messages else {}
+        if message["role"] == "system" and last.get("role") == "system":
+            last["content"] = f"{last['content']}\n\n{message['content']}"
+        elif message["role"] == "assistant" and last.get("role") == "assistant":
+            _join(last, message)
+        else:
+            self._messages.append(message)
+
+    def _read_item(self, item: Any, path: str) -> None:
+        if not isinstance(item, Mapping):
+            raise _malformed(item, path)
+        kind = item.get("type")
+        if "role" in item and kind in (None, "message", "agent_message"):
+            self._read_message(item, path)
+        elif not isinstance(kind, str):
+            raise _malformed(item, path)
+        elif kind in ("function_call", "custom_tool_call"):
+            self._read_call(item, path)
+        elif kind == "reasoning":
+            self._read_reasoning(item)
+        elif kind == "item_reference":
+            raise RequestError(
+                f"{path}: no item {str(item.get('id'))[:100]!r} is stored; send the item itself", param=path
+            )
+        elif kind in ("additional_tools", "tool_search_output") and isinstance(item.get("tools"), list):
+            self._read_tools(item, path)
+        elif kind in COMPACTIONS:
+            self._read_compaction(item, path)
+        elif kind.endswith("_output"):
+            self._read_output(item, path)
+        else:
+            self._read_other(kind, item, path)
+
+    def _read_message(self, item: Mapping[str, Any], path: str) -> None:
+        role, content = item["role"], item.get("content")
+        if role not in ROLES:
+            raise RequestError(
+                f"{path}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{path}.role"
+            )
+        if role == "user":
+            self._add({"role": role, "content": text_parts(content, f"{path}.content")})
+            return
+        text = message_text(content, f"{path}.content")
+        self._add({"role": "assistant" if role == "assistant" else "system", "content": text})
+
+    def _read_call(self, item: Mapping[str, Any], path: str) -> None:
+        is_custom = item["type"] == "custom_tool_call"
+        texts = ("call_id", "name", "input" if is_custom else "arguments")
+        call_id, name, given = (_text_field(item, field, path) for field in texts)
+        namespace = item.get("namespace")
+        if not isinstance(namespace, str | None):
+            raise RequestError(f"{path}.namespace must be a text, got {shown(namespace)}", param=f"{path}.namespace")
+        tool = ToolName("custom" if is_custom else "function", name, namespace or None)
+        arguments = json.dumps({INPUT: given}, ensure_ascii=False) if is_custom else given
+        self._add_call(call_id, self._tools.function(tool), arguments)
+
+    def _add_call(self, call_id: str, name: str, arguments: str) -> None:
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._add({"role": "assistant", "content": "", "tool_calls": [call]})
+
+    def _read_output(self, item: Mapping[str, Any], path: str) -> None:
+        """Add the result of a call; computers and shells have other fields than functions."""
+        call_id = item.get("call_id") or item.get("id")
+        if not isinstance(call_id, str):
+            raise RequestError(f"{path}.call_id must be a text, got {shown(call_id)}", param=f"{path}.call_id")
+        if "output" not in item:
+            raise RequestError(f"{path}.output is missing", param=f"{path}.output")
+        text = text_of(item["output"], f"{path}.output")
+        self._add({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def _read_reasoning(self, item: Mapping[str, Any]) -> None:
+        sealed = item.get("encrypted_content")
+        text = _joined_texts(item.get("content"))
+        if not text and isinstance(sealed, str):
+            text = self._unseal(sealed) or ""
+        text = text or _joined_texts(item.get("summary"))
+        if text:
+            self._add({"role": "assistant", "content": "", "reasoning_content": text})
+
+    def _read_tools(self, item: Mapping[str, Any], path: str) -> None:
+        """Add tools that are declared in the conversation, as text where they are declared."""
+        functions = self._tools.add_later(item["tools"], f"{path}.tools")
+        text = "\n".join([LATER_TOOLS, *(json.dumps(function, ensure_ascii=False) for function in functions)])
+        call_id = item.get("call_id")
+        if isinstance(call_id, str):
+            self._add({"role": "tool", "tool_call_id": call_id, "content": text})
+        else:
+            self._add({"role": "system", "content": text})
+
+    def _read_compaction(self, item: Mapping[str, Any], path: str) -> None:
+        texts = [text_of(item[name], f"{path}.{name}") for name in ("summary", "content", "text") if item.get(name)]
+        if not texts and item["type"] == "compaction_trigger":
+            return
+        self._add({"role": "user", "content": "\n".join(texts) or UNREADABLE})
+
+    def _read_other(self, kind: str, item: Mapping[str, Any], path: str) -> None:
+        """Add an item of a further kind: a call, with its result if it has one, or else a text."""
+        call_id = item.get("call_id")
+        results = {name: item[name] for name in RESULT_FIELDS if item.get(name) is not None}
+        if kind.endswith("_call") and (isinstance(call_id, str) or results):
+            call_id = call_id if isinstance(call_id, str) else str(item.get("id"))
+            name = item.get("name")
+            name = name if isinstance(name, str) and name else kind.removesuffix("_call")
+            self._add_call(call_id, name, _arguments_of(item))
+            if results:
+                text = "\n".join(text_of(value, f"{path}.{name}") for name, value in results.items())
+                self._add({"role": "tool", "tool_call_id": call_id, "content": text})
+            return
+        said = {name: without_media(value) for name, value in item.items() if name not in ABOUT_ITEMS}
+        role = "user" if kind.endswith(TO_MODEL) else "assistant"
+        said = {name: value for name, value in said.items() if value is not None}
+        self._add({"role": role, "content": f"[{kind[:60]}: {json.dumps(said, ensure_ascii=False)}]"})
+
+
+def _arguments_of(item: Mapping[str, Any]) -> str:
+    """Return the arguments of a call that is no function's, as JSON."""
+    name = next((name for name in CALL_FIELDS if item.get(name) is not None), None)
+    if name is None:
+        return "{}"
+    value = item[name]
+    if name == "arguments" and isinstance(value, str):
+        return value
+    return json.dumps(value if isinstance(value, Mapping) else {name: value}, ensure_ascii=False)
+
+
+def _joined_texts(parts: Any) -> str:
+    """Return the texts of a reasoning item's parts."""
+    if not isinstance(parts, list):
+        return parts if isinstance(parts, str) else ""
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def _text_field(item: Mapping[str, Any], name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{path}.{name} must be a text, got {shown(value)}", param=f"{path}.{name}")
+    return value
+
+
+def _malformed(item: Any, path: str) -> RequestError:
+    return RequestError(f"{path} must be an item with a type, or a message with a role, got {shown(item)}", param=path)
+
+
+def _join(last: Message, message: Mapping[str, Any]) -> None:
+    last["content"] = "\n".join(text for text in (last.get("content"), message["content"]) if text)
+    if "tool_calls" in message:
+        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+    if "reasoning_content" in message:
+        earlier = last.get("reasoning_content")
+        last["reasoning_content"] = "\n".join(text for text in (earlier, message["reasoning_content"]) if text)
