@@ -1,0 +1,188 @@
+"""Requests of the shape that Codex sends to ``/v1/responses``, and what it needs in the responses."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.cpu.server.conftest import save_chat_model
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+
+LARK = 'start: "*** Begin Patch\\n" line+ "*** End Patch"\nline: /[+-]([a-z]*)/ "\\n"\n'
+PATCH = "*** Begin Patch\n+a\n-b\n*** End Patch"
+SHELL: dict[str, Any] = {
+    "type": "function",
+    "name": "exec_command",
+    "description": "Runs a command.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {"cmd": {"type": "string"}, "yield_time_ms": {"type": "number"}},
+        "required": ["cmd"],
+        "additionalProperties": False,
+    },
+}
+WAIT = {**SHELL, "name": "wait_agent", "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}}
+TOOLS: list[dict[str, Any]] = [
+    SHELL,
+    {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [WAIT]},
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": LARK},
+    },
+    {"type": "web_search", "external_web_access": False},
+    {"type": "tool_search", "execution": "client", "description": "x", "parameters": {}},
+]
+INPUT: list[dict[str, Any]] = [
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are Codex."}]},
+    {
+        "type": "message",
+        "role": "developer",
+        "content": [
+            {"type": "input_text", "text": "Sandbox: read-only."},
+            {"type": "input_text", "text": "No network."},
+        ],
+    },
+    {
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "<environment_context>2026-11-27</environment_context>"}],
+    },
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is in main.py?"}]},
+]
+FIELDS: dict[str, Any] = {
+    "model": "tiny",
+    "tools": TOOLS,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199",
+    "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}},
+}
+THOUGHT = "<think>\nhm\n</think>\n\n"
+ANSWERS = [
+    THOUGHT
+    + "<tool_call>\n<function=exec_command>\n<parameter=cmd>\ncat main.py\n</parameter>\n</function>\n</tool_call>",
+    THOUGHT + "<tool_call>\n<function=multi_agent_v1__wait_agent>\n<parameter=id>\na\n</parameter>\n</function>\n"
+    "</tool_call>",
+    THOUGHT
+    + f"<tool_call>\n<function=apply_patch>\n<parameter=input>\n{PATCH}\n</parameter>\n</function>\n</tool_call>",
+    THOUGHT + "Done.",
+]
+
+
+STRICT = (
+    "{%- if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ (t | tojson) + '\\n' }}{% endfor %}{% endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system must be first') }}{% endif %}"
+    "{%- if not (tools and loop.first and m.role == 'system') %}{{ '<|im_start|>' + m.role + '\\n' }}{% endif %}"
+    "{%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{- m.content }}{%- for c in m.tool_calls or [] %}{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}"
+    "{%- for k, v in c.function.arguments | items %}"
+    "{{- '<parameter=' + k + '>\\n' + (v if v is string else v | tojson) + '\\n</parameter>\\n' }}{% endfor %}"
+    "{{- '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A template that refuses later system messages and arguments that are no object."""
+
+
+@pytest.fixture(scope="module")
+def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    model = save_chat_model(tmp_path_factory.mktemp("strict"), STRICT)
+    with running_server(model, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def codex(strict_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+def stream(client: openai.OpenAI, history: list[Any], answer: str | None, **more: Any) -> Any:
+    """Return the response that a stream ends with."""
+    fields = {**FIELDS, "input": history, **more}
+    if answer is not None:
+        forced = {"structured_outputs": {"grammar": f"start: {json.dumps(answer)}"}}
+        fields["extra_body"] = {**fields["extra_body"], **forced}
+    events = list(client.responses.create(**fields, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed", events[-1]
+    return events[-1].response
+
+
+def sent_back(item: Any) -> dict[str, Any]:
+    """Return an item of a response as Codex sends it back: without the status, and with encrypted reasoning."""
+    fields: dict[str, Any] = item.model_dump(exclude_none=True)
+    del fields["status"]
+    return {**fields, "content": None} if item.type == "reasoning" else fields
+
+
+def test_each_turn_of_a_session_hits_all_of_the_last_one(codex: openai.OpenAI) -> None:
+    history = [*INPUT]
+    computed = 0
+    calls = []
+    for answer in ANSWERS:
+        response = stream(codex, history, answer)
+        usage = response.usage
+        assert usage.input_tokens_details.cached_tokens >= computed
+        computed = usage.input_tokens + usage.output_tokens - 1  # the end token has no state
+        for item in response.output:
+            history.append(sent_back(item))
+            if item.type.endswith("_call"):
+                calls.append(item)
+                kind = "custom_tool_call" if item.type == "custom_tool_call" else "function_call"
+                history.append({"type": f"{kind}_output", "call_id": item.call_id, "output": "ok"})
+    shell, wait, patch = calls
+    assert (shell.type, shell.name, json.loads(shell.arguments)) == (
+        "function_call",
+        "exec_command",
+        {"cmd": "cat main.py"},
+    )
+    assert (wait.type, wait.name, wait.namespace) == ("function_call", "wait_agent", "multi_agent_v1")
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
+    assert [item.id.split("_")[0] for item in calls] == ["fc", "fc", "ctc"]
+    assert response.output_text == "Done."
+
+
+def test_a_picture_in_a_result_does_not_end_the_session(codex: openai.OpenAI) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": '{"path": "a.png"}'}
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+    history = [*INPUT, call, {"type": "function_call_output", "call_id": "c", "output": [picture]}]
+    assert stream(codex, history, THOUGHT + "Done.").output_text == "Done."
+
+
+def test_openais_reader_of_streams_puts_custom_calls_together(codex: openai.OpenAI) -> None:
+    forced = {"structured_outputs": {"grammar": f"start: {json.dumps(ANSWERS[2])}"}}
+    with codex.responses.stream(**{**FIELDS, "extra_body": forced}, input=INPUT) as events:
+        pieces = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        [call] = [item for item in events.get_final_response().output if item.type == "custom_tool_call"]
+    assert "".join(pieces) == call.input == PATCH
+    assert len(pieces) > 5
+
+
+def test_a_required_custom_call_follows_its_grammar(codex: openai.OpenAI) -> None:
+    wishes = {**FIELDS, "reasoning": {"effort": "none"}, "parallel_tool_calls": False, "temperature": 1.0}
+    grammar = 'start: "<" /[ab]{3}/ ">"'
+    tool = {**TOOLS[2], "format": {"type": "grammar", "syntax": "lark", "definition": grammar}}
+    choice = {"type": "custom", "name": "apply_patch"}
+    [call] = codex.responses.create(**{**wishes, "tools": [tool], "tool_choice": choice}, input=INPUT).output
+    assert call.type == "custom_tool_call"
+    assert len(call.input) == 5
+    assert set(call.input[1:4]) <= {"a", "b"}
+    tool["format"] = {"type": "grammar", "syntax": "regex", "definition": "a/[0-9]{2}"}
+    [call] = codex.responses.create(**{**wishes, "tools": [tool], "tool_choice": choice}, input=INPUT).output
+    assert call.type == "custom_tool_call"
+    assert call.input[:2] == "a/"
+    assert call.input[2:].isdigit()
+
+
+def test_a_probe_is_answered(codex: openai.OpenAI) -> None:
+    response = codex.responses.create(model="tiny", input=[], max_output_tokens=1)
+    assert response.status == "incomplete"
