@@ -75,7 +75,7 @@ class DeclaredTools:
         return functions
 
     def tool(self, function: str) -> ToolName:
-        """Return the client's name of a function. Models may also call functions that nobody has declared."""
+        """Return the client's name of a function. Models may also call functions that are not declared."""
         return self._tools.get(function, ToolName("function", function))
 
     def function(self, tool: ToolName) -> str:
