@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.models.quantization_config import Block, Quantization
+from strandline.models.quantization_config import TENSOR, Block, Quantization
 
 QUANTIZED_DTYPE: Final = "F8_E4M3"
 """What safetensors calls the dtype of quantised weights."""
@@ -81,16 +81,28 @@ def scale_grid(name: str, scale: Tensor, shape: tuple[int, ...], quantization: Q
     *outer, rows, columns = shape
     grids = {block: block.grid(rows, columns) for block in quantization.blocks}
     for block, grid in grids.items():
-        # Dimensions of size 1 may be left out at the end.
-        shapes = [
-            (*outer, *grid),
-            (*outer, grid[0]) if grid[1] == 1 else None,
-            tuple(outer) if grid == (1, 1) else None,
-        ]
-        if tuple(scale.shape) in shapes:
+        if tuple(scale.shape) in _scale_shapes(block, (*outer, *grid)):
             return block, check_scale(name, scale).reshape(*outer, *grid)
     wanted = " or ".join(f"{[*outer, *grid]} ({block})" for block, grid in grids.items())
     raise WeightsError(f"{name} has shape {list(scale.shape)}, a weight of {list(shape)} asks for {wanted}")
+
+
+def _scale_shapes(block: Block, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return a grid's own shape, and those without the last dimensions that such blocks always have once."""
+    num_single = (block.rows is None) + (block.columns is None)
+    return [shape[: len(shape) - left_out] for left_out in range(num_single + 1)]
+
+
+def check_activation_scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
+    """Check the static scale of the activations that a weight of a shape is multiplied with.
+
+    Raises:
+        WeightsError: it is not one positive number, or one for each of the matrices.
+    """
+    outer = shape[:-2]
+    if scale.numel() != 1 and tuple(scale.shape) not in _scale_shapes(TENSOR, (*outer, 1, 1)):
+        raise WeightsError(f"{name} has shape {list(scale.shape)}; activations of a matrix have one scale")
+    check_scale(name, scale)
 
 
 def check_scale(name: str, scale: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from strandline.models.layers.parameters import Gain, matrices_without_memory
 from strandline.models.protocol import LoadableModel
 from strandline.models.quantization import (
     QUANTIZED_DTYPE,
-    check_scale,
+    check_activation_scale,
     dequantize,
     find_kv_scale,
     find_scales,
@@ -312,7 +312,7 @@ def _read_scales(scales: Mapping[str, Tensor], target: Target, quantization: Qua
     """Return what one of a tensor's scales covers, and the scales, the first of ``scales``; all are checked."""
     (name, scale), *activation = scales.items()
     for extra, value in activation:
-        check_scale(extra, value)
+        check_activation_scale(extra, value, target.shape)
     return scale_grid(name, scale, target.shape, quantization)
 
 

@@ -9,12 +9,16 @@ from zlib import crc32
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models import quantization
+from strandline.models.quantization import scale_grid
+from strandline.models.quantization_config import CHANNEL, TENSOR, Block, Quantization
 from strandline.models.shard import Shard
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8
@@ -240,6 +244,10 @@ def put(tensors: Tensors, *, value: float) -> None:
             r"k_proj\.input_scale is nan; scales are positive numbers",
         ),
         (
+            partial(replace, name=WEIGHT.replace("weight", "input_scale"), value=torch.ones(2)),
+            r"k_proj\.input_scale has shape \[2\]; activations of a matrix have one scale",
+        ),
+        (
             partial(replace, name=WEIGHT, value=torch.zeros(32, 32)),
             f"{SCALE} not known to this architecture",
         ),
@@ -261,6 +269,56 @@ def test_wrong_scale_is_named(converted: Callable[..., Any], change: Callable[[T
     directory, _ = converted()
     with pytest.raises(WeightsError, match=message):
         load(fp8.change_tensors(directory, change))
+
+
+FORMS: dict[str, tuple[tuple[Block, ...], Callable[..., set[tuple[int, ...]]]]] = {
+    "blocks": ((Block(4, 3),), lambda outer, n, k: {(*outer, -(-n // 4), -(-k // 3))}),
+    "channels": ((CHANNEL,), lambda outer, n, k: {(*outer, n), (*outer, n, 1)}),
+    "tensors": ((TENSOR,), lambda outer, n, k: {outer, (*outer, 1), (*outer, 1, 1)}),
+}
+"""What scales cover, and the shapes that they are published in, by the shape of a weight."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    outer=st.lists(st.integers(1, 3), max_size=1).map(tuple),
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 12),
+    data=st.data(),
+)
+def test_scales_of_any_other_shape_are_refused(
+    form: str, outer: tuple[int, ...], rows: int, columns: int, data: st.DataObject
+) -> None:
+    blocks, shapes = FORMS[form]
+    right, weight = shapes(outer, rows, columns), (*outer, rows, columns)
+    sizes = sorted({1, 2, rows, columns, *outer, *(size for shape in right for size in shape)})
+    shape = tuple(data.draw(st.lists(st.sampled_from(sizes), max_size=4)))
+    if shape in right:
+        block, scale = scale_grid("scale", torch.ones(shape), weight, Quantization(blocks))
+        assert (*outer, *block.grid(rows, columns)) == scale.shape
+    else:
+        with pytest.raises(WeightsError, match=r"^scale has shape .*a weight of .* asks for"):
+            scale_grid("scale", torch.ones(shape), weight, Quantization(blocks))
+
+
+@pytest.mark.parametrize("keeps_quantized", [False, True])
+@pytest.mark.parametrize("rows", [16, 32, 128])
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+def test_flat_scale_of_an_expert_is_refused(
+    converted: Callable[..., Any], part: str, rows: int, *, keeps_quantized: bool
+) -> None:
+    name = f"model.layers.2.mlp.experts.3.{part}_proj.weight_scale_inv"
+
+    def flatten(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].flatten()
+
+    size = (rows, 128) if keeps_quantized else (rows, 16)
+    options: dict[str, Any] = {"block": blocks_of(*size)}
+    directory, _ = converted("qwen3_5_moe", **options)
+    fp8.change_json(directory / "config.json", quantization_config=block_config(*size))
+    load(directory, keeps_quantized=keeps_quantized)
+    with pytest.raises(WeightsError, match=rf"{name} has shape \[\d+\], a weight of"):
+        load(fp8.change_tensors(directory, flatten), keeps_quantized=keeps_quantized)
 
 
 def test_scaled_vector_is_refused(converted: Callable[..., Any]) -> None:
