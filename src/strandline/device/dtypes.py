@@ -17,6 +17,7 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.linear import has_fast_gemms
+from strandline.models.published_names import DRAFT_PREFIXES
 from strandline.models.quantization_config import FourBit, Quantization, read_quantization
 from strandline.models.registry import builder_for
 from strandline.models.shard import WHOLE, Shard
@@ -149,6 +150,14 @@ def kept_note(report: WeightsReport) -> str | None:
         f"weights: {num_dequantized:,} of {report.num_quantized:,} quantised ones were dequantised: no kernels for "
         "their layers, groups, order of inputs or shards"
     )
+
+
+def unused_note(report: WeightsReport) -> str | None:
+    """Return a line about what is published and not used, but for draft layers; None: there is nothing of the kind."""
+    parts = {name: number for name, number in report.skipped.items() if name not in DRAFT_PREFIXES}
+    tensors = [f"{name} ({number:,} tensor{'s' * (number > 1)})" for name, number in sorted(parts.items())]
+    unused = ", ".join([*tensors, *report.unread])
+    return f"weights: not used: {unused}" if unused else None
 
 
 def peak_note(device: torch.device) -> str:

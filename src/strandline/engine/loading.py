@@ -7,7 +7,14 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.dtypes import choose_dtype, choose_kv_cache_dtype, choose_storage, kept_note, peak_note
+from strandline.device.dtypes import (
+    choose_dtype,
+    choose_kv_cache_dtype,
+    choose_storage,
+    kept_note,
+    peak_note,
+    unused_note,
+)
 from strandline.device.executor import Executor
 from strandline.device.gpu_limits import require_shared_memory
 from strandline.device.sizing import require_room_for_weights
@@ -109,9 +116,11 @@ def load_uni_executor(
     )
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
+    notes = [unused_note(model.weights_report)] if shard.is_first else []
     if storage.keeps_quantized:
-        for note in filter(None, (kept_note(model.weights_report), peak_note(device))):
-            LOGGER.warning(note)
+        notes += [kept_note(model.weights_report), peak_note(device)]
+    for note in filter(None, notes):
+        LOGGER.warning(note)
     model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     if weights is None:
         weights = disk_cache_weights(config)

@@ -35,7 +35,7 @@ SHARD_BYTES: Final = 2 * 2**30
 """Most bytes of an output file, a larger tensor excepted; as many are in memory at a time."""
 
 UNCONVERTED: Final = re.compile(
-    r"embed|norm|conv1d|visual|vision|audio|\.router(\.|$)|\.mlp\.gate\."
+    r"embed|norm|conv1d|visual|vision|audio|sound|projector|\.router(\.|$)|\.mlp\.gate\."
     r"|(^|\.)(lm_head|gate|shared_expert_gate|fc|eh_proj|conv|in_proj_(a|b|ba)|[ab]_proj)$"
 )
 """Matches the names of modules that are not converted."""

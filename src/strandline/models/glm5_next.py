@@ -39,9 +39,6 @@ LAYER_TYPES: Final = (ATTENTION, "linear_attention")
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
 INDEXER_TYPES: Final = ("full", "shared")
 
-ALONE, NESTED = "model.", "model.language_model."
-"""Prefixes of published tensors: of the text part alone, and next to a vision tower."""
-
 MIN_LOG_DECAY: Final = -100.0
 """Least supported bound of log decays: less leaves nothing of a state."""
 
@@ -80,9 +77,8 @@ def build_glm5_next(config: Any, dtype: torch.dtype, device: torch.device | str,
     is_tied, vocab_size = Fields(config).flag("tie_word_embeddings"), read_vocab_size(fields)
     last_mix = StreamMean(streams, dtype, device)
     decoder = StreamsDecoder(layers, last_mix, streams, None, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
-    published, draft_layer = partial(_published, decoder, layers), f"layers.{len(layers)}."
-    skipped_prefixes = (f"{ALONE}{draft_layer}", f"{NESTED}{draft_layer}")
-    return CausalLM(decoder, read_max_position(fields), published, skipped_prefixes=skipped_prefixes)
+    published, draft_layer = partial(_published, decoder, layers), f"model.layers.{len(layers)}."
+    return CausalLM(decoder, read_max_position(fields), published, skipped_prefixes=(draft_layer,))
 
 
 def _read_types(fields: Fields, name: str, choices: Sequence[str], num_layers: int) -> tuple[str, ...]:
@@ -112,13 +108,11 @@ def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
 
 def _published(decoder: StreamsDecoder, layers: Sequence[StreamsLayer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
-    is_nested = any(name.startswith(NESTED) for name in names)
-    prefix = NESTED if is_nested else ALONE
     assert isinstance(decoder.last_mix, StreamMean)
-    yield from decoder.targets(prefix, names)
-    yield f"{prefix}norm.weight", whole(decoder.last_mix.norm_E)
+    yield from decoder.targets("model.", names)
+    yield "model.norm.weight", whole(decoder.last_mix.norm_E)
     for index, layer in enumerate(layers):
-        yield from _published_layer(layer, f"{prefix}layers.{index}.", names)
+        yield from _published_layer(layer, f"model.layers.{index}.", names)
 
 
 def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) -> NamedTargets:

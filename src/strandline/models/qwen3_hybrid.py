@@ -154,12 +154,10 @@ def _build_mlp(config: MlpConfig, dtype: torch.dtype, device: torch.device | str
 
 
 def _published(decoder: Decoder, layers: Sequence[_Layer], names: frozenset[str]) -> NamedTargets:
-    """Yield the published tensors: under ``model.``, or next to a vision tower ``model.language_model.``."""
-    is_nested = any(name.startswith("model.language_model.") for name in names)
-    prefix = "model.language_model." if is_nested else "model."
-    yield from decoder.targets(prefix, names)
+    """Yield the published tensors."""
+    yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
-        yield from layer.targets(f"{prefix}layers.{index}.", names)
+        yield from layer.targets(f"model.layers.{index}.", names)
 
 
 def _published_draft_layer(layer: _Layer, draft: DraftLayer, names: frozenset[str]) -> NamedTargets:

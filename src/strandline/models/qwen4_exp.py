@@ -82,14 +82,12 @@ def _read_ngrams(fields: Fields, layer_types: Sequence[str], num_streams: int) -
 
 
 def _published(decoder: StreamsDecoder, layers: Sequence[StreamsLayer], names: frozenset[str]) -> NamedTargets:
-    """Yield the published tensors: under ``model.``, or next to a vision tower ``model.language_model.``."""
-    is_nested = any(name.startswith("model.language_model.") for name in names)
-    prefix = "model.language_model." if is_nested else "model."
-    yield from decoder.targets(prefix, names)
+    """Yield the published tensors."""
+    yield from decoder.targets("model.", names)
     assert isinstance(decoder.last_mix, LastGatedMix)
-    yield from decoder.last_mix.targets(f"{prefix}hyper_connection_mixer.")
+    yield from decoder.last_mix.targets("model.hyper_connection_mixer.")
     for index, layer in enumerate(layers):
-        yield from _published_layer(layer, f"{prefix}layers.{index}.", names)
+        yield from _published_layer(layer, f"model.layers.{index}.", names)
 
 
 def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) -> NamedTargets:

@@ -35,6 +35,7 @@ from strandline.models.fp8_conversion import is_converted
 from strandline.models.fp8_storage import Fp8Storage, can_keep
 from strandline.models.layers.parameters import Gain, matrices_without_memory
 from strandline.models.protocol import LoadableModel
+from strandline.models.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.quantization import (
     QUANTIZED_DTYPE,
     check_activation_scale,
@@ -48,10 +49,7 @@ from strandline.models.quantization_config import Block, FourBit, Quantization, 
 from strandline.models.registry import builder_for
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import Index, Read, Target
-from strandline.models.weights_files import WeightsFile, open_files
-
-SKIPPED_PREFIXES: Final = ("mtp.", "model.mtp.", "model.visual.", "model.audio.")
-"""Prefixes of published tensors that may be unused in all models: draft layers, and towers of images and of audio."""
+from strandline.models.weights_files import WeightsFile, list_unread, open_files
 
 STORED_DTYPES: Final = ("F32", "BF16", "F16")
 
@@ -70,9 +68,11 @@ class WeightsReport:
     num_quantized: int = 0
     """Weights that are published in FP8 or 4 bits, and used here; they were dequantised but for ``num_kept``."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Prefix -> number of tensors that were recognised and skipped."""
+    """Number of tensors that were recognised and skipped, by what they belong to (``published_names.py``)."""
     num_kept: int = 0
     """Quantised weights that stay so."""
+    unread: tuple[str, ...] = ()
+    """Names of safetensors files that are not the model's."""
 
     @property
     def is_mtp_present(self) -> bool:
@@ -225,6 +225,8 @@ def _fill_from_files(
     """Fill a model; ``kept_device`` is where matrices without memory go, None where there are none."""
     with ExitStack() as stack:
         files = open_files(directory, stack)
+        own_names = text_names(name for file in files for name in file.names())
+        files = [file.renamed(own_names) for file in files]
         holders = {name: file for file in files for name in file.names()}
         packed = find_packed(holders, quantization.packing) if isinstance(quantization, FourBit) else {}
         names = frozenset(holders).difference(companions(packed)).union(packed)
@@ -233,13 +235,13 @@ def _fill_from_files(
         in_fp8 = isinstance(quantization, Quantization)
         quantized = [x for x in targets if x in holders and in_fp8 and holders[x].dtype(x) == QUANTIZED_DTYPE]
         scales = {name: find_scales(name, names) for name in quantized}
-        prefixes = (*SKIPPED_PREFIXES, *model.skipped_prefixes)
+        prefixes = skipped_prefixes(*model.skipped_prefixes)
         kv_scales = _set_kv_scales(model, holders, prefixes)
         empty_biases = [name for name in names - targets.keys() if is_empty_bias(name, packed, holders)]
         known = {*targets, *kv_scales, *empty_biases, *(scale for found in scales.values() for scale in found)}
-        unused = {name: prefix for name in names - known for prefix in prefixes if name.startswith(prefix)}
-        skipped = dict(Counter(unused.values()))
-        _check_names(directory, names.difference(unused), targets, known)
+        unused = _find_unused(names - known, holders, prefixes)
+        skipped, unread = dict(Counter(unused.values())), tuple(list_unread(directory))
+        _check_names(directory, names.difference(unused), targets, known, own_names)
         storage: Fp8Storage | FourBitStorage | None = None
         if kept_device is not None:
             if isinstance(quantization, FourBit):
@@ -274,9 +276,9 @@ def _fill_from_files(
                 targets[name].copy_from(read)
         used = {name for name in (*scales, *packed) if name in targets and targets[name].pieces}
         if storage is None:
-            return WeightsReport(len(targets), len(used), skipped)
+            return WeightsReport(len(targets), len(used), skipped, unread=unread)
         storage.finish()
-        return WeightsReport(len(targets), len(used), skipped, len(storage.kept & used))
+        return WeightsReport(len(targets), len(used), skipped, len(storage.kept & used), unread)
 
 
 def _fill_kept_randomly(
@@ -293,6 +295,14 @@ def _fill_kept_randomly(
         storage = Fp8Storage(model, targets, quantized, device)
     storage.fill_randomly(seed)
     storage.finish()
+
+
+def _find_unused(names: Collection[str], holders: Holders, prefixes: Sequence[str]) -> dict[str, str]:
+    """Return what published tensors that the model does not know belong to, as far as it can do without."""
+    # A weight in 4 bits is published under other names than its own.
+    shapes = {name: holders[name].shape(name) if name in holders else [] for name in names}
+    found = {name: find_skipped(name, shape, prefixes) for name, shape in shapes.items()}
+    return {name: what for name, what in found.items() if what is not None}
 
 
 def _set_kv_scales(
@@ -382,9 +392,15 @@ def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized:
         raise WeightsError(f"{file.path}: {name} is stored as {dtype}; supported: {stored}{hint}")
 
 
-def _check_names(directory: Path, names: frozenset[str], targets: Mapping[str, Target], known: Collection[str]) -> None:
+def _check_names(
+    directory: Path,
+    names: frozenset[str],
+    targets: Mapping[str, Target],
+    known: Collection[str],
+    own_names: Mapping[str, str],
+) -> None:
     missing = [name for name in targets if name not in names]
-    unexpected = sorted(name for name in names if name not in known)
+    unexpected = sorted(own_names.get(name, name) for name in names if name not in known)
     faults = []
     if missing:
         wanted = [f"{name} {list(targets[name].shape)}" for name in missing]

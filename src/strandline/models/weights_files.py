@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,10 @@ from xxhash import xxh3_64_digest
 from strandline.errors import WeightsError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+OTHER_FILES: Final = re.compile("(adapter|consolidated|optimizer|scheduler|training)[._-]")
+"""Matches names of files that adapters, other loaders and trainers put next to a model's weights."""
+
 PIECE_BYTES: Final = 16 << 20
 """Bytes of a file that a thread reads at a time for the model's fingerprint."""
 MAX_THREADS: Final = 16
@@ -28,29 +33,42 @@ class WeightsFile:
 
     path: Path
     _opened: Any
+    _renamed: Mapping[str, str] = field(default_factory=dict)
+    """Names in the file by those that differ from them here."""
+
+    def renamed(self, names: Mapping[str, str]) -> "WeightsFile":
+        """Return the file with other names for its tensors: maps these names to those in the file."""
+        own = set(self.names())
+        return WeightsFile(self.path, self._opened, {new: name for new, name in names.items() if name in own})
 
     def names(self) -> list[str]:
         """Return the names of its tensors."""
         names: list[str] = self._opened.keys()
-        return names
+        return list(self._renamed) or names
 
     def shape(self, name: str) -> list[int]:
         """Return a tensor's shape; does not read it."""
-        shape: list[int] = self._opened.get_slice(name).get_shape()
+        shape: list[int] = self._slice(name).get_shape()
         return shape
 
     def dtype(self, name: str) -> str:
         """Return safetensors' name of a tensor's dtype; does not read the tensor."""
-        return str(self._opened.get_slice(name).get_dtype())
+        return str(self._slice(name).get_dtype())
 
     def get(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Read a tensor, or the part of it that ``index`` is: a range of each of its first dimensions."""
-        tensor: Tensor = self._opened.get_slice(name)[index] if index else self._opened.get_tensor(name)
+        if index:
+            part: Tensor = self._slice(name)[index]
+            return part
+        tensor: Tensor = self._opened.get_tensor(self._renamed.get(name, name))
         return tensor
+
+    def _slice(self, name: str) -> Any:
+        return self._opened.get_slice(self._renamed.get(name, name))
 
 
 def open_files(directory: Path, stack: ExitStack) -> list[WeightsFile]:
-    """Open the weights files of a directory until the stack is closed: those its index names, else all.
+    """Open the weights files of a directory until the stack is closed.
 
     Raises:
         WeightsError: there is none, or one is missing or no safetensors file.
@@ -91,14 +109,25 @@ def _checksum(piece: tuple[Path, int]) -> bytes:
     return len(data).to_bytes(4, "little") + xxh3_64_digest(data)
 
 
+def list_unread(directory: Path) -> list[str]:
+    """Return the names of the safetensors files in a directory that are no weights of the model."""
+    read = _find_files(directory)
+    return [path.name for path in sorted(directory.glob("*.safetensors")) if path not in read]
+
+
 def _find_files(directory: Path) -> list[Path]:
-    """Return the weights files of a directory: those its index names, else all."""
+    """Return the weights files of a directory: those its index names, or the one that needs none, else all."""
     index = directory / INDEX_NAME
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise WeightsError(f"{directory} holds no *.safetensors; --load-format dummy runs on random weights")
-        return files
+        if directory / SINGLE_NAME in files:
+            return [directory / SINGLE_NAME]
+        weights = [path for path in files if not OTHER_FILES.match(path.name)]
+        if not weights:
+            raise WeightsError(f"{directory} holds no model: {', '.join(path.name for path in files)} are not one")
+        return weights
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

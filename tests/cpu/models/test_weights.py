@@ -1,6 +1,7 @@
 """The loader reads what is published, in any layout, and names what is wrong with the rest."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +106,12 @@ def nest_under_language_model(tensors: dict[str, Tensor]) -> None:
             tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
 
 
-@pytest.mark.parametrize("layout", [unfuse_experts, fuse_experts, nest_under_language_model])
+def wrap_in_language_model(tensors: dict[str, Tensor]) -> None:
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("layout", [unfuse_experts, fuse_experts, nest_under_language_model, wrap_in_language_model])
 def test_every_published_layout_of_experts_and_prefixes_loads(changed: Callable[..., Path], layout: Change) -> None:
     assert_right(changed(layout, "qwen3_5_moe"), "qwen3_5_moe")
 
@@ -145,6 +151,115 @@ def test_towers_of_images_and_audio_are_skipped_and_reported(changed: Callable[.
 
     report = load_float32(changed(add_draft_layer, "inkling-towers")).weights_report
     assert report.skipped == {"model.mtp.": 1, "model.visual.": 8, "model.audio.": 2}
+
+
+@pytest.mark.parametrize("wrap", [nest_under_language_model, wrap_in_language_model])
+@pytest.mark.parametrize("name", ["llama", "nemotron_h", "lfm2", "kimi_linear"])
+def test_text_parts_of_wrapped_models_load_in_every_family(tmp_path: Path, name: str, wrap: Change) -> None:
+    directory = families.save(name, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    wrap(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    assert_right(directory, name)
+
+
+def test_a_tensor_that_is_there_wrapped_and_alone_is_named(changed: Callable[..., Path]) -> None:
+    def add_wrapped(tensors: dict[str, Tensor]) -> None:
+        tensors["model.language_model.norm.weight"] = tensors["model.norm.weight"] + 1
+
+    with pytest.raises(WeightsError, match=r"model\.(language_model\.)?norm\.weight and model\.\S+ are both published"):
+        load_float32(changed(add_wrapped))
+
+
+UNUSED = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": (4,),
+    "model.rotary_emb.inv_freq": (4,),
+    "model.rotary_emb.original_inv_freq": (4,),
+    "rotary_emb.inv_freq": (4,),
+    "model.layers.1.attention.rotary_emb.inv_freq": (4,),
+    "model.layers.1.self_attn.rotary_emb.cos_cached": (1, 1, 9, 8),
+    "model.layers.1.self_attn.rotary_emb.sin_cached": (1, 1, 9, 8),
+    "model.rotary_pos_emb.inv_freq": (4,),
+    "visual.blocks.0.attn.qkv.weight": (6, 2),
+    "model.visual.merger.norm.bias": (2,),
+    "vision_tower.vision_model.embeddings.position_embedding.weight": (2, 2),
+    "model.vision_tower.encoder.layers.0.wqkv.weight": (2, 2),
+    "vision_model.radio_model.input_conditioner.norm_mean": (3, 1, 1),
+    "multi_modal_projector.linear_1.bias": (2,),
+    "model.multi_modal_projector.linear_1.bias": (2,),
+    "audio_tower.layers.0.fc1.weight": (2, 2),
+    "image_newline": (2,),
+    "model.image_newline": (2,),
+    "model.embeddings.position_ids": (1, 9),
+    "model.layers.0.attn.bias": (1, 1, 9, 9),
+    "model.layers.0.attention.bias": (1, 1, 9, 9),
+    "model.layers.0.attn.masked_bias": (),
+    "model.layers.0.self_attn._extra_state": (0,),
+    "model.layers.1.self_attn.q_scale": (1,),
+    "model.layers.1.self_attn.prob_scale": (),
+    "model.layers.0.self_attn.k_proj.k_scale": (),
+    "mtp.layers.0.self_attn.rotary_emb.inv_freq": (4,),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_tensors_that_no_model_needs_are_skipped_and_reported(
+    changed: Callable[..., Path], name: str, prefix: str
+) -> None:
+    def add_tensor(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = torch.ones(UNUSED[name])
+        for present in [*tensors] if prefix else []:
+            tensors[prefix + present] = tensors.pop(present)
+
+    directory = changed(add_tensor)
+    assert sum(load_float32(directory).weights_report.skipped.values()) == 1
+    assert_right(directory, "qwen3_5")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.self_attn.bias", (32,)),
+        ("model.layers.0.attn.bias", (1, 1, 9, 8)),
+        ("model.layers.0.attn.bias", (9, 9)),
+        ("model.layers.0.self_attn.inv_freq", (4,)),
+        ("model.layers.0.self_attn.rotary_emb.weight", (4,)),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq.lora_A.weight", (4,)),
+        ("model.visualizer.weight", (4,)),
+        ("model.layers.0.visual.weight", (4,)),
+        ("model.layers.0.mlp.audio.weight", (4,)),
+        ("language_modelling.head.weight", (4,)),
+        ("model.layers.0.mlp.k_scale", ()),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", (4, 4)),
+    ],
+)
+def test_any_other_unknown_tensor_is_named(changed: Callable[..., Path], name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(WeightsError, match=rf"{re.escape(name)} not known to this architecture"):
+        load_float32(changed(lambda tensors: tensors.update({name: torch.ones(shape)})))
+
+
+OTHER_FILES = ["adapter_model.safetensors", "consolidated.safetensors", "optimizer.safetensors"]
+
+
+@pytest.mark.parametrize("layout", ["one file", "an index", "shards alone"])
+def test_other_files_beside_the_weights_are_not_read(changed: Callable[..., Path], layout: str) -> None:
+    directory = changed(lambda _: None)
+    if layout != "one file":
+        index = split_into_shards(directory)
+        if layout == "shards alone":
+            index.unlink()
+    for name in OTHER_FILES:
+        save_file({"base_model.model.lora_A.weight": torch.ones(1)}, directory / name)
+    assert load_float32(directory).weights_report.unread == tuple(OTHER_FILES)
+    assert_right(directory, "qwen3_5")
+
+
+def test_an_adapter_alone_is_no_model(changed: Callable[..., Path]) -> None:
+    directory = changed(lambda _: None)
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match=r"holds no model: adapter_model\.safetensors"):
+        load_float32(directory)
 
 
 def test_a_text_model_alone_loads_without_its_draft_layer(changed: Callable[..., Path]) -> None:

@@ -1,0 +1,88 @@
+"""The names of published tensors: prefixes of wrapped models, and tensors that no model here computes with.
+
+What is recognised here may be in the files of any model. A family's own tensors, used or not, are its targets; whatever
+neither knows is an error (``weights.py``).
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from strandline.errors import WeightsError
+
+WRAPPERS: Final = re.compile(r"(model\.)?language_model\.")
+"""What models with towers put before the names of their text part."""
+
+DRAFT_PREFIXES: Final = ("mtp.", "model.mtp.")
+"""Prefixes of draft layers, for models that are loaded without them."""
+
+TOWERS: Final = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "vision_projection",
+    "multi_modal_projector",
+    "mm_projector",
+    "audio",
+    "audio_tower",
+    "audio_model",
+    "audio_encoder",
+    "sound_encoder",
+    "sound_projection",
+)
+"""Parts of models that also read images or audio: towers, and what projects their outputs."""
+
+BUFFERS: Final = {
+    "rotary_emb.*": re.compile(
+        r"(?:.*\.)?rotary(?:_pos)?_emb\.(?:(?:\w+_)?(?:original_)?inv_freq|_?(?:cos|sin)_cached)"
+    ),
+    "image_newline": re.compile(r"(?:model\.)?image_newline"),
+    "position_ids": re.compile(r"(?:.*\.)?position_ids"),
+    "attn.masked_bias": re.compile(r".*\.(?:self_)?att(?:n|ention)\.masked_bias"),
+    "_extra_state": re.compile(r".*\._extra_state"),
+}
+"""Single tensors without use: buffers that older releases and trainers saved, which follow from the configuration."""
+
+CAUSAL_MASK: Final = re.compile(r".*\.(?:self_)?att(?:n|ention)\.bias")
+"""Name of a causal mask, ``[1, 1, N, N]``; with another shape a tensor of this name is a bias."""
+
+ATTENTION_SCALES: Final = re.compile(r".*\.layers\.\d+\.(?:self_attn|mixer)\.(?:\w+\.)?(?:q|k|v|kv|prob)_scale")
+"""Scales of queries, keys, values or probabilities for attention in FP8, as far as a model does not take them."""
+
+
+def text_name(name: str) -> str:
+    """Return the name that a tensor has in a model of text alone."""
+    found = WRAPPERS.match(name)
+    return name if found is None else (found[1] or "") + name[found.end() :]
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Return published names by those in a model of text alone.
+
+    Raises:
+        WeightsError: two have the same.
+    """
+    found = dict[str, str]()
+    for name in names:
+        first = found.setdefault(text_name(name), name)
+        if first != name:
+            raise WeightsError(f"{first} and {name} are both published: which of them is the model's?")
+    return found
+
+
+def skipped_prefixes(*own: str) -> tuple[str, ...]:
+    """Return prefixes of tensors that may be unused: those of all models and a family's own."""
+    return (*DRAFT_PREFIXES, *(f"{outer}{tower}." for outer in ("model.", "") for tower in TOWERS), *own)
+
+
+def find_skipped(name: str, shape: Sequence[int], prefixes: Sequence[str]) -> str | None:
+    """Return a short name of what a tensor belongs to if a model that does not know it can do without; else None."""
+    prefix = next(filter(name.startswith, prefixes), None)
+    if prefix is not None:
+        return prefix
+    if CAUSAL_MASK.fullmatch(name) and len(shape) == 4 and shape[0] == shape[1] == 1 and shape[2] == shape[3]:
+        return "attn.bias"
+    if ATTENTION_SCALES.fullmatch(name):
+        return "attention scales"
+    return next((what for what, pattern in BUFFERS.items() if pattern.fullmatch(name)), None)
