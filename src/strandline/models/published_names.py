@@ -47,8 +47,8 @@ BUFFERS: Final = {
 CAUSAL_MASK: Final = re.compile(r".*\.(?:self_)?att(?:n|ention)\.bias")
 """Name of a causal mask, ``[1, 1, N, N]``; with another shape a tensor of this name is a bias."""
 
-ATTENTION_SCALES: Final = re.compile(r".*\.layers\.\d+\.(?:self_attn|mixer)\.(?:\w+\.)?(?:q|k|v|kv|prob)_scale")
-"""Scales of queries, keys, values or probabilities for attention in FP8, as far as a model does not take them."""
+ATTENTION_SCALES: Final = re.compile(r".*\.layers\.\d+\.(?:self_attn|mixer)\.(?:\w+\.)?(?:q|prob)_scale")
+"""Scales of queries and of probabilities, for attention that is computed in FP8."""
 
 
 def text_name(name: str) -> str:

@@ -10,7 +10,7 @@ Shape suffixes: N rows, K columns, Y and X rows and columns of the grid of scale
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -32,9 +32,15 @@ ACTIVATION_SCALES: Final = ("input_scale", "activation_scale")
 SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 KV_SCALE: Final = re.compile(
-    r".*\.layers\.(\d+)\.(?:self_attn|mixer)\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)"
+    r".*\.layers\.(\d+)\.(?:self_attn|mixer)\.(?:(?:attn\.|[kv]_proj\.)?(kv?|v)_scale|([kv])_proj\.output_scale)"
 )
-"""Names under which scales of keys and values are published."""
+"""Names under which scales of keys and values are published; ``kv_scale`` is that of both."""
+
+KV_SCALED: Final[Mapping[str, tuple[Literal["key", "value"], ...]]] = {
+    "k": ("key",),
+    "v": ("value",),
+    "kv": ("key", "value"),
+}
 
 CHUNK_ELEMENTS = 2**22
 """Weights that are dequantised at a time: bounds what float32 takes beside the result."""
@@ -122,10 +128,10 @@ def check_scale(name: str, scale: Tensor) -> Tensor:
     return scale
 
 
-def find_kv_scale(name: str) -> tuple[int, Literal["key", "value"]] | None:
+def find_kv_scale(name: str) -> tuple[int, tuple[Literal["key", "value"], ...]] | None:
     """Return which layer's scale a tensor is, and of what; None: it is none."""
     found = KV_SCALE.fullmatch(name)
-    return None if found is None else (int(found[1]), "key" if "k" in (found[2], found[3]) else "value")
+    return None if found is None else (int(found[1]), KV_SCALED[found[2] or found[3]])
 
 
 def read_kv_scale(name: str, scale: Tensor) -> float:

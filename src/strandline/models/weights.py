@@ -308,13 +308,20 @@ def _find_unused(names: Collection[str], holders: Holders, prefixes: Sequence[st
 def _set_kv_scales(
     model: LoadableModel, holders: Mapping[str, WeightsFile], skipped_prefixes: tuple[str, ...]
 ) -> list[str]:
-    """Give the model the published scales of keys and values; return their names."""
+    """Give the model the published scales of keys and values; return their names.
+
+    A model that keeps something else instead of keys and values has no use for them.
+    """
     names = []
     for name, file in holders.items():
         found = None if name.startswith(skipped_prefixes) else find_kv_scale(name)
-        if found is not None and found[0] in model.kv_scales:
-            setattr(model.kv_scales[found[0]], found[1], read_kv_scale(name, file.get(name)))
-            names.append(name)
+        if found is None or (model.kv_scales and found[0] not in model.kv_scales):
+            continue
+        layer, parts = found
+        scale = read_kv_scale(name, file.get(name))
+        for part in parts if model.kv_scales else ():
+            setattr(model.kv_scales[layer], part, scale)
+        names.append(name)
     return names
 
 

@@ -143,6 +143,12 @@ def test_published_scales_are_used_for_fp8_alone(model_dir: Path, tmp_path: Path
     assert (memory.k_scale, memory.v_scale) == (1, 1)
 
 
+def test_one_scale_of_keys_and_values_is_used_for_both(model_dir: Path, tmp_path: Path) -> None:
+    directory = with_scales(model_dir, tmp_path / "model", {"model.layers.1.self_attn.kv_scale": torch.tensor(0.02)})
+    [memory] = kv_memory(start(directory, kv_cache_dtype="fp8_e4m3"))
+    assert (memory.k_scale, memory.v_scale) == pytest.approx((0.02, 0.02))
+
+
 def test_scales_keep_large_numbers(model_dir: Path, tmp_path: Path) -> None:
     def enlarge(tensors: fp8.Tensors) -> None:
         tensors["model.layers.1.self_attn.v_proj.weight"] *= 2000
@@ -169,6 +175,11 @@ def test_scales_keep_large_numbers(model_dir: Path, tmp_path: Path) -> None:
         ("layers.1.self_attn.v_scale", torch.tensor([0.0]), r"v_scale\[0\] is 0\.0; scales are positive numbers"),
         ("layers.1.self_attn.k_scale", torch.ones(2), r"k_scale has shape \[2\]; keys and values of a layer have one"),
         ("layers.0.self_attn.k_scale", torch.tensor(1.0), "k_scale not known to this architecture"),
+        (
+            "layers.1.self_attn.kv_scale",
+            torch.ones(2),
+            r"kv_scale has shape \[2\]; keys and values",
+        ),
     ],
 )
 def test_wrong_scale_is_named(model_dir: Path, tmp_path: Path, name: str, value: torch.Tensor, message: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, WeightsError
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
@@ -28,6 +28,16 @@ def test_families_with_other_attention_are_refused(name: str, tmp_path: Path) ->
         match=r"--kv-cache-dtype: this architecture has no keys and values in .*; it keeps tokens in float32$",
     ):
         load_model(directory, dtype=torch.float32, kv_cache_dtype="float8_e4m3fn")
+
+
+def test_scales_of_keys_are_checked_and_not_used_where_there_are_no_keys(tmp_path: Path) -> None:
+    directory = families.save("kimi_linear", tmp_path)
+    name = "model.layers.3.self_attn.k_proj.k_scale"
+    fp8.change_tensors(directory, lambda tensors: tensors.update({name: torch.tensor(0.5)}))
+    load_model(directory, dtype=torch.float32)
+    fp8.change_tensors(directory, lambda tensors: tensors.update({name: torch.tensor(-0.5)}))
+    with pytest.raises(WeightsError, match=r"k_scale is -0\.5; scales are positive numbers"):
+        load_model(directory, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", sorted(families.CONFIGS.keys() - set(REFUSED)))

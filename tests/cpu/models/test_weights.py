@@ -197,7 +197,7 @@ UNUSED = {
     "model.layers.0.self_attn._extra_state": (0,),
     "model.layers.1.self_attn.q_scale": (1,),
     "model.layers.1.self_attn.prob_scale": (),
-    "model.layers.0.self_attn.k_proj.k_scale": (),
+    "model.layers.0.self_attn.attn.q_scale": (),
     "mtp.layers.0.self_attn.rotary_emb.inv_freq": (4,),
 }
 
