@@ -1,0 +1,43 @@
+"""The set-up of each client, read from docs/clients.md: the only source of what is installed and typed."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "clients.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+"""The server's address on the page."""
+MODEL = "local"
+"""The model's name on the page."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page says of a client.
+
+    Attributes:
+        installer: ``npm`` or ``pipx``.
+        package: the package, with its version.
+        setup: shell commands that set the client up.
+        turns: shell commands that ask one question each.
+    """
+
+    installer: str
+    package: str
+    setup: str
+    turns: tuple[str, ...]
+
+    @property
+    def version(self) -> str:
+        return re.split("==|(?<=.)@", self.package)[-1]
+
+
+def section(title: str) -> Section:
+    """Return what the page says under a heading."""
+    found = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/clients.md has no section {title!r}"
+    text = found[1]
+    [(installer, package)] = re.findall(r"^```\n(npm|pipx) install (?:-g )?(\S+)\n```$", text, re.MULTILINE)
+    setup, *turns = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return Section(installer, package, setup, tuple(turns))

@@ -1,0 +1,92 @@
+"""One session of a client with a server: its turns run, its answers forced, its requests checked."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clients.agents import INSTALLED, WORDS, Agent
+from tests.clients.calls import WriteCall
+from tests.clients.page import ADDRESS
+from tests.clients.proxy import Exchange, Script, running_proxy
+
+TURN_TIMEOUT_S = 300
+
+
+def answers(agent: Agent, turn: int, folder: Path, call: WriteCall) -> list[str]:
+    """Return the answers of a turn: two calls and a text in the first, then one call and a text."""
+    if agent.tool is None:
+        return [f"notes-1.txt\n```\nThe word is {WORDS[turn]}.\n```\n"]
+    numbers = [1, 2] if turn == 0 else [turn + 2]
+    calls = [call(agent.tool, agent.read(number, str(folder))) for number in numbers]
+    end = (
+        f"The last word is {WORDS[numbers[-1] - 1]}." if agent.last_call is None else call(agent.tool, agent.last_call)
+    )
+    return [*calls, end]
+
+
+def end_processes(home: Path) -> None:
+    """End what a client left running, such as a daemon: processes whose home folder is the session's."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"HOME={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a client sent and got in its turns, and how its processes ended."""
+
+    exchanges: Sequence[Exchange]
+    turns: Sequence["subprocess.CompletedProcess[str]"]
+    unused: Sequence[str]
+    """The script's answers that no request took."""
+
+    @property
+    def conversation(self) -> list[Exchange]:
+        """The requests of the conversation itself, which the script answered."""
+        return [exchange for exchange in self.exchanges if exchange.forced is not None]
+
+
+def run_session(agent: Agent, server: str, folder: Path, call: WriteCall) -> Session:
+    """Run the turns of a client's section of the page in a folder of its own."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
+    for number, word in enumerate(WORDS, 1):
+        (work / f"notes-{number}.txt").write_text(f"The word is {word}.\n")
+    subprocess.run(["git", "init", "-q", "."], cwd=work, check=True)
+    binaries = INSTALLED / agent.name
+    environment = {
+        "PATH": os.pathsep.join([f"{binaries}/node_modules/.bin", f"{binaries}/bin", os.environ["PATH"]]),
+        "HOME": str(home),
+        "TERM": "dumb",
+        "LANG": "C.UTF-8",
+        **agent.environment,
+    }
+    script = Script(agent.tool)
+    ended, unused = [], []
+    with running_proxy(server, script) as proxy:
+        setup = agent.section.setup.replace(ADDRESS, proxy.url)
+        for number, turn in enumerate(agent.section.turns):
+            script.begin_turn(answers(agent, number, work, call))
+            command = ["bash", "-ec", setup + turn]
+            ended.append(
+                subprocess.run(
+                    command,
+                    cwd=work,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    check=False,
+                    timeout=TURN_TIMEOUT_S,
+                )
+            )
+            unused += script.answers
+        end_processes(home)
+        return Session(list(proxy.exchanges), ended, unused)
