@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 CLIENTS := .venv-clients
+AGENTS := .clients
 # Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -33,8 +34,16 @@ test-long: ## the same with the cases marked long, and ten times as many, new ex
 	@$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest $(WORKERS) --long $(PYTEST_ARGS)
 
-clients: $(CLIENTS)/.setup-done ## run the harness and the load generator of docs/clients.md against the demo model
-	PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" $(BIN)/python -m pytest tests/cpu/server/test_client_tools.py $(PYTEST_ARGS)
+ifdef CLIENT
+clients: setup ## drive the programs of docs/clients.md, which it installs (CLIENT=codex picks one coding agent)
+	$(BIN)/python -m tests.clients.install $(CLIENT)
+	CLIENT=$(CLIENT) $(BIN)/python -m pytest tests/clients/test_sessions.py $(PYTEST_ARGS)
+else
+clients: $(CLIENTS)/.setup-done
+	$(BIN)/python -m tests.clients.install
+	PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" $(BIN)/python -m pytest tests/clients/test_sessions.py \
+	  tests/cpu/server/test_client_tools.py $(PYTEST_ARGS)
+endif
 
 lint: setup ## ruff, format check and mypy, without the tests
 	$(BIN)/ruff check .
@@ -49,7 +58,7 @@ format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environments and the tools' caches
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(AGENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
