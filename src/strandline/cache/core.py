@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from strandline.cache.account import UNCOUNTED, Account, CacheCounters, Reason, SnapshotKind
-from strandline.cache.actions import Action, CopyTokens, FoldLog
+from strandline.cache.actions import Action, CopyTokens
 from strandline.cache.announcer import Announcer
 from strandline.cache.events import CacheEvent
 from strandline.cache.eviction import Entry, EvictionOrder, ReuseRate, WorthPerByte
@@ -35,6 +35,7 @@ from strandline.cache.logs import LogPool
 from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
+from strandline.cache.own_states import OwnStates
 from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement, WithoutStates
 from strandline.cache.publish import Publisher
 from strandline.cache.resume import AT_SNAPSHOTS, Match, ResumeRule
@@ -42,13 +43,13 @@ from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
 from strandline.cache.tokens import TokenBuffer
-from strandline.cache.tree import Place, Run, Snapshot, find_home, snapshot_at
+from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import interarrival_bin
 from strandline.cache.walk import Walk
 from strandline.cache.windows import Windows
 from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
 
 _new_grant = tuple.__new__
 """Makes a ``StepGrant`` in half the time of its constructor, which counts per sequence and step."""
@@ -110,6 +111,8 @@ class PrefixCache:
         if lower and enabled:
             self._memory.lower = self.loads.add_tiers(lower, self._reuse, self.holds)
         self._windows = Windows(self._memory, self._leases.values, rule.window_tokens)
+        kept = placement if enabled else None
+        self._states = OwnStates(self._memory, self._publisher, self._windows, kept, needs_slots=rule.needs_slots)
         self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
@@ -284,7 +287,8 @@ class PrefixCache:
         missing = -(-end // BLOCK_TOKENS) - len(lease.table)
         if missing <= 0:
             return True
-        if not self._windows.make_room(missing):
+        make_room, states = self._windows.make_room, self._states
+        if not (make_room(missing) or (states.drop_fallbacks(self._leases.values()) and make_room(missing))):
             return False
         lease.table += self._memory.take_promised_blocks(missing)
         return True
@@ -310,7 +314,7 @@ class PrefixCache:
         if wants_log and lease.log and end - computed == 1 + num_drafts and not cuts:
             if num_drafts or may_hold_drafts or lease.has_logged_drafts:
                 if num_logged and not lease.holds_drafts:
-                    self._fold(lease)
+                    self._states.fold(lease)
                     num_logged = 0
                 lease.holds_drafts = True
                 return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_logged + 1))
@@ -318,7 +322,7 @@ class PrefixCache:
                 lease.holds_drafts = False
                 num_folded = 0 if src == dst and num_logged < self._log_tokens else num_logged + 1
                 return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_folded))
-        self._fold(lease)
+        self._states.fold(lease)
         return _new_grant(StepGrant, (src, dst, cuts, NULL_LOG, 0, end - computed))
 
     def is_cut_due(self, lease: Lease, end: int) -> bool:
@@ -367,12 +371,6 @@ class PrefixCache:
             self._publisher.publish_for_followers(lease)
         self._windows.advance(lease)
 
-    def _fold(self, lease: Lease) -> None:
-        """Fold what the lease's log holds into the state in ``lease.dst``, by an action."""
-        if lease.num_logged and self._rule.needs_slots:
-            self._memory.actions.append(FoldLog(lease.dst, lease.log, lease.num_logged, lease.holds_drafts))
-        lease.folded = lease.computed
-
     def _move_to_own_slot(self, lease: Lease) -> None:
         """Read the state from the lease's own slot from now on; unpin the snapshot that it was read from."""
         lease.src = lease.dst
@@ -389,7 +387,7 @@ class PrefixCache:
             False when that snapshot exists already, or no slot can be allocated; the lease keeps its slot.
         """
         self._publish_partial_block(lease)
-        place = self._place_to_leave(lease, kind)
+        place = self._states.place(lease, kind, lease.computed) if lease.has_own_state else None
         if place is None:
             return False
         # The snapshot is pinned until the next step has read it, so that step's token must find room beside it.
@@ -397,7 +395,7 @@ class PrefixCache:
         slot = self._memory.take_slot() if self._memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
-        self._fold(lease)
+        self._states.fold(lease)
         cut = Cut(lease.computed, lease.dst, kind)
         snapshot = self._publisher.publish(lease, cut, place, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
@@ -407,8 +405,23 @@ class PrefixCache:
         if self.is_enabled and not self._rule.needs_slots:
             self._publisher.publish_partial_block(lease)
 
-    def release(self, lease: Lease, kind: SnapshotKind) -> None:
-        """Take the lease back: publish its slot as a snapshot at ``lease.computed``, free its log and own blocks."""
+    def keep_fallback(self, lease: Lease, position: int) -> None:
+        """Keep the state at a position, if that is the lease's last one: the request may end with what comes after."""
+        if position == lease.computed:
+            self._states.keep_fallback(lease)
+
+    def drop_fallback(self, lease: Lease) -> None:
+        """Keep that state no longer: the request goes on."""
+        if lease.fallback is not None:
+            self._states.drop_fallback(lease)
+
+    def release(self, lease: Lease, kind: SnapshotKind, end: int | None = None) -> None:
+        """Take the lease back: publish its slot as a snapshot at ``lease.computed``, free its log and own blocks.
+
+        Args:
+            end: prompts that continue this one share the tokens before this position alone; None: all. The snapshot is
+                the last one up to there that is still possible.
+        """
         memory = self._memory
         if self._leases.get(lease.request_id) is not lease:
             raise CacheInvariantError(f"{lease.request_id} has no lease to release")
@@ -426,25 +439,9 @@ class PrefixCache:
         for cut in lease.cuts:
             memory.free_slot(cut.slot)
         self._publish_partial_block(lease)
-        if not self._leave_last_snapshot(lease, kind) and lease.dst != NULL_SLOT:
-            memory.free_slot(lease.dst)
+        self._states.leave_last(lease, kind, lease.computed if end is None else end)
         memory.take_back(lease)
         self._logs.free(lease.log)
-
-    def _leave_last_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
-        place = self._place_to_leave(lease, kind)
-        if place is None:
-            return False
-        self._fold(lease)
-        self._publisher.publish(lease, Cut(lease.computed, lease.dst, kind), place)
-        return True
-
-    def _place_to_leave(self, lease: Lease, kind: SnapshotKind) -> Place | None:
-        """Return the place of a snapshot at ``lease.computed``; None if it is unwanted, impossible or there already."""
-        if not self.is_enabled or not lease.has_own_state or lease.computed == 0 or not self._placement.keeps(kind):
-            return None
-        place = find_home(lease.run, lease.tokens.data, lease.computed)
-        return place if snapshot_at(place, lease.computed) is None else None
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""
@@ -475,8 +472,7 @@ class PrefixCache:
         return CacheStats(
             memory=self.memory_use(),
             num_leases=len(self._leases) - len(self.loads) - len(self.holds),
-            num_snapshots=self._allocator.num_slots
-            - sum((lease.dst != NULL_SLOT) + len(lease.cuts) for lease in self._leases.values()),
+            num_snapshots=self._allocator.num_slots - sum(lease.num_slots for lease in self._leases.values()),
             num_snapshots_evicted=memory.num_snapshots_evicted,
             num_blocks_evicted=memory.num_blocks_evicted,
             queries=counters.queries,

@@ -162,6 +162,7 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
         _require((lease.dst != NULL_SLOT) == writes_slot, f"{lease.request_id} writes slot {lease.dst}")
         slot_owners[lease.dst] += writes_slot
         slot_owners.update(cut.slot for cut in lease.cuts)
+        slot_owners.update([lease.fallback.slot] if lease.fallback is not None else [])
         _require(lease.dst not in published, f"{lease.request_id} writes the published slot {lease.dst}")
     _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")
     slot_owners = +slot_owners

@@ -56,6 +56,7 @@ class Lease:
         "computed",
         "cuts",
         "dst",
+        "fallback",
         "fills",
         "folded",
         "held",
@@ -113,6 +114,8 @@ class Lease:
         self.src: SlotId = NULL_SLOT
         self.dst: SlotId = NULL_SLOT
         self.cuts: list[Cut] = []
+        self.fallback: Cut | None = None
+        """Its state a few tokens ago, to be published if the request ends with these; None: not kept."""
         self.tail: Run | None = None
         """The tail that makes the block being filled visible in the index, once a snapshot lies inside that block."""
         self.is_active = True
@@ -138,6 +141,11 @@ class Lease:
     def is_return(self) -> bool:
         """Whether it continues a path that was served before."""
         return self.interarrival_bin != NO_INTERARRIVAL
+
+    @property
+    def num_slots(self) -> int:
+        """The slots that it alone uses."""
+        return (self.dst != NULL_SLOT) + len(self.cuts) + (self.fallback is not None)
 
     @property
     def num_logged(self) -> int:

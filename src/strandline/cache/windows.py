@@ -57,6 +57,10 @@ class Windows:
             lease.table[index] = NULL_BLOCK
         self._memory.free_blocks(own)
 
+    def has_window(self, lease: Lease, position: int) -> bool:
+        """Return whether a lease has all blocks that computing from a position on reads."""
+        return first_block_seen(position, self._window_tokens) >= lease.num_left
+
     def end(self, lease: Lease) -> None:
         """Free the blocks of the index that only a lease needed, which has ended."""
         first = lease.num_left if lease.is_request else 0

@@ -58,6 +58,8 @@ class SamplingState:
         self.stop_finder = stop_finder
         self.stop_string: str | None = None
         """The stop string that the last token known to the host completes."""
+        self.num_stop_tokens = 0
+        """Of the tokens known to the host, the last ones that belong to a stop string, or may do so."""
         self.params = new.params
         self.output_ids: list[int] = []
         """Output tokens that the host has received."""
@@ -98,9 +100,10 @@ class SamplingState:
         if self.stop_finder is not None:
             try:
                 self.stop_string = self.stop_finder.append(token)
+                self.num_stop_tokens = self.stop_finder.num_stop_tokens
             except Exception:  # the text part meets it at the same token, and ends the output with an error
                 LOGGER.exception(OUTPUT_FAILED)
-                self.stop_finder = self.stop_string = None
+                self.stop_finder, self.stop_string, self.num_stop_tokens = None, None, 0
 
     @property
     def has_ended(self) -> bool:

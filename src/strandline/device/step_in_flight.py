@@ -77,18 +77,13 @@ class StepInFlight:
         if self._verified_on_device is not None:
             self.drafts = self._verified_on_device.read()
         token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
-        stop_strings = dict[int, str]()
         for verified in self._verified:
             token_ids[verified.index] = tuple(verified.token_ids)
-            if verified.state.stop_string is not None:
-                stop_strings[verified.index] = verified.state.stop_string
         if self._tokens_N is not None:
             for (index, state), token in zip(self._sampled, self._tokens_N.tolist(), strict=True):
                 token_ids[index] = (token,)
                 if token != NO_TOKEN:
                     state.append(token)
-                    if state.stop_string is not None:
-                        stop_strings[index] = state.stop_string
         logprobs, prompt_logprobs = dict[int, list[TokenLogprobs]](), dict[int, list[TokenLogprobs]]()
         for index, entries in self._logprobs.items():
             with catch_failure(self.failures, self._sequences[index].request_id):
@@ -98,5 +93,15 @@ class StepInFlight:
                 with catch_failure(self.failures, sequence.request_id):
                     parts = self._prompt_logprobs.get(sequence.request_id, ())
                     prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
-        ended = self._transfers.take()
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, self.drafts, self.failures, stop_strings, ended)
+        states = [*self._sampled, *((verified.index, verified.state) for verified in self._verified)]
+        stopping = [(index, state) for index, state in states if state.stop_finder is not None]
+        return StepResult(
+            tuple(token_ids),
+            logprobs,
+            prompt_logprobs,
+            self.drafts,
+            self.failures,
+            {index: state.stop_string for index, state in stopping if state.stop_string is not None},
+            {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
+            self._transfers.take(),
+        )

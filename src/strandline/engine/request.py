@@ -50,6 +50,7 @@ class Request:
         "queue_number",
         "request_id",
         "salt",
+        "shared_end",
         "status",
         "stop_ids",
         "stop_reason",
@@ -113,6 +114,8 @@ class Request:
         """That of its lease when it was first admitted; kept while it is preempted."""
         self.queue_number = 0
         """Its position among the waiting requests (``WaitingQueue``)."""
+        self.shared_end: int | None = None
+        """Where the tokens end that the next turn can share, before a stop string; None: not before its last token."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

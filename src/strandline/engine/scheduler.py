@@ -32,6 +32,7 @@ from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
+from strandline.engine.stop_fallbacks import note_stop_tokens
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
@@ -293,7 +294,7 @@ class Scheduler:
         return True
 
     def _release(self, request: Request, lease: Lease, kind: SnapshotKind) -> None:
-        self.cache.release(lease, kind)
+        self.cache.release(lease, kind, request.shared_end)
         request.lease = None
 
     def _preempt(self, request: Request) -> None:
@@ -447,9 +448,7 @@ class Scheduler:
         first, planned = self._planned.popleft()
         if first is not plan:
             raise EngineError("a step was settled out of order")
-        advanced = []
-        has_finished = False
-        under_way = self._planned[-1][1] if self._planned else []
+        advanced, has_finished, under_way = list[Request](), False, self._planned[-1][1] if self._planned else []
         for index, (request, sampled) in enumerate(zip(planned, result.token_ids, strict=True)):
             if not sampled or request.status is Status.FINISHED:
                 continue
@@ -472,6 +471,9 @@ class Scheduler:
                 if num_accepted and request.lease is not None:
                     # The log holds them.
                     self.cache.commit(request.lease, request.lease.computed + num_accepted, 0)
+            if request.params.stop_strings:
+                num_stop_tokens = result.num_stop_tokens.get(index, 0)
+                note_stop_tokens(self.cache, request, num_stop_tokens, stop_string, under_way)
         if has_finished:
             self._sweep(advanced)
         self.drafts.look_up(advanced, len(self.running))

@@ -162,5 +162,7 @@ class StepResult:
     """Requests that an exception concerned alone, and its text. Other results of theirs are discarded."""
     stop_strings: Mapping[int, str] = field(default_factory=dict)
     """By index: the stop string that the last of the sampled tokens completes."""
+    num_stop_tokens: Mapping[int, int] = field(default_factory=dict)
+    """By index: the last tokens that belong to a stop string which the text leaves out, or may turn out to."""
     completions: tuple[Completion, ...] = ()
     """Transfers that have ended since the last result, in any order."""

@@ -4,13 +4,16 @@ While a request runs, text that could be the beginning of a stop string is held 
 never retracted. Where reasoning is parsed, stop strings are searched in the content after it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
 from strandline.records.reasoning_rules import ReasoningRules
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.reasoning import ThinkParser
+
+POSSIBLE_CHARACTERS: Final = 64
+"""The last characters of a text that are searched for the beginning of a stop string."""
 
 
 class TakenText(NamedTuple):
@@ -56,6 +59,24 @@ class Detokenizer:
         self._num_searched = 0
         """Number of characters at which no stop string begins that counts."""
         self._is_done = False
+        self._stop_start: int | None = None
+        """The character at which the stop string began that ended the text and is not a part of it."""
+
+    @property
+    def num_characters(self) -> int:
+        """The length of the text so far."""
+        return len(self._text)
+
+    def find_possible_stop(self) -> int | None:
+        """Return the character at which a stop string begins, or may begin; None: none does that the text leaves out.
+
+        Of very long stop strings, only the first characters count.
+        """
+        if self._is_done or self._keep_stop or self._think is not None:
+            return self._stop_start
+        text, begin = self._text, max(self._num_searched, len(self._text) - POSSIBLE_CHARACTERS)
+        starts = [_possible_start(text, begin, stop) for stop in self._stops]
+        return min((start for start in starts if start is not None), default=None)
 
     def take(self) -> TakenText:
         """Return the new text that can be shown.
@@ -123,6 +144,15 @@ class Detokenizer:
         if not places:
             return None
         place, stop = min(places)
+        self._stop_start = None if self._keep_stop else place
         self._text = self._text[: place + (len(stop) if self._keep_stop else 0)]
         self._is_done = True
         return stop
+
+
+def _possible_start(text: str, begin: int, stop: str) -> int | None:
+    """Return the first character from one on at which the rest of a text begins a stop string."""
+    place = text.find(stop[0], begin)
+    while place >= 0 and not stop.startswith(text[place:]):
+        place = text.find(stop[0], place + 1)
+    return place if place >= 0 else None

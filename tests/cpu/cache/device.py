@@ -242,6 +242,8 @@ class Device:
         for lease in cache.internals().leases.values():
             tokens = tokens_of(bytes(lease.tokens.data))
             self._check_state(lease, tokens)
+            if (fallback := lease.fallback) is not None:
+                assert self.state(fallback.slot) == tokens[: fallback.position], "a fallback is not what it claims"
             ready = tokens[: max(lease.kv_start, lease.computed)]
             for block, _, expected in _by_block(lease, ready, cache):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"

@@ -127,8 +127,8 @@ class Driver:
             lease.tokens.append(token)
             assert self.step(lease, len(lease.tokens))
 
-    def release(self, lease: Lease, kind: SnapshotKind = SnapshotKind.GENERATION_END) -> None:
-        self.cache.release(lease, kind)
+    def release(self, lease: Lease, kind: SnapshotKind = SnapshotKind.GENERATION_END, end: int | None = None) -> None:
+        self.cache.release(lease, kind, end)
         check(self.cache)
         self.flush()
 

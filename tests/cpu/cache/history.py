@@ -163,6 +163,35 @@ class History:
         assert had_state or not left
         assert lease.has_own_state == (had_state and not left)
 
+    def keep_fallback(self, index: int) -> None:
+        """Keep the state of a lease's last computed token."""
+        lease = self.lease(index)
+        had_state, computed = lease.has_own_state, lease.computed
+        self.cache.keep_fallback(lease, computed)
+        self._is_flushed = False
+        if lease.fallback is not None and had_state and not lease.has_own_state:
+            assert lease.fallback.position == computed
+
+    def drop_fallback(self, index: int) -> None:
+        lease = self.lease(index)
+        self.cache.drop_fallback(lease)
+        self._is_flushed = False
+        assert lease.fallback is None or lease.src == lease.fallback.slot
+
+    def release_at(self, index: int, num_dropped: int) -> None:
+        """Release a lease whose last tokens no later prompt contains."""
+        salt, lease = self.running.pop(index % len(self.running))
+        self.prompts.append(tuple(decode(lease.tokens.data)))
+        end = max(lease.computed - num_dropped, 0)
+        ends = [lease.fallback.position] if lease.fallback is not None else []
+        ends += range(lease.folded, lease.computed + 1) if lease.has_own_state else []
+        reached = max((position for position in ends if position <= end), default=max(ends, default=0))
+        self.driver.release(lease, SnapshotKind.GENERATION_END, end)
+        self._is_flushed = True
+        if reached and self.rule == AT_SNAPSHOTS:
+            assert (salt, tuple(decode(lease.tokens.slice(0, reached)))) in published(self.cache)
+        self._check_kept_tokens(salt, lease)
+
     def release(self, index: int, kind: SnapshotKind) -> None:
         """Release a lease, finished or not."""
         salt, lease = self.running.pop(index % len(self.running))

@@ -102,6 +102,21 @@ class CacheMachine(RuleBasedStateMachine):
     def leave_snapshot(self, index: int) -> None:
         self.history.leave_snapshot(index)
 
+    @precondition(lambda self: any(lease.has_own_state for _, lease in self.history.running))
+    @rule(index=st.integers(0, 3))
+    def keep_fallback(self, index: int) -> None:
+        self.history.keep_fallback(index)
+
+    @precondition(lambda self: any(lease.fallback is not None for _, lease in self.history.running))
+    @rule(index=st.integers(0, 3))
+    def drop_fallback(self, index: int) -> None:
+        self.history.drop_fallback(index)
+
+    @precondition(lambda self: self.history.running)
+    @rule(index=st.integers(0, 3), num_dropped=st.integers(0, 6))
+    def release_at(self, index: int, num_dropped: int) -> None:
+        self.history.release_at(index, num_dropped)
+
     @precondition(lambda self: self.history.running)
     @rule(index=st.integers(0, 3), kind=st.sampled_from(RELEASE_KINDS))
     def release(self, index: int, kind: SnapshotKind) -> None:

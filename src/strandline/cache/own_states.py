@@ -1,0 +1,117 @@
+"""The states in requests' own slots that become snapshots: at the last token, or shortly before it.
+
+A request may end in tokens that no later prompt contains: those of a stop string, which the answer's text leaves out.
+The next turn then needs the state before them. While an output may be about to end in that way, its lease therefore
+keeps a *fallback*: the slot with the state before the first such token. Later steps write another slot, as they do
+after a published snapshot. Where the lease's log still has these tokens, the fallback is not needed: fewer tokens are
+folded.
+"""
+
+from collections.abc import Iterable
+
+from strandline.cache.account import SnapshotKind
+from strandline.cache.actions import FoldLog
+from strandline.cache.lease import Cut, Lease
+from strandline.cache.memory import CacheMemory
+from strandline.cache.placement import Placement
+from strandline.cache.publish import Publisher
+from strandline.cache.tree import Place, find_home, snapshot_at
+from strandline.cache.windows import Windows
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT
+
+
+class OwnStates:
+    """Folds, keeps and publishes the states in leases' own slots.
+
+    Args:
+        placement: says which of them become snapshots; None: nothing is kept.
+        needs_slots: whether the model keeps states.
+    """
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        publisher: Publisher,
+        windows: Windows,
+        placement: Placement | None,
+        *,
+        needs_slots: bool,
+    ) -> None:
+        self._memory = memory
+        self._publisher = publisher
+        self._windows = windows
+        self._placement = placement
+        self._needs_slots = needs_slots
+
+    def fold(self, lease: Lease, end: int | None = None) -> None:
+        """Fold what the lease's log holds into the state in ``lease.dst``, by an action.
+
+        Args:
+            end: fold the tokens before this position alone, for a lease that ends; None: all.
+        """
+        num_tokens = (lease.computed if end is None else end) - lease.folded
+        if num_tokens and self._needs_slots:
+            self._memory.actions.append(FoldLog(lease.dst, lease.log, num_tokens, lease.holds_drafts))
+        lease.folded += num_tokens
+
+    def place(self, lease: Lease, kind: SnapshotKind, position: int) -> Place | None:
+        """Return the place of a snapshot on the lease's path; None if it is unwanted, impossible or there already."""
+        if self._placement is None or position == 0 or not self._placement.keeps(kind):
+            return None
+        place = find_home(lease.run, lease.tokens.data, position)
+        return place if snapshot_at(place, position) is None else None
+
+    def keep_fallback(self, lease: Lease) -> None:
+        """Keep the state at ``lease.computed`` in the lease's slot, and give the lease a new one for the steps after.
+
+        Replaces the fallback that it has. Nothing changes if no slot can be allocated, or the state is in a snapshot.
+        """
+        is_kept = self._placement is not None and self._placement.keeps(SnapshotKind.GENERATION_END)
+        if not is_kept or not lease.has_own_state or lease.dst == NULL_SLOT:
+            return
+        num_blocks = max(-(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table), 0)
+        slot = self._memory.take_slot() if self._memory.can_take(num_blocks, 1) else None
+        if slot is None:
+            return
+        self.fold(lease)
+        self.drop_fallback(lease)
+        lease.fallback = Cut(lease.computed, lease.dst, SnapshotKind.GENERATION_END)
+        lease.dst = slot
+
+    def drop_fallback(self, lease: Lease) -> bool:
+        """Free a lease's fallback, unless its next step reads it; return whether there was one."""
+        fallback = lease.fallback
+        if fallback is None or lease.src == fallback.slot:
+            return False
+        self._memory.free_slot(fallback.slot)
+        lease.fallback = None
+        return True
+
+    def drop_fallbacks(self, leases: Iterable[Lease]) -> bool:
+        """Free all fallbacks, for lack of memory; return whether there were any."""
+        return sum(map(self.drop_fallback, leases)) > 0
+
+    def leave_last(self, lease: Lease, kind: SnapshotKind, end: int) -> None:
+        """Publish the last state of a lease that ends, or the last one up to a position, and free its other slots."""
+        state = self._last_state(lease, min(end, lease.computed), kind)
+        place = None if state is None else self.place(lease, kind, state.position)
+        left = {slot for slot in (lease.dst, lease.fallback and lease.fallback.slot) if slot}
+        if state is not None and place is not None:
+            if state.slot == lease.dst:
+                self.fold(lease, state.position)
+            self._publisher.publish(lease, state, place)
+            left.discard(state.slot)
+        for slot in left:
+            self._memory.free_slot(slot)
+        lease.fallback = None
+
+    def _last_state(self, lease: Lease, end: int, kind: SnapshotKind) -> Cut | None:
+        """Return the last state up to a position, if its keys and values are there; else the very last one, if any."""
+        fallback, has_own = lease.fallback, lease.has_own_state
+        if has_own and lease.folded <= end and self._windows.has_window(lease, end):
+            return Cut(end, lease.dst, kind)
+        if fallback is not None:
+            is_before = fallback.position <= end and self._windows.has_window(lease, fallback.position)
+            if is_before or not has_own:
+                return Cut(fallback.position, fallback.slot, kind)
+        return Cut(lease.computed, lease.dst, kind) if has_own else None
