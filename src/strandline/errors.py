@@ -34,7 +34,17 @@ class RequestError(StrandlineError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt and one token of output do not fit into ``max_model_len`` tokens."""
+    """The prompt and one token of output do not fit into ``max_model_len`` tokens.
+
+    Args:
+        num_tokens: of the prompt; None: they were not counted.
+        max_tokens: of a prompt.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int | None = None, max_tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
 
 
 class EngineError(StrandlineError, RuntimeError):

@@ -139,6 +139,10 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:
+    @app.head("/", include_in_schema=False)
+    async def probe() -> Response:
+        return Response()  # Claude Code asks whether the server is there
+
     @app.get("/health")
     async def health(request: Request) -> Response:
         path = request.url.path

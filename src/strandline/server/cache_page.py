@@ -54,16 +54,23 @@ class ExplainBody(BaseModel):
     reasoning_effort: str | None = None
     system: str | Objects | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     engine: int | None = None
     """The engine to ask; None: the one that knows the request, or would hit most of the prompt."""
 
     def as_anthropics(self) -> CountBody | None:
         """Return the conversation as a body of Anthropic's API, or None if it is OpenAI's."""
-        is_theirs = self.system is not None or self.thinking is not None
+        is_theirs = any(given is not None for given in (self.system, self.thinking, self.output_config))
         is_theirs = is_theirs or any("function" not in tool for tool in self.tools or ())
         if self.messages is None or not is_theirs:
             return None
-        return CountBody(messages=self.messages, system=self.system, tools=self.tools, thinking=self.thinking)
+        return CountBody(
+            messages=self.messages,
+            system=self.system,
+            tools=self.tools,
+            thinking=self.thinking,
+            output_config=self.output_config,
+        )
 
 
 class CachePage:
@@ -148,7 +155,7 @@ class CachePage:
             return None, 0
         theirs = body.as_anthropics()
         if theirs is not None:
-            prompt = await render(self._service, theirs, salt)
+            prompt = await render(self._service, theirs, theirs.conversation(), salt)
         elif body.messages is not None:
             prompt = await self._service.render(
                 body.messages,

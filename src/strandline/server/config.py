@@ -40,6 +40,8 @@ class ServerConfig:
     """A file, or the template itself."""
     parse_special_tokens: bool = False
     """Parse control tokens in user and tool messages, as vLLM does, instead of treating them as plain text."""
+    keep_client_telemetry: bool = False
+    """Keep known telemetry that clients write into system prompts, which would prevent hits."""
     tool_call_parser: str = "auto"
     """Format of tool calls; ``auto`` detects it from the chat template."""
     reasoning_parser: str = "auto"

@@ -112,7 +112,11 @@ async def _ours(request: Request, error: Exception) -> Response:
     status, code = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
     param = error.param if isinstance(error, RequestError) else None
-    return error_response(request.url.path, status, str(error), param=param, code=code, headers=headers)
+    path, message = request.url.path, str(error)
+    if path.startswith(ANTHROPIC_PATH) and isinstance(error, PromptTooLongError) and error.num_tokens is not None:
+        # Anthropic's wording: clients read the numbers, to shorten the conversation by as much as is needed.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+    return error_response(path, status, message, param=param, code=code, headers=headers)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:

@@ -56,6 +56,8 @@ def _add_format_flags(add: Any) -> None:
     add("--chat-template", metavar="FILE", help="Jinja template: a file, the text itself, or strict")
     text = "parse control tokens in user and tool messages instead of treating them as plain text"
     add("--parse-special-tokens", action="store_true", help=text)
+    text = "keep the telemetry that clients write into system prompts, such as x-anthropic-billing-header"
+    add("--keep-client-telemetry", action="store_true", help=text)
     text = "format of tool calls; auto: detect it from the chat template (default: %(default)s)"
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", metavar="NAME", help=text)
     text = "format of reasoning; auto: detect it from the chat template (default: %(default)s)"

@@ -144,6 +144,7 @@ def make_service(
         output_format,
         REASONING_FIELDS[server.reasoning_field],
         server.parse_special_tokens,
+        server.keep_client_telemetry,
         kv_transfer=engine.kv_transfer,
         try_grammar=try_grammar,
     )

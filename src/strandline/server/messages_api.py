@@ -1,7 +1,7 @@
 """``/v1/messages``: Anthropic's API for text, reasoning and client tools."""
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from uuid import uuid4
 
 from fastapi import Request
@@ -13,8 +13,11 @@ from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
-from strandline.server.messages_blocks import Blocks, chat_messages, chat_tools
-from strandline.server.request_bodies import Objects, Strings, check_extra, sent_as
+from strandline.server.messages_blocks import Blocks
+from strandline.server.messages_content import BlockTexts
+from strandline.server.messages_history import History, read_history
+from strandline.server.messages_tools import read_tools
+from strandline.server.request_bodies import Objects, Strings, check_extra, effort_options, sent_as
 from strandline.server.service import Service
 from strandline.server.sse import (
     EventStream,
@@ -24,6 +27,7 @@ from strandline.server.sse import (
 from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json
+from strandline.text.chat_messages import MessageError
 from strandline.text.frontend import CheckedParams
 from strandline.text.segments import merge_segments
 
@@ -34,6 +38,13 @@ THINKING: Mapping[str, dict[str, Any]] = {
 }
 """Types of ``thinking``, and the template's options."""
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
+
+
+class Conversation(NamedTuple):
+    """A request's conversation and tools, in OpenAI's form."""
+
+    history: History
+    box: Toolbox
 
 
 class CountBody(BaseModel):
@@ -47,26 +58,32 @@ class CountBody(BaseModel):
     tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     cache_salt: str | None = None
 
-    def toolbox(self) -> Toolbox:
-        """Return the tools. Raises as ``chat_tools``."""
-        return chat_tools(self.tools, self.tool_choice)
+    def conversation(self) -> "Conversation":
+        """Return the conversation and its tools. Raises as ``read_tools``, ``read_history`` and ``toolbox``."""
+        tools = read_tools(self.tools)
+        texts = BlockTexts(tools.definitions)
+        history = read_history(self.system, self.messages, texts)
+        return Conversation(history, tools.toolbox(self.tool_choice, texts.added))
 
     def template_options(self) -> dict[str, Any]:
-        """Return the chat template's options: whether to think, if the body sets it.
+        """Return the chat template's options: the effort and whether to think, if the body sets them.
 
         Raises:
-            RequestError: ``thinking`` is of an unknown type.
+            RequestError: the effort, or the type of ``thinking``, is unknown.
         """
+        effort = effort_options((self.output_config or {}).get("effort"), "output_config.effort")
+        effort.pop("enable_thinking", None)  # without thinking, an effort is that of the answer
         if self.thinking is None:
-            return {}
+            return effort
         kind = self.thinking.get("type")
         if not isinstance(kind, str) or kind not in THINKING:
             raise RequestError(
                 f"thinking.type must be one of {', '.join(THINKING)}; got {kind!r:.100}", param="thinking.type"
             )
-        return dict(THINKING[kind])
+        return effort | THINKING[kind]
 
 
 class MessagesBody(CountBody):
@@ -78,7 +95,6 @@ class MessagesBody(CountBody):
     top_k: int | None = None
     stop_sequences: Strings | None = None
     stream: bool = False
-    output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -107,14 +123,14 @@ class MessagesBody(CountBody):
 class Message:
     """A request and its response."""
 
-    def __init__(self, service: Service, body: MessagesBody, prompt: Prompt, params: CheckedParams, salt: str) -> None:
+    def __init__(self, service: Service, box: Toolbox, prompt: Prompt, params: CheckedParams, salt: str) -> None:
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": service.model_names[0],
         }
-        self._parser = service.output_format.parser(prompt.text or "", body.toolbox().schemas)
+        self._parser = service.output_format.parser(prompt.text or "", box.schemas)
         self._blocks = Blocks()
         self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
@@ -169,10 +185,11 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
     salt = salt_of(request, body.cache_salt)
+    conversation = body.conversation()
     with service.client.expect(params.n):
-        prompt = await render(service, body, salt)
-        checked = await service.bind(params, body.toolbox(), prompt.text or "")
-    message = Message(service, body, prompt, checked, salt)
+        prompt = await render(service, body, conversation, salt)
+        checked = await service.bind(params, conversation.box, prompt.text or "")
+    message = Message(service, conversation.box, prompt, checked, salt)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
     return json_response(await message.answer())
@@ -181,15 +198,20 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
 async def count_tokens(service: Service, body: CountBody, request: Request) -> Response:
     """Count the tokens of a request's prompt."""
     service.require_model(body.model)
-    prompt = await render(service, body, salt_of(request, body.cache_salt))
+    prompt = await render(service, body, body.conversation(), salt_of(request, body.cache_salt))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 
-async def render(service: Service, body: CountBody, salt: str) -> Prompt:
-    """Return a request's prompt under a salt."""
-    return await service.render(
-        chat_messages(body.system, body.messages),
-        tools=body.toolbox().tools,
-        template_options=body.template_options(),
-        salt=salt,
-    )
+async def render(service: Service, body: CountBody, conversation: Conversation, salt: str) -> Prompt:
+    """Return a request's prompt under a salt.
+
+    Raises:
+        RequestError: the conversation cannot be rendered; the error has the path of the message at fault.
+    """
+    history, box = conversation
+    try:
+        return await service.render(
+            history.messages, tools=box.tools, template_options=body.template_options(), salt=salt
+        )
+    except MessageError as error:
+        raise RequestError(f"{history.paths[error.index]}: {error.reason}", param=error.param) from error

@@ -39,6 +39,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
 WITHOUT_EFFECT: Final = frozenset(
     {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
     | {"service_tier", "store", "tool_choice", "user"}
+    | {"container", "context_management", "diagnostics", "speed"}  # of Anthropic's API
 )
 """Fields that are accepted and have no effect."""
 

@@ -20,6 +20,7 @@ from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
 from strandline.server.output_parser import REASONING_FIELDS, OutputFormat
 from strandline.server.tools import Toolbox
+from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
 from strandline.text.prompts import check_length, check_text, encode_text
@@ -48,6 +49,8 @@ class Service:
     """Fields of chat completions' messages that hold the reasoning."""
     parse_special_tokens: bool = False
     """Parse control tokens in user and tool messages."""
+    keep_client_telemetry: bool = False
+    """Keep known telemetry of clients in system messages."""
     kv_transfer: KVTransferConfig | None = None
     """Transfer of prefixes between engines; None: off."""
     try_grammar: TryGrammar | None = None
@@ -80,6 +83,7 @@ class Service:
                     parse_special_tokens=self.parse_special_tokens,
                     tool_calls=self.output_format.tool_calls,
                     answers=self.client.frontend.answers,
+                    telemetry=None if self.keep_client_telemetry else TelemetryFilter(),
                 )
             )
         return self._renderers[0]

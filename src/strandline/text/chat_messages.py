@@ -5,6 +5,7 @@ messages: a template never sees them.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,6 +26,21 @@ OLD_CALL: Final = "function_call"
 SENTINEL: Final = "Zq7strandlinemark9x"
 IMAGE_PARTS: Final = frozenset({"image", "image_url", "input_image"})
 NO_IMAGE: Final = "[image left out: this model reads text only]"
+
+
+class MessageError(RequestError):
+    """A message is malformed.
+
+    Args:
+        reason: what is wrong with it.
+        index: of the message in the conversation.
+        param: as in ``RequestError``.
+    """
+
+    def __init__(self, reason: str, index: int, param: str | None = "messages") -> None:
+        super().__init__(f"messages[{index}]: {reason}", param=param)
+        self.reason = reason
+        self.index = index
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,13 @@ class MarkedMessage:
         places = [*self.places, *(len(text) + place for place in other.places)]
         return MarkedMessage({**self.message, "content": text + other.content}, places)
 
+    def without(self, pattern: re.Pattern[str]) -> "MarkedMessage":
+        """Return the message without the matches of a pattern in its content."""
+        spans = [match.span() for match in pattern.finditer(self.content)]
+        dropped = [sum(max(0, min(end, place) - start) for start, end in spans) for place in self.places]
+        places = [place - count for place, count in zip(self.places, dropped, strict=True)]
+        return MarkedMessage({**self.message, "content": pattern.sub("", self.content)}, places)
+
     def with_sentinels(self) -> dict[str, Any]:
         """Return the message with a sentinel after every mark."""
         if not self.places:
@@ -68,16 +91,16 @@ def read_messages(messages: Iterable[Any]) -> list[MarkedMessage]:
     """Return all messages without marks.
 
     Raises:
-        RequestError: one is malformed; the error names it.
+        MessageError: one is malformed.
     """
     found = []
     for index, message in enumerate(messages):
         try:
             found.append(_read(message))
         except RequestError as error:
-            if error.param != "messages":
+            if error.param not in ("messages", MARK):
                 raise
-            raise RequestError(f"messages[{index}]: {error}", param=error.param) from error
+            raise MessageError(str(error), index, error.param) from error
     return found
 
 

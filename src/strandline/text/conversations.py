@@ -21,6 +21,7 @@ from strandline.text.chat_messages import (
     read_messages,
     sentinel_positions,
 )
+from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.control_tokens import ControlTokens, SplitText
 from strandline.text.marks import (
     MIN_GAP_TOKENS,
@@ -75,6 +76,7 @@ class ChatRenderer:
         tool_calls: format of earlier calls, for templates that leave them out; ``auto``: detected; ``none``: they stay
             out.
         answers: remembered answers, which are encoded as they were generated; None: none are.
+        telemetry: drops clients' telemetry from system messages; None: it stays.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class ChatRenderer:
         parse_special_tokens: bool = False,
         tool_calls: str = "auto",
         answers: RememberedAnswers | None = None,
+        telemetry: TelemetryFilter | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._telemetry = telemetry
         self._answers = answers
         self._tool_calls = tool_calls
         self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens)
@@ -167,8 +171,10 @@ class ChatRenderer:
                 param="tools",
             )
         check_template_options(template_options or {})
-        marked = repaired(self._with_known_roles(read_messages(messages)), self._traits)
-        marked = self._with_written_calls(marked)
+        marked = read_messages(messages)
+        if self._telemetry is not None:
+            marked = self._telemetry.drop(marked)
+        marked = self._with_written_calls(repaired(self._with_known_roles(marked), self._traits))
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
         self._check_roles(split)

@@ -139,7 +139,9 @@ class Frontend:
             raise PromptTooLongError(
                 f"the prompt is too long: it has {len(prompt_ids)} tokens, and the maximum context length of "
                 f"{max_model_len} tokens must also hold at least one token of output; shorten it, or raise "
-                "--max-model-len if it is below the model's limit"
+                "--max-model-len if it is below the model's limit",
+                num_tokens=len(prompt_ids),
+                max_tokens=max_model_len - 1,
             )
         if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)

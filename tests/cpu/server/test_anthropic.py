@@ -163,8 +163,21 @@ def test_a_call_that_must_be_made_is_made(client: anthropic.Anthropic, choice: d
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a content block must be"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run by the client"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        r"messages\.0\.content\.0\.image: this model reads text only",
+    ),
+    ({"messages": [{"role": "user"}]}, r"messages\.0: a message must be"),
+    (
+        {"system": "Be brief.", "messages": [{"role": "user", "content": 3}]},
+        r"messages\.0: a message's content must be",
+    ),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "s"}], "tool_choice": {"type": "tool", "name": "s"}},
+        "runs on Anthropic's servers",
+    ),
+    ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}}, "runs on Anthropic's servers"),
+    ({"output_config": {"effort": "huge"}}, "output_config.effort must be one of"),
     ({"tool_choice": {"type": "sometimes"}}, "of type auto, any, tool or none"),
     ({"tool_choice": {"type": "tool", "name": "other"}}, "not among the tools"),
     (

@@ -19,7 +19,7 @@ FLAGS = [
     "--dequantize", "--deterministic", "--device", "--disk-cache", "--disk-cache-size",
     "--distributed-executor-backend", "--dtype",
     "--enable-auto-tool-choice", "--enable-prefix-caching", "--enforce-eager",
-    "--gpu-memory-utilization", "--host", "--host-memory",
+    "--gpu-memory-utilization", "--host", "--host-memory", "--keep-client-telemetry",
     "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--load-format", "--long-prefill-token-threshold",
     "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
