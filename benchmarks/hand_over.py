@@ -40,7 +40,8 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from strandline.model_config import Fields, read_model_config, read_vocab_size
+from strandline.config_fields import read_vocab_size
+from strandline.model_config import read_model_config
 from strandline.text.model_files import find_model
 from strandline.version import VERSION
 
@@ -64,7 +65,7 @@ class Round:
 
 def main() -> None:
     options = parse()
-    vocab_size = read_vocab_size(Fields(read_model_config(find_model(options.model)).get_text_config()))
+    vocab_size = read_vocab_size(read_model_config(find_model(options.model)).text)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
     print(
         f"{date.today()} · strandline {VERSION} · torch {torch.__version__} · Python {platform.python_version()} · "

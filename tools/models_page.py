@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
 
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.operation import Operation
+from strandline.model_config import parse_model_config
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.ngram_features import TOKENS
 from strandline.models.registry import ARCHITECTURES
@@ -37,7 +37,7 @@ class Model:
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Values of its configuration that differ from transformers' defaults and matter for what it keeps."""
+    """Values of its configuration that differ from the architecture's defaults, or replace ``SIZES``."""
 
 
 def benchmark(name: str, directory: str) -> Model:
@@ -123,6 +123,32 @@ MODELS: Final = {
     "ZayaForCausalLM": Model("ZAYA1-8B, transformers' default"),
 }
 """By architecture; of those that differ in what they read alone, one."""
+
+SIZE_FIELDS: Final = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES: Final = {
+    "BambaForCausalLM": (128_000, 4096, 14_336, 32, 32),
+    "FalconH1ForCausalLM": (128_000, 4096, 14_336, 32, 32),
+    "FalconMambaForCausalLM": (50_280, 768, 1536, 32, None),
+    "Glm5NextForConditionalGeneration": (154_880, 4096, 12_288, 45, 64),
+    "GraniteMoeHybridForCausalLM": (32_000, 4096, 11_008, 32, 32),
+    "InklingForCausalLM": (201_024, 6144, 24_576, 66, 64),
+    "JambaForCausalLM": (65_536, 4096, 14_336, 32, 32),
+    "Lfm2ForCausalLM": (65_536, 2560, 12_288, 32, 32),
+    "Lfm2MoeForCausalLM": (65_536, 2048, 7168, 32, 32),
+    "LlamaForCausalLM": (32_000, 4096, 11_008, 32, 32),
+    "Mamba2ForCausalLM": (32_768, 4096, None, 64, None),
+    "MambaForCausalLM": (50_280, 768, 1536, 32, None),
+    "MiniMaxForCausalLM": (32_000, 4096, 14_336, 32, 32),
+    "NemotronHForCausalLM": (131_072, 4096, 21_504, 52, 32),
+    "OlmoHybridForCausalLM": (100_352, 3840, 11_008, 32, 30),
+    "Qwen3MoeForCausalLM": (151_936, 2048, 6144, 24, 32),
+    "Qwen3NextForCausalLM": (151_936, 2048, 5632, 48, 16),
+    "Qwen4ExpForCausalLM": (248_320, 2048, None, 40, 16),
+    "RecurrentGemmaForCausalLM": (256_000, 2560, 7680, 26, 10),
+    "Zamba2ForCausalLM": (32_000, 2560, 10_240, 54, 32),
+    "ZayaForCausalLM": (262_272, 2048, None, 40, 8),
+}
+"""Sizes of models that do not give all: those of transformers' configuration class."""
 
 SUPER: Final = "MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*" + "EMEMEMEME"
 
@@ -241,9 +267,8 @@ HEADER: Final = (
 
 def build(architecture: str, model: Model) -> CausalLM:
     """Return a model without weights."""
-    config_class = getattr(transformers, architecture).config_class
-    config = config_class(**model.values)
-    config.architectures = [architecture]
+    sizes = dict(zip(SIZE_FIELDS, SIZES.get(architecture, ()), strict=False))
+    config = parse_model_config({"architectures": [architecture], **sizes, **model.values})
     return ARCHITECTURES[architecture](config, torch.bfloat16, "meta")
 
 

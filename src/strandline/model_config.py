@@ -1,53 +1,23 @@
-"""A model's ``config.json``: read by transformers, and checked field by field before anything depends on it.
+"""A model's ``config.json``, as the description of its architecture reads it (``architectures/``).
 
-transformers is imported by the function that needs it, so that importing this module loads no tensor library.
+No class of another library is involved: what a release of one calls its fields has no influence.
 """
 
 import json
+import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import Any, Final
 
-from strandline.errors import ConfigError, cause_of
+from strandline.architectures.architecture import NULL_IS_A_VALUE, Architecture
+from strandline.architectures.supported import SUPPORTED
+from strandline.config_fields import Fields
+from strandline.errors import ConfigError
 
-if TYPE_CHECKING:
-    from transformers.configuration_utils import PretrainedConfig
-
-T = TypeVar("T")
-
-ARCHITECTURES: Final = (
-    "BambaForCausalLM",
-    "FalconH1ForCausalLM",
-    "FalconMambaForCausalLM",
-    "Glm5NextForConditionalGeneration",
-    "GraniteMoeHybridForCausalLM",
-    "InklingForCausalLM",
-    "InklingForConditionalGeneration",
-    "JambaForCausalLM",
-    "KimiLinearForCausalLM",
-    "Lfm2ForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "LlamaForCausalLM",
-    "Mamba2ForCausalLM",
-    "MambaForCausalLM",
-    "MiniMaxForCausalLM",
-    "NemotronHForCausalLM",
-    "OlmoHybridForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Qwen4ExpForCausalLM",
-    "Qwen4ExpForConditionalGeneration",
-    "RecurrentGemmaForCausalLM",
-    "Zamba2ForCausalLM",
-    "ZayaForCausalLM",
-)
+ARCHITECTURES: Final = tuple(SUPPORTED)
 """Supported architectures. ``models/registry.py`` has a builder for each; this list can be checked without torch."""
 
 NEAREST_BY_LAYERS: Final = {
@@ -60,24 +30,30 @@ NEAREST_BY_LAYERS: Final = {
 }
 """Unsupported families whose layers resemble those of a family with another name."""
 
-DTYPES: Final = ("float32", "bfloat16", "float16")
-"""Dtypes of published weights and of recurrent states."""
+FLOAT_TAG: Final = "__float__"
+FLOATS: Final = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""Numbers that JSON lacks, as objects with this one key: ``{"__float__": "Infinity"}``."""
 
-MAX_LAYERS: Final = 1024
-LISTED: Final = {"num_hidden_layers": MAX_LAYERS, "num_labels": 2**16}
-"""Counts that transformers expands into lists while it reads a configuration, and their maximum values."""
+LAYER_LISTS: Final = ("layer_types", "mtp_layers_block_type")
+NOT_GIVEN: Final = (None, "auto")
 
-MAX_HEADS: Final = 1024
-MAX_HEAD_DIM: Final = 256
-"""Maximum channels of a head: kernels hold whole rows of them in registers."""
-MAX_SIZE: Final = 2**20
-"""Maximum channels of the hidden and intermediate states."""
-MAX_VOCAB: Final = 2**24
-MAX_POSITION: Final = 2**31 - 1
-UNLIMITED_POSITION: Final = 2**20
-"""Maximum context length of a model without a limit: every sequence has a table of blocks."""
-MIN_EPS: Final = 1e-12
-"""Prevents NaN from norms of zeros."""
+SCALED_FROM: Final = "original_max_position_embeddings"
+SCALED_ROPE: Final = ("llama3", "yarn")
+"""Kinds of rotary embedding that need the context length of the original training."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a ``config.json`` says of the model."""
+
+    architecture: str
+    """One of ``ARCHITECTURES``."""
+    text: Fields
+    """All fields of the text part, by one name each, with the architecture's defaults."""
+    dtype: Any
+    """Dtype of the weights, as the file names it; None: it does not."""
+    quantization: Any
+    """The ``quantization_config``, as it is in the file; None: the file has none."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -95,39 +71,124 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_model_config(path: Path) -> "PretrainedConfig":
-    """Read a ``config.json``, given by its own path or that of its directory.
+def decode_floats(value: Any) -> Any:
+    """Return a JSON value with ``{"__float__": …}`` replaced by numbers, at any depth."""
+    if isinstance(value, list):
+        return [decode_floats(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value[FLOAT_TAG] if value.keys() == {FLOAT_TAG} else None
+    if isinstance(tag, str) and tag in FLOATS:
+        return FLOATS[tag]
+    return {name: decode_floats(entry) for name, entry in value.items()}
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read a ``config.json``, given by its own path or that of its directory; raises as ``parse_model_config``.
 
     Raises:
-        ConfigError: it is missing or transformers does not understand it.
+        ConfigError: it is missing, or is not a JSON object.
     """
-    from transformers import AutoConfig
-
-    file, values = _read_file(path)
-    for part in (values, *(value for value in values.values() if isinstance(value, dict))):
-        for name, most in LISTED.items():
-            Fields(part).size(name, at_least=0, at_most=most, default=0)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(f"{file} cannot be read: {cause_of(error)}") from error
-    return config
+    return parse_model_config(_read_file(path))
 
 
-def _read_file(path: Path) -> tuple[Path, dict[str, Any]]:
+def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:
+    """Read the contents of a ``config.json``.
+
+    Raises:
+        ConfigError: the architecture is not supported, or a field that others are computed from is wrong.
+    """
+    values = decode_floats(values)
+    name = find_architecture(values.get("architectures"))
+    architecture, outer = SUPPORTED[name], Fields(values)
+    if outer.value("model_type") is not None:
+        outer.choice("model_type", architecture.model_types)
+    parts = [_text_part(outer, values), values]
+
+    def first(*names: str) -> Any:
+        return next((part[name] for part in parts for name in names if part.get(name) is not None), None)
+
+    shared = {"eos_token_id": first("eos_token_id")}
+    if values.get("tie_word_embeddings") is not None:
+        shared["tie_word_embeddings"] = values["tie_word_embeddings"]
+    text = _read_text(architecture, parts[0], {name: value for name, value in shared.items() if value is not None})
+    quantization = values.get("quantization_config") or parts[0].get("quantization_config")
+    return ModelConfig(name, text, first("dtype", "torch_dtype"), quantization or None)
+
+
+def _text_part(outer: Fields, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a multimodal model's configuration that is about text, or all of another's."""
+    part = outer.value("text_config", values)
+    if not isinstance(part, Mapping):
+        outer.reject("text_config", "an object")
+    return part
+
+
+def _read_text(architecture: Architecture, part: Mapping[str, Any], shared: Mapping[str, Any]) -> Fields:
+    """Return the fields of the text part, complete.
+
+    Args:
+        shared: values of the whole file that replace those of the part.
+    """
+    nulls = NULL_IS_A_VALUE | architecture.nulls
+    given = {name: value for name, value in {**part, **shared}.items() if value is not None or name in nulls}
+    spelled = {name: spelling for spelling, name in architecture.spellings.items() if spelling in given}
+    values = {**given, **{name: given[spelling] for name, spelling in spelled.items()}}
+    if values.get("rope_scaling"):
+        values["rope_parameters"], spelled["rope_parameters"] = values["rope_scaling"], "rope_scaling"
+    fields = Fields(values, spelled=spelled)
+    values.update(architecture.unpack(fields))
+    for name, value in architecture.defaults.items():
+        values.setdefault(name, value)
+    if values.get("num_key_value_heads") is None and "num_attention_heads" in values:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if values.get("layer_types") is None:
+        values["layer_types"] = list(architecture.layer_types(fields))
+    completed = architecture.complete(fields)
+    values.update({name: value for name, value in completed.items() if values.get(name) in NOT_GIVEN})
+    for name in LAYER_LISTS:
+        if isinstance(values.get(name), list | tuple):
+            values[name] = [architecture.kind(kind) for kind in values[name]]
+    if "rope_theta" in architecture.defaults:
+        values["rope_parameters"] = _read_rope(fields)
+    return fields
+
+
+def _read_rope(fields: Fields) -> dict[str, Any]:
+    """Return the parameters of the rotary embedding, where older files have them in several fields.
+
+    Null as ``rope_theta`` among the parameters stays: it means that positions are not embedded.
+    """
+    parameters = fields.value("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        fields.reject("rope_parameters", "an object")
+    rope = {name: value for name, value in parameters.items() if value is not None or name == "rope_theta"}
+    rope.setdefault("rope_theta", fields.value("rope_theta"))
+    if fields.value("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", fields.value("partial_rotary_factor"))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] in SCALED_ROPE:
+        trained = fields.value(SCALED_FROM)
+        rope[SCALED_FROM] = (
+            rope.get(SCALED_FROM, fields.value("max_position_embeddings")) if trained is None else trained
+        )
+    return rope
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} has no config.json: is it a model directory in Hugging Face layout?")
-    return file, read_json_object(file)
+    return read_json_object(file)
 
 
 def check_architecture(path: Path) -> None:
-    """Check that a ``config.json`` names a supported architecture; takes milliseconds, as transformers is not imported.
+    """Check that a ``config.json`` names a supported architecture; reads nothing else.
 
     Raises:
         ConfigError: the architecture is unsupported, or the file is missing.
     """
-    find_architecture(_read_file(path)[1].get("architectures"))
+    find_architecture(_read_file(path).get("architectures"))
 
 
 def find_architecture(names: Sequence[str] | None) -> str:
@@ -156,106 +217,3 @@ def _find_nearest(name: str) -> str:
         return NEAREST_BY_LAYERS[family]
     families = {architecture.partition("For")[0]: architecture for architecture in reversed(ARCHITECTURES)}
     return families[get_close_matches(family, families, n=1, cutoff=0)[0]]
-
-
-class Fields:
-    """The fields of a configuration, checked for type and range as they are read.
-
-    Every method raises a ConfigError that names the field, its value and what is allowed. A field that is missing or
-    null has the default, if there is one.
-
-    Args:
-        prefix: of the names in messages: the file, and the path of a configuration inside another.
-    """
-
-    def __init__(self, config: "PretrainedConfig | Mapping[str, Any]", prefix: str = "config.json: ") -> None:
-        self._config, self._prefix = config, prefix
-
-    def value(self, name: str, default: Any = None) -> Any:
-        """Return a field as it is."""
-        value = self._config.get(name) if isinstance(self._config, Mapping) else getattr(self._config, name, None)
-        return default if value is None else value
-
-    def size(self, name: str, *, at_least: int = 1, at_most: int = MAX_SIZE, default: int | None = None) -> int:
-        """Return a whole number."""
-        value = self.value(name, default)
-        if type(value) is not int or not at_least <= value <= at_most:
-            self.reject(name, f"a whole number from {at_least:,} to {at_most:,}")
-        return value
-
-    def number(self, name: str, *, at_least: float, at_most: float, default: float | None = None) -> float:
-        """Return a number."""
-        value = self.value(name, default)
-        if type(value) not in (int, float) or not at_least <= value <= at_most:
-            self.reject(name, f"a number from {at_least:g} to {at_most:g}")
-        return float(value)
-
-    def flag(self, name: str, *, default: bool | None = None) -> bool:
-        """Return a boolean."""
-        value = self.value(name, default)
-        if type(value) is not bool:
-            self.reject(name, "true or false")
-        return value
-
-    def choice(self, name: str, choices: Sequence[str], *, default: str | None = None) -> str:
-        """Return one of several strings."""
-        value = self.value(name, default)
-        if not isinstance(value, str) or value not in choices:
-            found, supported = reprlib.repr(value), ", ".join(choices)
-            raise ConfigError(f"{self._prefix}{name} {found} is not supported; supported: {supported}")
-        return value
-
-    def list_of(self, name: str, read: "Callable[[Fields, str], T]") -> tuple[T, ...]:
-        """Return a list whose entries are read by ``read``, a method of this class."""
-        values = self.value(name)
-        if not isinstance(values, list | tuple):
-            self.reject(name, "a list")
-        named = {f"{name}[{index}]": value for index, value in enumerate(values)}
-        entries = Fields(named, self._prefix)
-        return tuple(read(entries, entry) for entry in named)
-
-    def tokens(self, name: str, vocab_size: int) -> frozenset[int]:
-        """Return one token id or a list of them as a set, which is empty if the field is missing."""
-
-        def token(fields: Fields, name: str) -> int:
-            return fields.size(name, at_least=0, at_most=vocab_size - 1)
-
-        value = self.value(name)
-        if value is None:
-            return frozenset()
-        return frozenset(self.list_of(name, token) if isinstance(value, list) else [token(self, name)])
-
-    def reject(self, name: str, allowed: str) -> NoReturn:
-        """Raise a ConfigError that names a field, its value and what is ``allowed``."""
-        value = self.value(name)
-        found = "is missing" if value is None else f"is {reprlib.repr(value)}"
-        raise ConfigError(f"{self._prefix}{name} {found}; it must be {allowed}")
-
-
-def read_vocab_size(fields: Fields) -> int:
-    """Return the number of token ids."""
-    return fields.size("vocab_size", at_most=MAX_VOCAB)
-
-
-def read_layer_types(fields: Fields, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the kind of each layer."""
-    layer_types = fields.list_of("layer_types", lambda entries, name: entries.choice(name, kinds))
-    if fields.size("num_hidden_layers", at_most=MAX_LAYERS) != len(layer_types):
-        fields.reject("num_hidden_layers", f"the number of layer_types, {len(layer_types)}")
-    return layer_types
-
-
-def read_head_dim(fields: Fields) -> int:
-    """Return the channels of an attention head: ``head_dim``, or the hidden size divided by the number of heads."""
-    share = fields.size("hidden_size") // fields.size("num_attention_heads", at_most=MAX_HEADS)
-    return fields.size("head_dim", at_most=MAX_HEAD_DIM, default=share)
-
-
-def read_eps(fields: Fields, name: str = "rms_norm_eps") -> float:
-    """Return the epsilon of norms."""
-    return fields.number(name, at_least=MIN_EPS, at_most=1)
-
-
-def read_max_position(fields: Fields) -> int:
-    """Return the maximum context length in tokens."""
-    return fields.size("max_position_embeddings", at_most=MAX_POSITION)

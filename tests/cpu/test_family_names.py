@@ -1,4 +1,4 @@
-"""Only ``models/`` and a recurrence's own kernels know a model family by name; every other use has a reason."""
+"""Only a family's description, its builder and its own kernels know it by name; every other use has a reason."""
 
 import re
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ FAMILY = re.compile(
     re.IGNORECASE,
 )
 
-HOMES = re.compile(r"models/.*|kernels/(gdn|kda|lightning|rglru|mamba[12])\w*\.py")
+HOMES = re.compile(r"(models|architectures)/.*|kernels/(gdn|kda|lightning|rglru|mamba[12])\w*\.py")
 
 ALLOWED: Mapping[str, str] = {
-    "model_config.py": "architectures by their published names, which are checked before torch is loaded",
+    "model_config.py": "the nearest of unsupported architectures",
     "text/tool_formats.py": "wire formats of tool calls are named after the models that brought them",
     "server/output_parser.py": "wire formats of reasoning, named likewise",
     "bench/known_models.py": "a table of known models, and the default of flags",

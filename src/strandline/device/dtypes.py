@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -17,6 +17,7 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.linear import has_fast_gemms
+from strandline.model_config import ModelConfig
 from strandline.models.published_names import DRAFT_PREFIXES
 from strandline.models.quantization_config import FourBit, Quantization, read_quantization
 from strandline.models.registry import builder_for
@@ -47,7 +48,7 @@ class DtypeChoice:
     """Whether the dtype is wider than the model's own without being requested."""
 
 
-def choose_dtype(config: EngineConfig, model_config: Any, device: torch.device) -> DtypeChoice:
+def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> DtypeChoice:
     """Return the dtype of weights and activations: what the user said, or the model's if the device is fast in it.
 
     Raises:
@@ -103,7 +104,9 @@ class StorageChoice:
     """Size of a weight that stays quantised; None: none does."""
 
 
-def choose_storage(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> StorageChoice:
+def choose_storage(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> StorageChoice:
     """Decide whether quantised weights stay so: on Hopper GPUs and later ones, if the user has not said otherwise.
 
     Args:
@@ -166,7 +169,7 @@ def peak_note(device: torch.device) -> str:
     return f"weights: {_size(loaded)}; at most {_size(peak)} while they loaded"
 
 
-def count_weights(model_config: Any, shard: Shard = WHOLE, *, with_draft_layer: bool = False) -> int:
+def count_weights(model_config: ModelConfig, shard: Shard = WHOLE, *, with_draft_layer: bool = False) -> int:
     """Return how many weights a model, or a shard of it, has; none are made.
 
     Raises:

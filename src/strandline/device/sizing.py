@@ -2,7 +2,6 @@
 
 import os
 from array import array
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
+from strandline.model_config import ModelConfig
 from strandline.models.protocol import LanguageModel
 from strandline.models.shard import WHOLE, Shard
 from strandline.records.plan import SequencePlan
@@ -131,7 +131,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def require_room_for_weights(
-    model_config: Any,
+    model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     shard: Shard = WHOLE,

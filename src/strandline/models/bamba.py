@@ -5,11 +5,12 @@ Source: ``transformers`` (``bamba``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -22,19 +23,19 @@ from strandline.models.targets import NamedTargets, renamed, whole
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
 
-def build_bamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_bamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     if fields.flag("mlp_bias"):
         fields.reject("mlp_bias", "false")
     attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.NONE), GatedMlpConfig.read(fields)
     mamba2 = Mamba2Config.read(fields, Mamba2Names(), attention.eps)
-    layer_types, rotary = read_layer_types(fields, LAYER_TYPES), rotary_frequencies(config)
+    layer_types, rotary = read_layer_types(fields, LAYER_TYPES), rotary_frequencies(fields)
     shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
     max_position = read_max_position(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size

@@ -9,11 +9,12 @@ Source: ``transformers`` (``falcon_h1``).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import MAX_LAYERS, Fields, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -24,22 +25,26 @@ from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
+LAYER_TYPES: Final = ("hybrid",)
+
 MAX_MULTIPLIER: Final = 1e4
 
 
-def build_falcon_h1(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_falcon_h1(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     if fields.flag("mlp_bias"):
         fields.reject("mlp_bias", "false")
     attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.NONE), GatedMlpConfig.read(fields)
     attention = replace(attention, scale=attention.scale * _multiplier(fields, "key_multiplier"))
-    mamba2, rotary = _read_mamba2(fields, attention.eps), rotary_frequencies(config)
+    mamba2, rotary = _read_mamba2(fields, attention.eps), rotary_frequencies(fields)
     multipliers = Multipliers(
         attention_in=_multiplier(fields, "attention_in_multiplier"),
         attention_out=_multiplier(fields, "attention_out_multiplier"),
@@ -51,7 +56,7 @@ def build_falcon_h1(config: Any, dtype: torch.dtype, device: torch.device | str,
         _multiplier(fields, name) for name in ("embedding_multiplier", "lm_head_multiplier")
     )
     shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
-    max_position, num_layers = read_max_position(fields), fields.size("num_hidden_layers", at_most=MAX_LAYERS)
+    max_position, num_layers = read_max_position(fields), len(read_layer_types(fields, LAYER_TYPES))
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
     def build_layer() -> DecoderLayer:

@@ -29,11 +29,10 @@ def read_model_size(path: str | Path) -> ModelSize:
     """
     config = read_model_config(Path(path))
     model = builder_for(config)(config, torch.bfloat16, "meta")
-    text = getattr(config, "text_config", config)
     num_active = 0.0
     for module in model.modules():
         expert_share = getattr(module, "expert_share", 1.0)
         for name, weight in module.named_parameters(recurse=False):
             is_expert = weight.ndim == 3
             num_active += 0 if "embed" in name else weight.numel() * (expert_share if is_expert else 1)
-    return ModelSize(model.spec, int(num_active), getattr(text, "num_attention_heads", 0))
+    return ModelSize(model.spec, int(num_active), config.text.size("num_attention_heads", at_least=0, default=0))

@@ -13,11 +13,12 @@ Source: ``transformers`` (``glm5_next``).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.clamped_moe import ClampedMlp, ClampedMoe, read_limit
 from strandline.models.layers.hyper_connections import HyperConnection, HyperConnectionsConfig, StreamMean
@@ -34,7 +35,7 @@ from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, sharded, whole
 
-ATTENTION: Final = "deepseek_sparse_attention"
+ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
 INDEXER_TYPES: Final = ("full", "shared")
@@ -43,13 +44,15 @@ MIN_LOG_DECAY: Final = -100.0
 """Least supported bound of log decays: less leaves nothing of a state."""
 
 
-def build_glm5_next(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_glm5_next(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config.get_text_config())
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types, streams = read_layer_types(fields, LAYER_TYPES), HyperConnectionsConfig.read(fields)
     mlp_types = _read_types(fields, "mlp_layer_types", MLP_LAYER_TYPES, len(layer_types))
@@ -74,7 +77,7 @@ def build_glm5_next(config: Any, dtype: torch.dtype, device: torch.device | str,
         return StreamsLayer(mixer, feed, mixes, None, streams, dtype, device)
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, indexer_types, strict=True)]
-    is_tied, vocab_size = Fields(config).flag("tie_word_embeddings"), read_vocab_size(fields)
+    is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
     last_mix = StreamMean(streams, dtype, device)
     decoder = StreamsDecoder(layers, last_mix, streams, None, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
     published, draft_layer = partial(_published, decoder, layers), f"model.layers.{len(layers)}."

@@ -9,11 +9,12 @@ Source: ``transformers`` (``granitemoehybrid``).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -29,13 +30,15 @@ MAX_MULTIPLIER: Final = 1e4
 MIN_DIVISOR: Final = 1e-4
 
 
-def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_granite_hybrid(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     scale, residual_multiplier, embedding_multiplier = (
         fields.number(name, at_least=0, at_most=MAX_MULTIPLIER)
@@ -44,7 +47,7 @@ def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device |
     logits_divisor = fields.number("logits_scaling", at_least=MIN_DIVISOR, at_most=MAX_MULTIPLIER)
     attention = replace(AttentionConfig.read(fields, QueryKeyNorm.NONE), scale=scale)
     mamba2, mlp = Mamba2Config.read(fields, Mamba2Names(), attention.eps), _read_mlp(fields)
-    layer_types, rotary = read_layer_types(fields, LAYER_TYPES), _read_rotary(config, fields)
+    layer_types, rotary = read_layer_types(fields, LAYER_TYPES), _read_rotary(fields)
     shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
     max_position = read_max_position(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
@@ -69,10 +72,10 @@ def build_granite_hybrid(config: Any, dtype: torch.dtype, device: torch.device |
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 
-def _read_rotary(config: Any, fields: Fields) -> RotaryFrequencies | None:
+def _read_rotary(fields: Fields) -> RotaryFrequencies | None:
     """Return the frequencies; None: positions are not embedded."""
     kind = fields.choice("position_embedding_type", ["rope", "nope"], default="nope")
-    return rotary_frequencies(config) if kind == "rope" else None
+    return rotary_frequencies(fields) if kind == "rope" else None
 
 
 def _read_mlp(fields: Fields) -> GatedMlpConfig | SparseMoeConfig:

@@ -20,13 +20,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.replay import ReplayLog
 from strandline.kernels.router import Routing
-from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
@@ -256,13 +257,15 @@ class NormedDecoder(Decoder):
         yield "lm_head.weight", spanned(self.head.weight_OI, self.held_tokens, self.num_published)
 
 
-def build_inkling(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_inkling(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config.get_text_config())
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types = read_layer_types(fields, LAYER_TYPES)
     mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_TYPES))

@@ -7,18 +7,20 @@ Source: ``transformers`` (``jamba``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import (
+from strandline.config_fields import (
     MAX_HEAD_DIM,
     MAX_LAYERS,
     Fields,
     read_eps,
+    read_layer_types,
     read_max_position,
     read_vocab_size,
 )
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
@@ -29,25 +31,27 @@ from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
+LAYER_TYPES: Final = ("full_attention", "linear_attention")
+
 FINAL_NORM: Final = {"norm": "final_layernorm"}
 ROUTER: Final = {"gate": "router"}
 """Published names that differ from other families'."""
 
 
-def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_jamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
     mamba, mlp, moe = _read_mamba(fields), GatedMlpConfig.read(fields), _read_experts(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
-    def build_layer(index: int) -> DecoderLayer:
-        is_attention, is_sparse = _is_chosen(fields, "attn", index), _is_chosen(fields, "expert", index)
+    def build_layer(index: int, kind: str) -> DecoderLayer:
+        is_attention, is_sparse = kind == "full_attention", _is_sparse(fields, index)
         return DecoderLayer(
             Attention(attention, dtype, device, shard) if is_attention else Mamba1Layer(mamba, dtype, device, shard),
             SparseMoe(moe, dtype, device, shard)
@@ -59,16 +63,16 @@ def build_jamba(config: Any, dtype: torch.dtype, device: torch.device | str, sha
             device,
         )
 
-    layers = [build_layer(index) for index in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))]
+    layers = [build_layer(index, kind) for index, kind in enumerate(read_layer_types(fields, LAYER_TYPES))]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
     decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 
-def _is_chosen(fields: Fields, kind: str, index: int) -> bool:
-    """Return whether a layer is one of those given by a period and an offset."""
-    period = fields.size(f"{kind}_layer_period", at_most=MAX_LAYERS)
-    return index % period == fields.size(f"{kind}_layer_offset", at_least=0, at_most=period - 1)
+def _is_sparse(fields: Fields, index: int) -> bool:
+    """Return whether a layer has experts."""
+    period = fields.size("expert_layer_period", at_most=MAX_LAYERS)
+    return index % period == fields.size("expert_layer_offset", at_least=0, at_most=period - 1)
 
 
 def _read_mamba(fields: Fields) -> Mamba1Config:

@@ -7,11 +7,12 @@ Source: ``transformers`` (``kimi_linear``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
@@ -31,13 +32,15 @@ EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Published names that differ from other families'."""
 
 
-def build_kimi_linear(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_kimi_linear(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types = read_layer_types(fields, LAYER_TYPES)
     mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_LAYER_TYPES))

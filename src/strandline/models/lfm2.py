@@ -7,12 +7,13 @@ Source: ``transformers`` (``lfm2``, ``lfm2_moe``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.kernels.router import Routing
-from strandline.model_config import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -40,24 +41,26 @@ PUBLISHED: Final = {
 """Published names that differ from other families'."""
 
 
-def build_lfm2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_lfm2(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     mlp = GatedMlpConfig(fields.size("hidden_size"), _read_dense_size(fields))
     return _build(config, [mlp] * len(read_layer_types(fields, LAYER_TYPES)), dtype, device, shard)
 
 
-def build_lfm2_moe(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_lfm2_moe(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     num_layers = len(read_layer_types(fields, LAYER_TYPES))
     num_dense = fields.size("num_dense_layers", at_least=0, at_most=num_layers)
     mlps = [GatedMlpConfig.read(fields)] * num_dense + [_read_experts(fields)] * (num_layers - num_dense)
@@ -94,14 +97,14 @@ def _read_experts(fields: Fields) -> SigmoidMoeConfig:
 
 
 def _build(
-    config: Any,
+    config: ModelConfig,
     mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig],
     dtype: torch.dtype,
     device: torch.device | str,
     shard: Shard,
 ) -> CausalLM:
     """Build the model of a configuration, given the feed-forward part of each layer."""
-    fields = Fields(config)
+    fields = config.text
     eps = read_eps(fields, "norm_eps")
     attention = AttentionConfig.read(fields, QueryKeyNorm.PLAIN, eps=eps, has_bias=False)
     conv, norm, hidden_size = ShortConvConfig.read(fields), plain(eps), attention.hidden_size
@@ -122,7 +125,7 @@ def _build(
 
     layers = [build_layer(*kinds) for kinds in zip(read_layer_types(fields, LAYER_TYPES), mlps, strict=True)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary_frequencies(config), shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, rotary_frequencies(fields), shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

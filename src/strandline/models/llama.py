@@ -5,11 +5,12 @@ Source: ``transformers`` (``llama``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Final
 
 import torch
 
-from strandline.model_config import MAX_LAYERS, Fields, read_max_position, read_vocab_size
+from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -19,22 +20,24 @@ from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, whole
 
+LAYER_TYPES: Final = ("full_attention",)
 
-def build_llama(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+
+def build_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    if config.mlp_bias:
-        Fields(config).reject("mlp_bias", "false")
-    fields = Fields(config)
-    mlps = [GatedMlpConfig.read(fields)] * fields.size("num_hidden_layers", at_most=MAX_LAYERS)
+    fields = config.text
+    if fields.flag("mlp_bias"):
+        fields.reject("mlp_bias", "false")
+    mlps = [GatedMlpConfig.read(fields)] * len(read_layer_types(fields, LAYER_TYPES))
     return build(config, QueryKeyNorm.NONE, mlps, dtype, device, shard)
 
 
 def build(
-    config: Any,
+    config: ModelConfig,
     norm: QueryKeyNorm,
     mlps: Sequence[GatedMlpConfig | SparseMoeConfig],
     dtype: torch.dtype,
@@ -49,10 +52,10 @@ def build(
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     attention, is_tied = AttentionConfig.read(fields, norm), fields.flag("tie_word_embeddings")
-    shape, rotary = (read_vocab_size(fields), attention.hidden_size), rotary_frequencies(config)
+    shape, rotary = (read_vocab_size(fields), attention.hidden_size), rotary_frequencies(fields)
     max_position = read_max_position(fields)
     residual_norm = plain(attention.eps)
     layers = [

@@ -8,18 +8,19 @@ Source: ``transformers`` (``mamba``, ``falcon_mamba``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import (
+from strandline.config_fields import (
     MAX_HEAD_DIM,
-    MAX_LAYERS,
     UNLIMITED_POSITION,
     Fields,
     read_eps,
+    read_layer_types,
     read_vocab_size,
 )
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -27,26 +28,30 @@ from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
+LAYER_TYPES: Final = ("linear_attention",)
+
 PUBLISHED: Final = {"embed_tokens": "embeddings", "norm": "norm_f"}
 """Published names that differ from other families'."""
 
 
-def build_mamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_mamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    return _build(Fields(config), InnerNorm.NONE, 1.0, dtype, device, shard)
+    return _build(config.text, InnerNorm.NONE, 1.0, dtype, device, shard)
 
 
-def build_falcon_mamba(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_falcon_mamba(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     return _build(fields, InnerNorm.PLAIN, read_eps(fields, "mixer_rms_eps"), dtype, device, shard)
 
 
@@ -73,7 +78,7 @@ def _build(
     residual_norm, hidden_size = plain(read_eps(fields, "layer_norm_epsilon")), mamba.hidden_size
     layers = [
         DecoderLayer(Mamba1Layer(mamba, dtype, device, shard), None, residual_norm, hidden_size, dtype, device)
-        for _ in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))
+        for _ in read_layer_types(fields, LAYER_TYPES)
     ]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
     decoder = Decoder(layers, residual_norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)

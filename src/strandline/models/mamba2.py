@@ -8,11 +8,12 @@ Source: ``transformers`` (``mamba2``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import MAX_LAYERS, UNLIMITED_POSITION, Fields, read_eps, read_vocab_size
+from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_types, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
@@ -28,23 +29,25 @@ NAMES: Final = Mamba2Names(
     has_bias="use_bias",
     has_conv_bias="use_conv_bias",
 )
+LAYER_TYPES: Final = ("linear_attention",)
+
 OLD_EMBEDDING: Final = "backbone.embedding.weight"
 
 
-def build_mamba2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_mamba2(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     eps = read_eps(fields, "layer_norm_epsilon")
     mamba2, norm = Mamba2Config.read(fields, NAMES, eps), plain(eps)
     shape, is_tied = (read_vocab_size(fields), mamba2.hidden_size), fields.flag("tie_word_embeddings")
     layers = [
         DecoderLayer(Mamba2Layer(mamba2, dtype, device, shard), None, norm, mamba2.hidden_size, dtype, device)
-        for _ in range(fields.size("num_hidden_layers", at_most=MAX_LAYERS))
+        for _ in read_layer_types(fields, LAYER_TYPES)
     ]
     decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))

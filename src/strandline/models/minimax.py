@@ -7,16 +7,12 @@ Source: ``transformers`` (``minimax``).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import (
-    Fields,
-    read_layer_types,
-    read_max_position,
-    read_vocab_size,
-)
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -36,13 +32,15 @@ MAX_BLOCK_SIZE: Final = 2**14
 MAX_FACTOR: Final = 1e4
 
 
-def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_minimax(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     if fields.value("sliding_window") is not None:
         fields.reject("sliding_window", "null")
@@ -53,7 +51,7 @@ def build_minimax(config: Any, dtype: torch.dtype, device: torch.device | str, s
     # Rotated channels of a head: published configurations have a separate field for them.
     has_rotary_dim = fields.value("rotary_dim") is not None
     rotary_dim = fields.size("rotary_dim", at_least=2, at_most=attention.head_dim) if has_rotary_dim else None
-    rotary = rotary_frequencies(config, rotary_dim=rotary_dim)
+    rotary = rotary_frequencies(fields, rotary_dim=rotary_dim)
 
     def build_layer(index: int, kind: str) -> DecoderLayer:
         is_linear = kind == "linear_attention"

@@ -15,19 +15,13 @@ Source: ``transformers`` (``nemotron_h``); of the draft layer vLLM (``nemotron_h
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from strandline.model_config import (
-    DTYPES,
-    Fields,
-    read_eps,
-    read_layer_types,
-    read_max_position,
-    read_vocab_size,
-)
+from strandline.config_fields import DTYPES, Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -56,13 +50,15 @@ NAMES: Final = Mamba2Names(
 )
 
 
-def build_nemotron_h(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_nemotron_h(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("mamba_hidden_act", ["silu"])
     fields.choice("mlp_hidden_act", ["relu2"])
     eps, state_dtype = read_eps(fields, "layer_norm_epsilon"), fields.choice("mamba_ssm_cache_dtype", DTYPES)

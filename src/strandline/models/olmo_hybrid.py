@@ -10,11 +10,12 @@ Source: ``transformers`` (``olmo_hybrid``).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, PostNormLayer, plain
@@ -30,13 +31,15 @@ OUTPUT_NORM_EPS: Final = 1e-5
 """Epsilon of the gated norm, independent of the other norms'."""
 
 
-def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_olmo_hybrid(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types = read_layer_types(fields, LAYER_TYPES)
     attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.WIDE), GatedMlpConfig.read(fields)
@@ -52,17 +55,16 @@ def build_olmo_hybrid(config: Any, dtype: torch.dtype, device: torch.device | st
 
     layers = [build_layer(kind) for kind in layer_types]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, _read_rotary(config), shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, _read_rotary(fields), shape, dtype, device, is_tied=is_tied, shard=shard)
     max_position = read_max_position(fields)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 
-def _read_rotary(config: Any) -> RotaryFrequencies | None:
+def _read_rotary(fields: Fields) -> RotaryFrequencies | None:
     """Return the frequencies; None: positions are not embedded."""
-    rope = config.rope_parameters
-    if rope is None or (isinstance(rope, dict) and rope.get("rope_theta") is None):
+    if fields.value("rope_parameters")["rope_theta"] is None:
         return None
-    return rotary_frequencies(config)
+    return rotary_frequencies(fields)
 
 
 def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:

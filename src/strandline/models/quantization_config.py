@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
 
+from strandline.config_fields import Fields
 from strandline.errors import ConfigError
-from strandline.model_config import Fields
+from strandline.model_config import ModelConfig
 
 SUPPORTED: Final = (
     'quant_method "fp8" (e4m3, one scale per block, channel or tensor); "compressed-tensors" in format '
@@ -74,18 +75,17 @@ class FourBit:
         return f"4 bits ({self.packing}, {', '.join(sizes)})"
 
 
-def read_quantization(config: Any) -> Quantization | FourBit | None:
-    """Return how the weights of a ``PretrainedConfig`` are quantised; None: they are not.
+def read_quantization(config: ModelConfig) -> Quantization | FourBit | None:
+    """Return how the weights of a model are quantised; None: they are not.
 
     Raises:
         ConfigError: they are, in a way that is not supported.
     """
-    sources = (config, config.get_text_config())
-    values = next((found for x in sources if (found := getattr(x, "quantization_config", None))), None)
+    values = config.quantization
     if values is None:
         return None
     if not isinstance(values, Mapping):
-        values = values.to_dict() if hasattr(values, "to_dict") else _reject("is no JSON object")
+        _reject("is no JSON object")
     fields = Fields(values, "config.json: quantization_config.")
     match values.get("quant_method"):
         case "fp8":

@@ -3,11 +3,12 @@
 Source: ``transformers`` (``qwen3``, ``qwen3_moe``).
 """
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import MAX_LAYERS, Fields, read_layer_types
+from strandline.config_fields import read_layer_types
+from strandline.model_config import ModelConfig
 from strandline.models import llama
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import QueryKeyNorm
@@ -18,25 +19,27 @@ from strandline.models.shard import WHOLE, Shard
 LAYER_TYPES: Final = ("full_attention",)
 
 
-def build_qwen3(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_qwen3(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     mlps = [GatedMlpConfig.read(fields)] * len(read_layer_types(fields, LAYER_TYPES))
     return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device, shard)
 
 
-def build_qwen3_moe(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_qwen3_moe(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    fields = Fields(config)
+    fields = config.text
     if fields.value("use_sliding_window") and fields.value("sliding_window") is not None:
         fields.reject("use_sliding_window", "false")
-    mlps = read_mlps(fields, fields.size("num_hidden_layers", at_most=MAX_LAYERS), is_shared=False)
+    mlps = read_mlps(fields, len(read_layer_types(fields, LAYER_TYPES)), is_shared=False)
     return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device, shard)

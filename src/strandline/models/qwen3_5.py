@@ -4,11 +4,10 @@ For multimodal models only the text part is built; the vision tower's tensors ar
 projections of a Gated DeltaNet layer are published separately.
 """
 
-from typing import Any
-
 import torch
 
-from strandline.model_config import Fields
+from strandline.config_fields import Fields
+from strandline.model_config import ModelConfig
 from strandline.models import qwen3_hybrid
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet
@@ -19,16 +18,17 @@ from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, sharded, stacked_rows
 
 
-def build_qwen3_5(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_qwen3_5(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters: experts in every layer if it counts any.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    text = config.get_text_config()
-    hybrid = HybridConfig.read(text)
-    mlps = [read_mlp(Fields(text))] * len(hybrid.layer_types)
-    is_tied = Fields(config).flag("tie_word_embeddings")
+    hybrid = HybridConfig.read(config.text)
+    mlps = [read_mlp(config.text)] * len(hybrid.layer_types)
+    is_tied = config.text.flag("tie_word_embeddings")
     return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, shard, is_tied=is_tied)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, zero_centered
@@ -46,13 +46,12 @@ class HybridConfig:
     """Whether a multi-token prediction layer that shares the embedding may be published."""
 
     @classmethod
-    def read(cls, text: Any) -> "HybridConfig":
+    def read(cls, fields: Fields) -> "HybridConfig":
         """Read a text configuration.
 
         Raises:
             ConfigError: a setting is not supported, or does not go with another one.
         """
-        fields = Fields(text)
         layer_types = read_layer_types(fields, LAYER_TYPES)
         fields.choice("hidden_act", ["silu"])
         return cls(
@@ -61,7 +60,7 @@ class HybridConfig:
             max_position=read_max_position(fields),
             attention=AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED),
             gated_delta=GatedDeltaNetConfig.read(fields),
-            rotary=rotary_frequencies(text),
+            rotary=rotary_frequencies(fields),
             has_draft_layer=fields.size("mtp_num_hidden_layers", at_least=0, default=1) == 1
             and not fields.flag("mtp_use_dedicated_embeddings", default=False),
         )

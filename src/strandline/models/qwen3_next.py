@@ -4,11 +4,10 @@ Input projections of a Gated DeltaNet layer are published as two tensors whose r
 fused into one, in the layer's order.
 """
 
-from typing import Any
-
 import torch
 
-from strandline.model_config import Fields
+from strandline.config_fields import Fields
+from strandline.model_config import ModelConfig
 from strandline.models import qwen3_hybrid
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet
@@ -19,13 +18,15 @@ from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, interleaved
 
 
-def build_qwen3_next(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_qwen3_next(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    hybrid, fields = HybridConfig.read(config), Fields(config)
+    hybrid, fields = HybridConfig.read(config.text), config.text
     mlps = read_mlps(fields, len(hybrid.layer_types))
     is_tied = fields.flag("tie_word_embeddings")
     return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, shard, is_tied=is_tied)

@@ -13,11 +13,12 @@ Source: ``transformers`` (``qwen4_exp``).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.gated_streams import GatedMix, GatedStreamsConfig, LastGatedMix
@@ -30,18 +31,19 @@ from strandline.models.qwen3_5 import in_proj_targets
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets
 
-ATTENTION: Final = "qwen_sparse_attention"
+ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
 
 
-def build_qwen4_exp(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_qwen4_exp(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    text = config.get_text_config()
-    fields, rotary = Fields(text), rotary_frequencies(text)
+    fields, rotary = config.text, rotary_frequencies(config.text)
     fields.choice("hidden_act", ["silu"])
     layer_types, streams = read_layer_types(fields, LAYER_TYPES), GatedStreamsConfig.read(fields)
     attention, gated_delta = IndexedAttentionConfig.read(fields, rotary), _read_gated_delta(fields)
@@ -59,14 +61,14 @@ def build_qwen4_exp(config: Any, dtype: torch.dtype, device: torch.device | str,
         return StreamsLayer(mixer, SparseMoe(moe, dtype, device, shard), mixes, features, streams, dtype, device)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
-    is_tied, vocab_size = Fields(config).flag("tie_word_embeddings"), read_vocab_size(fields)
+    is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
     last_mix = LastGatedMix(streams, dtype, device)
     decoder = StreamsDecoder(layers, last_mix, streams, rotary, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 
 def _read_gated_delta(fields: Fields) -> GatedDeltaNetConfig:
-    gate = fields.choice("output_gate_type", ["silu", "sigmoid"], default="silu")
+    gate = fields.choice("output_gate_type", ["silu", "sigmoid"])
     return replace(GatedDeltaNetConfig.read(fields), is_sigmoid_gated=gate == "sigmoid")
 
 

@@ -8,11 +8,12 @@ Source: ``transformers`` (``recurrent_gemma``).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from strandline.model_config import MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps, read_vocab_size
+from strandline.config_fields import MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps, read_layer_types, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
@@ -22,20 +23,20 @@ from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, renamed, whole
 
-LAYER_TYPES: Final = ("recurrent", "attention")
+LAYER_TYPES: Final = ("linear_attention", "sliding_attention")
 
 
 def build_recurrent_gemma(
-    config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
 ) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     fields.choice("hidden_activation", ["gelu_pytorch_tanh"])
-    kinds = fields.list_of("layers_block_type", lambda entries, name: entries.choice(name, LAYER_TYPES))
+    layer_types = read_layer_types(fields, LAYER_TYPES)
     window_tokens = fields.size("attention_window_size", at_most=UNLIMITED_POSITION)
     attention = replace(AttentionConfig.read(fields, QueryKeyNorm.NONE), has_out_bias=True, window_tokens=window_tokens)
     griffin, mlp_size = _read_griffin(fields), fields.size("intermediate_size", at_least=2) // 2
@@ -44,7 +45,7 @@ def build_recurrent_gemma(
     def build_layer(kind: str) -> DecoderLayer:
         return DecoderLayer(
             Attention(attention, dtype, device, shard)
-            if kind == "attention"
+            if kind == "sliding_attention"
             else GriffinLayer(griffin, dtype, device, shard),
             GeluMlp(hidden_size, mlp_size, dtype, device, shard),
             norm,
@@ -53,11 +54,11 @@ def build_recurrent_gemma(
             device,
         )
 
-    layers = [build_layer(kind) for kind in kinds]
+    layers = [build_layer(kind) for kind in layer_types]
     decoder = Decoder(
         layers,
         norm,
-        rotary_frequencies(config),
+        rotary_frequencies(fields),
         (read_vocab_size(fields), hidden_size),
         dtype,
         device,

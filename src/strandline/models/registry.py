@@ -1,10 +1,10 @@
 """The supported architectures, by their published names."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from strandline.model_config import find_architecture
+from strandline.model_config import ModelConfig
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
 from strandline.models.falcon_h1 import build_falcon_h1
@@ -33,7 +33,9 @@ from strandline.models.zaya import build_zaya
 class Builder(Protocol):
     """Builds the model of a configuration, with unfilled parameters."""
 
-    def __call__(self, config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+    def __call__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+    ) -> CausalLM:
         """Build it.
 
         Args:
@@ -78,10 +80,6 @@ ARCHITECTURES: dict[str, Builder] = {
 }
 
 
-def builder_for(config: Any) -> Builder:
-    """Return the builder for a configuration's architecture.
-
-    Raises:
-        ConfigError: its architecture is not supported.
-    """
-    return ARCHITECTURES[find_architecture(config.architectures)]
+def builder_for(config: ModelConfig) -> Builder:
+    """Return the builder for a configuration's architecture."""
+    return ARCHITECTURES[config.architecture]

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from strandline.config_fields import DTYPES, Fields
 from strandline.errors import ConfigError, WeightsError
-from strandline.model_config import DTYPES, Fields, read_model_config
+from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.four_bit import (
     Holders,
     PackedNames,
@@ -89,7 +90,7 @@ class LoadedModel(LoadableModel, Protocol):
 def load_model(
     path: str | Path,
     *,
-    config: Any | None = None,
+    config: ModelConfig | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
     shard: Shard = WHOLE,
@@ -104,7 +105,7 @@ def load_model(
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
     Args:
-        config: the model's ``PretrainedConfig``; None: read from the directory.
+        config: the model's; None: read from the directory.
         dtype: of weights and activations; ``auto`` takes the configuration's, or bfloat16 where it has none.
         shard: what to load of a model that is divided among ranks.
         load_format: ``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights.
@@ -200,16 +201,14 @@ def _random_scale(name: str, shape: Sequence[int]) -> float:
     return 0.02 if name.rpartition(".")[2].startswith("embed") else float(shape[-1] ** -0.5)
 
 
-def published_dtype(config: Any) -> torch.dtype:
-    """Return the dtype that a ``PretrainedConfig`` names, or bfloat16 where it has none.
+def published_dtype(config: ModelConfig) -> torch.dtype:
+    """Return the dtype that a configuration names, or bfloat16 where it has none.
 
     Raises:
         ConfigError: weights of that dtype are not supported.
     """
-    named = next(
-        (source.dtype for source in (config, config.get_text_config()) if source.dtype is not None), "bfloat16"
-    )
-    dtype: torch.dtype = getattr(torch, Fields({"dtype": str(named).removeprefix("torch.")}).choice("dtype", DTYPES))
+    named = config.dtype.removeprefix("torch.") if isinstance(config.dtype, str) else config.dtype
+    dtype: torch.dtype = getattr(torch, Fields({"dtype": named}).choice("dtype", DTYPES, default="bfloat16"))
     return dtype
 
 

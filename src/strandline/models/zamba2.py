@@ -9,12 +9,13 @@ Source: ``transformers`` (``zamba2``).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
@@ -37,16 +38,16 @@ GATED_NORM_EPS: Final = 1e-5
 """Epsilon of the Mamba-2 layers' norm, independent of the other norms'."""
 
 
-def build_zamba2(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_zamba2(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with another one.
     """
-    fields = Fields(config)
+    fields = config.text
     layer_types, block = read_layer_types(fields, LAYER_TYPES), _read_block(fields)
     mamba2 = replace(Mamba2Config.read(fields, NAMES, GATED_NORM_EPS), has_conv_bias=True)
-    rotary = rotary_frequencies(config) if fields.flag("use_mem_rope") else None
+    rotary = rotary_frequencies(fields) if fields.flag("use_mem_rope") else None
     shape, is_tied = (read_vocab_size(fields), block.hidden_size), fields.flag("tie_word_embeddings")
     max_position, norm = read_max_position(fields), plain(block.eps)
     num_blocks = min(fields.size("num_mem_blocks"), layer_types.count("hybrid"))

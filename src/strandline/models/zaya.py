@@ -15,10 +15,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
-from strandline.model_config import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolved_attention import ConvolvedAttention, ConvolvedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
@@ -114,18 +115,18 @@ class ScaledStreamLayer(DecoderLayer):
         yield from self.mlp_stream.targets(f"{prefix}post_mlp_residual_scale.residual")
 
 
-def build_zaya(config: Any, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_zaya(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported, or the model is to be divided.
     """
-    fields = Fields(config)
+    fields = config.text
     if fields.flag("lm_head_bias"):
         fields.reject("lm_head_bias", "false")
     num_layers = len(read_layer_types(fields, [LAYER_TYPE]))
     attention, moe = ConvolvedAttentionConfig.read(fields), SkippingMoeConfig.read(fields)
-    rotary = rotary_frequencies(config, layer_type=LAYER_TYPE)
+    rotary = rotary_frequencies(fields, layer_type=LAYER_TYPE)
     norm, hidden_size, state = plain(moe.eps), moe.hidden_size, RouterState()
 
     def build_layer(index: int) -> ScaledStreamLayer:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, RequestError, cause_of
-from strandline.model_config import check_architecture, read_json_object
+from strandline.model_config import check_architecture, decode_floats, read_json_object
 from strandline.records.sampling_params import SamplingParams
 
 DEMO_MODEL: Final = "demo"
@@ -86,7 +86,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
         ConfigError: it is not a JSON object.
     """
     path = directory / GENERATION_CONFIG
-    return read_json_object(path) if path.is_file() else {}
+    return decode_floats(read_json_object(path)) if path.is_file() else {}
 
 
 def default_sampling_params(directory: Path) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from strandline.config import EngineConfig
+from strandline.config_fields import Fields, read_vocab_size
 from strandline.errors import ConfigError, cause_of
-from strandline.model_config import Fields, read_json_object, read_model_config, read_vocab_size
+from strandline.model_config import read_json_object, read_model_config
 from strandline.records.events import Limits
 from strandline.records.plan import NewRequest
 from strandline.text.frontend import Frontend
@@ -46,7 +47,7 @@ def load_vocabulary(config: EngineConfig) -> Vocabulary:
     """
     directory = check_files(config)
     model_config = read_model_config(directory)
-    text_config = Fields(model_config.get_text_config())
+    text_config = model_config.text
     vocab_size = read_vocab_size(text_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or str(directory))
     eos_ids = find_eos_ids(directory, text_config, tokenizer, vocab_size)

@@ -1,11 +1,11 @@
 """The dtype where the user has not said: the model's, or float32 on a CPU that is slow in that and has the memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
@@ -13,6 +13,7 @@ from strandline.device import dtypes
 from strandline.device.dtypes import DtypeChoice, choose_dtype, count_weights, machine_bytes
 from strandline.kernels import linear
 from strandline.kernels.weights import HalfWeight
+from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.projection import Projection
 from strandline.models.registry import builder_for
 from strandline.models.weights import load_model
@@ -37,10 +38,8 @@ def fast_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtypes, "has_fast_gemms", lambda dtype: True)
 
 
-def model_config(model_dir: Path, dtype: str) -> Any:
-    config = AutoConfig.from_pretrained(model_dir)
-    config.dtype = getattr(torch, dtype)
-    return config
+def model_config(model_dir: Path, dtype: str) -> ModelConfig:
+    return replace(read_model_config(model_dir), dtype=dtype)
 
 
 def choose(model_dir: Path, own: str, said: str = "auto", device: torch.device = CPU) -> DtypeChoice:
@@ -92,11 +91,11 @@ def test_weights_too_large_for_float32_keep_their_dtype(
 def test_weights_are_counted_without_making_them(tmp_path: Path, is_tied: bool) -> None:
     directory = save_tiny_model(tmp_path, tie_word_embeddings=is_tied)
     loaded = load_model(directory)
-    assert count_weights(AutoConfig.from_pretrained(directory)) == sum(w.numel() for _, w in loaded.named_parameters())
+    assert count_weights(read_model_config(directory)) == sum(w.numel() for _, w in loaded.named_parameters())
 
 
 def test_weights_of_the_draft_layer_count_where_it_is_loaded(tmp_path: Path) -> None:
-    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path))
+    config = read_model_config(save_tiny_model(tmp_path))
     model = builder_for(config)(config, torch.float32, "meta")
     num_weights = sum(weight.numel() for weight in model.parameters())
     model.add_draft_layer()

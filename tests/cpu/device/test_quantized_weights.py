@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
@@ -16,6 +15,7 @@ from strandline.device.dtypes import count_weights
 from strandline.device.sizing import require_room_for_weights
 from strandline.errors import ConfigError
 from strandline.kernels.weights import DenseWeight, HalfWeight
+from strandline.model_config import read_model_config
 from strandline.models.layers.projection import Projection
 from strandline.models.shard import Shard
 from strandline.models.weights import WeightsReport
@@ -93,12 +93,12 @@ def test_gpus_keep_what_they_multiply_with(
     capability: tuple[int, int],
     reason: str | None,
 ) -> None:
-    config, gpu = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), torch.device("cuda")
+    config, gpu = read_model_config(save_tiny_model(tmp_path)), torch.device("cuda")
     options = EngineConfig(model="nowhere", device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
     assert dtypes.choose_storage(options, config, gpu, torch.bfloat16) == dtypes.StorageChoice(False)
-    config.quantization_config = {**CONFIG, "weight_block_size": block}
+    config = replace(config, quantization={**CONFIG, "weight_block_size": block})
     choice = dtypes.choose_storage(options, config, gpu, torch.bfloat16)
     assert choice.keeps_quantized is (reason is None)
     assert re.search(reason or "kept in FP8; those that are not published so are in bfloat16", choice.note or "")
@@ -122,11 +122,11 @@ def test_gpus_keep_weights_in_4_bits(
     capability: tuple[int, int],
     reason: str | None,
 ) -> None:
-    config, gpu = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), torch.device("cuda")
+    config, gpu = read_model_config(save_tiny_model(tmp_path)), torch.device("cuda")
     options = EngineConfig(model="nowhere", device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
-    config.quantization_config = four_bit.gptq_config(group)
+    config = replace(config, quantization=four_bit.gptq_config(group))
     choice = dtypes.choose_storage(options, config, gpu, torch.bfloat16)
     assert (choice.keeps_quantized, choice.bits) == ((True, 4) if reason is None else (False, None))
     assert re.search(reason or "kept in 4 bits; those that are not published so are in bfloat16", choice.note or "")
@@ -140,7 +140,7 @@ def test_weights_dequantised_beside_others_are_counted() -> None:
 
 
 def test_room_is_required_for_weights_in_4_bits(quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = AutoConfig.from_pretrained(quantized[0])
+    config = read_model_config(quantized[0])
     num_bytes = count_weights(config) // 2
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
     require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), bits=4)
@@ -152,7 +152,7 @@ def test_room_is_required_for_weights_in_4_bits(quantized: tuple[Path, Path], mo
 def test_room_is_required_for_dequantised_weights(
     quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = AutoConfig.from_pretrained(quantized[0])
+    config = read_model_config(quantized[0])
     num_bytes = 2 * count_weights(config)
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
     require_room_for_weights(config, torch.bfloat16, torch.device("cpu"))
@@ -164,7 +164,7 @@ def test_room_is_required_for_dequantised_weights(
 def test_room_is_required_for_the_shards_of_all_ranks(
     quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = AutoConfig.from_pretrained(quantized[0])
+    config = read_model_config(quantized[0])
     num_bytes = 2 * sum(count_weights(config, Shard(index, 2)) for index in range(2))
     assert 2 * count_weights(config) < num_bytes < 3 * count_weights(config)
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)

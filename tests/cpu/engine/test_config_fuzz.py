@@ -38,13 +38,9 @@ CONFIGS = {name: published(name) for name in families.CONFIGS}
 
 
 def keys(config: dict[str, Any], outer: Key = ()) -> Iterator[Key]:
-    """Yield the path of every field, those of the text model and of its rotary embedding included.
-
-    The text model as a whole is not among them: without it, transformers describes one of full size.
-    """
+    """Yield the path of every field, those of the text model and of its rotary embedding included."""
     for name, value in config.items():
-        if name != "text_config":
-            yield (*outer, name)
+        yield (*outer, name)
         if isinstance(value, dict) and name not in ("vision_config", "audio_config"):
             yield from keys(value, (*outer, name))
     if "vocab_size" in config:

@@ -1,5 +1,6 @@
 """Tiny random models of every family, made by transformers: the oracle that ours are held to."""
 
+import json
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -45,6 +46,7 @@ from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
+from strandline.model_config import ModelConfig, parse_model_config
 from strandline.models.registry import ARCHITECTURES
 
 VOCAB_SIZE = 97
@@ -791,8 +793,8 @@ REPRESENTATIVES += ["olmo_hybrid", "qwen4_exp", "recurrent_gemma", "zaya"]
 
 def kinds_of_layers(name: str) -> set[str]:
     """Return the operations on sequences that a model's layers consist of."""
-    config = config_of(name)
-    operations = ARCHITECTURES[config.architectures[0]](config, torch.float32, "meta").operations
+    config = model_config(config_of(name))
+    operations = ARCHITECTURES[config.architecture](config, torch.float32, "meta").operations
     return {x.name for x in operations if x.name.endswith(("_prefill", "attention"))}
 
 
@@ -801,6 +803,11 @@ def config_of(name: str) -> PretrainedConfig:
     config = config_class(**values)
     config.architectures = [architecture]
     return config
+
+
+def model_config(config: PretrainedConfig) -> ModelConfig:
+    """Return what our reader makes of the file that transformers writes."""
+    return parse_model_config(json.loads(config.to_json_string()))
 
 
 @cache

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from strandline.model_config import Fields
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
@@ -15,13 +14,14 @@ from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencie
 from strandline.models.targets import NamedTargets
 from strandline.specs import LayerSpec
 from tests.cpu.models.driver import Driver, Part, Running
-from tests.cpu.models.families import VOCAB_SIZE, config_of, prompt
+from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config, prompt
 
-CONFIG = config_of("qwen3_5")
+CONFIG = model_config(config_of("qwen3_5")).text
+HIDDEN_SIZE = CONFIG.size("hidden_size")
 DEVICE = torch.device("cpu")
 NORM = zero_centered(1e-6)
 
-layer = partial(DecoderLayer, norm=NORM, hidden_size=CONFIG.hidden_size, dtype=torch.float32, device=DEVICE)
+layer = partial(DecoderLayer, norm=NORM, hidden_size=HIDDEN_SIZE, dtype=torch.float32, device=DEVICE)
 
 
 def no_names(names: frozenset[str]) -> NamedTargets:
@@ -29,7 +29,7 @@ def no_names(names: frozenset[str]) -> NamedTargets:
 
 
 def make_model(layers: Sequence[DecoderLayer], rotary: RotaryFrequencies | None) -> CausalLM:
-    shape = (VOCAB_SIZE, CONFIG.hidden_size)
+    shape = (VOCAB_SIZE, HIDDEN_SIZE)
     decoder = Decoder(layers, NORM, rotary, shape, torch.float32, DEVICE, is_tied=False)
     return CausalLM(decoder, 512, no_names)
 
@@ -52,15 +52,15 @@ def fill(model: CausalLM) -> None:
 
 
 def gated_delta() -> GatedDeltaNet:
-    return GatedDeltaNet(GatedDeltaNetConfig.read(Fields(CONFIG)), torch.float32, DEVICE)
+    return GatedDeltaNet(GatedDeltaNetConfig.read(CONFIG), torch.float32, DEVICE)
 
 
 def attention() -> GatedAttention:
-    return GatedAttention(AttentionConfig.read(Fields(CONFIG), QueryKeyNorm.ZERO_CENTERED), torch.float32, DEVICE)
+    return GatedAttention(AttentionConfig.read(CONFIG, QueryKeyNorm.ZERO_CENTERED), torch.float32, DEVICE)
 
 
 def mlp() -> GatedMlp:
-    return GatedMlp(GatedMlpConfig(CONFIG.hidden_size, 24), torch.float32, DEVICE)
+    return GatedMlp(GatedMlpConfig(HIDDEN_SIZE, 24), torch.float32, DEVICE)
 
 
 def test_a_pair_equals_its_parts_as_two_layers() -> None:

@@ -9,7 +9,6 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
 )
 
 from strandline.kernels.binding import reference_kernels
-from strandline.model_config import Fields
 from strandline.models.layers.ngram_features import (
     NgramFeaturesConfig,
     NgramTable,
@@ -17,7 +16,7 @@ from strandline.models.layers.ngram_features import (
     primes_from,
 )
 from strandline.models.shard import Shard
-from tests.cpu.models.families import VOCAB_SIZE, config_of
+from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
 END = VOCAB_SIZE - 1
@@ -25,7 +24,7 @@ PREFIX = "model.ple_embedding."
 
 
 def read_config(number: int = 1) -> NgramFeaturesConfig:
-    return NgramFeaturesConfig.read(Fields(config_of("qwen4_exp")), 3, number)
+    return NgramFeaturesConfig.read(model_config(config_of("qwen4_exp")).text, 3, number)
 
 
 def ngrams(token_ids: list[int]) -> Tensor:

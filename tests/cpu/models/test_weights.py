@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, Qwen3_5TextConfig
+from transformers import Qwen3_5TextConfig
 
 from strandline.errors import ConfigError, WeightsError
+from strandline.model_config import read_model_config
 from strandline.models.registry import ARCHITECTURES
 from strandline.models.weights import load_model
 from strandline.models.weights_files import fingerprint
@@ -302,20 +304,20 @@ def test_decays_stay_float32_in_a_bfloat16_model(saved: Path) -> None:
 
 
 def test_auto_takes_the_dtype_of_the_configuration(saved: Path) -> None:
-    config = AutoConfig.from_pretrained(saved / "qwen3_5-vision")
+    config = read_model_config(saved / "qwen3_5-vision")
     assert load_model(saved / "qwen3_5-vision", config=config).spec.hidden_dtype == "float32"
-    config.dtype = torch.float16
+    config = replace(config, dtype="float16")
     assert load_model(saved / "qwen3_5-vision", config=config).spec.hidden_dtype == "float16"
 
 
 def test_the_spec_counts_every_layer(saved: Path) -> None:
-    config = AutoConfig.from_pretrained(saved / "qwen3_5")
+    config = read_model_config(saved / "qwen3_5")
     spec = load_model(saved / "qwen3_5", dtype=torch.bfloat16).spec
     assert [index for index, layer in enumerate(spec.layers) if layer.streams] == [1, 3]
     assert spec.layers[0] == spec.layers[2]
     state, window = spec.layers[0].states
     assert (state.shape, state.dtype, state.is_recurrent) == ((4, 16, 12), "float32", True)
-    assert window.shape == (config.linear_conv_kernel_dim - 1, 2 * 32 + 48)
+    assert window.shape == (config.text.size("linear_conv_kernel_dim") - 1, 2 * 32 + 48)
     assert (window.dtype, window.is_recurrent) == ("bfloat16", False)
 
 
@@ -386,11 +388,17 @@ def test_a_directory_without_weights_is_named(saved: Path, tmp_path: Path) -> No
         load_float32(tmp_path)
 
 
-def test_an_unknown_architecture_lists_the_supported_ones(saved: Path) -> None:
-    config = AutoConfig.from_pretrained(saved / "qwen3_5")
-    config.architectures = ["GPT2LMHeadModel"]
+def changed_config(saved: Path, directory: Path, **changes: Any) -> Path:
+    """Write a model's configuration, without its weights, with other values."""
+    values = json.loads((saved / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**values, **changes}))
+    return directory
+
+
+def test_an_unknown_architecture_lists_the_supported_ones(saved: Path, tmp_path: Path) -> None:
+    directory = changed_config(saved / "qwen3_5", tmp_path, architectures=["GPT2LMHeadModel"])
     with pytest.raises(ConfigError) as error:
-        load_model(saved / "qwen3_5", config=config)
+        load_model(directory)
     assert "GPT2LMHeadModel" in str(error.value)
     assert all(name in str(error.value) for name in ARCHITECTURES)
 
@@ -402,11 +410,9 @@ def test_an_unknown_architecture_lists_the_supported_ones(saved: Path) -> None:
         ("hidden_act", "gelu", "hidden_act 'gelu' is not supported; supported: silu"),
     ],
 )
-def test_an_unsupported_setting_is_named(saved: Path, setting: str, value: Any, message: str) -> None:
-    config = AutoConfig.from_pretrained(saved / "qwen3_5")
-    setattr(config, setting, value)
+def test_an_unsupported_setting_is_named(saved: Path, tmp_path: Path, setting: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_model(saved / "qwen3_5", config=config)
+        load_model(changed_config(saved / "qwen3_5", tmp_path, **{setting: value}))
 
 
 def test_an_unknown_load_format_is_named(saved: Path) -> None:
@@ -416,7 +422,9 @@ def test_an_unknown_load_format_is_named(saved: Path) -> None:
 
 @pytest.mark.parametrize("name", list(families.CONFIGS))
 def test_dummy_weights_need_a_configuration_alone(name: str) -> None:
-    model = load_model("nowhere", config=families.config_of(name), dtype=torch.bfloat16, load_format="dummy")
+    model = load_model(
+        "nowhere", config=families.model_config(families.config_of(name)), dtype=torch.bfloat16, load_format="dummy"
+    )
     logits = logits_of(model)
     assert bool(logits.isfinite().all())
     assert 0.05 < float(logits.std()) < 20
@@ -439,7 +447,7 @@ def dummy_of_a_deep_model(seed: int, dtype: torch.dtype) -> Any:
         tie_word_embeddings=True,
         architectures=["Qwen3_5ForCausalLM"],
     )
-    return load_model("nowhere", config=config, dtype=dtype, load_format="dummy", seed=seed)
+    return load_model("nowhere", config=families.model_config(config), dtype=dtype, load_format="dummy", seed=seed)
 
 
 def test_dummy_weights_keep_a_deep_model_in_range() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import MAX_HEADS, Fields, read_eps, read_head_dim
 from strandline.kernels.activation import sigmoid_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention import paged_attention
@@ -25,7 +26,6 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.qkv import HeadNorm, prepare_qkv
 from strandline.kernels.quantized_rows import Rows
 from strandline.kernels.quantizing import with_quantized
-from strandline.model_config import MAX_HEADS, Fields, read_eps, read_head_dim
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
@@ -70,7 +70,7 @@ class AttentionConfig:
     def read(
         cls, fields: Fields, norm: QueryKeyNorm, *, eps: float | None = None, has_bias: bool | None = None
     ) -> "AttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
             eps: of the norms of heads, where the configuration has another name for it.

@@ -8,11 +8,11 @@ Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X expe
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields
 from strandline.kernels.activation import clamped_swiglu
 from strandline.kernels.binding import Kernels
 from strandline.kernels.moe import clamped_experts_glu
 from strandline.kernels.router import route
-from strandline.model_config import Fields
 from strandline.models.layers.mlp import GatedMlpConfig, gated_mlp_targets
 from strandline.models.layers.moe import EXPERTS, expert_targets
 from strandline.models.layers.parameters import matrix, parameter
@@ -25,7 +25,7 @@ MIN_LIMIT, MAX_LIMIT = 1e-3, 1e6
 
 
 def read_limit(fields: Fields) -> float:
-    """Read what gates and up projections are clamped to; raises as :class:`strandline.model_config.Fields`."""
+    """Read what gates and up projections are clamped to; raises as :class:`strandline.config_fields.Fields`."""
     return fields.number("swiglu_limit", at_least=MIN_LIMIT, at_most=MAX_LIMIT)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from strandline.config_fields import Fields
 from strandline.errors import ConfigError
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import KVMemory, StepBatch
@@ -24,7 +25,6 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import head_linear
 from strandline.kernels.qkv import HeadNorm
 from strandline.kernels.replay import ReplayLog, replay_log
-from strandline.model_config import Fields
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, parameter
@@ -47,7 +47,7 @@ class ConvolvedAttentionConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "ConvolvedAttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         if fields.flag("attention_bias"):
             fields.reject("attention_bias", "false")
         taps = [fields.size(name, at_most=MAX_TAPS - 1) for name in ("cca_time0", "cca_time1")]

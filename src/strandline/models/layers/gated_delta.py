@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -27,7 +28,6 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.quantized_rows import Rows
 from strandline.kernels.quantizing import with_quantized
 from strandline.kernels.replay import ReplayLog, replay_log
-from strandline.model_config import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -65,7 +65,7 @@ class GatedDeltaNetConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "GatedDeltaNetConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         num_key_heads = fields.size("linear_num_key_heads", at_most=MAX_HEADS)
         num_heads = fields.size("linear_num_value_heads", at_most=MAX_HEADS)
         if num_heads % num_key_heads:

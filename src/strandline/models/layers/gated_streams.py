@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields, read_eps
 from strandline.kernels.norm import rms_norm_heads_zero_centered
-from strandline.model_config import Fields, read_eps
 from strandline.models.layers.moe import PROJECTION_ROWS
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
@@ -37,7 +37,7 @@ class GatedStreamsConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "GatedStreamsConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         num_streams = fields.size("hc_count", at_least=2, at_most=MAX_STREAMS)
         return cls(num_streams, fields.size("hidden_size"), fields.size("hc_lowrank"), read_eps(fields))
 

@@ -17,9 +17,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import MIN_EPS, Fields, read_eps
 from strandline.kernels.binding import Kernels
 from strandline.kernels.norm import rms_norm
-from strandline.model_config import MIN_EPS, Fields, read_eps
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.streams import MAX_STREAMS, Mixed
@@ -42,7 +42,7 @@ class HyperConnectionsConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "HyperConnectionsConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         return cls(
             num_streams=fields.size("hc_mult", at_most=MAX_STREAMS),
             hidden_size=fields.size("hidden_size"),

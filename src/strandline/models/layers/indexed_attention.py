@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
 from strandline.kernels.norm import rms_norm_zero_centered
 from strandline.kernels.rotary import apply_rotary
-from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.projection import Projection
@@ -44,7 +44,7 @@ class IndexedAttentionConfig:
 
     @classmethod
     def read(cls, fields: Fields, rotary: RotaryFrequencies) -> "IndexedAttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
             rotary: of attention and index alike.

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, MAX_SIZE, Fields, read_eps
 from strandline.errors import EngineError
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import AttentionBatch, StepBatch
@@ -32,7 +33,6 @@ from strandline.kernels.indexed_latent_attention import (
     indexed_latent_attention,
     is_read_whole,
 )
-from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, MAX_SIZE, Fields, read_eps
 from strandline.models.layers.latent_attention import MAX_LATENT, LatentAttention, LatentAttentionConfig
 from strandline.models.layers.moe import PROJECTION_ROWS
 from strandline.models.layers.parameters import dtype_name, gain, parameter
@@ -57,7 +57,7 @@ class IndexedLatentAttentionConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "IndexedLatentAttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         if fields.size("qk_rope_head_dim", at_least=0) != 0:
             fields.reject("qk_rope_head_dim", "0: keys without positions")
         if not fields.flag("index_kpool_always_select_tail"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -23,7 +24,6 @@ from strandline.kernels.kda import KimiDeltaInputs, kda_decode, kda_prefill
 from strandline.kernels.norm import rms_norm_sigmoid_gated
 from strandline.kernels.replay import ReplayLog, replay_log
 from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
-from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -49,7 +49,7 @@ class KimiDeltaAttentionConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "KimiDeltaAttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         return cls(
             hidden_size=fields.size("hidden_size"),
             num_heads=fields.size("linear_num_heads", at_most=MAX_HEADS),

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import AttentionBatch, StepBatch
 from strandline.kernels.binding import Kernels
@@ -28,7 +29,6 @@ from strandline.kernels.latent_expansion import expanded_latent_attention, is_ex
 from strandline.kernels.linear import head_linear
 from strandline.kernels.norm import rms_norm
 from strandline.kernels.operation import Operation
-from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
@@ -58,7 +58,7 @@ class LatentAttentionConfig:
 
     @classmethod
     def read(cls, fields: Fields, eps: float) -> "LatentAttentionConfig":
-        """Read a text configuration, but for ``query_rank``; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration, but for ``query_rank``; raises as :class:`strandline.config_fields.Fields`."""
         num_heads = fields.size("num_attention_heads", at_most=MAX_HEADS)
         if fields.size("num_key_value_heads", at_most=MAX_HEADS) != num_heads:
             fields.reject("num_key_value_heads", f"the number of attention heads, {num_heads}")

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.activation import silu_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
@@ -28,7 +29,6 @@ from strandline.kernels.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefil
 from strandline.kernels.norm import rms_norm_of_gated
 from strandline.kernels.replay import ReplayLog, of_step, replay_log
 from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
-from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -77,7 +77,7 @@ class Mamba2Config:
 
     @classmethod
     def read(cls, fields: Fields, names: Mamba2Names, eps: float) -> "Mamba2Config":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         num_groups = fields.size(names.num_groups, at_most=MAX_HEADS)
         num_heads = fields.size(names.num_heads, at_most=MAX_HEADS)
         if num_heads % num_groups:

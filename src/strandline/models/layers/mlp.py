@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields
 from strandline.kernels.activation import swiglu
 from strandline.kernels.binding import Kernels
 from strandline.kernels.linear import LINEAR_OPERATIONS
 from strandline.kernels.quantized_rows import Rows
 from strandline.kernels.quantizing import with_quantized
-from strandline.model_config import Fields
 from strandline.models.layers.projection import GatedProjection, Projection, SummedProjection
 from strandline.models.shard import WHOLE, Shard
 from strandline.models.targets import NamedTargets, sharded
@@ -28,7 +28,7 @@ class GatedMlpConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "GatedMlpConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         return cls(fields.size("hidden_size"), fields.size("intermediate_size"))
 
     def part_of(self, shard: Shard) -> int:

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_mixture
 from strandline.kernels.expert_choices import Summand
@@ -21,7 +22,6 @@ from strandline.kernels.moe import mixture
 from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.router import Routing
 from strandline.kernels.weights import FourBitWeight, ScaledWeight
-from strandline.model_config import Fields
 from strandline.models.layers.parameters import matrix
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.shard import WHOLE, Shard
@@ -56,7 +56,7 @@ class SparseMoeConfig:
 
     @classmethod
     def read(cls, fields: Fields, *, is_normalised: bool, is_shared: bool = True) -> "SparseMoeConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
             is_shared: whether the family has a shared expert.

@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields, read_eps, read_vocab_size
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.norm import rms_norm_heads_zero_centered
 from strandline.kernels.replay import ReplayLog
-from strandline.model_config import Fields, read_eps, read_vocab_size
 from strandline.models.layers.convolution import ComposedConvolution
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
@@ -80,7 +80,7 @@ class NgramFeaturesConfig:
 
     @classmethod
     def read(cls, fields: Fields, num_streams: int, number: int) -> "NgramFeaturesConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
             number: of the layer among those that have such features, from 0.

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
@@ -23,7 +24,6 @@ from strandline.kernels.qkv import prepare_qkv
 from strandline.kernels.quantized_rows import plain_rows
 from strandline.kernels.relative_attention import relative_attention
 from strandline.kernels.replay import ReplayLog
-from strandline.model_config import MAX_HEAD_DIM, MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.parameters import parameter
@@ -57,7 +57,7 @@ class RelativeAttentionConfig:
 
     @classmethod
     def read(cls, fields: Fields, *, is_sliding: bool) -> "RelativeAttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`.
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
             is_sliding: whether the layer has a window, and heads of its own.

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.replay import ReplayLog, replay_log
-from strandline.model_config import Fields
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -37,7 +37,7 @@ class ShortConvConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "ShortConvConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         num_taps = fields.size("conv_L_cache", at_least=2, at_most=MAX_TAPS)
         return cls(fields.size("hidden_size"), num_taps, fields.flag("conv_bias"))
 

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.expert_choices import Summand, added_up
@@ -19,7 +20,6 @@ from strandline.kernels.moe import mixture
 from strandline.kernels.quantized_rows import Rows, plain_rows
 from strandline.kernels.router import Routing, route
 from strandline.kernels.weights import FourBitWeight, ScaledWeight
-from strandline.model_config import Fields
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
 from strandline.models.layers.parameters import matrix, parameter
@@ -51,7 +51,7 @@ class SigmoidMoeConfig:
 
 
 def read_routing(fields: Fields, num_experts: int) -> Routing:
-    """Read the router of DeepSeek-V3's kind; raises as :class:`strandline.model_config.Fields`."""
+    """Read the router of DeepSeek-V3's kind; raises as :class:`strandline.config_fields.Fields`."""
     num_groups = fields.size("n_group", at_most=num_experts)
     if num_experts % num_groups or num_experts // num_groups < min(2, num_groups):
         fields.reject("n_group", f"such that groups of all {num_experts} experts are of one size, at least 2")
@@ -68,7 +68,7 @@ def read_routing(fields: Fields, num_experts: int) -> Routing:
 
 
 def read_experts(fields: Fields) -> SigmoidMoeConfig:
-    """Read experts whose router computes in float32; raises as :class:`strandline.model_config.Fields`."""
+    """Read experts whose router computes in float32; raises as :class:`strandline.config_fields.Fields`."""
     num_experts = fields.size("num_local_experts", at_most=MAX_EXPERTS)
     size = fields.size("moe_intermediate_size")
     return SigmoidMoeConfig(

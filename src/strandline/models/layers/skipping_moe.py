@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.config_fields import Fields, read_eps
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.moe import mixture
 from strandline.kernels.norm import rms_norm
 from strandline.kernels.router import Routing
-from strandline.model_config import Fields, read_eps
 from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.projection import Projection
@@ -42,7 +42,7 @@ class SkippingMoeConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> "SkippingMoeConfig":
-        """Read a text configuration; raises as :class:`strandline.model_config.Fields`."""
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
         fields.choice("hidden_act", ["silu"])
         fields.size("num_experts_per_tok", at_most=1)
         return cls(
