@@ -21,6 +21,7 @@ from strandline.server.request_bodies import ChatBody, CompletionBody, Detokeniz
 from strandline.server.responses_api import ResponsesBody, create_response
 from strandline.server.service import Service
 from strandline.server.sse import json_response, while_connected
+from strandline.server.stored_responses import add_stored_responses
 from strandline.server.stream_pings import StreamPings
 from strandline.server.tools import toolbox
 from strandline.version import VERSION, find_commit
@@ -50,6 +51,7 @@ def build_app(
     """
     app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None, responses=ERRORS)
     _add_generation(app, service)
+    add_stored_responses(app, service)
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_operation(app, service)

@@ -7,6 +7,7 @@ from hashlib import blake2s
 from math import inf
 from typing import Final
 
+from strandline.config import parse_bytes
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
 from strandline.server.cross_origin import ORIGIN, TOKEN, CrossOrigin
@@ -53,6 +54,9 @@ class ServerConfig:
     max_queue: int = 1024
     """Maximum number of queued outputs, in addition to those that run."""
     max_body_bytes: int = 8 * 2**20
+    response_store: str | int = "64MiB"
+    """Memory for responses of ``/v1/responses`` that later requests continue: bytes, or a string such as ``64MiB``; 0:
+    nothing is stored."""
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
     """Time limit for a client to send a request's head, a part of its body, or read a part of its response; 0: none."""
@@ -84,6 +88,13 @@ class ServerConfig:
         self.cross_origin()
         if self.cache_page not in CACHE_PAGES:
             raise ConfigError(f"--cache-page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
+
+        _ = self.response_store_bytes
+
+    @property
+    def response_store_bytes(self) -> int:
+        """Memory for responses; 0: none are stored."""
+        return 0 if str(self.response_store).strip() == "0" else parse_bytes(self.response_store, "--response-store")
 
     def key_salts(self) -> dict[str, str]:
         """Return the valid keys, the environment's included, each with the prefix of its requests' salts.

@@ -17,6 +17,7 @@ from strandline.server.body_faults import fault_of
 from strandline.server.engine_client import QueueFullError
 from strandline.server.engine_link import EngineDeadError, RequestTimeoutError
 from strandline.server.jobs import NoTokenError, OutputFailedError
+from strandline.server.response_store import UnknownPreviousResponseError, UnknownResponseError
 
 MAX_MESSAGE: Final = 1000
 RETRY_AFTER_S: Final = 1
@@ -82,6 +83,10 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 429, "queue_full"
         case UnknownModelError():
             return 404, "model_not_found"
+        case UnknownResponseError():
+            return 404, None
+        case UnknownPreviousResponseError():
+            return 400, "previous_response_not_found"
         case PromptTooLongError():
             return 400, "context_length_exceeded"
         case RequestError():

@@ -76,6 +76,8 @@ def _add_limit_flags(add: Any) -> None:
         metavar="N",
         help="maximum size of a request body (default: %(default)s)",
     )
+    text = "memory for responses that later requests continue; 0: none are stored (default: %(default)s)"
+    add("--response-store", default="64MiB", metavar="SIZE", help=text)
     text = "time limit for a client to send or read a part of a message; 0: none (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
     text = "silence after which a stream gets a comment, or Anthropic's event ping; 0: none (default: %(default)s)"

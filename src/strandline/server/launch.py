@@ -32,6 +32,7 @@ from strandline.server.http_protocol import HttpProtocol
 from strandline.server.listener import Listener, log_loop_error
 from strandline.server.metrics import Metrics
 from strandline.server.output_parser import REASONING_FIELDS, choose_output_format
+from strandline.server.response_store import ResponseStore
 from strandline.server.service import Service, TryGrammar
 from strandline.server.slow_client_timeout import SlowClientTimeout
 from strandline.server.supervisor import EngineProcess, engine_process, keep_restarting
@@ -147,6 +148,7 @@ def make_service(
         server.keep_client_telemetry,
         kv_transfer=engine.kv_transfer,
         try_grammar=try_grammar,
+        responses=ResponseStore(server.response_store_bytes),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from strandline.errors import RequestError
@@ -241,6 +242,15 @@ def check_extra(fields: Mapping[str, Any] | None) -> None:
             raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
         if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
             warn_once("request field %s is unknown and ignored", name)
+
+
+def check_unicode(fields: Mapping[str, Any]) -> None:
+    """Raise a RequestError unless all texts in fields that a response repeats are valid Unicode."""
+    for name, value in fields.items():
+        try:
+            msgspec.json.encode(value)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{name} is not valid Unicode: {error.reason}", param=name) from error
 
 
 def effort_options(effort: Any, param: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's Responses API, stateless."""
+"""``/v1/responses``: OpenAI's Responses API."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -14,6 +14,7 @@ from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import owner_of, salt_of
+from strandline.server.input_items import read_items, with_ids
 from strandline.server.reasoning_seal import ReasoningSeal
 from strandline.server.request_bodies import (
     Count,
@@ -21,9 +22,11 @@ from strandline.server.request_bodies import (
     SamplingFields,
     Strings,
     check_extra,
+    check_unicode,
     effort_options,
     sent_as,
 )
+from strandline.server.response_store import ResponseStore
 from strandline.server.responses_history import History
 from strandline.server.responses_items import Items
 from strandline.server.responses_tools import DeclaredTools
@@ -36,14 +39,20 @@ from strandline.text.frontend import CheckedParams
 from strandline.text.reasoning import CLOSE
 from strandline.text.segments import merge_segments
 
-STORED: Final = ("previous_response_id", "conversation", "background", "prompt")
-"""Fields that need stored state."""
+NOT_SERVED: Final[Mapping[str, str]] = {
+    "background": "a response is generated while its request is open",
+    "conversation": "send previous_response_id, or the whole conversation as input",
+    "prompt": "no prompts are stored; send the prompt as instructions and input",
+}
+"""Fields that are not served, and why or what to send instead."""
 TEXT_FORMAT: Final = "text.format"
 EFFORT: Final = "reasoning.effort"
 LOGPROBS: Final = "message.output_text.logprobs"
 """Value of ``include`` that requests log-probabilities."""
 SEALED: Final = "reasoning.encrypted_content"
 """Value of ``include`` that requests reasoning in a form that clients send back."""
+REPEATED: Final = ("instructions", "metadata", "text", "tool_choice", "tools")
+"""Fields that the response repeats."""
 
 WITHOUT_RESULT: Final = (
     "code_interpreter_call.outputs",
@@ -90,12 +99,9 @@ class ResponsesBody(SamplingFields):
             RequestError: a value is out of range, or the body asks for what is not supported.
         """
         check_extra(self.model_extra)
-        for name in STORED:
+        for name, why in NOT_SERVED.items():
             if getattr(self, name):
-                raise RequestError(
-                    f"{name} is not supported, because nothing is stored; send the whole conversation as input",
-                    param=name,
-                )
+                raise RequestError(f"{name} is not supported: {why}", param=name)
         if self.n not in (None, 1):
             raise RequestError(f"n must be 1 for /v1/responses, got {self.n}", param="n")
         for value in self.include or ():
@@ -135,17 +141,32 @@ class ResponsesBody(SamplingFields):
 class Conversation:
     """What a request asks, in the server's terms.
 
+    Args:
+        owner: the client, whose stored responses the request may name.
+
     Raises:
-        RequestError: an item or a tool is malformed, or the choice of a tool cannot be served.
+        RequestError: an item or a tool is malformed, the choice of a tool cannot be served, or something that the
+            request names is not stored.
     """
 
-    def __init__(self, body: ResponsesBody, owner: str) -> None:
+    def __init__(self, body: ResponsesBody, owner: str, store: ResponseStore) -> None:
+        self.is_stored = store.is_on and body.store is not False
+        repeated = (*REPEATED, "input") if self.is_stored else REPEATED
+        check_unicode({name: getattr(body, name) for name in repeated})
         self._seal = ReasoningSeal(owner)
         self.tools = DeclaredTools()
         self.tools.add(body.tools or (), "tools")
-        self.messages = History(self.tools, self._seal.unseal).read(body.instructions, body.input)
+        earlier = store.conversation(owner, body.previous_response_id) if body.previous_response_id else ()
+        self._own_items = read_items(body.input, lambda item_id: store.item(owner, item_id))
+        self.messages = History(self.tools, self._seal.unseal).read(body.instructions, self._own_items, earlier)
         self.box = self.tools.toolbox(body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
         self._wants_sealed = SEALED in (body.include or ())
+        self._store, self._owner = store, owner
+
+    def keep(self, response: Json) -> None:
+        """Store a finished response if the request asks for that, which is the default."""
+        if self.is_stored:
+            self._store.add(self._owner, response, with_ids(self._own_items))
 
     def items(self) -> Items:
         """Return the response's items."""
@@ -166,6 +187,7 @@ class ModelResponse:
     ) -> None:
         params = checked.params
         self._body = body
+        self._conversation = conversation
         self._head: Json = {
             "id": f"resp_{uuid4().hex}",
             "object": "response",
@@ -176,9 +198,9 @@ class ModelResponse:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.effort, "summary": None},
-            "store": False,
+            "store": conversation.is_stored,
             "temperature": params.temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
@@ -234,13 +256,15 @@ class ModelResponse:
     def _finished(self, last: OutputDelta) -> Json:
         status = _status(last)
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
+        response = {
             **self._head,
             "status": status,
             "incomplete_details": details,
             "output": self._items.items,
             "usage": self._usage(),
         }
+        self._conversation.keep(response)
+        return response
 
     def _usage(self) -> Json:
         [stream] = self.job.streams
@@ -277,7 +301,7 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
-    conversation = Conversation(body, owner_of(request))
+    conversation = Conversation(body, owner_of(request), service.responses)
     box = conversation.box
     body.require_plain_text(service, box)
     salt = salt_of(request, body.cache_salt)

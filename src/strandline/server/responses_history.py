@@ -46,19 +46,21 @@ class History:
         self._unseal = unseal
         self._messages: list[Message] = []
 
-    def read(self, instructions: str | None, items: str | Sequence[Any]) -> list[Message]:
+    def read(self, instructions: str | None, items: Sequence[Any], earlier: Sequence[Any] = ()) -> list[Message]:
         """Return a conversation as chat messages; adjacent items of the model become one message.
+
+        Args:
+            earlier: stored items that come before the request's.
 
         Raises:
             RequestError: an item is malformed; its path is the error's parameter.
         """
         if instructions:
             self._add({"role": "system", "content": instructions})
-        if isinstance(items, str):
-            self._add({"role": "user", "content": items})
-        else:
-            for index, item in enumerate(items):
-                self._read_item(item, f"input[{index}]")
+        for index, item in enumerate(earlier):
+            self._read_item(item, f"previous_response_id[{index}]")
+        for index, item in enumerate(items):
+            self._read_item(item, f"input[{index}]")
         if all(message["role"] == "system" for message in self._messages):
             self._add({"role": "user", "content": ""})  # a client's probe; templates need a question
         return self._messages
@@ -84,10 +86,6 @@ class History:
             self._read_call(item, path)
         elif kind == "reasoning":
             self._read_reasoning(item)
-        elif kind == "item_reference":
-            raise RequestError(
-                f"{path}: no item {str(item.get('id'))[:100]!r} is stored; send the item itself", param=path
-            )
         elif kind in ("additional_tools", "tool_search_output") and isinstance(item.get("tools"), list):
             self._read_tools(item, path)
         elif kind in COMPACTIONS:

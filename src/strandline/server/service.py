@@ -19,6 +19,7 @@ from strandline.records.transfer_params import TransferParams, read_transfer_par
 from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
 from strandline.server.output_parser import REASONING_FIELDS, OutputFormat
+from strandline.server.response_store import ResponseStore
 from strandline.server.tools import Toolbox
 from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.conversations import ChatRenderer
@@ -55,6 +56,8 @@ class Service:
     """Transfer of prefixes between engines; None: off."""
     try_grammar: TryGrammar | None = None
     """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
+    """Responses that later requests continue."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
     _long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "long texts"))

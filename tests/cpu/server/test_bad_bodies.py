@@ -24,7 +24,7 @@ MANY = 100_000
 
 
 def items(*content: Any) -> list[Any]:
-    return [{"type": "reasoning", "content": list(content)}, {"type": "nothing"}]
+    return [{"type": "reasoning", "content": list(content)}, {"kind": "nothing"}]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def items(*content: Any) -> list[Any]:
         (MESSAGE, "output_config", {"format": 5}, "output_config.format must be"),
         (MESSAGE, "stop_sequences", [""], "non-empty"),
         (RESPONSE, "max_output_tokens", 2**70, "max_output_tokens must be"),
-        (RESPONSE, "input", items(5), "an input item must be"),
-        (RESPONSE, "input", items({"text": 5}), "an input item must be"),
+        (RESPONSE, "input", items(5), "input[1] must be an item with a type"),
+        (RESPONSE, "input", items({"text": 5}), "input[1] must be an item with a type"),
         (RESPONSE, "text", {"format": 5}, "text.format must be"),
     ],
     ids=lambda value: str(value)[:40],
@@ -136,7 +136,7 @@ def test_it_is_refused_and_the_server_goes_on(
         (MESSAGE, {"output_format": {"type": "nope"}}, "output_format"),
         (RESPONSE, {"max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSE, {"text": {"format": {"type": "nope"}}}, "text.format"),
-        (RESPONSE, {"input": []}, "input"),
+        (RESPONSE, {"input": [{"role": "user", "content": [5]}]}, "input[0].content[0]"),
         (RESPONSE, {"background": True}, "background"),
         (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         (RESPONSE, {"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),

@@ -25,7 +25,7 @@ FLAGS = [
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
     "--no-enable-prefix-caching",
     "--parse-special-tokens", "--port", "--reasoning-field", "--reasoning-parser", "--remembered-answers",
-    "--request-timeout-s", "--restart", "--salt-per-key", "--seed",
+    "--request-timeout-s", "--response-store", "--restart", "--salt-per-key", "--seed",
     "--served-model-name", "--snapshot-dtype", "--speculative-config", "--stream-ping-interval-s",
     "--tensor-parallel-size", "--tokenizer",
     "--tool-call-parser",

@@ -164,10 +164,10 @@ def test_text_formats_and_required_calls_are_followed(chatty: openai.OpenAI) -> 
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"previous_response_id": "resp_1"}, "nothing is stored"),
+    ({"previous_response_id": "resp_1"}, "Previous response with id 'resp_1' not found"),
     ({"input": [{"text": "x"}]}, r"input\[0\] must be an item with a type"),
     ({"input": [{"role": "user", "content": "x"}, {"role": "user", "content": [5]}]}, r"input\[1\].content\[0\] must"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, r"input\[0\]: no item 'msg_1' is stored"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, r"input\[0\]: no item .msg_1. is stored"),
     ({"tools": [{"type": "function"}]}, r"tools\[0\].name must be a text"),
     ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "does not run"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "a tool of type 'web_search'"),

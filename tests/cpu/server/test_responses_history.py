@@ -168,7 +168,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"type": "custom_tool_call", "call_id": "c", "name": "f", "input": {}}, "input[1].input"),
     ({"type": "function_call_output", "output": "x"}, "input[1].call_id"),
     ({"type": "function_call_output", "call_id": "c"}, "input[1].output"),
-    ({"type": "item_reference", "id": "x"}, "input[1]"),
     ({"type": "additional_tools", "tools": [{"type": "function", "name": ""}]}, "input[1].tools[0].name"),
     ({"type": 5}, "input[1]"),
 ]

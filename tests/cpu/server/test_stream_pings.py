@@ -3,9 +3,9 @@
 import asyncio
 import json
 import re
-from itertools import islice
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
