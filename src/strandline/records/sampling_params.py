@@ -69,6 +69,9 @@ class StructuredOutputsParams:
     """A regular expression for the white space between tokens of JSON."""
     after: str | None = None
     """The output is unconstrained up to this text: the end of the model's reasoning."""
+    calls: str | None = None
+    """A grammar in Lark's syntax of calls and reasoning, whose rule ``@body`` stands for the structure: an output may
+    call tools instead. None: it may not."""
     origin: str = field(default=STRUCTURED_OUTPUTS, compare=False)
     """The request's field, for messages."""
 
@@ -110,7 +113,7 @@ class StructuredOutputsParams:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], origin: str = STRUCTURED_OUTPUTS) -> "StructuredOutputsParams":
         """Build from a mapping. Raises a RequestError as the constructor, or when a name is unknown."""
-        known = [f.name for f in fields(cls) if f.name != "origin"]
+        known = [f.name for f in fields(cls) if f.name not in ("calls", "origin")]
         _check_names("structured_outputs field", values, known, STRUCTURED_OUTPUTS)
         return cls(**values, origin=origin)
 

@@ -11,6 +11,7 @@ prepared vocabulary. Its only work is to fork.
 
 import asyncio
 import gc
+import logging
 import os
 import resource
 import signal
@@ -27,6 +28,8 @@ from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.server.engine_link import RequestTimeoutError
 from strandline.text import compiling_threads
 from strandline.text.structured import Grammars, compile_source, refusal
+
+LOGGER: Final = logging.getLogger("strandline.server")
 
 MAX_CPU_S: Final = 3
 MAX_BYTES: Final = 256 * 2**20
@@ -46,7 +49,7 @@ HEADER: Final = struct.Struct("!Q")
 """The length of a grammar in bytes, sent before it."""
 PASSED: Final = b"+"
 REFUSED: Final = b"-"
-"""First bytes of an answer; the reason follows ``REFUSED``. A killed trial sends no answer."""
+"""First bytes of an answer; warnings follow ``PASSED``, a reason ``REFUSED``. A killed trial sends no answer."""
 
 
 class GrammarTrials:
@@ -99,8 +102,10 @@ class GrammarTrials:
                     f"the grammar was not compiled within {self._timeout_s:g} s; simplify it, try again later, or "
                     "raise --request-timeout-s"
                 ) from error
-            if answer != PASSED:
+            if not answer.startswith(PASSED):
                 raise refusal(params, answer.removeprefix(REFUSED).decode() or TOO_MUCH)
+            if warnings := answer.removeprefix(PASSED).decode():
+                LOGGER.info("%s: not enforced by the grammar: %s", params.name_of(params.kind), warnings)
         self._passed[key] = None
         self._passed.move_to_end(key)
         if len(self._passed) > MAX_REMEMBERED:
@@ -159,8 +164,8 @@ def _run_trial(connection: socket.socket, grammars: Grammars) -> Never:
     Thread(target=_exit_with, args=(connection,), daemon=True).start()
     _set_limits()
     try:
-        compile_source(source, grammars.load())
-        answer = PASSED
+        start = compile_source(source, grammars.load())
+        answer = PASSED + "; ".join(dict.fromkeys(start.get_grammar_warnings())).encode()
     except RequestError as error:
         answer = REFUSED + str(error).encode()
     connection.sendall(answer)

@@ -16,10 +16,12 @@ from strandline.kv_transfer_config import KVTransferConfig
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
 from strandline.records.transfer_params import TransferParams, read_transfer_params
+from strandline.server.callable_tools import CallableTools
 from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
 from strandline.server.output_parser import REASONING_FIELDS, OutputFormat
 from strandline.server.response_store import ResponseStore
+from strandline.server.structured_fields import binds_whole_answer
 from strandline.server.tools import Toolbox
 from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.conversations import ChatRenderer
@@ -62,6 +64,7 @@ class Service:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
     _long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "long texts"))
     _renderers: list[ChatRenderer] = field(default_factory=list)
+    callable_tools: CallableTools = field(default_factory=CallableTools)
     _hidden_ids: dict[bool, frozenset[int] | None] = field(default_factory=dict)
 
     @property
@@ -111,25 +114,53 @@ class Service:
         Raises:
             RequestError: the parameters, or the requested structure, cannot be served.
         """
-        grammars = self.client.frontend.grammars
         reasoning_end = CLOSE if self.output_format.opens_reasoning(prompt) else None
         structure = params.structured_outputs
+        is_whole = structure is not None and binds_whole_answer(structure)
         if toolbox.choice in ("required", "named"):
-            if structure is not None:
+            if structure is not None and is_whole:
                 raise RequestError(
                     f"tool_choice {toolbox.choice!r} and {structure.origin} cannot be combined", param="tool_choice"
                 )
-            parser = self.output_format.tool_calls
-            if toolbox.is_parallel and not await self.in_thread(lambda: self.renderer.takes_parallel_calls):
-                toolbox = replace(toolbox, is_parallel=False)  # the next turn could not be rendered
-            grammar = await asyncio.to_thread(toolbox.grammar, parser, grammars.tag, reasoning_end)
-            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar, origin="tools"))
+            params = replace(params, structured_outputs=await self._calls(toolbox, reasoning_end))
+        elif structure is not None and not is_whole and toolbox.schemas and self.output_format.tool_calls != "none":
+            await self.try_structure(structure)  # faults of the structure are told from those of tools
+            params = replace(params, structured_outputs=await self._calls(toolbox, reasoning_end, structure))
         elif structure is not None and reasoning_end is not None:
             params = replace(params, structured_outputs=replace(structure, after=reasoning_end))
         checked = await self.check(params)
         with_tools = toolbox.schemas is not None
         reasoning = self.output_format.reasoning_rules(prompt, with_tools=with_tools)
         return replace(checked, hidden_ids=self.hidden_ids(params, with_tools=with_tools), reasoning=reasoning)
+
+    async def _calls(
+        self, toolbox: Toolbox, reasoning_end: str | None, structure: StructuredOutputsParams | None = None
+    ) -> StructuredOutputsParams:
+        """Return the structure of an answer that calls tools.
+
+        Args:
+            structure: the answer may have it instead.
+
+        Raises:
+            RequestError: no tool can be called.
+        """
+        parser, tag = self.output_format.tool_calls, self.client.frontend.grammars.tag
+        if toolbox.is_parallel and not await self.in_thread(lambda: self.renderer.takes_parallel_calls):
+            toolbox = replace(toolbox, is_parallel=False)  # the next turn could not be rendered
+
+        async def calls_of(schemas: Mapping[str, Any]) -> StructuredOutputsParams:
+            instead = "" if structure is None else "@body"
+            grammar = await asyncio.to_thread(toolbox.grammar, schemas, parser, tag, reasoning_end, instead=instead)
+            if structure is None:
+                return StructuredOutputsParams(grammar=grammar, origin="tools")
+            return replace(structure, calls=grammar, origin="tools")
+
+        async def check(schemas: Mapping[str, Any]) -> None:
+            await self.try_structure(await calls_of(schemas))
+
+        if parser == "none":
+            return await calls_of({})
+        return await calls_of(await self.callable_tools.accepted(toolbox.callable_schemas, check))
 
     def hidden_ids(self, params: SamplingParams, *, with_tools: bool) -> frozenset[int] | None:
         """Return the special tokens to leave out of an answer's text, if its parsers need some of them; else None."""
@@ -151,12 +182,16 @@ class Service:
             RequestError: they cannot be served.
             EngineError: the grammar cannot be tried, or was not compiled in time.
         """
-        frontend, structure = self.client.frontend, params.structured_outputs
-        if structure is not None and self.try_grammar is not None:
+        if params.structured_outputs is not None:
+            await self.try_structure(params.structured_outputs)
+        return self.client.frontend.check_values(params)
+
+    async def try_structure(self, structure: StructuredOutputsParams) -> None:
+        """Compile a grammar on trial. Raises as ``check``."""
+        if self.try_grammar is not None:
             await self.try_grammar(structure)
-        elif structure is not None:
-            await asyncio.to_thread(frontend.grammars.check, structure)
-        return frontend.check_values(params)
+        else:
+            await asyncio.to_thread(self.client.frontend.grammars.check, structure)
 
     def transfer_params(self, value: Mapping[str, Any] | None, num_prompts: int = 1) -> TransferParams | None:
         """Return a request's transfer to or from another engine; None: there is none.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.sampling_params import STRUCTURED_OUTPUTS, StructuredOutputsParams
 
 GUIDED: Final[Mapping[str, str]] = {
     "guided_json": "json",
@@ -13,6 +13,11 @@ GUIDED: Final[Mapping[str, str]] = {
     "guided_grammar": "grammar",
 }
 """vLLM's older fields, and their names in ``structured_outputs``."""
+
+
+def binds_whole_answer(structure: StructuredOutputsParams) -> bool:
+    """Return whether a structure holds for all of an answer, calls included: a response format is one of its text."""
+    return structure.origin in (STRUCTURED_OUTPUTS, *GUIDED)
 
 
 def structure_of(fields: Mapping[str, Any], format_name: str = "response_format") -> StructuredOutputsParams | None:

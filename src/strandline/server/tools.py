@@ -37,34 +37,41 @@ class Toolbox:
             return None
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
-    def grammar(self, parser: str, tag: Tag, reasoning_end: str | None = None) -> str | None:
-        """Return the grammar of an answer that must call a tool, in the model's format; None if it need not call one.
+    @property
+    def callable_schemas(self) -> dict[str, Any]:
+        """Return parameter schemas of the functions that an answer may call."""
+        return {
+            name: _with_text_grammar(schema, self.text_grammars.get(name))
+            for name, schema in (self.schemas or {}).items()
+            if self.allowed is None or name in self.allowed
+        }
+
+    def grammar(
+        self, schemas: Mapping[str, Any], parser: str, tag: Tag, reasoning_end: str | None = None, *, instead: str = ""
+    ) -> str:
+        """Return the grammar of an answer that calls tools, in the model's format.
 
         Args:
+            schemas: of the functions that can be called: ``callable_schemas``, or what a compiler accepts of them.
             reasoning_end: tag that ends the reasoning in which the answer begins; None: it does not.
+            instead: rule of an answer without calls; empty: a tool must be called.
 
         Raises:
-            RequestError: the model's format of calls is unknown.
+            RequestError: the model's format of calls is unknown, or cannot express a name.
         """
-        if self.choice not in ("required", "named"):
-            return None
         if parser == "none":
             raise RequestError(
                 f"tool_choice {self.choice!r} needs a format of tool calls; give --tool-call-parser",
                 param="tool_choice",
             )
-        schemas = {
-            name: _with_text_grammar(schema, self.text_grammars.get(name))
-            for name, schema in (self.schemas or {}).items()
-            if self.allowed is None or name in self.allowed
-        }
         known = tool_format(parser)
         calls = {f"call{index}": named for index, named in enumerate(schemas.items())}
         rules = [line for rule, (name, schema) in calls.items() for line in known.rules(rule, name, schema, tag)]
-        is_parallel = self.is_parallel and self.choice == "required"
-        frame, start = known.frame, ["start: answer"]
+        is_parallel = self.is_parallel and self.choice != "named"
+        answer = f"(answer | {instead})" if instead else "answer"
+        frame, start = known.frame, [f"start: {answer}"]
         if reasoning_end is not None:
-            start = after_reasoning(reasoning_end, "answer", tag, call_tag=frame.first_tag, opened="opened")
+            start = after_reasoning(reasoning_end, answer, tag, call_tag=frame.first_tag, opened="opened")
         return "\n".join(dict.fromkeys([*start, *frame.rules(list(calls), tag, is_parallel=is_parallel), *rules]))
 
 

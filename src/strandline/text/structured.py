@@ -232,9 +232,12 @@ class Grammars:
         Raises:
             RequestError: it is not a grammar, too long, or may take hours to compile.
         """
-        for part in (params.regex, params.grammar, params.after):
+        for part in (params.regex, params.grammar, params.after, params.calls):
             check_text(part or "")
         start = ["start: @body"] if params.after is None else after_reasoning(params.after, "@body", self.tag)
+        if params.calls is not None:
+            _check_schemas(params.calls)
+            start = [params.calls]
         grammars = [{"lark_grammar": "\n".join([*start, NO_FORCING])}, {"name": "body", **_body(params)}]
         text = json.dumps({"grammars": grammars})
         if len(text) > MAX_GRAMMAR_CHARACTERS:

@@ -17,9 +17,15 @@ from strandline.text.schema_types import literals, value_types
 from strandline.text.tag_calls import Tags, split_name
 
 AS_TEMPLATES_WRITE: Final = {
-    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    "x-guidance": {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "lenient": True,
+        "coerce_one_of": True,
+    }
 }
-"""JSON with the white space that templates write."""
+"""JSON with the white space that templates write. Keywords and formats that llguidance lacks do not bind."""
 TEXT_GRAMMAR: Final = "x-text-grammar"
 """Key of a string's schema for the grammar of its text, in Lark's syntax, which tag formats enforce."""
 

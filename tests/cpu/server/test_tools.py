@@ -22,6 +22,7 @@ from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_SPECIALS, byte_tokenizer, chat_template
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.text.calls_grammar import calls_grammar
 from tests.cpu.text.templates import FAMILIES
 
 WEATHER: dict[str, Any] = {
@@ -189,12 +190,37 @@ def test_required_call_is_made_and_follows_its_schema(server_name: str, request:
                 assert name == "clock" or 1 <= arguments["days"] <= 9
 
 
+@pytest.mark.parametrize("server_name", ["json_server", "tag_server"])
+def test_response_format_beside_tools_leaves_the_choice(server_name: str, request: pytest.FixtureRequest) -> None:
+    server: ServerProcess = request.getfixturevalue(server_name)
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    wishes: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": [CLOCK], "max_tokens": 200}
+    wishes["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    seen = set()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        for choice, seed in [*(("auto", seed) for seed in range(8)), ("required", 0)]:
+            answer = client.chat.completions.create(
+                **wishes, tool_choice=choice, seed=seed, logit_bias=END_THINKING, parallel_tool_calls=False
+            )
+            message = answer.choices[0].message
+            is_call = bool(message.tool_calls)
+            seen.add((choice, is_call))
+            if is_call:
+                assert calls_of(message) == [["clock", "{}"]]
+            else:
+                assert json.loads(message.content or "") in ({"n": 1}, {"n": 2})
+            found, _ = streamed(client, **wishes, tool_choice=choice, seed=seed, logit_bias=END_THINKING)
+            assert bool(found["tool_calls"]) == is_call
+            assert found["content"] == (message.content or "")
+    assert seen == {("auto", True), ("auto", False), ("required", True)}
+
+
 def test_tagged_arguments_have_the_white_space_of_templates() -> None:
     """Else a random model could write white space without end, and the next turn would not hit all of this one."""
     values = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}
     parameters = {"properties": {"values": values}, "required": ["values"]}
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
-    grammar = toolbox(tools, "required").grammar("qwen3_coder", json.dumps)
+    grammar = calls_grammar(tools, "required", "qwen3_coder", json.dumps)
     grammars = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256)
     start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
     for values_text, is_allowed in ((json.dumps({"a": 1, "b": 2}), True), ('{"a":  1, "b": 2}', False)):
@@ -208,7 +234,7 @@ def test_required_values_in_tags_are_written_without_quotes() -> None:
     properties = {"name": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "unit": unit, "days": {"type": "integer"}}
     parameters = {"properties": properties, "$defs": {"unit": {"enum": ["c", "1"]}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    grammar = toolbox(tools, "required").grammar("qwen3_coder", json.dumps)
+    grammar = calls_grammar(tools, "required", "qwen3_coder", json.dumps)
     grammars = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256)
     start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
     allowed = [("name", "Ulm"), ("name", "null"), ("unit", "c"), ("unit", "1"), ("unit", "null"), ("days", "2")]

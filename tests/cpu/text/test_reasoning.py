@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from strandline import SamplingParams, StructuredOutputsParams
 from strandline.records.reasoning_rules import CallTag, ReasoningRules
 from strandline.server.output_parser import OutputFormat, OutputParser
-from strandline.server.tools import toolbox
 from strandline.text.detokenizer import Detokenizer
 from strandline.text.reasoning import ThinkParser
 from strandline.text.structured import Grammars
 from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, tool_format
 from tests.cpu.engine.tokenizers import CHAT_VOCAB_SIZE, byte_tokenizer, chat_tokenizer
+from tests.cpu.text.calls_grammar import calls_grammar
 
 SCHEMAS: dict[str, Any] = {"read": {"type": "object", "properties": {"path": {"type": "string"}}}}
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": SCHEMAS["read"]}}]
@@ -164,7 +164,7 @@ def grammars(request: pytest.FixtureRequest) -> Grammars:
 
 @pytest.mark.parametrize("name", sorted({*TOOL_FORMATS, *ALIASES}))
 def test_required_call_may_follow_or_end_the_reasoning(name: str, grammars: Grammars) -> None:
-    grammar = toolbox(TOOLS, "required").grammar(name, grammars.tag, "</think>")
+    grammar = calls_grammar(TOOLS, "required", name, grammars.tag, "</think>")
     start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
     tokenizer, _ = grammars._load_tokenizer()
     call = tool_format(name).write(CALLS)
@@ -194,4 +194,4 @@ def test_required_call_is_constrained_where_reasoning_has_ended(shards: list[str
 
 
 GRAMMARS = Grammars(lambda: (CHAT_TOKENIZER, frozenset({257})), CHAT_VOCAB_SIZE)
-REQUIRED = StructuredOutputsParams(grammar=toolbox(TOOLS, "required").grammar("hermes", GRAMMARS.tag, "</think>"))
+REQUIRED = StructuredOutputsParams(grammar=calls_grammar(TOOLS, "required", "hermes", GRAMMARS.tag, "</think>"))

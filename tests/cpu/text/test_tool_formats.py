@@ -21,11 +21,11 @@ from strandline.server.output_parser import (
     chat_message,
     choose_output_format,
 )
-from strandline.server.tools import toolbox
 from strandline.text.segments import Segment, SegmentKind, merge_segments
 from strandline.text.structured import Grammars
 from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, tool_format
 from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.text.calls_grammar import calls_grammar
 from tests.cpu.text.counted_text import CountedText
 
 PARAMETERS: dict[str, Any] = {
@@ -519,7 +519,7 @@ def grammars() -> Grammars:
 @pytest.mark.parametrize("name", sorted({*TOOL_FORMATS, *ALIASES}))
 def test_grammar_takes_what_the_parser_parses(name: str, grammars: Grammars) -> None:
     tools = [{"type": "function", "function": {"name": key, "parameters": value}} for key, value in SCHEMAS.items()]
-    grammar = toolbox(tools, "required").grammar(name, json.dumps)
+    grammar = calls_grammar(tools, "required", name, json.dumps)
     start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
     format_name = ALIASES.get(name, name)
     answers = {
@@ -549,7 +549,7 @@ def test_written_calls_are_parsed_and_taken_by_the_grammar(name: str, grammars: 
     answer = tool_format(name).write([{"id": id, "function": each} for id, each in zip(ids, functions, strict=True)])
     assert calls(parse(name, answer)) == WANTED
     tools = [{"type": "function", "function": {"name": key, "parameters": value}} for key, value in SCHEMAS.items()]
-    grammar = toolbox(tools, "required").grammar(name, json.dumps)
+    grammar = calls_grammar(tools, "required", name, json.dumps)
     start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
     tokens = byte_tokenizer().encode(answer)
     assert start.validate_tokens(tokens) == len(tokens)
@@ -574,7 +574,7 @@ def test_optional_arguments_of_python_calls_may_be_left_out(
     arguments: str, is_allowed: bool, grammars: Grammars
 ) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
-    grammar = toolbox(tools, "required").grammar("olmo3", json.dumps)
+    grammar = calls_grammar(tools, "required", "olmo3", json.dumps)
     start = grammars.compile(StructuredOutputsParams(grammar=grammar)).start
     tokens = byte_tokenizer().encode(f"<function_calls>weather({arguments})</function_calls>")
     assert (start.deep_copy().validate_tokens(tokens) == len(tokens)) is is_allowed
@@ -601,7 +601,7 @@ def test_quotes_inside_strings_may_lack_a_backslash(name: str, written: str, cit
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_function_without_parameters_may_be_called_with_any(name: str, grammars: Grammars) -> None:
     tools = [{"type": "function", "function": {"name": "clock"}}]
-    grammar = toolbox(tools, {"type": "function", "function": {"name": "clock"}}).grammar(name, json.dumps)
+    grammar = calls_grammar(tools, {"type": "function", "function": {"name": "clock"}}, name, json.dumps)
     assert grammar is not None
     assert grammars.compile(StructuredOutputsParams(grammar=grammar)).start is not None
 
@@ -624,7 +624,7 @@ def test_function_without_parameters_may_be_called_with_any(name: str, grammars:
 def test_parameters_that_are_no_schema_are_refused(name: str, parameters: dict[str, Any], message: str) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     with pytest.raises(RequestError, match=f"parameters of tool 'weather'.*{message}"):
-        toolbox(tools, "required").grammar(name, json.dumps)
+        calls_grammar(tools, "required", name, json.dumps)
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
@@ -632,7 +632,7 @@ def test_unusual_schemas_of_parameters_are_taken(name: str) -> None:
     unusual = {"any": True, "maybe": {"type": ["string", "null"]}, "no_type": {}}
     for parameters in (None, {"properties": None, "required": None}, {"properties": unusual, "required": ["x"]}):
         tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
-        assert toolbox(tools, "required").grammar(name, json.dumps)
+        assert calls_grammar(tools, "required", name, json.dumps)
 
 
 def written_call(name: str, function: str, parameter: str) -> str:
@@ -665,7 +665,7 @@ def grammar_or_none(name: str, function: str, schema: dict[str, Any]) -> str | N
     """Return the grammar of a call that is required; None if it is refused."""
     try:
         tools = [{"type": "function", "function": {"name": function, "parameters": schema}}]
-        return toolbox(tools, "required").grammar(name, json.dumps)
+        return calls_grammar(tools, "required", name, json.dumps)
     except RequestError:
         return None
 
