@@ -1,7 +1,7 @@
 """Schemas of tools without the parts that the grammar compiler refuses, so that one tool never refuses a request.
 
-Which parts these are is asked of the compiler, by halves: schemas come from clients, and what it refuses depends on its
-release and on combinations of keywords.
+The compiler itself decides which parts these are, in a search by halves: schemas come from clients, and what it refuses
+depends on its release and on combinations of keywords.
 """
 
 import json

@@ -124,7 +124,7 @@ class Service:
                 )
             params = replace(params, structured_outputs=await self._calls(toolbox, reasoning_end))
         elif structure is not None and not is_whole and toolbox.schemas and self.output_format.tool_calls != "none":
-            await self.try_structure(structure)  # faults of the structure are told from those of tools
+            await self.try_structure(structure)  # its faults are not those of tools
             params = replace(params, structured_outputs=await self._calls(toolbox, reasoning_end, structure))
         elif structure is not None and reasoning_end is not None:
             params = replace(params, structured_outputs=replace(structure, after=reasoning_end))

@@ -9,7 +9,7 @@ from typing import Any, Final
 from strandline.text.closed_objects import LISTS, MAPS
 
 MAX_PARTS: Final = 4096
-"""Parts of a schema that are told apart; those after them, in preorder, are one with their parents."""
+"""Parts of a schema that can be left out by themselves; later ones, in preorder, only with a part that holds them."""
 
 Part = tuple[str | int, ...]
 
