@@ -280,6 +280,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
     text = 'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 3} (default: none)'
     add("--speculative-config", metavar="JSON", help=text)
+    text = 'what ends reasoning at its budget, such as {"reasoning_end_str": "So.</think>"} (default: the closing tag)'
+    add("--reasoning-config", metavar="JSON", help=text)
     text = 'publication of cache events, such as {"enable_kv_cache_events": true} (default: none)'
     add("--kv-events-config", metavar="JSON", help=text)
     text = (

@@ -12,6 +12,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
+from strandline.reasoning_config import ReasoningConfig, read_reasoning_config
 from strandline.specs import SNAPSHOT_DTYPES, ModelSpec
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
 
@@ -121,6 +122,9 @@ class EngineConfig:
     kv_transfer_config: str | Mapping[str, Any] | None = None
     """Transfer of prefixes between engines (``KVTransferConfig``), as a mapping or as JSON; None: off. Supported by the
     server, not by ``LLM``."""
+    reasoning_config: str | Mapping[str, Any] | None = None
+    """What ends reasoning at its budget (``ReasoningConfig``), as a mapping or as JSON; None: the closing tag, if the
+    server parses reasoning."""
     dequantize: bool = False
     """Convert weights published in FP8 or 4 bits to ``dtype`` as they load, also on GPUs."""
     seed: int = 0
@@ -174,6 +178,8 @@ class EngineConfig:
             raise ConfigError(f"--audit-rate must be from 0 to 1, got {rate!r}")
         if self.memory is not None:
             parse_bytes(self.memory)
+        if self.reasoning is not None and self.skip_tokenizer_init:
+            raise ConfigError("--reasoning-config needs a tokenizer: drop skip_tokenizer_init")
         self._require_tiers()
         self._require_cache()
         _ = self.remembered_bytes
@@ -254,6 +260,11 @@ class EngineConfig:
     def kv_transfer(self) -> KVTransferConfig | None:
         """Transfer of prefixes between engines; None: off."""
         return None if self.kv_transfer_config is None else read_kv_transfer_config(self.kv_transfer_config)
+
+    @property
+    def reasoning(self) -> ReasoningConfig | None:
+        """What ends reasoning at its budget; None: not given."""
+        return None if self.reasoning_config is None else read_reasoning_config(self.reasoning_config)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

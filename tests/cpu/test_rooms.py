@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 VOCABULARY = frozenset(
     {"ids", "specs", "errors", "config", "model_config", "speculative_config", "kv_events_config", "json_options"}
-    | {"kv_transfer_config", "env", "clock", "gc_policy", "version", "config_fields", "architectures"}
+    | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields"}
+    | {"architectures"}
 )
 ROOMS = {
     "vocabulary": frozenset[str](),

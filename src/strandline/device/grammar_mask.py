@@ -1,4 +1,4 @@
-"""Masks the logits of structured outputs.
+"""Masks the logits of outputs that are constrained.
 
 Shape suffixes: N rows, P the rank's part of the vocabulary, R rows with a grammar, W words of 32 bits.
 """
@@ -35,6 +35,11 @@ class GuardedMatcher:
         """Why it no longer allows any token."""
         with self._guard():
             self._matcher = make()
+
+    @property
+    def num_free_tokens(self) -> int:
+        """As many next tokens may be any, whatever they are."""
+        return 0 if self._matcher is None else self._matcher.num_free_tokens
 
     def append(self, token: int) -> None:
         """Advance by the sampled token."""

@@ -47,8 +47,8 @@ from strandline.kernels.replay import insert_logged
 from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, resolve_pending, store_hidden
 from strandline.kernels.verification import accept_drafts, complete_verification
 from strandline.models.protocol import DraftingModel, LanguageModel
-from strandline.records.grammars import GrammarCompiler
-from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult
+from strandline.records.grammars import NewMatcher
+from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, num_tokens_ahead
 from strandline.records.stop_strings import NewStopFinder, StopFinder
 
 RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
@@ -77,7 +77,7 @@ class Runner:
 
     Args:
         kernels: those of the model, and ``RUNNER_OPERATIONS``; the model uses them.
-        grammars: compiles the grammars of structured outputs; None without a tokenizer.
+        new_matcher: constrains outputs with a grammar or a budget of reasoning; None without a tokenizer.
         new_stop_finder: finds stop strings; None without a tokenizer.
         poison: fill freed memory with NaN, so that tests notice when it is read.
         keeps_logs: let decoding sequences keep logs of decoded tokens; the scheduler must know.
@@ -93,7 +93,7 @@ class Runner:
         device: torch.device,
         *,
         max_num_seqs: int,
-        grammars: GrammarCompiler | None = None,
+        new_matcher: NewMatcher | None = None,
         new_stop_finder: NewStopFinder | None = None,
         poison: bool = False,
         keeps_logs: bool = False,
@@ -103,7 +103,8 @@ class Runner:
         self.model = model
         self._synthetic_rates = synthetic_rates
         self.device = device
-        self._grammars, self._new_stop_finder = grammars, new_stop_finder
+        self._new_matcher, self._new_stop_finder = new_matcher, new_stop_finder
+        self._tokens_ahead = num_tokens_ahead(draft_tokens)
         if device.type == "cpu":
             keep_scratch_memory()
         self.arena = ArenaTensors(
@@ -139,7 +140,7 @@ class Runner:
             del self._states[request_id]
         for new in plan.new:
             self._states[new.request_id] = SamplingState(
-                new, self._columns, self.device, self._matcher(new), self._stop_finder(new)
+                new, self._columns, self.device, self._matcher(new), self._stop_finder(new), self._tokens_ahead
             )
         self.carry_out(plan.actions)
         launched = StepInFlight(plan.sequences, self.device, self.transfers)
@@ -152,13 +153,12 @@ class Runner:
         return launched
 
     def _matcher(self, new: NewRequest) -> GuardedMatcher | None:
-        wanted = new.params.structured_outputs
-        if wanted is None:
+        if new.params.structured_outputs is None and new.thinking is None:
             return None
-        grammars = self._grammars
-        if grammars is None:
-            raise EngineError("a request with structured outputs came to a runner without a tokenizer")
-        return GuardedMatcher(lambda: grammars.matcher(wanted, new.stop_ids))
+        make = self._new_matcher
+        if make is None:
+            raise EngineError("a request with a grammar or a budget came to a runner without a tokenizer")
+        return GuardedMatcher(lambda: make(new))
 
     def _stop_finder(self, new: NewRequest) -> StopFinder | None:
         if not new.params.stop_strings:

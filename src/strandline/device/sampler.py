@@ -43,6 +43,7 @@ class SamplingState:
 
     Args:
         columns: tokens whose logits this rank has.
+        tokens_ahead: most tokens that are chosen before the matcher takes them (``num_tokens_ahead``).
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SamplingState:
         device: torch.device,
         matcher: GuardedMatcher | None = None,
         stop_finder: StopFinder | None = None,
+        tokens_ahead: int = 0,
     ) -> None:
         self.new = new
         self.matcher = matcher
@@ -67,9 +69,9 @@ class SamplingState:
         """Number of sampled tokens, including those that the host has not received yet."""
         self.num_verified = 0
         """Steps that verified drafts by chance."""
-        self.is_plain_greedy = _is_plain_greedy(new)
+        self._tokens_ahead = tokens_ahead
+        self._is_plain_greedy = _is_plain_greedy(new)
         self.has_bans_or_biases = bool(new.bad_words_ids or new.params.min_tokens or new.params.logit_bias)
-        self.is_independent = new.is_independent
         self.prompt_mask_P: Tensor | None = None
         self.output_counts_P: Tensor | None = None
         self._first_token = columns.start
@@ -78,6 +80,26 @@ class SamplingState:
             self.prompt_mask_P = torch.zeros(len(columns), dtype=torch.bool, device=device)
             self.prompt_mask_P.index_fill_(0, upload(np.array(held_ids, dtype=np.int64), device), 1)
             self.output_counts_P = torch.zeros(len(columns), dtype=torch.int64, device=device)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a matcher chooses among the tokens that may come next."""
+        return self.matcher is not None and self.matcher.num_free_tokens == 0
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a matcher may have to choose one of the next tokens before it has taken those in flight."""
+        return self.matcher is not None and self.matcher.num_free_tokens < self._tokens_ahead
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is the likeliest one, whatever came before."""
+        return self._is_plain_greedy and not self.is_constrained
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether the next tokens can be chosen together (``NewRequest.is_independent``)."""
+        return self.new.is_independent and not self.is_bound
 
     @property
     def position(self) -> int:
@@ -223,7 +245,8 @@ def _is_plain_greedy(new: NewRequest) -> bool:
 def _choose(logits_NP: Tensor, states: Sequence[SamplingState], kernels: Kernels, failures: dict[int, str]) -> Tensor:
     _apply_bans_and_biases(logits_NP, states, kernels.ranks, failures)
     _apply_penalties(logits_NP, states)
-    matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
+    constrained = [(row, state.matcher) for row, state in enumerate(states) if state.is_constrained]
+    matchers = {row: matcher for row, matcher in constrained if matcher is not None}
     if matchers:
         mask_logits(logits_NP, list(matchers), list(matchers.values()), kernels.ranks)
         failures |= {row: matcher.error for row, matcher in matchers.items() if matcher.error is not None}

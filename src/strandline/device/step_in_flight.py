@@ -103,5 +103,6 @@ class StepInFlight:
             self.failures,
             {index: state.stop_string for index, state in stopping if state.stop_string is not None},
             {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
+            {index: state.is_bound for index, state in states if state.new.thinking is not None},
             self._transfers.take(),
         )

@@ -32,7 +32,7 @@ from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.protocol import LanguageModel
-from strandline.records.grammars import GrammarCompiler
+from strandline.records.grammars import GrammarCompiler, NewMatcher
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.records.stop_strings import NewStopFinder
@@ -48,6 +48,7 @@ class UniExecutor:
     Args:
         model: loaded weights on ``device``; with several ranks, this one's shard.
         grammars: compiles the grammars of structured outputs; None: no request may have one.
+        new_matcher: constrains outputs; None: no request may have a grammar or a budget of reasoning.
         new_stop_finder: finds stop strings; None: no request may have any.
         weights: a digest of the model's weights, for what outlives the process.
         weights_s: how long loading the model took.
@@ -65,6 +66,7 @@ class UniExecutor:
         grammars: GrammarCompiler | None = None,
         ranks: Ranks = ONE_RANK,
         *,
+        new_matcher: NewMatcher | None = None,
         new_stop_finder: NewStopFinder | None = None,
         weights: str = "",
         weights_s: float = 0.0,
@@ -95,7 +97,7 @@ class UniExecutor:
                 num_slabs,
                 device,
                 max_num_seqs=config.max_num_seqs,
-                grammars=grammars,
+                new_matcher=new_matcher,
                 new_stop_finder=new_stop_finder,
                 poison=is_cache_debugged(),
                 keeps_logs=keeps_logs,

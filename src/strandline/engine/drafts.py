@@ -245,7 +245,7 @@ class Drafts:
 
 def _are_independent(requests: Iterable[Request]) -> bool:
     """Whether tokens of those requests that decode are chosen and compared with stop tokens on the device alone."""
-    return all(r.is_independent and not r.params.stop_strings for r in requests if r.is_introduced)
+    return all(r.is_independent and not (r.is_bound or r.params.stop_strings) for r in requests if r.is_introduced)
 
 
 def _are_known(spans: Iterable[Span]) -> bool:

@@ -131,6 +131,7 @@ def load_uni_executor(
         device,
         vocabulary.grammars,
         ranks,
+        new_matcher=vocabulary.matcher,
         new_stop_finder=vocabulary.stop_finder,
         weights=weights,
         weights_s=weights_s,

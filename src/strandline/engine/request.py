@@ -6,6 +6,7 @@ from enum import Enum
 from strandline.cache import Account, Lead, Lease, Offer, TokenBuffer
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.suffix_index import SuffixIndex
+from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest
@@ -30,6 +31,7 @@ class Request:
         "grammar",
         "interarrival_bin",
         "is_audit",
+        "is_bound",
         "is_independent",
         "is_introduced",
         "lead",
@@ -123,12 +125,26 @@ class Request:
         """Whether it repeats another request for the ``Auditor`` and has no sender."""
         self.is_independent = False
         """Whether the runner, once the request is registered, can choose its tokens together (``NewRequest``)."""
+        self.is_bound = False
+        """Whether the budget of its reasoning may end within the next tokens, so that the host has to choose them."""
         self.is_introduced = False
         """Whether a plan has announced it to the runner."""
 
     @property
+    def held_lease(self) -> Lease:
+        """The lease of a running request. Raises an ``EngineError`` where there is none."""
+        if self.lease is None:
+            raise EngineError(f"request {self.request_id} runs without a lease")
+        return self.lease
+
+    @property
     def params(self) -> SamplingParams:
         return self.new.params
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether every token must reach the host before the next one can be computed."""
+        return self.is_bound or self.new.needs_host_tokens
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Append generated tokens."""

@@ -27,6 +27,7 @@ from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter
 from strandline.engine.drafts import Drafts
+from strandline.engine.host_tokens import HostTokens
 from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.prompt_groups import PromptGroups
@@ -90,7 +91,7 @@ class Scheduler:
         self._ended: list[RequestId] = []
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
         """Steps that are not settled yet, with the requests of their sequences."""
-        self._num_on_host = 0
+        self._host_tokens = HostTokens(draft_tokens)
         self._introduce = introduce
         self._logged_from = logged_from
         """The least number of decodes for which a step uses logs."""
@@ -117,7 +118,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
-        self._num_on_host += request.new.needs_host_tokens
+        self._host_tokens.add(request)
         self.waiting.add(request)
         self.cache.expect(request.request_id, request.tokens, request.salt)
 
@@ -138,7 +139,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
-        self._num_on_host -= request.new.needs_host_tokens
+        self._host_tokens.remove(request)
         if request.is_introduced:
             self._ended.append(request.request_id)
 
@@ -165,7 +166,7 @@ class Scheduler:
         graph drafts. Or where both verify what a draft layer drafts, and no prompt is admitted.
         """
         drafts = self.drafts
-        if self._num_on_host:
+        if self._host_tokens.are_needed:
             return False
         if drafts.drafter is None:
             return True
@@ -253,7 +254,7 @@ class Scheduler:
                 # Its last token is pending.
                 index += 1
                 continue
-            lease = request.lease or _lease(request)
+            lease = request.held_lease
             if is_ahead and self._long_prefills.is_held(request.num_tokens - lease.computed):
                 index += 1
                 continue
@@ -298,7 +299,7 @@ class Scheduler:
         request.lease = None
 
     def _preempt(self, request: Request) -> None:
-        self._release(request, _lease(request), SnapshotKind.PREEMPTION)
+        self._release(request, request.held_lease, SnapshotKind.PREEMPTION)
         request.status = Status.WAITING
         self.num_preemptions += 1
         self.waiting.add_first(request)
@@ -461,6 +462,8 @@ class Scheduler:
                     # The device does not look for stop strings: the step under way changes the state.
                     self._stopped.append(request)
                 request.finish_reason, request.stop_reason = FinishReason.STOP, stop_string
+            if index in result.is_bound:
+                self._host_tokens.update(request, result.is_bound[index])
             advanced.append(request)
             has_finished |= request.finish_reason is not None
             request.drafts = result.drafts.get(index, NO_DRAFTS)
@@ -492,9 +495,3 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._end(request, request.finish_reason, request.stop_reason)
         self.running = [request for request in self.running if request.status is Status.RUNNING]
-
-
-def _lease(request: Request) -> Lease:
-    if request.lease is None:
-        raise EngineError(f"request {request.request_id} runs without a lease")
-    return request.lease

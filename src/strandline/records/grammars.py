@@ -1,16 +1,24 @@
-"""What the device needs of structured outputs: a matcher per output, and something that compiles grammars."""
+"""What the device needs of outputs that are constrained: a matcher for each, and something that compiles grammars."""
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.plan import NewRequest
+from strandline.records.sampling_params import MAX_COUNT, StructuredOutputsParams
+
+UNCONSTRAINED: Final = MAX_COUNT
+"""As many free tokens as no output has."""
 
 
 class TokenMatcher(Protocol):
     """The position of one output in its grammar."""
+
+    @property
+    def num_free_tokens(self) -> int:
+        """As many next tokens may be any, whatever they are."""
 
     def append(self, token: int) -> None:
         """Advance by the sampled token."""
@@ -32,12 +40,7 @@ class GrammarCompiler(Protocol):
             RequestError: the grammar cannot be compiled.
         """
 
-    def matcher(self, params: StructuredOutputsParams, stop_ids: Collection[int]) -> TokenMatcher:
-        """Return a matcher at the start of the grammar.
 
-        Args:
-            stop_ids: tokens that end the output; allowed once the grammar is satisfied.
-
-        Raises:
-            RequestError: the grammar cannot be compiled.
-        """
+NewMatcher = Callable[[NewRequest], TokenMatcher]
+"""Returns the matcher of a request with a grammar or a budget of reasoning, before its first token. Raises a
+``RequestError`` if the grammar cannot be compiled."""

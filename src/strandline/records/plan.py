@@ -10,11 +10,20 @@ from typing import Final, NamedTuple
 
 from strandline.cache import Action, Completion
 from strandline.ids import NO_TOKEN, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
-from strandline.records.reasoning_rules import ReasoningRules
+from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
 from strandline.records.sampling_params import SamplingParams
 
 MAX_STOP_IDS: Final = 8
 """Stop tokens of a request that a device compares with what it sampled; of a request with more the host must."""
+
+
+def num_tokens_ahead(draft_tokens: int) -> int:
+    """Return how many tokens a sequence may get before the host chooses one: those of a step in flight and the next.
+
+    Args:
+        draft_tokens: most drafts of a sequence in a step.
+    """
+    return 2 * (1 + draft_tokens)
 
 
 class SequencePlan(NamedTuple):
@@ -99,6 +108,8 @@ class NewRequest:
     """Tokens that the text in which stop strings are searched leaves out; None: those of the parameters."""
     reasoning: ReasoningRules | None = None
     """The rules of the reasoning, in which stop strings do not hold; None: they hold everywhere."""
+    thinking: ThinkingBudget | None = None
+    """The budget of the reasoning; None: it has none."""
 
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
         """Whether a token ends the request as its output's token of that number, counted from 1."""
@@ -164,5 +175,7 @@ class StepResult:
     """By index: the stop string that the last of the sampled tokens completes."""
     num_stop_tokens: Mapping[int, int] = field(default_factory=dict)
     """By index: the last tokens that belong to a stop string which the text leaves out, or may turn out to."""
+    is_bound: Mapping[int, bool] = field(default_factory=dict)
+    """By index, of sequences with a budget of reasoning: whether the host has to choose one of the next tokens."""
     completions: tuple[Completion, ...] = ()
     """Transfers that have ended since the last result, in any order."""

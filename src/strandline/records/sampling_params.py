@@ -156,6 +156,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     """A structure that the output must have."""
+    thinking_token_budget: int | None = None
+    """Maximum number of tokens of each section of reasoning; None or -1: no maximum."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -225,6 +227,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _require_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            _require_integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_COUNT)
         if self.seed is not None:
             _require_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.n > 1 and self.is_greedy:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, cause_of
 from strandline.gc_policy import freeze_gc
+from strandline.reasoning_config import CLOSE
 from strandline.records.events import Limits
 from strandline.records.messages import FLUSH_S
 from strandline.server.app import build_app
@@ -137,6 +138,8 @@ def make_service(
     added = tokenizer.get_added_vocab() if tokenizer is not None else {}
     shown = template_text(tokenizer, template)
     output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown, added)
+    if output_format.reasoning != "none" and not client.frontend.has_thinking_end:
+        client.frontend.end_thinking_with(CLOSE)
     return Service(
         client,
         names,

@@ -7,8 +7,9 @@ from typing import Any, Final
 from uuid import uuid4
 
 from strandline.errors import ConfigError
+from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import CallTag, ReasoningRules
-from strandline.text.reasoning import CLOSE, OPEN, StrayClose, ThinkParser
+from strandline.text.reasoning import StrayClose, ThinkParser
 from strandline.text.segments import Segment, SegmentKind, SegmentParser, merge_segments
 from strandline.text.tool_calls import Schemas
 from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format

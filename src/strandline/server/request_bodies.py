@@ -121,11 +121,16 @@ class SamplingFields(BaseModel):
     ignore_eos: bool = False
     min_tokens: int | None = None
     skip_special_tokens: bool = True
+    thinking_token_budget: int | None = None
+    thinking_budget_tokens: int | None = None
+    """llama.cpp's name for the same."""
 
     def given(self) -> dict[str, Any]:
         """Return the sampling parameters that the body has. Raises ``RequestError``: a token id is not a number."""
         names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys() - {STRUCTURED}
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.thinking_budget_tokens is not None:
+            given.setdefault("thinking_token_budget", self.thinking_budget_tokens)
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         return given

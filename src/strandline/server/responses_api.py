@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from strandline.errors import RequestError
+from strandline.reasoning_config import CLOSE
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
@@ -36,7 +37,6 @@ from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
 from strandline.text.frontend import CheckedParams
-from strandline.text.reasoning import CLOSE
 from strandline.text.segments import merge_segments
 
 NOT_SERVED: Final[Mapping[str, str]] = {

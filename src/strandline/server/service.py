@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from strandline.errors import RequestError
 from strandline.kv_transfer_config import KVTransferConfig
+from strandline.reasoning_config import CLOSE
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
 from strandline.records.transfer_params import TransferParams, read_transfer_params
@@ -27,7 +28,6 @@ from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
 from strandline.text.prompts import check_length, check_text, encode_text
-from strandline.text.reasoning import CLOSE
 
 T = TypeVar("T")
 TryGrammar = Callable[[StructuredOutputsParams], Awaitable[None]]

@@ -17,12 +17,13 @@ from strandline.ids import AUDIT_PREFIX, NO_TOKEN, RequestId
 from strandline.records.events import FinishReason, Limits, StepEvents, Submission, TokenEvent
 from strandline.records.failures import OUTPUT_FAILED, failure_text
 from strandline.records.plan import NewRequest
-from strandline.records.reasoning_rules import ReasoningRules
+from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.transfer_params import TransferParams
 from strandline.text.output_streams import OutputStream, RequestStream
 from strandline.text.remembered_answers import Recollection, RememberedAnswers
 from strandline.text.structured import Grammars
+from strandline.text.thinking import num_open_tokens
 
 LOGGER: Final = logging.getLogger(__name__)
 SEED_BITS: Final = 63
@@ -59,6 +60,7 @@ class Frontend:
         grammars: for the same tokenizer; created by default.
         answers: remembers the outputs of requests with a recollection; None: nothing does.
         seed: for requests without one.
+        thinking_end: as of ``end_thinking_with``.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Frontend:
         grammars: Grammars | None = None,
         answers: RememberedAnswers | None = None,
         seed: int = 0,
+        thinking_end: str | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.limits = limits
@@ -82,6 +85,18 @@ class Frontend:
         self._outputs: dict[RequestId, OutputStream] = {}
         self._seeds = Random(seed)
         self._clock = clock
+        self._thinking_end_ids: tuple[int, ...] = ()
+        if thinking_end is not None:
+            self.end_thinking_with(thinking_end)
+
+    def end_thinking_with(self, text: str) -> None:
+        """Set the text that ends reasoning at its budget. Without it, requests with such a budget are refused."""
+        if self.tokenizer is not None:
+            self._thinking_end_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def has_thinking_end(self) -> bool:
+        return bool(self._thinking_end_ids)
 
     @property
     def max_characters(self) -> int:
@@ -118,6 +133,11 @@ class Frontend:
                                    f"{getattr(params, name)}")  # fmt: skip
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise RequestError("stop strings and bad_words need a tokenizer; the engine runs without one")
+        if params.thinking_token_budget not in (None, -1) and not self.has_thinking_end:
+            raise RequestError(
+                "thinking_token_budget needs reasoning that is parsed: give --reasoning-parser, or --reasoning-config",
+                param="thinking_token_budget",
+            )
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
         if params.structured_outputs is not None and not stop_ids:
             raise params.structured_outputs.fault(
@@ -203,18 +223,35 @@ class Frontend:
             max_total = min(max_total, len(prompt_ids) + max(params.max_tokens, 1))
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         bad_words_ids = self._encode_bad_words(params)
-        hidden_ids = request.params.hidden_ids if params.stop_strings else None
+        thinking = self._thinking_budget(prompt_ids, request.params)
+        hidden_ids = request.params.hidden_ids if params.stop_strings or thinking is not None else None
         reasoning = request.params.reasoning if params.stop_strings else None
         submissions: list[Submission] = []
         for index, name in enumerate(names):
             wrapped = _wrap_seed(seed + index)
-            new = NewRequest(name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning)
+            new = NewRequest(
+                name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning, thinking
+            )
             submissions.append(Submission(new, max_total, salt, marks, transfer, num_remembered))
             if transfer is not None and transfer.is_remote_decode:
                 transfer = None  # what the first output keeps has the prompt of all
             if params.prompt_logprobs is not None and params.max_tokens != 0:
                 params = replace(params, prompt_logprobs=None)  # of the first output; the others share its prompt
         return submissions
+
+    def _thinking_budget(self, prompt_ids: Sequence[int], checked: CheckedParams) -> ThinkingBudget | None:
+        """Return the budget of the outputs' reasoning; None: they have none, or their structure has no reasoning."""
+        params, rules = checked.params, checked.reasoning
+        max_tokens, structure = params.thinking_token_budget, params.structured_outputs
+        if max_tokens is None or max_tokens < 0:
+            return None
+        is_parsed_and_open = rules is not None and rules.is_open
+        if structure is not None and structure.after is None and not is_parsed_and_open:
+            return None
+        num_open = num_open_tokens(prompt_ids, self.tokenizer)
+        if rules is None:
+            rules = ReasoningRules(is_open=num_open is not None)
+        return ThinkingBudget(max_tokens, self._thinking_end_ids, rules, (num_open or 0) if rules.is_open else 0)
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of the banned words, at the start of a text and after a space."""

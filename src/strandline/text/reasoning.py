@@ -5,13 +5,10 @@ tag anywhere, text that spells it only at the beginning of a line, since reasoni
 """
 
 from collections.abc import Collection
-from typing import Final
 
+from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import ReasoningRules
 from strandline.text.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
-
-OPEN: Final = "<think>"
-CLOSE: Final = "</think>"
 
 
 class ThinkParser:
@@ -27,6 +24,7 @@ class ThinkParser:
         """Characters before the content; None while the content has not begun."""
         self.is_ended_by_call = False
         self.is_inside = is_open
+        self.is_opened_by_tag = False
         self.may_open = True
         """The text so far may be the beginning of the opening tag."""
         self._end_tags = (CLOSE, call_tag) if call_tag else (CLOSE,)
@@ -75,7 +73,7 @@ class ThinkParser:
         self.may_open = False
         space = self._space.drop()
         if self._text.startswith(OPEN):
-            self.is_inside = True
+            self.is_inside = self.is_opened_by_tag = True
             self._text = self._text[len(OPEN) :]
         elif not self.is_inside:
             self._text = space + self._text  # without reasoning, leading white space is content

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from strandline.text.reasoning import OPEN
+from strandline.reasoning_config import OPEN
 
 ANYTHING: Final = "/(?s:.*)/"
 

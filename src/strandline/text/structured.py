@@ -69,6 +69,11 @@ class Matcher:
         self._foreign_ids = [token for token in eos_ids if token not in stop_ids]
         self._is_done = False
 
+    @property
+    def num_free_tokens(self) -> int:
+        """As many next tokens may be any, whatever they are: none, as far as is known."""
+        return 0
+
     def append(self, token: int) -> None:
         """Advance by the sampled token."""
         if self._may_end() and token in self._stop_ids:

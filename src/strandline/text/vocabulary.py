@@ -15,12 +15,14 @@ from strandline.config_fields import Fields, read_vocab_size
 from strandline.errors import ConfigError, cause_of
 from strandline.model_config import read_json_object, read_model_config
 from strandline.records.events import Limits
+from strandline.records.grammars import TokenMatcher
 from strandline.records.plan import NewRequest
 from strandline.text.frontend import Frontend
 from strandline.text.model_files import GENERATION_CONFIG, check_files, find_tokenizer, read_generation_config
 from strandline.text.remembered_answers import RememberedAnswers
 from strandline.text.stop_finder import TextStopFinder
 from strandline.text.structured import Grammars
+from strandline.text.thinking import BudgetMatcher
 
 PROCESSOR_TEMPLATE: Final = "chat_template.json"
 """The chat template of models that also read images, as earlier releases of transformers wrote it."""
@@ -33,6 +35,20 @@ class Vocabulary:
     tokenizer: Any | None
     eos_ids: frozenset[int]
     grammars: Grammars
+
+    def matcher(self, new: NewRequest) -> TokenMatcher:
+        """Return the matcher of a request with a grammar or a budget of reasoning.
+
+        Raises:
+            RequestError: the grammar cannot be compiled.
+        """
+        wanted = new.params.structured_outputs
+        grammar = None if wanted is None else self.grammars.matcher(wanted, new.stop_ids)
+        if grammar is not None and new.thinking is None:
+            return grammar
+        if new.thinking is None:
+            raise ValueError(f"request {new.request_id!r} is not constrained")
+        return BudgetMatcher(new.thinking, self.tokenizer, new.hidden_ids, grammar)
 
     def stop_finder(self, new: NewRequest) -> TextStopFinder:
         """Return what finds a request's stop strings in its output."""
@@ -65,6 +81,7 @@ def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) 
         grammars=vocabulary.grammars,
         answers=RememberedAnswers(tokenizer, max_bytes) if max_bytes and tokenizer is not None else None,
         seed=config.seed,
+        thinking_end=None if config.reasoning is None else config.reasoning.reasoning_end_str,
     )
 
 

@@ -24,8 +24,8 @@ FLAGS = [
     "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
     "--no-enable-prefix-caching",
-    "--parse-special-tokens", "--port", "--reasoning-field", "--reasoning-parser", "--remembered-answers",
-    "--request-timeout-s", "--response-store", "--restart", "--salt-per-key", "--seed",
+    "--parse-special-tokens", "--port", "--reasoning-config", "--reasoning-field", "--reasoning-parser",
+    "--remembered-answers", "--request-timeout-s", "--response-store", "--restart", "--salt-per-key", "--seed",
     "--served-model-name", "--snapshot-dtype", "--speculative-config", "--stream-ping-interval-s",
     "--tensor-parallel-size", "--tokenizer",
     "--tool-call-parser",
@@ -42,6 +42,7 @@ OF_VLLM = {
     "--allowed-headers": '["Authorization"]',
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
     "--kv-transfer-config": '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "10.0.0.1"}',
+    "--reasoning-config": '{"reasoning_start_str": "<think>", "reasoning_end_str": "So.</think>"}',
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',
 }  # fmt: skip
 """Flags that mean what they mean in vLLM, with a value each."""

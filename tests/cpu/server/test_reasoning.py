@@ -115,3 +115,55 @@ def test_flag_names_the_field_of_the_reasoning(tmp_path: Path) -> None:
         message = server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
     assert "reasoning" in message
     assert "reasoning_content" not in message
+
+
+def test_budget_ends_reasoning_before_a_required_structure(tag_server: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "seed": 1, "return_token_ids": True}
+    closing = tag_server.post("/tokenize", prompt="</think>", add_special_tokens=False).json()["tokens"]
+    for more in ({"thinking_token_budget": 6}, {"thinking_budget_tokens": 6}):
+        choice = {"structured_outputs": {"choice": ["blue"]}, **more}
+        [answer] = tag_server.post("/v1/chat/completions", **body, **choice).json()["choices"]
+        assert answer["message"]["content"] == "blue"
+        # The prompt ends with the tag and a line break, which is the first token of the reasoning.
+        assert answer["token_ids"][5:6] == closing
+    tool = {"tools": [{"type": "function", "function": READ}], "tool_choice": "required", "thinking_token_budget": 0}
+    [answer] = tag_server.post("/v1/chat/completions", **body, **tool).json()["choices"]
+    assert answer["token_ids"][:1] == closing
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "read"
+
+
+def test_budget_holds_in_responses_and_completions(tag_server: ServerProcess) -> None:
+    fields: dict[str, Any] = {"thinking_token_budget": 4, "seed": 1, "structured_outputs": {"choice": ["blue"]}}
+    response = tag_server.post("/v1/responses", input="Hi", max_output_tokens=100, **fields).json()
+    assert response["output"][-1]["content"][0]["text"] == "blue"
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
+    fields = {"thinking_token_budget": 4, "seed": 1, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    [closing] = tag_server.post("/tokenize", prompt="</think>", add_special_tokens=False).json()["tokens"]
+    for prompt, place in (("Hi<think>", 4), ("Hi<think>abc", 1), ("<think>abcd", 0), ("<think>abc</think>", None)):
+        [choice] = tag_server.post("/v1/completions", prompt=prompt, **fields).json()["choices"]
+        assert [index for index, token in enumerate(choice["token_ids"]) if token == closing][:1] == (
+            [] if place is None else [place]
+        )
+
+
+def test_budget_is_refused_where_no_reasoning_is_parsed(server: ServerProcess, tag_server: ServerProcess) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+    ):
+        refused = server.post(path, thinking_token_budget=3, **body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "thinking_token_budget"
+        assert server.post(path, thinking_token_budget=-1, **body).status_code == 200
+        wrong = tag_server.post(path, thinking_token_budget=-2, **body)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
+def test_reasoning_config_says_why_reasoning_ends(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model", "{{ messages[0].content }}<think>")
+    config = json.dumps({"reasoning_end_str": "\nTime is up.\n</think>\n\n"})
+    with running_server(model, tmp_path / "log", "--reasoning-config", config) as server:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "thinking_token_budget": 0}
+        message = server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert message["reasoning"] == "Time is up."
