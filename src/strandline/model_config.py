@@ -7,7 +7,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,9 @@ from strandline.errors import ConfigError
 
 ARCHITECTURES: Final = tuple(SUPPORTED)
 """Supported architectures. ``models/registry.py`` has a builder for each; this list can be checked without torch."""
+
+QUANTIZATION_CONFIG: Final = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt says how weights are quantised, in older models instead of ``config.json``."""
 
 NEAREST_BY_LAYERS: Final = {
     "BailingHybrid": "KimiLinearForCausalLM",  # a linear attention beside latent attention
@@ -53,7 +56,7 @@ class ModelConfig:
     dtype: Any
     """Dtype of the weights, as the file names it; None: it does not."""
     quantization: Any
-    """The ``quantization_config``, as it is in the file; None: the file has none."""
+    """The ``quantization_config``, as it is in the file, or what stands for it in another; None: neither has one."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -87,9 +90,20 @@ def read_model_config(path: Path) -> ModelConfig:
     """Read a ``config.json``, given by its own path or that of its directory; raises as ``parse_model_config``.
 
     Raises:
-        ConfigError: it is missing, or is not a JSON object.
+        ConfigError: it is missing, or it or the recipe beside it is not a JSON object.
     """
-    return parse_model_config(_read_file(path))
+    config, recipe = parse_model_config(_read_file(path)), read_recipe(path if path.is_dir() else path.parent)
+    return config if config.quantization is not None else replace(config, quantization=recipe)
+
+
+def read_recipe(directory: Path) -> dict[str, Any] | None:
+    """Return ``hf_quant_config.json`` as the ``quantization_config`` that it stands for; None: there is no such file.
+
+    Raises:
+        ConfigError: it is not a JSON object.
+    """
+    file = directory / QUANTIZATION_CONFIG
+    return {"quant_method": "modelopt", **read_json_object(file)} if file.is_file() else None
 
 
 def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.model_config import check_architecture, read_json_object
+from strandline.model_config import check_architecture, read_json_object, read_recipe
 from strandline.models.quantization import CHUNK_ELEMENTS
 from strandline.models.weights_files import INDEX_NAME, open_files
 
@@ -88,7 +88,7 @@ def convert_to_fp8(source: Path, output: Path, *, progress: bool = False) -> Con
     """
     check_architecture(source)
     config = read_json_object(source / "config.json")
-    if config.get("quantization_config"):
+    if config.get("quantization_config") or read_recipe(source) is not None:
         raise ConfigError(f"{source} is quantised already")
     _make_directory(output)
     report = ConversionReport()

@@ -94,9 +94,14 @@ def scale_grid(name: str, scale: Tensor, shape: tuple[int, ...], quantization: Q
 
 
 def _scale_shapes(block: Block, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return a grid's own shape, and those without the last dimensions that such blocks always have once."""
+    """Return the shapes that a grid of scales is published in.
+
+    These are its own; those without the last dimensions that such blocks always have once; and for blocks of rows and
+    columns that of ModelOpt, with ones in between.
+    """
     num_single = (block.rows is None) + (block.columns is None)
-    return [shape[: len(shape) - left_out] for left_out in range(num_single + 1)]
+    spread = [] if num_single else [(*shape[:-2], shape[-2], 1, shape[-1], 1)]
+    return [shape[: len(shape) - left_out] for left_out in range(num_single + 1)] + spread
 
 
 def check_activation_scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ It says what one scale covers, not which tensors have scales: lists of exception
 other loaders' module names, and are wrong for some published models.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
@@ -15,7 +16,8 @@ from strandline.model_config import ModelConfig
 SUPPORTED: Final = (
     'quant_method "fp8" (e4m3, one scale per block, channel or tensor); "compressed-tensors" in format '
     '"float-quantized" with 8-bit float weights, or "pack-quantized" with 4-bit integers; "gptq" (checkpoint_format '
-    '"gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits'
+    '"gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits; "modelopt" with quant_algo FP8, '
+    "FP8_PER_CHANNEL_PER_TOKEN or FP8_PB_WO"
 )
 
 ORDERED: Final = ("group", "dynamic")
@@ -44,6 +46,20 @@ class Block:
 
 TENSOR: Final = Block(None, None)
 CHANNEL: Final = Block(1, None)
+
+MODELOPT: Final[Mapping[str, Block]] = {
+    "FP8": TENSOR,
+    "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
+    "FP8_PB_WO": Block(128, 128),
+    "FP8_BLOCK_SCALES": Block(128, 128),
+}
+"""What one scale covers, by ``quant_algo``."""
+
+MODELOPT_FILES: Final = "quantization_config in config.json, or hf_quant_config.json"
+"""Where the recipe may be."""
+
+MIXED: Final = "MIXED_PRECISION"
+"""``quant_algo`` of a recipe that names one for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +117,14 @@ def read_quantization(config: ModelConfig) -> Quantization | FourBit | None:
             _require_four_bits(values)
             fields.choice("version", ["gemm", "GEMM"], default="gemm")
             return FourBit("awq", (_read_group_size(fields),))
+        case str(method) if method.startswith("modelopt"):
+            return _read_modelopt(values)
         case method:
             _reject(f"quant_method {method!r} is not supported")
 
 
-def _reject(fault: str) -> NoReturn:
-    raise ConfigError(f"config.json: quantization_config: {fault}; supported: {SUPPORTED}")
+def _reject(fault: str, where: str = "config.json: quantization_config") -> NoReturn:
+    raise ConfigError(f"{where}: {fault}; supported: {SUPPORTED}")
 
 
 def _require_four_bits(values: Mapping[str, Any]) -> None:
@@ -124,6 +142,29 @@ def _read_fp8(fields: Fields) -> Quantization:
     if fields.value("weight_block_size") is None:
         return Quantization((CHANNEL, TENSOR))
     return Quantization((_read_block(fields, "weight_block_size"),))
+
+
+def _read_modelopt(values: Mapping[str, Any]) -> Quantization | None:
+    """Return what scales cover in any layer; None: weights are not quantised, at most keys and values are."""
+    recipe = values.get("quantization", values)
+    if not isinstance(recipe, Mapping) or "quant_algo" not in recipe:
+        _reject("modelopt without quant_algo is not supported", MODELOPT_FILES)
+    layers = {"": recipe["quant_algo"]}
+    if str(recipe["quant_algo"]).upper() == MIXED:
+        listed = recipe.get("quantized_layers")
+        if not isinstance(listed, Mapping) or not all(isinstance(layer, Mapping) for layer in listed.values()):
+            fault = f"quantized_layers of {MIXED} must be an object of objects, got {reprlib.repr(listed)}"
+            _reject(fault, MODELOPT_FILES)
+        layers = {f" of {name}": layer.get("quant_algo") for name, layer in listed.items()}
+    blocks = [_modelopt_block(name, algorithm) for name, algorithm in layers.items() if algorithm is not None]
+    return Quantization(tuple(dict.fromkeys(blocks))) if blocks else None
+
+
+def _modelopt_block(layer: str, algorithm: object) -> Block:
+    block = MODELOPT.get(str(algorithm).upper())
+    if block is None:
+        _reject(f"quant_algo {algorithm!r}{layer} is not supported", MODELOPT_FILES)
+    return block
 
 
 def _read_block(fields: Fields, name: str) -> Block:

@@ -21,7 +21,14 @@ from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.rank_threads import RankThread, RankThreads
-from tests.cpu.models.test_quantization import block_config, blocks_of, channel, compressed_config, whole
+from tests.cpu.models.test_quantization import (
+    block_config,
+    blocks_of,
+    channel,
+    compressed_config,
+    modelopt_config,
+    whole,
+)
 from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
 
 BLOCKS: dict[str, Any] = {"config": block_config(128, 128), "block": blocks_of(128, 128)}
@@ -171,7 +178,13 @@ def test_a_shard_in_fp8_reads_its_part_of_the_files(tmp_path: Path, monkeypatch:
         assert max(read[1:]) < 0.65 * read[0]
 
 
-@pytest.mark.parametrize("scheme", [CHANNELS, TENSORS], ids=["channels", "tensors"])
+MODELOPT: dict[str, Any] = TENSORS | {
+    "config": modelopt_config("FP8"),
+    "shape_scale": lambda scale: scale.reshape(()),
+}
+
+
+@pytest.mark.parametrize("scheme", [CHANNELS, TENSORS, MODELOPT], ids=["channels", "tensors", "modelopt"])
 def test_other_scales_stay_as_published(scheme: dict[str, Any], tmp_path: Path) -> None:
     model = check(save("qwen3_5_moe", tmp_path, scheme))
     assert model.weights_report.num_kept == model.weights_report.num_quantized

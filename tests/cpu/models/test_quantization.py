@@ -1,5 +1,6 @@
 """FP8 weights load as published, whatever their scales cover, and what is wrong with them is named."""
 
+import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,20 @@ def compressed_config(**weights: Any) -> dict[str, Any]:
     }
 
 
+def modelopt_config(algorithm: str, **more: Any) -> dict[str, Any]:
+    """Return what ModelOpt writes into ``config.json``."""
+    group = {"weights": {"num_bits": 8, "type": "float", "dynamic": False}, "targets": ["Linear"]}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "model.layers.0.mlp*"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+        "producer": {"name": "modelopt", "version": "0.40.0"},
+        **more,
+    }
+
+
 def whole(tensor: Tensor) -> tuple[int, int]:
     rows, columns = tensor.shape[-2:]
     return rows, columns
@@ -78,12 +93,32 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         compressed_config(strategy="tensor"),
         {"block": whole, "suffix": "_scale", "shape_scale": lambda scale: scale.reshape(1)},
     ),
+    "modelopt": (
+        modelopt_config("FP8"),
+        {"block": whole, "suffix": "_scale", "shape_scale": lambda scale: scale.reshape(())},
+    ),
+    "modelopt blocks": (
+        modelopt_config("fp8_pb_wo"),
+        {"block": blocks_of(128, 128), "suffix": "_scale", "shape_scale": lambda scale: scale[:, None, :, None]},
+    ),
+    "modelopt channels": (
+        modelopt_config("FP8_PER_CHANNEL_PER_TOKEN"),
+        {"block": channel, "suffix": "_scale", "shape_scale": lambda scale: scale.squeeze(1)},
+    ),
     "compressed channels": (compressed_config(strategy="channel"), {"block": channel, "suffix": "_scale"}),
     "compressed blocks": (
         compressed_config(strategy="block", block_structure=[16, 8]),
         {"block": blocks_of(16, 8), "suffix": "_scale"},
     ),
 }
+
+
+MIXED: dict[str, Any] = {
+    "model.layers.0.linear_attn.in_proj_qkv": {"quant_algo": "FP8"},
+    "model.layers.1.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128},
+    "mtp.fc": {"quant_algo": None},
+}
+"""What ModelOpt writes as ``quantized_layers``; the files decide all the same."""
 
 
 @pytest.fixture(scope="module")
@@ -185,14 +220,68 @@ def test_draft_layers_are_skipped_quantised_or_not(converted: Callable[..., Any]
     assert model.weights_report.skipped["mtp."] == 3
 
 
+def add_scales_of_activations(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name.replace("weight_scale", "input_scale")] = torch.tensor(0.5)
+
+
 def test_scales_of_activations_are_accepted(converted: Callable[..., Any]) -> None:
     directory, plain = converted("qwen3_5", "tensors")
+    assert_equal(load(fp8.change_tensors(directory, add_scales_of_activations)), load(plain))
 
-    def add(tensors: Tensors) -> None:
-        for name in [name for name in tensors if name.endswith("weight_scale")]:
-            tensors[name.replace("weight_scale", "input_scale")] = torch.tensor(0.5)
 
-    assert_equal(load(fp8.change_tensors(directory, add)), load(plain))
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_h", "nemotron_h-odd", "llama", "kimi_linear"])
+def test_modelopt_weights_load_with_scales_of_activations(converted: Callable[..., Any], name: str) -> None:
+    directory, plain = converted(name, "modelopt")
+    fp8.change_tensors(directory, add_scales_of_activations)
+    model = load(directory)
+    assert_equal(model, load(plain))
+    assert model.weights_report.num_quantized
+    assert_equal(load(directory, torch.bfloat16), load(plain, torch.bfloat16))
+
+
+@pytest.mark.parametrize("nests", [True, False])
+@pytest.mark.parametrize("algorithm", ["FP8", "MIXED_PRECISION"])
+def test_recipe_beside_the_configuration_is_read(converted: Callable[..., Any], algorithm: str, *, nests: bool) -> None:
+    directory, plain = converted("nemotron_h", "modelopt")
+    recipe = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "mtp*"]}
+    recipe |= {"quantized_layers": MIXED} if algorithm == "MIXED_PRECISION" else {}
+    content = {"producer": {"name": "modelopt"}, "quantization": recipe} if nests else recipe
+    (directory / "hf_quant_config.json").write_text(json.dumps(content))
+    fp8.change_json(directory / "config.json", quantization_config=None)
+    assert_equal(load(directory), load(plain))
+
+
+def test_recipe_in_the_configuration_comes_first(converted: Callable[..., Any]) -> None:
+    directory, plain = converted("llama", "modelopt")
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    assert_equal(load(directory), load(plain))
+
+
+@pytest.mark.parametrize(
+    "content", [{"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, {"quant_algo": None}]
+)
+def test_recipe_for_keys_and_values_alone_leaves_weights_as_they_are(
+    converted: Callable[..., Any], content: dict[str, Any]
+) -> None:
+    _, plain = converted("llama", "modelopt")
+    expected = load(plain)
+    (plain / "hf_quant_config.json").write_text(json.dumps(content))
+    assert_equal(load(plain), expected)
+
+
+def test_algorithm_of_a_recipe_beside_the_configuration_is_named(converted: Callable[..., Any]) -> None:
+    _, plain = converted("llama", "modelopt")
+    (plain / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ConfigError, match="quant_algo 'NVFP4' is not supported"):
+        load(plain)
+
+
+def test_layers_of_a_mixed_recipe_load(converted: Callable[..., Any]) -> None:
+    directory, plain = converted("qwen3_5_moe", "modelopt")
+    config = modelopt_config("MIXED_PRECISION", quantized_layers=MIXED)
+    fp8.change_json(directory / "config.json", quantization_config=config)
+    assert_equal(load(directory), load(plain))
 
 
 @pytest.mark.parametrize("elements", [1, 100, 2**30])
@@ -272,7 +361,10 @@ def test_wrong_scale_is_named(converted: Callable[..., Any], change: Callable[[T
 
 
 FORMS: dict[str, tuple[tuple[Block, ...], Callable[..., set[tuple[int, ...]]]]] = {
-    "blocks": ((Block(4, 3),), lambda outer, n, k: {(*outer, -(-n // 4), -(-k // 3))}),
+    "blocks": (
+        (Block(4, 3),),
+        lambda outer, n, k: {(*outer, -(-n // 4), -(-k // 3)), (*outer, -(-n // 4), 1, -(-k // 3), 1)},
+    ),
     "channels": ((CHANNEL,), lambda outer, n, k: {(*outer, n), (*outer, n, 1)}),
     "tensors": ((TENSOR,), lambda outer, n, k: {outer, (*outer, 1), (*outer, 1, 1)}),
 }
@@ -292,7 +384,7 @@ def test_scales_of_any_other_shape_are_refused(
     blocks, shapes = FORMS[form]
     right, weight = shapes(outer, rows, columns), (*outer, rows, columns)
     sizes = sorted({1, 2, rows, columns, *outer, *(size for shape in right for size in shape)})
-    shape = tuple(data.draw(st.lists(st.sampled_from(sizes), max_size=4)))
+    shape = tuple(data.draw(st.lists(st.sampled_from(sizes), max_size=5)))
     if shape in right:
         block, scale = scale_grid("scale", torch.ones(shape), weight, Quantization(blocks))
         assert (*outer, *block.grid(rows, columns)) == scale.shape
@@ -356,6 +448,21 @@ def test_fp8_without_a_quantization_config_is_refused(converted: Callable[..., A
         (compressed_config(strategy="block"), "weights.block_structure is missing; it must be a list"),
         ({**compressed_config(), "config_groups": {}}, "config_groups names no group of weights"),
         ({**compressed_config(), "config_groups": {"a": 3}}, "config_groups.a names no weights"),
+        (modelopt_config("NVFP4"), "quant_algo 'NVFP4' is not supported; supported: .*modelopt"),
+        (modelopt_config("MXFP8"), "quant_algo 'MXFP8' is not supported"),
+        ({"quant_method": "modelopt"}, "modelopt without quant_algo is not supported"),
+        (
+            modelopt_config("MIXED_PRECISION", quantized_layers=MIXED | {"lm_head": {"quant_algo": "W4A16_NVFP4"}}),
+            "quant_algo 'W4A16_NVFP4' of lm_head is not supported",
+        ),
+        (
+            modelopt_config("MIXED_PRECISION"),
+            "quantized_layers of MIXED_PRECISION must be an object of objects, got None",
+        ),
+        (
+            modelopt_config("MIXED_PRECISION", quantized_layers={"a": 3}),
+            "quantized_layers of MIXED_PRECISION must be an",
+        ),
     ],
 )
 def test_unsupported_quantisation_is_named(
