@@ -25,6 +25,7 @@ class Agent:
         arguments: the arguments of a call that reads ``notes-{}.txt``.
         environment: variables that stop a client from using the network for something else.
         last_call: the arguments of the call that ends a session; None: a text ends each turn.
+        num_turns: the number of questions that its commands ask.
         edits: what the client itself changes in its earlier messages when a turn begins; None: nothing.
     """
 
@@ -35,6 +36,7 @@ class Agent:
     environment: Mapping[str, str] = field(default_factory=dict)
     last_call: Mapping[str, Any] | None = None
     edits: str | None = None
+    num_turns: int = 2
 
     @property
     def section(self) -> Section:
@@ -62,7 +64,7 @@ AGENTS = {
             {**CAT, "description": "Read notes"},
             {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
         ),
-        Agent("cline", "Cline", "run_commands", {"commands": ["cat notes-{}.txt"]}, {"DO_NOT_TRACK": "1"}),
+        Agent("cline", "Cline", "run_commands", {"commands": ["cat notes-{}.txt"]}, {"DO_NOT_TRACK": "1"}, num_turns=1),
         Agent("continue", "Continue", "Bash", CAT, {"CONTINUE_TELEMETRY_ENABLED": "0"}),
         Agent("qwen", "Qwen Code", "read_file", {"file_path": "{folder}/notes-{}.txt"}, edits="leaves out the date"),
         Agent("pi", "pi", "bash", CAT, {"PI_OFFLINE": "1"}),

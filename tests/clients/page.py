@@ -20,13 +20,13 @@ class Section:
         installer: ``npm`` or ``pipx``.
         package: the package, with its version.
         setup: shell commands that set the client up.
-        turns: shell commands that ask one question each.
+        commands: shell commands that ask questions.
     """
 
     installer: str
     package: str
     setup: str
-    turns: tuple[str, ...]
+    commands: tuple[str, ...]
 
     @property
     def version(self) -> str:
@@ -39,5 +39,5 @@ def section(title: str) -> Section:
     assert found, f"docs/clients.md has no section {title!r}"
     text = found[1]
     [(installer, package)] = re.findall(r"^```\n(npm|pipx) install (?:-g )?(\S+)\n```$", text, re.MULTILINE)
-    setup, *turns = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return Section(installer, package, setup, tuple(turns))
+    setup, *commands = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return Section(installer, package, setup, tuple(commands))

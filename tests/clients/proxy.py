@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -34,25 +34,21 @@ class Exchange:
 
 @dataclass
 class Script:
-    """The answers of a session's current turn, each given once, to the requests that can use them.
+    """The answers of a session, each given once, to the requests that can use them.
 
     Attributes:
         tool: the name of a tool that the requests of the conversation offer, unlike a client's other requests; None:
             every request is one of the conversation.
+        answers: the answers that are due, each with the number of its turn.
     """
 
     tool: str | None
-    turn: int = 0
-    answers: list[str] = field(default_factory=list)
+    answers: list[tuple[int, str]] = field(default_factory=list)
 
-    def begin_turn(self, answers: Sequence[str]) -> None:
-        self.turn += 1
-        self.answers = list(answers)
-
-    def take(self, body: Mapping[str, Any]) -> str | None:
-        """Return the answer for a request; None if it is not the script's next."""
+    def take(self, body: Mapping[str, Any]) -> tuple[int, str | None]:
+        """Return the answer for a request and its turn; the answer is None if the request is another one."""
         is_ours = self.tool is None or self.tool in tool_names(body)
-        return self.answers.pop(0) if is_ours and self.answers else None
+        return self.answers.pop(0) if is_ours and self.answers else (0, None)
 
 
 def tool_names(body: Mapping[str, Any]) -> list[str]:
@@ -100,8 +96,7 @@ class Proxy(ThreadingHTTPServer):
             self.exchanges.append(exchange)
             if not path.endswith(("/chat/completions", "/responses", "/messages")):
                 return None if exchange.body is None else json.dumps(exchange.body).encode()
-            exchange.forced = self.script.take(exchange.body)
-            exchange.turn = self.script.turn
+            exchange.turn, exchange.forced = self.script.take(exchange.body)
         return json.dumps(force(path, exchange.body, exchange.forced)).encode()
 
 

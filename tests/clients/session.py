@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ TURN_TIMEOUT_S = 300
 
 
 def answers(agent: Agent, turn: int, folder: Path, call: WriteCall) -> list[str]:
-    """Return the answers of a turn: two calls and a text in the first, then one call and a text."""
+    """Return the answers of a turn: two calls and a text in the first, one call and a text in the second."""
     if agent.tool is None:
         return [f"notes-1.txt\n```\nThe word is {WORDS[turn]}.\n```\n"]
     numbers = [1, 2] if turn == 0 else [turn + 2]
@@ -38,11 +38,11 @@ def end_processes(home: Path) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """What a client sent and got in its turns, and how its processes ended."""
+    """What a client sent and got, and how its commands ended."""
 
     exchanges: Sequence[Exchange]
-    turns: Sequence["subprocess.CompletedProcess[str]"]
-    unused: Sequence[str]
+    ended: Sequence["subprocess.CompletedProcess[str]"]
+    unused: Sequence[tuple[int, str]]
     """The script's answers that no request took."""
 
     @property
@@ -51,8 +51,23 @@ class Session:
         return [exchange for exchange in self.exchanges if exchange.forced is not None]
 
 
+def run(command: str, folder: Path, environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command line of the page."""
+    return subprocess.run(
+        ["bash", "-ec", command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=TURN_TIMEOUT_S,
+    )
+
+
 def run_session(agent: Agent, server: str, folder: Path, call: WriteCall) -> Session:
-    """Run the turns of a client's section of the page in a folder of its own."""
+    """Run the commands of a client's section of the page in a folder of its own."""
     home, work = folder / "home", folder / "work"
     home.mkdir()
     work.mkdir()
@@ -68,25 +83,19 @@ def run_session(agent: Agent, server: str, folder: Path, call: WriteCall) -> Ses
         **agent.environment,
     }
     script = Script(agent.tool)
+    commands = agent.section.commands
     ended, unused = [], []
     with running_proxy(server, script) as proxy:
         setup = agent.section.setup.replace(ADDRESS, proxy.url)
-        for number, turn in enumerate(agent.section.turns):
-            script.begin_turn(answers(agent, number, work, call))
-            command = ["bash", "-ec", setup + turn]
-            ended.append(
-                subprocess.run(
-                    command,
-                    cwd=work,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    check=False,
-                    timeout=TURN_TIMEOUT_S,
-                )
-            )
-            unused += script.answers
-        end_processes(home)
+        try:
+            for number, command in enumerate(commands):
+                # The last command may ask further questions.
+                end = number + 1 if number + 1 < len(commands) else agent.num_turns
+                for turn in range(number, end):
+                    script.answers += [(turn, text) for text in answers(agent, turn, work, call)]
+                ended.append(run(setup + command, work, environment))
+                unused += script.answers
+                script.answers.clear()
+        finally:
+            end_processes(home)
         return Session(list(proxy.exchanges), ended, unused)

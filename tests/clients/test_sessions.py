@@ -35,9 +35,9 @@ def test_session_is_served_and_hits_what_it_computed(
     session = run_session(agent, long_server.url, tmp_path, CALLS[template])
     record_property("row", row(agent, template, session))
     faults = list(refusals(session))
-    assert faults == [], "\n".join(faults + [turn.stdout for turn in session.turns])
-    assert [turn.returncode for turn in session.turns] == [0] * len(agent.section.turns), session.turns
-    words = WORDS if len(session.turns) > 1 else WORDS[:2]
+    assert faults == [], "\n".join(faults + [turn.stdout for turn in session.ended])
+    assert [turn.returncode for turn in session.ended] == [0] * len(agent.section.commands), session.ended
+    words = WORDS[: agent.num_turns + 1]
     seen = str([exchange.body for exchange in session.conversation])
     if agent.tool is not None:
         assert [word for word in words if word not in seen] == [], "the client has not run a call"

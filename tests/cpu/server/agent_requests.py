@@ -282,7 +282,7 @@ AGENT_REQUESTS = {
             "thread-id": "01a2",
             "accept": "text/event-stream",
             "originator": "codex_exec",
-            "user-agent": "codex_exec/0.171.0 (Debian 12.0.0; x86_64) dumb (codex_exec; 0.171.0)",
+            "User-Agent": "codex_exec/0.171.0 (Debian 12.0.0; x86_64) dumb (codex_exec; 0.171.0)",
         },
         codex,
         "/v1/responses",
@@ -300,13 +300,13 @@ AGENT_REQUESTS = {
         Chat({"model": "tiny", "tool_choice": "auto", **STREAMED}),
     ),
     "continue": AgentRequests(
-        {"user-agent": "ls/JS 5.23.2", "Authorization": "Bearer none", **STAINLESS},
+        {"User-Agent": "ls/JS 5.23.2", "Authorization": "Bearer none", **STAINLESS},
         Chat(
             {"model": "tiny", **STREAMED},
             result=lambda call: {"role": "tool", "content": call.result, "tool_call_id": call.identity},
         ),
     ),
-    "qwen": AgentRequests({"user-agent": "QwenCode/0.24.4 (linux; x64)", **STAINLESS}, qwen_code, edits=True),
+    "qwen": AgentRequests({"User-Agent": "QwenCode/0.24.4 (linux; x64)", **STAINLESS}, qwen_code, edits=True),
     "pi": AgentRequests(
         {"User-Agent": "OpenAI/JS 6.26.0", "accept-language": "*", "sec-fetch-mode": "cors", **STAINLESS},
         Chat(
@@ -318,7 +318,7 @@ AGENT_REQUESTS = {
     ),
     "aider": AgentRequests({"User-Agent": "OpenAI/Python 2.20.0", "X-Stainless-Async": "false"}, aider, edits=True),
     "mini": AgentRequests(
-        {"user-agent": "OpenAI/Python 3.57.0", "x-stainless-read-timeout": "600.0"},
+        {"User-Agent": "OpenAI/Python 3.57.0", "x-stainless-read-timeout": "600.0"},
         Chat(
             {"model": "tiny"},
             called=lambda call: {"role": "assistant", "tool_calls": [function_call(call)]},

@@ -1,6 +1,6 @@
 """Sessions in the shapes of coding agents' requests are served, and each request hits what the last one computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from tests.clients.hits import shortfalls
 from tests.clients.model import TEMPLATES, save_long_model, template_flags
 from tests.clients.proxy import Exchange, force
 from tests.clients.usage import usage_of
-from tests.cpu.server.agent_requests import AGENT_REQUESTS, STEPS, TOOL, AgentRequests, Call, Question
+from tests.cpu.server.agent_requests import AGENT_REQUESTS, STEPS, TOOL, AgentRequests, Call, Question, Step
 from tests.cpu.server.process import ServerProcess, http_post, running_server
 
 
@@ -29,26 +29,31 @@ def served(
         yield request.param, server
 
 
+def ask(client: AgentRequests, server: ServerProcess, steps: Sequence[Step], answer: str) -> Exchange:
+    """Send the request that follows some steps, with its answer forced."""
+    body = force(client.path.split("?")[0], {**client.body(steps), "cache_salt": client.headers["User-Agent"]}, answer)
+    response = http_post(server.url + client.path, json=body, headers=dict(client.headers))
+    turn = sum(isinstance(step, Question) for step in steps)
+    exchange = Exchange("POST", client.path, dict(client.headers), body, answer, turn, response.status_code)
+    exchange.answer = response.text
+    exchange.usage = usage_of(response.text)
+    return exchange
+
+
 def session(client: AgentRequests, server: ServerProcess, call: WriteCall) -> list[Exchange]:
     """Send the requests of a session, and return them with their answers."""
+    has_tools = "tools" in client.body(STEPS[:1])
+    steps = [step for step in STEPS if has_tools or not isinstance(step, Call)]
     exchanges = []
-    has_tools = bool(client.body(STEPS[:1]).get("tools"))
-    turn = 0
-    for number, step in enumerate(STEPS):
-        if isinstance(step, Question):
-            turn += 1
-            continue
-        if isinstance(step, Call) and not has_tools:
-            continue
-        forced = call(TOOL, step.arguments) if isinstance(step, Call) else step.text
-        before = [each for each in STEPS[:number] if has_tools or not isinstance(each, Call)]
-        body = force(client.path.split("?")[0], client.body(before), forced)
-        response = http_post(server.url + client.path, json=body, headers=dict(client.headers))
-        exchange = Exchange("POST", client.path, dict(client.headers), body, forced, turn, response.status_code)
-        exchange.answer = response.text
-        exchange.usage = usage_of(response.text)
-        exchanges.append(exchange)
+    for number, step in enumerate(steps):
+        if not isinstance(step, Question):
+            answer = call(TOOL, step.arguments) if isinstance(step, Call) else step.text
+            exchanges.append(ask(client, server, steps[:number], answer))
     return exchanges
+
+
+MAX_TAIL_TOKENS = 90
+"""Upper bound of the tokens of a first question, of what a client adds to it, and of the template's after it."""
 
 
 @pytest.mark.parametrize("name", AGENT_REQUESTS)
@@ -58,3 +63,7 @@ def test_sessions_of_agents_hit_what_they_computed(name: str, served: tuple[str,
     exchanges = session(client, server, CALLS[template])
     assert [(each.status, each.answer[:300]) for each in exchanges if each.status != 200] == []
     assert shortfalls(exchanges, renders_turns_anew=template == "strict", edits_turns=client.edits) == []
+    # A new session shares what precedes its first question.
+    again = ask(client, server, [Question("How many files are there?")], "Two.").usage
+    assert again is not None
+    assert again.cached >= again.prompt - MAX_TAIL_TOKENS
