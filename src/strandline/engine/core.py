@@ -135,6 +135,7 @@ class EngineCore:
             marks=submission.marks,
             transfer=submission.transfer,
             num_remembered=submission.num_remembered,
+            comes_back=submission.comes_back,
         )
         request.grammar = grammar
         if self.hand_over is None or not self.hand_over.add(request):

@@ -25,6 +25,7 @@ class Request:
 
     __slots__ = (
         "account",
+        "comes_back",
         "counted_drafts",
         "drafts",
         "finish_reason",
@@ -70,6 +71,7 @@ class Request:
         marks: tuple[int, ...] = (),
         transfer: TransferParams | None = None,
         num_remembered: int = 0,
+        comes_back: bool = False,
         is_audit: bool = False,
     ) -> None:
         self.new = new
@@ -98,6 +100,8 @@ class Request:
         """What it hands over to another engine, or fetches from one; None: nothing."""
         self.num_remembered = num_remembered
         """Tokens of its prompt that are encoded as earlier answers were generated."""
+        self.comes_back = comes_back
+        """Whether later prompts contain the text of its output, which leaves out a stop string."""
         self.lead: Lead | None = None
         """The running request or the load that it last waited for, or None."""
         self.offer: Offer | None = None

@@ -474,7 +474,7 @@ class Scheduler:
                 if num_accepted and request.lease is not None:
                     # The log holds them.
                     self.cache.commit(request.lease, request.lease.computed + num_accepted, 0)
-            if request.params.stop_strings:
+            if request.comes_back and request.params.stop_strings:
                 num_stop_tokens = result.num_stop_tokens.get(index, 0)
                 note_stop_tokens(self.cache, request, num_stop_tokens, stop_string, under_way)
         if has_finished:

@@ -38,6 +38,9 @@ class Submission:
     """What it hands over to another engine, or fetches from one; None: nothing."""
     num_remembered: int = 0
     """Tokens of the prompt that are encoded as earlier answers were generated."""
+    comes_back: bool = False
+    """Whether later prompts contain the text of its output, which leaves out a stop string: it answers a conversation.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,8 +197,7 @@ class Frontend:
         taken = next((name for name in (request_id, *names) if name in self.requests or name in self._outputs), None)
         if taken is not None:
             raise RequestError(f"request id {taken!r} is in use by an unfinished request")
-        num_remembered = recollection.num_tokens if recollection is not None else 0
-        submissions = self._submissions(names, request, salt, marks, transfer, num_remembered)
+        submissions = self._submissions(names, request, salt, marks, transfer, recollection)
         news = [submission.new for submission in submissions]
         params, arrival_s = request.params, self._clock()
         stream = RequestStream(
@@ -215,7 +214,7 @@ class Frontend:
         salt: str,
         marks: tuple[int, ...],
         transfer: TransferParams | None,
-        num_remembered: int,
+        recollection: Recollection | None,
     ) -> list[Submission]:
         prompt_ids, params, stop_ids = request.prompt_ids, request.params.params, request.params.stop_ids
         max_total = self.limits.max_model_len
@@ -226,13 +225,14 @@ class Frontend:
         thinking = self._thinking_budget(prompt_ids, request.params)
         hidden_ids = request.params.hidden_ids if params.stop_strings or thinking is not None else None
         reasoning = request.params.reasoning if params.stop_strings else None
+        num_remembered, comes_back = (0, False) if recollection is None else (recollection.num_tokens, True)
         submissions: list[Submission] = []
         for index, name in enumerate(names):
             wrapped = _wrap_seed(seed + index)
             new = NewRequest(
                 name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning, thinking
             )
-            submissions.append(Submission(new, max_total, salt, marks, transfer, num_remembered))
+            submissions.append(Submission(new, max_total, salt, marks, transfer, num_remembered, comes_back))
             if transfer is not None and transfer.is_remote_decode:
                 transfer = None  # what the first output keeps has the prompt of all
             if params.prompt_logprobs is not None and params.max_tokens != 0:

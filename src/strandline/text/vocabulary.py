@@ -79,7 +79,7 @@ def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) 
         tokenizer=tokenizer,
         eos_ids=vocabulary.eos_ids,
         grammars=vocabulary.grammars,
-        answers=RememberedAnswers(tokenizer, max_bytes) if max_bytes and tokenizer is not None else None,
+        answers=RememberedAnswers(tokenizer, max_bytes) if tokenizer is not None else None,
         seed=config.seed,
         thinking_end=None if config.reasoning is None else config.reasoning.reasoning_end_str,
     )
