@@ -9,11 +9,12 @@ from uuid import uuid4
 from fastapi import Request
 from fastapi.responses import Response
 
-from strandline.errors import RequestError
+from strandline.errors import EngineError, RequestError
 from strandline.reasoning_config import CLOSE
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
+from strandline.server.error_responses import status_of
 from strandline.server.gate import owner_of, salt_of
 from strandline.server.input_items import read_items, with_ids
 from strandline.server.reasoning_seal import ReasoningSeal
@@ -53,6 +54,8 @@ SEALED: Final = "reasoning.encrypted_content"
 """Value of ``include`` that requests reasoning in a form that clients send back."""
 REPEATED: Final = ("instructions", "metadata", "text", "tool_choice", "tools")
 """Fields that the response repeats."""
+LABELS: Final = ("prompt_cache_key", "safety_identifier", "user")
+"""Fields without effect that the response repeats."""
 
 WITHOUT_RESULT: Final = (
     "code_interpreter_call.outputs",
@@ -152,7 +155,7 @@ class Conversation:
     def __init__(self, body: ResponsesBody, owner: str, store: ResponseStore) -> None:
         self.is_stored = store.is_on and body.store is not False
         repeated = (*REPEATED, "input") if self.is_stored else REPEATED
-        check_unicode({name: getattr(body, name) for name in repeated})
+        check_unicode({**(body.model_extra or {}), **{name: getattr(body, name) for name in repeated}})
         self._seal = ReasoningSeal(owner)
         self.tools = DeclaredTools()
         self.tools.add(body.tools or (), "tools")
@@ -192,17 +195,24 @@ class ModelResponse:
             "id": f"resp_{uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
+            "completed_at": None,
+            "background": False,
             "model": service.model_names[0],
             "error": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.effort, "summary": None},
             "store": conversation.is_stored,
             "temperature": params.temperature,
-            "text": body.text or {"format": {"type": "text"}},
+            "frequency_penalty": params.frequency_penalty,
+            "presence_penalty": params.presence_penalty,
+            "service_tier": "default",
+            **{name: (body.model_extra or {}).get(name) for name in LABELS},
+            "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
@@ -232,8 +242,15 @@ class ModelResponse:
     async def events(self) -> AsyncIterator[Json]:
         """Yield the response as it is generated."""
         numbers = count()
-        async for event in self._events():
+        try:
+            async for event in self._events():
+                yield {**event, "sequence_number": next(numbers)}
+        except (RequestError, EngineError) as error:
+            fault = {"code": status_of(error)[1] or "server_error", "message": str(error)}
+            failed = {**self._head, "status": "failed", "error": fault, "incomplete_details": None, "usage": None}
+            event = {"type": "response.failed", "response": {**failed, "output": self._items.items}}
             yield {**event, "sequence_number": next(numbers)}
+            raise
 
     async def _events(self) -> AsyncIterator[Json]:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
@@ -259,6 +276,7 @@ class ModelResponse:
         response = {
             **self._head,
             "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": details,
             "output": self._items.items,
             "usage": self._usage(),

@@ -69,9 +69,14 @@ class DeclaredTools:
         self.functions += self._declare(tools, path)
 
     def add_later(self, tools: Sequence[Any], path: str) -> list[dict[str, Any]]:
-        """Add the tools that an item declares; return their functions. Raises as ``add``."""
+        """Add the tools that an item declares; return their functions. Raises as ``add``.
+
+        Items may declare a tool again and again; the last declaration counts.
+        """
         functions = list(self._declare(tools, path))
-        self.later_functions += functions
+        names = {function["function"]["name"] for function in functions}
+        others = [function for function in self.later_functions if function["function"]["name"] not in names]
+        self.later_functions = [*others, *functions]
         return functions
 
     def tool(self, function: str) -> ToolName:

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from strandline.text.model_files import STRICT_TEMPLATE
 from tests.cpu.server.conftest import save_chat_model
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
@@ -77,24 +78,9 @@ ANSWERS = [
 ]
 
 
-STRICT = (
-    "{%- if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ (t | tojson) + '\\n' }}{% endfor %}{% endif %}"
-    "{%- for m in messages %}"
-    "{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system must be first') }}{% endif %}"
-    "{%- if not (tools and loop.first and m.role == 'system') %}{{ '<|im_start|>' + m.role + '\\n' }}{% endif %}"
-    "{%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
-    "{{- m.content }}{%- for c in m.tool_calls or [] %}{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}"
-    "{%- for k, v in c.function.arguments | items %}"
-    "{{- '<parameter=' + k + '>\\n' + (v if v is string else v | tojson) + '\\n</parameter>\\n' }}{% endfor %}"
-    "{{- '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""A template that refuses later system messages and arguments that are no object."""
-
-
 @pytest.fixture(scope="module")
 def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    model = save_chat_model(tmp_path_factory.mktemp("strict"), STRICT)
+    model = save_chat_model(tmp_path_factory.mktemp("strict"), STRICT_TEMPLATE.read_text())
     with running_server(model, tmp_path_factory.mktemp("server") / "log") as server:
         yield server
 
@@ -149,6 +135,14 @@ def test_each_turn_of_a_session_hits_all_of_the_last_one(codex: openai.OpenAI) -
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
     assert [item.id.split("_")[0] for item in calls] == ["fc", "fc", "ctc"]
     assert response.output_text == "Done."
+
+
+def test_a_session_goes_on_after_a_developer_speaks_in_the_middle(codex: openai.OpenAI) -> None:
+    first = stream(codex, INPUT, THOUGHT + "print.")
+    later = {**INPUT[0], "content": [{"type": "input_text", "text": "Sandbox: off."}]}
+    response = stream(codex, [*INPUT, *map(sent_back, first.output), later, INPUT[3]], THOUGHT + "Done.")
+    assert response.output_text == "Done."
+    assert response.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 30
 
 
 def test_a_picture_in_a_result_does_not_end_the_session(codex: openai.OpenAI) -> None:

@@ -49,3 +49,51 @@ def test_no_body_makes_a_5xx(server: ServerProcess, path: str, fields: dict[str,
     assert answer.status_code < 500, answer.text
     assert answer.status_code == 200 or answer.json()["error"]["message"]
     assert server.process.poll() is None
+
+
+TYPES = ["message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"]
+TYPES += ["local_shell_call", "shell_call_output", "web_search_call", "mcp_call", "computer_call_output", "compaction"]
+TYPES += ["additional_tools", "tool_search_output", "item_reference", "tea", "tea_call", "tea_call_output"]
+PART_TYPES = ["input_text", "output_text", "refusal", "input_image", "input_file", "reasoning_text", "tea"]
+TEXTS = st.sampled_from(["", "x", "{}", '{"a": 1}', "[", "é\U0001f600", "\ud800", "data:text/plain;base64,eA=="])
+PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(PART_TYPES)},
+    optional=dict.fromkeys(("text", "refusal", "image_url", "file_data", "filename"), TEXTS | SCALARS),
+)
+CONTENTS = TEXTS | st.lists(PARTS, max_size=2) | VALUES
+TOOL_TYPES = ["function", "custom", "namespace", "web_search", "mcp", "tea"]
+FORMATS = st.sampled_from([None, {"type": "text"}, {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}])
+TOOLS = st.recursive(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(TOOL_TYPES), "name": st.sampled_from(["f", "g", "n__f", "é", ""])},
+        optional={"description": TEXTS, "parameters": VALUES, "format": FORMATS | VALUES},
+    ),
+    lambda inner: st.fixed_dictionaries(
+        {"type": st.just("namespace"), "name": st.sampled_from(["n", "n__"]), "tools": st.lists(inner, max_size=2)}
+    ),
+    max_leaves=3,
+)
+ITEM_FIELDS = ("id", "name", "namespace", "arguments", "input", "encrypted_content", "status", "error")
+ITEMS = st.fixed_dictionaries(
+    {"type": st.sampled_from(TYPES), "call_id": st.sampled_from(["c", "c", "c", None]), "output": CONTENTS},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "developer", "system", "tool"]),
+        **dict.fromkeys(("content", "summary", "action", "results"), CONTENTS),
+        **dict.fromkeys(ITEM_FIELDS, TEXTS | SCALARS),
+        "tools": st.lists(TOOLS, max_size=2),
+    },
+)
+CHOICES = st.sampled_from(["auto", "auto", "none", "required", {"type": "function", "name": "f"}, {"type": "mcp"}, 5])
+
+
+@settings(max_examples=5 * settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ITEMS, max_size=4), st.lists(TOOLS, max_size=3), CHOICES)
+def test_no_item_or_tool_makes_a_5xx(
+    tag_server: ServerProcess, items: list[Any], tools: list[Any], choice: Any
+) -> None:
+    body = {"input": items, "tools": tools, "tool_choice": choice, "max_output_tokens": 1}
+    content = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    answer = http_post(f"{tag_server.url}/v1/responses", content=content, headers=headers)
+    assert answer.status_code < 500, (answer.text, body)
+    assert answer.status_code == 200 or answer.json()["error"]["message"]

@@ -182,3 +182,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_served_is_refused(chatty: openai.OpenAI, more: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         chatty.responses.create(**saying("x", **more))
+
+
+def test_a_stream_that_fails_ends_with_the_failed_response(server: ServerProcess) -> None:
+    wishes = {"input": "x", "min_tokens": 2, "stop_token_ids": list(range(256)), "stream": True}
+    lines = server.post("/v1/responses", max_output_tokens=4, **wishes).text.splitlines()
+    *_, failed, error = (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "no_token"
+    assert failed["response"]["error"]["message"] == error["error"]["message"]

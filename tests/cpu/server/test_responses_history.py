@@ -283,6 +283,8 @@ def test_tools_declared_in_the_conversation_may_be_called() -> None:
     box = tools.toolbox("auto", is_parallel=True)
     assert [tool["function"]["name"] for tool in box.tools] == ["f"]
     assert set(box.schemas or ()) == {"f", "n__g"}
+    History(tools).read(None, items * 2000)
+    assert tools.toolbox("auto", is_parallel=True).later_tools == box.later_tools
 
 
 @given(st.text(), st.lists(st.integers(0, 400)), st.booleans())
