@@ -9,11 +9,12 @@ import json
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any, Final
 
 from strandline.text.json_calls import SEPARATORS, parse_json
+from strandline.text.parameter_sets import parameter_sets
 from strandline.text.segments import Segment, SegmentKind, split_at_tag, split_space
 from strandline.text.tool_calls import Schemas
 
@@ -107,8 +108,8 @@ class PythonCalls:
 
     def _arguments(self, parts: list[str]) -> str | None:
         """Return a call's arguments as JSON; None if they are malformed."""
-        properties = self._schemas.get(self._name, {}).get("properties")
-        names = list(properties) if isinstance(properties, Mapping) else []
+        sets = parameter_sets(self._schemas.get(self._name, {}))
+        names = list(dict.fromkeys(name for each in sets for name in each.properties))
         found: dict[str, Any] = {}
         try:
             for index, part in enumerate(parts):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
 MAX_BRANCHES: Final = 256
 """Alternatives of a schema that are looked at; schemas come from clients."""
@@ -56,7 +57,7 @@ def _parts(schema: Schema, root: Schema) -> list[Any]:
     if _types(schema) is not None:
         return []
     if "$ref" in schema:
-        return [_referred(schema["$ref"], root)]
+        return [referred(schema["$ref"], root)]
     parts = schema.get("anyOf", schema.get("oneOf"))
     whole = schema.get("allOf")
     if not isinstance(parts, list) and isinstance(whole, list) and len(whole) == 1:
@@ -64,13 +65,17 @@ def _parts(schema: Schema, root: Schema) -> list[Any]:
     return parts if isinstance(parts, list) else []
 
 
-def _referred(reference: Any, root: Schema) -> Any:
+def referred(reference: Any, root: Schema) -> Any:
     """Return the schema that a reference inside the document names; None if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     found: Any = root
-    for name in reference[2:].split("/"):
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    for part in reference[2:].split("/") if len(reference) > 1 else ():
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 

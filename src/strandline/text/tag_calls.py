@@ -1,13 +1,13 @@
 """Parser for tool calls in tags: one for the function, one for each parameter. The tags contain no types."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from strandline.text.json_calls import parse_json
+from strandline.text.parameter_sets import parameter_types
 from strandline.text.python_calls import parse_literal
-from strandline.text.schema_types import value_types
 from strandline.text.segments import Segment, SegmentKind, split_at_tag, split_space
 from strandline.text.tool_calls import Schemas
 
@@ -208,9 +208,7 @@ class TagCalls:
         return False
 
     def _types(self) -> frozenset[str] | None:
-        schema = self._schemas.get(self._name, {})
-        properties = schema.get("properties")
-        return value_types(properties.get(self._key), schema) if isinstance(properties, Mapping) else None
+        return parameter_types(self._schemas.get(self._name, {}), self._key)
 
 
 def split_name(text: str) -> tuple[str | None, str] | None:

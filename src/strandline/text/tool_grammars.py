@@ -11,6 +11,7 @@ from typing import Any, Final
 from strandline.errors import RequestError
 from strandline.text.closed_objects import close_objects
 from strandline.text.headed_calls import ARGUMENTS, function_name
+from strandline.text.parameter_sets import ParameterSet, parameter_sets, self_contained
 from strandline.text.python_calls import NAME, split_keyword
 from strandline.text.reasoning_grammar import ANYTHING, Tag
 from strandline.text.schema_types import literals, value_types
@@ -76,7 +77,7 @@ def json_call(key: str) -> CallRules:
 
     def rules(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
         opening = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
-        return [f'{rule}: {opening} %json {_json({"type": "object", **schema})} "}}"']
+        return [f'{rule}: {opening} %json {_json(_of_object(schema))} "}}"']
 
     return rules
 
@@ -96,7 +97,7 @@ def tag_call(tags: Tags) -> CallRules:
     def opening(name: str) -> str:
         return json.dumps(f"{tags.parameter}{tags.quote}{name}{tags.quote}>{tags.around_value}")
 
-    def value(schema: Any, root: Schema, definitions: Schema) -> str:
+    def value(schema: Any, root: Schema) -> str:
         if isinstance(schema, Mapping) and isinstance(grammar := schema.get(TEXT_GRAMMAR), str):
             return f"%lark {{\n{grammar}\n}} {closing}"
         values, types = literals(schema, root), value_types(schema, root)
@@ -105,51 +106,59 @@ def tag_call(tags: Tags) -> CallRules:
             return f"({' | '.join(map(json.dumps, written))}) {closing}"
         if types is None or "string" in types:  # strings are written as they are
             return "text"
-        return f"%json {_json({**definitions, **schema})} {closing}"
+        return f"%json {_json(self_contained(schema, root))} {closing}"
+
+    def parameters(some: ParameterSet, root: Schema) -> str:
+        parts = []
+        for key, schema in some.properties.items():
+            part = f"{opening(key)} {value(schema, root)}"
+            parts.append(part if key in some.required else f"({part})?")
+        if some.free_values is not False:
+            begin, end = json.dumps(tags.parameter + tags.quote), json.dumps(f"{tags.quote}>{tags.around_value}")
+            parts.append(f'({begin} /[^<>"\\n]+/ {end} {value(some.free_values, root)})*')
+        return " ".join(parts) or '""'
 
     def rules(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
-        properties, definitions = _properties(schema)
-        required = schema.get("required") or ()
-        for written in (name, *(properties or ())):
+        sets = parameter_sets(schema)
+        for written in (name, *(key for some in sets for key in some.properties)):
             if split_name(f"{tags.quote}{written}{tags.quote}>") != (written, ""):
                 raise _unwritable(written)
-        parts = [json.dumps(f"{tags.function}{tags.quote}{name}{tags.quote}>\n")]
-        for key, property_schema in (properties or {}).items():
-            part = f"{opening(key)} {value(property_schema, schema, definitions)}"
-            parts.append(part if key in required else f"({part})?")
-        if properties is None:  # no schema of the parameters: any are allowed
-            begin, end = json.dumps(tags.parameter + tags.quote), json.dumps(f"{tags.quote}>{tags.around_value}")
-            parts.append(f'({begin} /[^>"\\n]+/ {end} text)*')
+        begin, end = f"{tags.function}{tags.quote}{name}{tags.quote}>\n", json.dumps(tags.end_function)
+        called = " | ".join(parameters(some, schema) for some in sets)
         text = f"text[suffix={closing}]: {ANYTHING}"
-        return [" ".join([f"{rule}:", *parts, json.dumps(tags.end_function)]), text]
+        return [f"{rule}: {json.dumps(begin)} ({called}) {end}", text]
 
     return rules
 
 
 def python_call(rule: str, name: str, schema: Schema, tag: Tag) -> list[str]:
     """Return the rules of a call in Python's syntax."""
-    properties, definitions = _properties(schema)
     if not NAME.fullmatch(name):
         raise _unwritable(name)
-    opening = json.dumps(f"{name}(")
-    if properties is None:
-        value = f'{rule}_any: /[A-Za-z_][A-Za-z0-9_]*/ "=" %json {{}}'
-        return [f'{rule}: {opening} ({rule}_any (", " {rule}_any)*)? ")"', value]
-    required = schema.get("required") or ()
+    sets = [_python_arguments(f"{rule}_{index}", some, schema) for index, some in enumerate(parameter_sets(schema))]
+    called = " | ".join(arguments for arguments, _ in sets)
+    return [f'{rule}: {json.dumps(f"{name}(")} ({called}) ")"', *(line for _, lines in sets for line in lines)]
+
+
+def _python_arguments(rule: str, some: ParameterSet, root: Schema) -> tuple[str, list[str]]:
+    """Return the arguments of a call in Lark's syntax, and the rules that they need."""
+    if some.free_values is not False:
+        value = f'{rule}_any: /[A-Za-z_][A-Za-z0-9_]*/ "=" {_python_value(some.free_values, root)}'
+        return f'({rule}_any (", " {rule}_any)*)?', [value]
     lines = []
     rest = first = ""
-    for index, (key, value) in reversed([*enumerate(properties.items())]):
-        if split_keyword(f"{key}=", properties) != (key, ""):
+    for index, (key, value) in reversed([*enumerate(some.properties.items())]):
+        if split_keyword(f"{key}=", some.properties) != (key, ""):
             raise _unwritable(key)
         argument = f"{rule}_{index}"
-        lines.append(f"{argument}: {json.dumps(key + '=')} {_python_value(value, definitions)}")
+        lines.append(f"{argument}: {json.dumps(key + '=')} {_python_value(value, root)}")
         alone = f"{argument} {rest}".strip()
-        is_required = key in required
+        is_required = key in some.required
         first = alone if is_required or not first else f"({alone} | {first})"
-        if not is_required and index == len(properties) - 1:
+        if not is_required and index == len(some.properties) - 1:
             first = f"({first})?"
         rest = f'", " {alone}' if is_required else f'(", " {argument})? {rest}'.strip()
-    return [f'{rule}: {opening} {first} ")"', *lines]
+    return first or '""', lines
 
 
 def _unwritable(name: str) -> RequestError:
@@ -158,20 +167,18 @@ def _unwritable(name: str) -> RequestError:
     )
 
 
-def _python_value(schema: Any, definitions: Schema) -> str:
+def _python_value(schema: Any, root: Schema) -> str:
     kind = schema.get("type") if isinstance(schema, Mapping) and "enum" not in schema else None
     if kind == "boolean":
         return '("True" | "False")'
     if kind == "null":
         return '"None"'
-    return f"%json {_json({**definitions, **schema} if isinstance(schema, Mapping) else {})}"
+    return f"%json {_json(self_contained(schema, root))}"
 
 
-def _properties(schema: Schema) -> tuple[Schema | None, Schema]:
-    """Return a function's parameters (None if the schema lists none) and the definitions that they refer to."""
-    properties = schema.get("properties")
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return (properties if isinstance(properties, Mapping) else None), definitions
+def _of_object(schema: Schema) -> Schema:
+    """Return a schema that allows objects alone. llguidance refuses keywords next to cyclic references."""
+    return schema if "$ref" in schema else {"type": "object", **schema}
 
 
 def _json(schema: Schema) -> str:
