@@ -107,7 +107,7 @@ class _Reader:
         return sets
 
     def _combined(self, schema: Schema) -> Iterator[Sequence[Any]]:
-        """Yield lists of schemas, one of each of which must hold as well."""
+        """Yield lists of schemas; of each list, one schema must hold as well."""
         if "$ref" in schema:
             yield [referred(schema["$ref"], self._root)]
         if isinstance(every := schema.get("allOf"), list):
