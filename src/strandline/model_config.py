@@ -113,7 +113,7 @@ def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:
         ConfigError: the architecture is not supported, or a field that others are computed from is wrong.
     """
     values = decode_floats(values)
-    name = find_architecture(values.get("architectures"))
+    name = find_architecture(values.get("architectures"), values.get("model_type"))
     architecture, outer = SUPPORTED[name], Fields(values)
     if outer.value("model_type") is not None:
         outer.choice("model_type", architecture.model_types)
@@ -202,17 +202,20 @@ def check_architecture(path: Path) -> None:
     Raises:
         ConfigError: the architecture is unsupported, or the file is missing.
     """
-    find_architecture(_read_file(path).get("architectures"))
+    values = _read_file(path)
+    find_architecture(values.get("architectures"), values.get("model_type"))
 
 
-def find_architecture(names: Sequence[str] | None) -> str:
-    """Return the first of a model's ``architectures`` that is supported.
+def find_architecture(names: Sequence[str] | None, model_type: Any = None) -> str:
+    """Return the first of a model's ``architectures`` that is supported; without names the one of its ``model_type``.
 
     Raises:
         ConfigError: none is supported; the message lists the supported ones and the nearest: by its layers where they
             are known, else by name.
     """
     names = [str(name) for name in names] if isinstance(names, list) else []
+    if not names:
+        names = [name for name, architecture in SUPPORTED.items() if model_type in architecture.model_types]
     for name in names:
         if name in ARCHITECTURES:
             return name

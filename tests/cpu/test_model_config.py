@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from strandline.architectures.supported import SUPPORTED
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.model_config import ARCHITECTURES, NEAREST_BY_LAYERS, find_architecture, read_model_config
@@ -282,6 +283,21 @@ def test_missing_architecture_lists_the_supported_ones() -> None:
     for names in (None, []):
         with pytest.raises(ConfigError, match=f"names no architecture; supported: {', '.join(ARCHITECTURES)}$"):
             find_architecture(names)
+
+
+@pytest.mark.parametrize("names", [None, []])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_model_type_names_the_architecture_where_nothing_else_does(architecture: str, names: list[str] | None) -> None:
+    for model_type in SUPPORTED[architecture].model_types:
+        assert SUPPORTED[find_architecture(names, model_type)] is SUPPORTED[architecture]
+        with pytest.raises(ConfigError, match="names GPT2LMHeadModel; supported: "):
+            find_architecture(["GPT2LMHeadModel"], model_type)
+
+
+@pytest.mark.parametrize("model_type", [None, "", "gpt2", 3, ["llama"]])
+def test_model_type_of_no_architecture_is_refused(model_type: object) -> None:
+    with pytest.raises(ConfigError, match="names no architecture; supported: "):
+        find_architecture(None, model_type)
 
 
 def test_architecture_is_refused_before_a_missing_tokenizer(tmp_path: Path) -> None:
