@@ -10,7 +10,7 @@ from strandline.errors import ConfigError, PromptTooLongError, RequestError
 RESERVED_VARIABLES: Final = frozenset(
     {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
     | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
-    | {"return_assistant_tokens_mask", "tokenizer_kwargs"}
+    | {"return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"}
 )
 """Arguments of ``apply_chat_template`` that a request cannot set as variables of the template."""
 

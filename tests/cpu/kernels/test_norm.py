@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as transformers_l2norm
@@ -102,10 +101,10 @@ def test_rms_norm_gated_equals_qwen3_next(
 
 
 @pytest.mark.parametrize(("size", "num_groups"), [(8, 1), (63, 3), (1024, 8)])
-def test_rms_norm_of_gated_equals_bamba_and_zamba2(size: int, num_groups: int, dtype: torch.dtype) -> None:
+def test_rms_norm_of_gated_equals_zamba2(size: int, num_groups: int, dtype: torch.dtype) -> None:
     wide, weight_D = torch.randn(33, 2 * size).to(dtype), torch.randn(size).to(dtype)
     x, gate = wide.chunk(2, dim=-1)
-    module = BambaRMSNormGated(size, EPS) if num_groups == 1 else Zamba2RMSNormGated(size, size // num_groups, EPS)
+    module = Zamba2RMSNormGated(size, size // num_groups, EPS)
     module.weight.data = weight_D
     check(rms_norm_of_gated(x, gate, weight_D, EPS, num_groups), module(x, gate), dtype)
 
