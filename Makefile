@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 CLIENTS := .venv-clients
 AGENTS := .clients
+NEWEST := .venv-newest
 # Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -13,7 +14,7 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-long clients lint kernels format clean
+.PHONY: help setup serve demo test test-long test-newest clients lint kernels format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,6 +34,14 @@ test: ## lint, then all tests: must pass before a commit (PYTEST_ARGS="-k name" 
 test-long: ## the same with the cases marked long, and ten times as many, new examples of every property
 	@$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest $(WORKERS) --long $(PYTEST_ARGS)
+
+test-newest: ## all tests with the newest releases of all dependencies, in an environment of its own
+	test -x $(NEWEST)/bin/pip || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+	  --upgrade --upgrade-strategy eager -e '.[dev]'
+	@$(NEWEST)/bin/python -m compileall -qq -j 0 $(NEWEST)/lib || true
+	$(NEWEST)/bin/python -c 'from tests.conftest import compile_kernels; compile_kernels()'
+	$(NEWEST)/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 ifdef CLIENT
 clients: setup ## drive the programs of docs/clients.md, which it installs (CLIENT=codex picks one coding agent)
@@ -58,7 +67,7 @@ format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environments and the tools' caches
-	rm -rf $(VENV) $(CLIENTS) $(AGENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(AGENTS) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
