@@ -24,8 +24,9 @@ REASONING_DETAILS: Final = "reasoning_details"
 """OpenRouter's list of parts of reasoning, read where none of the other fields is given."""
 OLD_CALL: Final = "function_call"
 SENTINEL: Final = "Zq7strandlinemark9x"
-IMAGE_PARTS: Final = frozenset({"image", "image_url", "input_image"})
-NO_IMAGE: Final = "[image left out: this model reads text only]"
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
+MEDIA: Final = ("image", "audio", "video", "file")
+"""Words in the types of parts that are not text."""
 
 
 class MessageError(RequestError):
@@ -93,10 +94,13 @@ def read_messages(messages: Iterable[Any]) -> list[MarkedMessage]:
     Raises:
         MessageError: one is malformed.
     """
+    given = list(messages)
+    answers = [index for index, message in enumerate(given) if _role_of(message) == "assistant"]
     found = []
-    for index, message in enumerate(messages):
+    for index, message in enumerate(given):
+        is_newest = index > (answers[-1] if answers else -1) and _role_of(message) not in ("tool", "function")
         try:
-            found.append(_read(message))
+            found.append(_read(message, is_newest=is_newest))
         except RequestError as error:
             if error.param not in ("messages", MARK):
                 raise
@@ -131,8 +135,16 @@ def sentinel_positions(rendered: str, text: str) -> list[int]:
     return [common_length("".join(pieces[:count]), text) for count in range(1, len(pieces))]
 
 
-def _read(message: Any) -> MarkedMessage:
-    """Return a message without marks and nulls, its content as a text."""
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _read(message: Any, *, is_newest: bool) -> MarkedMessage:
+    """Return a message without marks and nulls, its content as a text.
+
+    Args:
+        is_newest: no answer follows, so parts that are not text are refused rather than replaced by a note.
+    """
     [message] = check_messages([_of_today(message)])
     # Clients send null for what a message has not; templates test whether a field is there.
     plain = {name: value for name, value in message.items() if name != MARK and value is not None}
@@ -147,7 +159,7 @@ def _read(message: Any) -> MarkedMessage:
     content = message.get("content")
     places: list[int] = []
     if isinstance(content, list):
-        plain["content"], places = _joined_parts(content, has_images=message["role"] in ("tool", "function"))
+        plain["content"], places = _joined_parts(content, is_newest=is_newest)
     elif content is None or isinstance(content, str):
         if "content" in message or "tool_calls" in plain:
             plain["content"] = content or ""
@@ -172,26 +184,43 @@ def _of_today(message: Any) -> Any:
     return {**known, "tool_calls": [old_call]}
 
 
-def _joined_parts(content: Sequence[Any], *, has_images: bool) -> tuple[str, list[int]]:
+def _joined_parts(content: Sequence[Any], *, is_newest: bool) -> tuple[str, list[int]]:
     """Join text parts by newlines, as vLLM does for text-only templates; return the marked positions with the text.
 
     Args:
-        has_images: the message is what a tool returned, so an image is replaced by a note.
+        is_newest: as in ``_read``.
     """
     texts: list[str] = []
     places = []
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if has_images and isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
-            text = NO_IMAGE
-        if not isinstance(text, str):
+        text = part if isinstance(part, str) else _text_of(part)
+        if text is None and not is_newest:
+            text = _note(part)
+        if text is None:
             raise RequestError(
                 f"a message's content parts must be {{'type': 'text', 'text': …}}, got {part!r:.200}", param="messages"
             )
         texts.append(text)
-        if is_marked(part):
+        if isinstance(part, Mapping) and is_marked(part):
             places.append(sum(map(len, texts)) + len(texts) - 1)
     return "\n".join(texts), places
+
+
+def _text_of(part: Any) -> str | None:
+    if not isinstance(part, Mapping):
+        return None
+    kind = part.get("type")
+    text = part.get("text") if kind in TEXT_PARTS else part.get("refusal") if kind == "refusal" else None
+    return text if isinstance(text, str) else None
+
+
+def _note(part: Any) -> str | None:
+    """Return a note that a part is left out; None if it is malformed."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        return None
+    name = next((name for name in MEDIA if name in kind), None)
+    return None if name is None else f"[{name} left out: this model reads text only]"
 
 
 def _reasoning_of(details: Any) -> str | None:

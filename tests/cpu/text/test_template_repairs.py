@@ -171,12 +171,16 @@ def test_reasoning_details_are_reasoning() -> None:
     assert "<think>\nhm\n</think>" in first
 
 
-def test_image_in_a_result_is_a_note() -> None:
+def test_images_of_results_and_earlier_turns_are_notes() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "x"}, image]}
     assert "x\n[image left out: this model reads text only]" in rendered(STRICT, *of("uc"), result)
+    question = {"role": "user", "content": [{"type": "text", "text": "y"}, image]}
+    with pytest.raises(RequestError, match=r"messages\[0\]: a message's content parts must be"):
+        rendered(STRICT, question)
+    assert "y\n[image left out: this model reads text only]" in rendered(STRICT, question, *of("au"))
     with pytest.raises(RequestError, match="content parts must be"):
-        rendered(STRICT, {"role": "user", "content": [image]})
+        rendered(STRICT, {"role": "user", "content": [{"type": "text", "text": 3}]}, *of("au"))
 
 
 def test_marks_of_repaired_messages_stay_at_their_ends() -> None:
