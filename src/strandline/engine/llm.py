@@ -148,13 +148,17 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several together.
 
         Args:
             messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them.
                 ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
+            add_generation_prompt: begin an answer after the last message.
             chat_template_kwargs: additional variables of the template, such as ``enable_thinking``.
+            continue_final_message: continue the last message, without repeating it; needs ``add_generation_prompt``
+                to be False.
             cache_salt: conversations share cached prefixes, and recall answers, only of the same salt.
 
         Raises:
@@ -171,6 +175,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 cache_salt=cache_salt,
+                continue_final_message=continue_final_message,
             )
             for conversation in conversations
         ]
@@ -199,12 +204,17 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
+        continue_final_message: bool = False,
     ) -> Prompt:
         """Render a conversation with the chat template. An answer in it is encoded as it was generated, if it was.
 
         Raises:
             RequestError: the messages are malformed, or there is no template.
         """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt=False; the output cannot also begin a message"
+            )
         answers = self.engine.frontend.answers
         renderer = self._renderers.setdefault(
             chat_template, ChatRenderer(self.get_tokenizer(), chat_template, answers=answers)
@@ -215,6 +225,7 @@ class LLM:
             tools=tools or (),
             template_options=chat_template_kwargs,
             salt=cache_salt,
+            continue_final_message=continue_final_message,
         )
         prompt = {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
         if chat.recollection is not None:

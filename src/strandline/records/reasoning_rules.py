@@ -18,6 +18,8 @@ class ReasoningRules(NamedTuple):
     """The output begins inside the reasoning."""
     call_tag: CallTag | None = None
     """Tag of a tool call that ends open reasoning; None: none does."""
+    is_continued: bool = False
+    """The output continues text of the answer, which the prompt ends with."""
 
 
 class ThinkingBudget(NamedTuple):

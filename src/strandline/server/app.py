@@ -17,7 +17,14 @@ from strandline.server.error_responses import ERRORS, add_error_handlers, error_
 from strandline.server.gate import Gate, salt_of
 from strandline.server.host_check import HostCheck
 from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
-from strandline.server.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_extra
+from strandline.server.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    check_continuation,
+    check_extra,
+)
 from strandline.server.responses_api import ResponsesBody, create_response
 from strandline.server.service import Service
 from strandline.server.sse import json_response, while_connected
@@ -123,6 +130,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
             prompt = await service.render(
                 body.messages or [],
                 add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=check_continuation(body.continue_final_message, body.add_generation_prompt),
                 tools=toolbox(body.tools, None).tools,
                 template_options=body.chat_template_kwargs,
                 salt=salt_of(request, body.cache_salt),

@@ -19,7 +19,7 @@ from strandline.server.sse import EventStream, json_response, plain_events
 from strandline.server.tools import Toolbox, toolbox
 from strandline.server.usage_and_logprobs import Json, chat_logprobs, handed_over, usage, usage_so_far
 from strandline.text.frontend import CheckedParams
-from strandline.text.segments import merge_segments
+from strandline.text.segments import Segment, merge_segments
 
 
 class Chat:
@@ -44,7 +44,10 @@ class Chat:
             "created": int(time.time()),
             "model": service.model_names[0],
         }
-        self._parsers = [service.output_format.parser(prompt.text or "", box.schemas) for _ in range(params.params.n)]
+        self._echo = prompt.continued if body.echo else ""
+        given = ("", box.schemas) if self._echo else (prompt.text or "", box.schemas, prompt.continued)
+        self._parsers = [service.output_format.parser(*given) for _ in range(params.params.n)]
+        self._is_echoed = [not self._echo for _ in self._parsers]
         self._token_ids: list[list[int]] = [[] for _ in self._parsers]
         """Token ids of each output that have not been sent yet."""
         self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt, transfer)
@@ -55,7 +58,7 @@ class Chat:
             [delta] = await self.job.whole()
         choices = []
         for output, parser in zip(delta.outputs, self._parsers, strict=True):
-            parser.feed(output.text, output.call_marks)
+            self._feed(output, parser)
             parser.finish()
             logprobs = chat_logprobs(output.logprobs or [], self._num_top) if self._body.logprobs else None
             choices.append(
@@ -96,7 +99,7 @@ class Chat:
             return []
         is_end = output.finish_reason is not None
         entries = output.logprobs
-        segments = parser.feed(output.text, output.call_marks)
+        segments = self._feed(output, parser)
         segments = merge_segments([*segments, *parser.finish()] if is_end else segments)
         found = chat_deltas(parser, segments, self._reasoning_fields)
         wants_ids = bool(self._body.return_token_ids)
@@ -115,6 +118,14 @@ class Chat:
             choices[0]["token_ids"] = list(token_ids)
         token_ids.clear()
         return choices
+
+    def _feed(self, output: OutputDelta, parser: OutputParser) -> list[Segment]:
+        """Parse what is new of an output, after the beginning of its message if that is to be returned too."""
+        segments: list[Segment] = []
+        if not self._is_echoed[output.index]:
+            self._is_echoed[output.index] = True
+            segments += parser.feed(self._echo)
+        return segments + parser.feed(output.text, output.call_marks)
 
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": list(self.job.streams[0].prompt_ids)} if self._body.return_token_ids else {}
@@ -149,8 +160,9 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             tools=box.tools,
             template_options=body.template_options(),
             salt=salt,
+            continue_final_message=body.continues(),
         )
-        checked = await service.bind(params, box, prompt.text or "")
+        checked = await service.bind(params, box, prompt)
     started = Chat(service, body, prompt, checked, box, salt, transfer)
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))

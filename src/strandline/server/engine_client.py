@@ -39,6 +39,8 @@ class Prompt:
     """Token positions where a snapshot is requested."""
     recollection: Recollection | None = field(default=None, compare=False)
     """What it has to do with remembered answers; None: answers to it are not remembered."""
+    continued: str = ""
+    """The beginning of the answer, if the prompt ends with it and the output continues it."""
 
 
 @dataclass(frozen=True, slots=True)

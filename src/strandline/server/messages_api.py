@@ -68,6 +68,29 @@ class CountBody(BaseModel):
         history = read_history(self.system, self.messages, texts)
         return Conversation(history, tools.toolbox(self.tool_choice, texts.added))
 
+    def continues(self, history: History) -> bool:
+        """Return whether the output continues the last message, because it is an answer.
+
+        Raises:
+            RequestError: Anthropic's API would not continue it either.
+        """
+        last = history.messages[-1]
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            return False
+        content = last.get("content") or ""
+        text = "".join(part["text"] for part in content) if isinstance(content, list) else str(content)
+        if text != text.rstrip():
+            raise RequestError(
+                f"{history.paths[-1]}: final assistant content cannot end with trailing whitespace", param="messages"
+            )
+        if (self.thinking or {}).get("type") == "enabled":
+            raise RequestError(
+                f"{history.paths[-1]}: with thinking enabled, an answer cannot be continued; end the messages with a "
+                "question, or disable thinking",
+                param="messages",
+            )
+        return True
+
     def template_options(self) -> dict[str, Any]:
         """Return the chat template's options: the effort and whether to think, if the body sets them.
 
@@ -130,7 +153,7 @@ class Message:
             "role": "assistant",
             "model": service.model_names[0],
         }
-        self._parser = service.output_format.parser(prompt.text or "", box.schemas)
+        self._parser = service.output_format.parser(prompt.text or "", box.schemas, prompt.continued)
         self._blocks = Blocks()
         self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
@@ -188,7 +211,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     conversation = body.conversation()
     with service.client.expect(params.n):
         prompt = await render(service, body, conversation, salt)
-        checked = await service.bind(params, conversation.box, prompt.text or "")
+        checked = await service.bind(params, conversation.box, prompt)
     message = Message(service, conversation.box, prompt, checked, salt)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
@@ -211,7 +234,11 @@ async def render(service: Service, body: CountBody, conversation: Conversation, 
     history, box = conversation
     try:
         return await service.render(
-            history.messages, tools=box.tools, template_options=body.template_options(), salt=salt
+            history.messages,
+            tools=box.tools,
+            template_options=body.template_options(),
+            salt=salt,
+            continue_final_message=body.continues(history),
         )
     except MessageError as error:
         raise RequestError(f"{history.paths[error.index]}: {error.reason}", param=error.param) from error

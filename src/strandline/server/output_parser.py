@@ -38,31 +38,39 @@ class OutputFormat:
     added_tokens: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     """The tokenizer's, with their ids: tags may be among them."""
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Return whether the text that follows a prompt begins inside the reasoning."""
+    def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
+        """Return whether the text that follows a prompt begins inside the reasoning.
+
+        Args:
+            continued: text of the answer that the prompt ends with.
+        """
         if self.reasoning == "none":
             return False
+        if continued:
+            return continued.rfind(OPEN) > continued.rfind(CLOSE)
         return self.reasoning == ALWAYS_OPEN or prompt.rstrip().endswith(OPEN)
 
-    def reasoning_rules(self, prompt: str, *, with_tools: bool) -> ReasoningRules | None:
+    def reasoning_rules(self, prompt: str, *, with_tools: bool, continued: str = "") -> ReasoningRules | None:
         """Return the rules of the reasoning in the outputs that follow a prompt; None: reasoning is not parsed.
 
         Args:
             with_tools: tools may be called.
+            continued: as in ``opens_reasoning``.
         """
         if self.reasoning == "none":
             return None
         tag = tool_format(self.tool_calls).frame.first_tag if with_tools and self.tool_calls != "none" else ""
         call_tag = CallTag(tag, self.added_tokens.get(tag)) if tag else None
-        return ReasoningRules(self.opens_reasoning(prompt), call_tag)
+        return ReasoningRules(self.opens_reasoning(prompt, continued), call_tag, bool(continued))
 
-    def parser(self, prompt: str, schemas: Schemas | None) -> "OutputParser":
+    def parser(self, prompt: str, schemas: Schemas | None, continued: str = "") -> "OutputParser":
         """Return a parser for the output that follows a prompt.
 
         Args:
             schemas: parameter schemas of the tools that may be called; None to leave calls unparsed.
+            continued: as in ``opens_reasoning``.
         """
-        rules = self.reasoning_rules(prompt, with_tools=schemas is not None)
+        rules = self.reasoning_rules(prompt, with_tools=schemas is not None, continued=continued)
         think = None if rules is None else ThinkParser.of(rules)
         tools = None if schemas is None or self.tool_calls == "none" else tool_format(self.tool_calls).parser(schemas)
         return OutputParser(think, tools)

@@ -32,7 +32,6 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
     "documents": ([],),
-    "continue_final_message": (False,),
     "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients
 }
 """Unsupported fields that would change the answer, and the values (besides null) that do not."""
@@ -199,12 +198,22 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = False
     top_logprobs: Count | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: bool = False
+    """With a message that is continued: return its beginning too."""
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool = True
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+    def continues(self) -> bool:
+        """Return whether the output continues the last message. Raises as ``check_continuation``."""
+        last = self.messages[-1]
+        if last.get("role") == "assistant" and last.get("prefix") is True:  # as in DeepSeek's and Mistral's APIs
+            return True
+        return check_continuation(self.continue_final_message, self.add_generation_prompt)
 
     def template_options(self) -> dict[str, Any]:
         """Return the chat template's variables. Raises as ``effort_options``."""
@@ -221,6 +230,7 @@ class TokenizeBody(BaseModel):
     messages: Objects | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
@@ -256,6 +266,20 @@ def check_unicode(fields: Mapping[str, Any]) -> None:
             msgspec.json.encode(value)
         except UnicodeEncodeError as error:
             raise RequestError(f"{name} is not valid Unicode: {error.reason}", param=name) from error
+
+
+def check_continuation(continues: bool, adds_generation_prompt: bool) -> bool:
+    """Return whether the output continues the last message.
+
+    Raises:
+        RequestError: it is to begin a message too.
+    """
+    if continues and adds_generation_prompt:
+        raise RequestError(
+            "continue_final_message needs add_generation_prompt: false; the output cannot also begin a message",
+            param="continue_final_message",
+        )
+    return continues
 
 
 def effort_options(effort: Any, param: str) -> dict[str, Any]:

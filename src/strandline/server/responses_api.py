@@ -327,7 +327,7 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
         with sent_as({"messages": "input"}):
             options = effort_options(body.effort, EFFORT)
             prompt = await service.render(conversation.messages, tools=box.tools, template_options=options, salt=salt)
-        checked = await service.bind(params, box, prompt.text or "")
+        checked = await service.bind(params, box, prompt)
     response = ModelResponse(service, body, conversation, prompt, checked, salt)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))

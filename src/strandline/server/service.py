@@ -108,13 +108,14 @@ class Service:
         thread = self._thread if num_characters <= LONG_CHARACTERS else self._long_thread
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
-    async def bind(self, params: SamplingParams, toolbox: Toolbox, prompt: str) -> CheckedParams:
+    async def bind(self, params: SamplingParams, toolbox: Toolbox, prompt: Prompt) -> CheckedParams:
         """Constrain an answer to the required calls, after the model's reasoning; check the parameters.
 
         Raises:
             RequestError: the parameters, or the requested structure, cannot be served.
         """
-        reasoning_end = CLOSE if self.output_format.opens_reasoning(prompt) else None
+        text = prompt.text or ""
+        reasoning_end = CLOSE if self.output_format.opens_reasoning(text, prompt.continued) else None
         structure = params.structured_outputs
         is_whole = structure is not None and binds_whole_answer(structure)
         if toolbox.choice in ("required", "named"):
@@ -130,7 +131,7 @@ class Service:
             params = replace(params, structured_outputs=replace(structure, after=reasoning_end))
         checked = await self.check(params)
         with_tools = toolbox.schemas is not None
-        reasoning = self.output_format.reasoning_rules(prompt, with_tools=with_tools)
+        reasoning = self.output_format.reasoning_rules(text, with_tools=with_tools, continued=prompt.continued)
         return replace(checked, hidden_ids=self.hidden_ids(params, with_tools=with_tools), reasoning=reasoning)
 
     async def _calls(
@@ -245,10 +246,12 @@ class Service:
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
         salt: str = "",
+        continue_final_message: bool = False,
     ) -> Prompt:
         """Return a conversation as a prompt.
 
         Args:
+            continue_final_message: as in ``ChatRenderer.render``.
             salt: answers to requests of another salt are not recalled.
         """
         check_text(salt)
@@ -262,8 +265,9 @@ class Service:
                 template_options=template_options,
                 max_characters=self.client.frontend.max_characters,
                 salt=salt,
+                continue_final_message=continue_final_message,
             )
-            return Prompt(chat.token_ids, chat.text, chat.marks, chat.recollection)
+            return Prompt(chat.token_ids, chat.text, chat.marks, chat.recollection, chat.continued)
 
         return await self.in_thread(work, _num_characters(messages))
 

@@ -22,6 +22,7 @@ from strandline.text.chat_messages import (
     sentinel_positions,
 )
 from strandline.text.client_telemetry import TelemetryFilter
+from strandline.text.continuation import continued_text, read_continued
 from strandline.text.control_tokens import ControlTokens, SplitText
 from strandline.text.marks import (
     MIN_GAP_TOKENS,
@@ -65,6 +66,8 @@ class RenderedChat:
     """Token positions where a snapshot is worthwhile, ascending."""
     recollection: Recollection | None = field(default=None, compare=False)
     """None: answers are not remembered."""
+    continued: str = ""
+    """The content of the last message, if the output is to continue it."""
 
 
 class ChatRenderer:
@@ -155,10 +158,12 @@ class ChatRenderer:
         template_options: Mapping[str, Any] | None = None,
         max_characters: int | None = None,
         salt: str = "",
+        continue_final_message: bool = False,
     ) -> RenderedChat:
         """Return a conversation as a prompt.
 
         Args:
+            continue_final_message: end the prompt with the last message's content, so that the output continues it.
             max_characters: longer texts are rejected before tokenization.
             salt: answers to requests of another salt are not recalled.
 
@@ -174,6 +179,10 @@ class ChatRenderer:
         marked = read_messages(messages)
         if self._telemetry is not None:
             marked = self._telemetry.drop(marked)
+        continued = ""
+        if continue_final_message:
+            marked, continued = read_continued(marked)
+            add_generation_prompt = not continued
         marked = self._with_written_calls(repaired(self._with_known_roles(marked), self._traits))
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
@@ -181,7 +190,11 @@ class ChatRenderer:
         bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
 
         def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
-            return self._render(messages, add_generation_prompt, tools, template_options)
+            if not continued:
+                return self._render(messages, add_generation_prompt, tools, template_options)
+            return continued_text(
+                messages, continued, lambda part, is_open: self._render(part, is_open, tools, template_options)
+            )
 
         rendered = text_of(split, bare_tools)
         check_length(rendered, max_characters)
@@ -209,7 +222,7 @@ class ChatRenderer:
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
                 marks.add(characters.position(common_length(cut, text)))
         places = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
-        return RenderedChat(text, token_ids, places, self._recollection(whole, salt))
+        return RenderedChat(text, token_ids, places, self._recollection(whole, salt), continued)
 
     def _encoded(self, rendered: str, mark: str, salt: str) -> SplitText:
         """Return a rendered text as tokens, with remembered answers as they were generated."""

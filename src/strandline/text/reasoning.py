@@ -17,20 +17,21 @@ class ThinkParser:
     Args:
         is_open: the text begins inside the reasoning: the prompt or the model's training opens it.
         call_tag: tag of a tool call that ends the reasoning; empty: none does.
+        is_continued: the text continues an answer, so its first white space belongs to it and no tag opens it.
     """
 
-    def __init__(self, *, is_open: bool, call_tag: str = "") -> None:
+    def __init__(self, *, is_open: bool, call_tag: str = "", is_continued: bool = False) -> None:
         self.content_start: int | None = None
         """Characters before the content; None while the content has not begun."""
         self.is_ended_by_call = False
         self.is_inside = is_open
         self.is_opened_by_tag = False
-        self.may_open = True
+        self.may_open = not is_continued
         """The text so far may be the beginning of the opening tag."""
         self._end_tags = (CLOSE, call_tag) if call_tag else (CLOSE,)
-        self._is_start = True
+        self._is_start = not is_continued
         """Only white space of the text or of the current part has arrived."""
-        self._is_line_start = True
+        self._is_line_start = not is_continued
         """Only spaces and tabs of the current line of reasoning have been parsed."""
         self._space = HeldSpace()
         self._text = ""
@@ -40,7 +41,8 @@ class ThinkParser:
     @classmethod
     def of(cls, rules: ReasoningRules) -> "ThinkParser":
         """Return a parser that follows a request's rules."""
-        return cls(is_open=rules.is_open, call_tag=rules.call_tag.text if rules.call_tag is not None else "")
+        tag = rules.call_tag.text if rules.call_tag is not None else ""
+        return cls(is_open=rules.is_open, call_tag=tag, is_continued=rules.is_continued)
 
     def feed(self, text: str, marks: Collection[int] = ()) -> list[Segment]:
         """Add text; return the segments that are certain so far.

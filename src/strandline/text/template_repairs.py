@@ -167,7 +167,7 @@ def repaired(messages: Messages, traits: TemplateTraits) -> list[MarkedMessage]:
     if leading and not traits.takes_system:
         later = _with_preamble(_joined(leading), later)
         leading = []
-    if not (later and later[0].role == "user") and not traits.takes_no_question:
+    if messages and not (later and later[0].role == "user") and not traits.takes_no_question:
         later.insert(0, MarkedMessage({"role": "user", "content": EMPTY}))
     return [_not_empty(entry, traits) for entry in [*leading, *_with_pairs(later, traits)]]
 

@@ -1,5 +1,6 @@
 """Conversations of agents' clients with a chat template that refuses much of them, in all APIs."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from strandline.text.model_files import STRICT_TEMPLATE
 from tests.cpu.server.conftest import save_chat_model
-from tests.cpu.server.process import ServerProcess, running_server
+from tests.cpu.server.process import ServerProcess, http_stream, running_server
 
 CALL = "<tool_call>\n<function=read>\n<parameter=path>\na.py\n</parameter>\n</function>\n</tool_call>"
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -196,3 +197,68 @@ def test_too_long_prompts_are_refused_in_anthropics_words(strict_server: ServerP
 
 def test_head_of_the_root_is_answered(strict_server: ServerProcess) -> None:
     assert httpx.head(strict_server.url).status_code == 200
+
+
+# Continuation of the last message.
+
+BEGUN = [USER, {"role": "assistant", "content": "The answer"}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [USER, {**BEGUN[1], "prefix": True}]},
+        {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": False},
+    ],
+)
+def test_chat_continues_the_last_message(strict_server: ServerProcess, more: dict[str, Any]) -> None:
+    body = {"max_tokens": 40, **forced(" is 42."), **more}
+    answer = strict_server.post("/v1/chat/completions", **body).json()
+    assert answer["choices"][0]["message"]["content"] == " is 42."
+    counted = strict_server.post("/tokenize", messages=BEGUN, add_generation_prompt=False, continue_final_message=True)
+    text = strict_server.post("/detokenize", tokens=counted.json()["tokens"]).json()["prompt"]
+    assert text.endswith("<|im_start|>assistant\nThe answer")
+    assert answer["usage"]["prompt_tokens"] == counted.json()["count"]
+    again = strict_server.post("/v1/chat/completions", **body, echo=True).json()
+    assert again["choices"][0]["message"]["content"] == "The answer is 42."
+    done = {"role": "assistant", "content": "The answer is 42."}
+    later = strict_server.post("/v1/chat/completions", messages=[USER, done, USER], max_tokens=1).json()
+    assert num_cached(later) >= answer["usage"]["total_tokens"] - 1
+
+
+def test_echo_begins_streams(strict_server: ServerProcess) -> None:
+    body = {"messages": [USER, {**BEGUN[1], "prefix": True}], "stream": True, "echo": True, "max_tokens": 40, "n": 2}
+    with http_stream("POST", f"{strict_server.url}/v1/chat/completions", json={**body, **forced(" is.")}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    for index in range(2):
+        text = "".join(each["delta"].get("content") or "" for each in choices if each["index"] == index)
+        assert text == "The answer is."
+
+
+def test_continuation_excludes_a_new_message(strict_server: ServerProcess) -> None:
+    error = strict_server.post("/v1/chat/completions", messages=BEGUN, continue_final_message=True).json()["error"]
+    assert error["param"] == "continue_final_message"
+
+
+def test_messages_continue_the_last_answer(strict_server: ServerProcess) -> None:
+    body = {"messages": BEGUN, "max_tokens": 40}
+    answer = strict_server.post("/v1/messages", **body, **forced(" is 42.")).json()
+    assert answer["content"] == [{"type": "text", "text": " is 42."}]
+    for thinking, content, reason in (
+        ({"type": "disabled"}, "The answer ", "cannot end with trailing whitespace"),
+        ({"type": "enabled", "budget_tokens": 1024}, "The answer", "with thinking enabled"),
+    ):
+        messages = [USER, {"role": "assistant", "content": content}]
+        error = strict_server.post("/v1/messages", messages=messages, max_tokens=40, thinking=thinking).json()["error"]
+        assert error["message"].startswith("messages.1: ")
+        assert reason in error["message"]
+
+
+def test_open_reasoning_is_continued(strict_server: ServerProcess) -> None:
+    begun = {"role": "assistant", "content": "<think>\nI w", "prefix": True}
+    text = "as.\n</think>\n\nSo."
+    body = {"messages": [USER, begun], "max_tokens": 60, "structured_outputs": {"choice": [text]}}
+    message = strict_server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert message["reasoning"]
+    assert text.partition("\n")[0] not in (message["content"] or "")
