@@ -13,7 +13,7 @@ number of tokens that later prompts hit.
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from threading import Lock
@@ -150,22 +150,23 @@ class RememberedAnswers:
         digest, hashed = _begin_digest(salt), 0
         found: list[Recalled] = []
         end, num_characters = 0, 0  # where the last part ends, in bytes and in characters
-        for place in self._beginnings(data):
+        beginnings = self._beginnings(data)
+        for place in sorted(beginnings):
             if place < end:
                 continue
             digest.update(memoryview(data)[hashed:place])
             hashed = place
             answers = self._take(digest.copy().digest())
-            ends = max((self._matched(answer, data, place) for answer in reversed(answers)), key=_reach, default=None)
-            if ends is not None and ends[1]:
-                token_ids, byte_ends = ends
+            matches = (self._matched(answer, data, place, beginnings) for answer in reversed(answers))
+            token_ids, byte_ends = max(matches, key=_reach, default=((), []))
+            if byte_ends:
                 num_characters += len(data[end:place].decode())
                 recalled = _in_characters(num_characters, data, place, token_ids, byte_ends)
                 found.append(recalled)
                 end, num_characters = byte_ends[-1], recalled.end
         return found
 
-    def _beginnings(self, data: bytes) -> list[int]:
+    def _beginnings(self, data: bytes) -> set[int]:
         """Return the places where a remembered answer may begin."""
         with self._lock:
             openings = list(self._openings)
@@ -175,7 +176,7 @@ class RememberedAnswers:
             while place >= 0:
                 places.add(place + len(opening))
                 place = data.find(opening, place + 1)
-        return sorted(places)
+        return places
 
     def _take(self, digest: bytes) -> tuple["array[int]", ...]:
         """Return the answers to a prompt, and count it as used."""
@@ -185,21 +186,24 @@ class RememberedAnswers:
                 self._answers.move_to_end(digest)
             return answers
 
-    def _matched(self, answer: "array[int]", data: bytes, place: int) -> tuple["array[int]", list[int]]:
+    def _matched(
+        self, answer: "array[int]", data: bytes, place: int, beginnings: Container[int]
+    ) -> tuple[Sequence[int], list[int]]:
         """Return the tokens of an answer that the data continue with at a place, and where each of them ends.
 
-        They end where a character does, and not inside a word that goes on in another way.
+        They end where a character does, and not inside a word that goes on in another way, unless another answer may
+        begin there: one that was continued.
         """
         ends: list[int] = []
-        position, of = place, self._token_bytes.of
+        position, known = place, self._token_bytes
         for token in answer:
-            piece = of(token)
+            piece = known[token]
             if not piece or not data.startswith(piece, position) or REPLACEMENT in piece:
                 break
             position += len(piece)
             ends.append(position)
         fault = data.find(REPLACEMENT, place, position)
-        while ends and (_is_inside(data, ends[-1]) or 0 <= fault < ends[-1]):
+        while ends and (0 <= fault < ends[-1] or (_is_inside(data, ends[-1]) and ends[-1] not in beginnings)):
             ends.pop()
         if ends and not (ends[-1] == len(data) or data.startswith(self._added, ends[-1]) or self._joins_pieces):
             ends.clear()
@@ -211,7 +215,7 @@ class RememberedAnswers:
 
         Otherwise the text after an answer must begin with a control token.
         """
-        pieces = [self._token_bytes.of(token) for token in self._tokenizer.encode("a", add_special_tokens=False)]
+        pieces = [self._token_bytes[token] for token in self._tokenizer.encode("a", add_special_tokens=False)]
         return pieces == [b"a"]
 
 
@@ -224,8 +228,8 @@ def _num_bytes(answers: Sequence["array[int]"]) -> int:
     return sum((ANSWER_BYTES + answer.itemsize * len(answer) for answer in answers), PROMPT_BYTES) if answers else 0
 
 
-def _reach(matched: tuple["array[int]", list[int]]) -> int:
-    """Return how many tokens of an answer match."""
+def _reach(matched: tuple[Sequence[int], list[int]]) -> int:
+    """Return where the matching tokens of an answer end."""
     return matched[1][-1] if matched[1] else 0
 
 
@@ -245,6 +249,8 @@ def _in_characters(start: int, data: bytes, place: int, token_ids: Sequence[int]
     Args:
         start: the characters before the place.
     """
+    if data[place : byte_ends[-1]].isascii():
+        return Recalled(start, tuple(start + end - place for end in byte_ends), tuple(token_ids))
     ends: list[int] = []
     character, counted = start, place
     for end in byte_ends:

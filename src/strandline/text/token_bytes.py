@@ -21,24 +21,21 @@ BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of sentencepiece's kind for a single byte."""
 
 
-class TokenBytes:
-    """Bytes of a tokenizer's tokens, looked up on first use.
+class TokenBytes(dict[int, bytes | None]):
+    """The bytes of a tokenizer's tokens as they appear inside of a text, found on first use; None: they are not known.
 
-    A token without known bytes ends every comparison: all of them, if the tokenizer is none of the ``tokenizers``
-    library or decodes in an unknown way.
+    None are known if the tokenizer is not one of the ``tokenizers`` library, or decodes in an unknown way.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._added = {token: str(added) for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         self._kinds = _decoder_kinds(tokenizer)
-        self._known: dict[int, bytes | None] = {}
 
-    def of(self, token: int) -> bytes | None:
-        """Return a token's bytes as they appear inside of a text; None if they are not known."""
-        if token not in self._known:
-            self._known[token] = self._find(token)
-        return self._known[token]
+    def __missing__(self, token: int) -> bytes | None:
+        found = self[token] = self._find(token)
+        return found
 
     def _find(self, token: int) -> bytes | None:
         if token in self._added:

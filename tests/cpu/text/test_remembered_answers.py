@@ -122,6 +122,19 @@ def test_other_text_is_recalled_up_to_where_it_differs(generated: str, shown: st
     assert DEMO.decode(chat.token_ids) == chat.text
 
 
+def test_continued_answer_is_recalled_in_both_parts() -> None:
+    """Also where the first part ends inside of a word."""
+    talk = Conversation()
+    begun, more = odd_ids("Five is the answ"), odd_ids("er, of course.")
+    before = talk.answer(begun, USER)
+    answers = talk.answers
+    key = answers.key("", before.text + "Five is the answ")
+    assert len(answers.find("", before.text + "Five is the answ")[0].token_ids) == len(begun)
+    answers.add(key, more)
+    chat = talk.render(USER, assistant("Five is the answer, of course."), NEXT)
+    assert chat.token_ids[: len(before.token_ids) + len(begun) + len(more)] == [*before.token_ids, *begun, *more]
+
+
 def test_replacement_characters_are_not_recalled() -> None:
     talk = Conversation(byte_tokenizer(), template=CHAT.chat_template)
     whole = talk.tokenizer.encode("a é", add_special_tokens=False)
@@ -323,6 +336,6 @@ def test_ids_without_a_token_end_the_comparison() -> None:
 def test_bytes_of_all_tokens_are_those_of_their_text(tokenizer: Any) -> None:
     token_bytes = TokenBytes(tokenizer)
     for token in tokenizer.get_vocab().values():
-        found = token_bytes.of(token)
+        found = token_bytes[token]
         assert found is not None
         assert found.decode(errors="replace") == tokenizer.decode([token])
