@@ -14,8 +14,8 @@ from strandline.server.responses_tools import INPUT, DeclaredTools, ToolName
 
 SYSTEM_ROLES: Final = ("system", "developer")
 ROLES: Final = ("user", "assistant", *SYSTEM_ROLES)
-TO_MODEL: Final = ("_output", "_response")
-"""Ends of the types of items that answer a call."""
+TO_MODEL: Final = ("_output", "_response", "_update")
+"""Ends of the types of items that the model does not write."""
 CALL_FIELDS: Final = ("arguments", "action", "actions", "operation", "input", "queries", "code")
 """Fields of calls that hold their arguments, by precedence."""
 RESULT_FIELDS: Final = ("output", "outputs", "results", "error")
@@ -78,12 +78,15 @@ class History:
         if not isinstance(item, Mapping):
             raise _malformed(item, path)
         kind = item.get("type")
-        if "role" in item and kind in (None, "message", "agent_message"):
+        if "role" in item and kind in (None, "message"):
             self._read_message(item, path)
         elif not isinstance(kind, str):
             raise _malformed(item, path)
         elif kind in ("function_call", "custom_tool_call"):
             self._read_call(item, path)
+        elif kind == "agent_message":
+            text = text_of(item.get("content"), f"{path}.content")
+            self._add({"role": "user", "content": f"[{item.get('author') or 'another agent'}]\n{text}"})
         elif kind == "reasoning":
             self._read_reasoning(item)
         elif kind in ("additional_tools", "tool_search_output") and isinstance(item.get("tools"), list):

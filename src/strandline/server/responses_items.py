@@ -6,11 +6,15 @@ from typing import Final
 from uuid import uuid4
 
 from strandline.server.custom_input import CustomInput
-from strandline.server.responses_tools import ToolName
+from strandline.server.responses_tools import SEARCH, ToolName
 from strandline.server.usage_and_logprobs import Json
+from strandline.text.json_calls import parse_json
 from strandline.text.segments import Segment, SegmentKind
 
-CALLS: Final = ("function_call", "custom_tool_call")
+FUNCTION_CALL: Final = "function_call"
+CUSTOM_CALL: Final = "custom_tool_call"
+SEARCH_CALL: Final = "tool_search_call"
+CALLS: Final = (FUNCTION_CALL, CUSTOM_CALL, SEARCH_CALL)
 
 
 class Items:
@@ -26,6 +30,8 @@ class Items:
         self._tool_of = tool_of
         self._seal = seal
         self._custom_input = CustomInput()
+        self._search = ""
+        """Arguments of the search that is open."""
         self._is_open = False
         self._logprobs: list[Json] = []
         """Log-probabilities of tokens whose text is not part of a message yet."""
@@ -90,21 +96,27 @@ class Items:
         return [*events, {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}]
 
     def _open_call(self, tool: ToolName, call_id: str) -> list[Json]:
-        is_custom = tool.kind == "custom"
-        item: Json = {"id": _name("ctc" if is_custom else "fc"), "type": "custom_tool_call" if is_custom else CALLS[0]}
-        item |= {"status": "in_progress", "call_id": call_id, "name": tool.name}
-        if tool.namespace is not None:
-            item["namespace"] = tool.namespace
-        self._custom_input = CustomInput()
-        return self._open({**item, "input" if is_custom else "arguments": ""})
+        self._custom_input, self._search = CustomInput(), ""
+        called: Json = {"status": "in_progress", "call_id": call_id}
+        if tool.kind == SEARCH:
+            return self._open(
+                {"id": _name("tsc"), "type": SEARCH_CALL, **called, "execution": "client", "arguments": {}}
+            )
+        called |= {"name": tool.name, **({} if tool.namespace is None else {"namespace": tool.namespace})}
+        if tool.kind == "custom":
+            return self._open({"id": _name("ctc"), "type": CUSTOM_CALL, **called, "input": ""})
+        return self._open({"id": _name("fc"), "type": FUNCTION_CALL, **called, "arguments": ""})
 
     def _grow(self, text: str) -> list[Json]:
         item = self._last
-        if item["type"] == "function_call":
+        if item["type"] == FUNCTION_CALL:
             item["arguments"] += text
             return [{"type": "response.function_call_arguments.delta", **self._place(), "delta": text}]
-        if item["type"] == "custom_tool_call":
+        if item["type"] == CUSTOM_CALL:
             return self._grow_input(self._custom_input.feed(text))
+        if item["type"] == SEARCH_CALL:
+            self._search += text
+            return []
         part = item["content"][0]
         part["text"] += text
         more: Json = {"logprobs": self._take_logprobs()} if part["type"] == "output_text" else {}
@@ -129,12 +141,15 @@ class Items:
         item = self._last
         item["status"] = status
         events: list[Json] = []
-        if item["type"] == "function_call":
+        if item["type"] == FUNCTION_CALL:
             done = {"name": item["name"], "arguments": item["arguments"]}
             events.append({"type": "response.function_call_arguments.done", **self._place(), **done})
-        elif item["type"] == "custom_tool_call":
+        elif item["type"] == CUSTOM_CALL:
             events += self._grow_input(self._custom_input.finish())
             events.append({"type": "response.custom_tool_call_input.done", **self._place(), "input": item["input"]})
+        elif item["type"] == SEARCH_CALL:
+            arguments = parse_json(self._search)
+            item["arguments"] = arguments if isinstance(arguments, dict) else {}
         else:
             part = item["content"][0]
             if part["type"] == "reasoning_text" and self._seal is not None:

@@ -22,13 +22,15 @@ MAX_NAME_CHARACTERS: Final = 128
 """Maximum length of the name of a namespace's tool; longer names end in a digest."""
 SYNTAXES: Final = ("lark", "regex")
 CHOICES: Final = ("none", "auto", "required")
+SEARCH: Final = "tool_search"
+"""A search that the client runs for tools that it has not declared."""
 
 
 class ToolName(NamedTuple):
     """A tool, as the client calls it."""
 
     kind: str
-    """``function`` or ``custom``."""
+    """``function``, ``custom`` or ``tool_search``."""
     name: str
     namespace: str | None = None
 
@@ -108,6 +110,8 @@ class DeclaredTools:
                 return _choice_of(self._chosen(kind, name, choice.get("namespace")))
             case {"type": "allowed_tools", "tools": list(tools)}:
                 return self._allowed(choice.get("mode", "auto"), tools)
+            case {"type": "tool_search"} if (search := ToolName(SEARCH, SEARCH)) in self._names:
+                return _choice_of(self._names[search])
             case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
                 raise self._needs_hosted(kind)
         raise RequestError(
@@ -125,6 +129,8 @@ class DeclaredTools:
                     names.append(self._chosen(kind, name, tool.get("namespace")))
                 case {"type": "namespace", "name": str(name)}:
                     names += [function for function, tool in self._tools.items() if tool.namespace == name]
+                case {"type": "tool_search"} if (search := ToolName(SEARCH, SEARCH)) in self._names:
+                    names.append(self._names[search])
                 case {"type": str(kind)} if kind not in ("function", "custom"):
                     hosted.append(kind)
                 case _:
@@ -169,6 +175,8 @@ class DeclaredTools:
             yield from self._namespace(tool, path)
         elif kind in ("function", "custom"):
             yield self._function(tool, path, namespace)
+        elif kind == SEARCH and tool.get("execution") == "client" and namespace is None:
+            yield self._function({**tool, "name": SEARCH}, path, None)
         else:
             warn_once("a tool of type %s is left out: this server does not run it", kind)
             self.hosted.append(kind)
@@ -192,7 +200,7 @@ class DeclaredTools:
         named = ToolName(kind, _named(tool, path), namespace)
         name = self._names.get(named) or self._unused_name(named)
         self._names[named], self._tools[name] = name, named
-        if kind == "function":
+        if kind != "custom":
             given = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
             return {"type": "function", "function": {"name": name, **given}}
         grammar = _grammar_of(tool.get("format"), f"{path}.format")

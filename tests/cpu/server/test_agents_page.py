@@ -12,7 +12,7 @@ ROWS = re.findall(r"^\| \[(.+?)\]\(#.+?\) \| (\S+) \|", PAGE, re.MULTILINE)
 
 
 def test_table_has_each_agent_with_its_installed_version() -> None:
-    assert ROWS == [(agent.title, agent.section.version) for agent in AGENTS.values()]
+    assert [(agent.title, agent.section.version) for agent in AGENTS.values()] == ROWS
 
 
 def test_page_names_what_selects_each_agent() -> None:

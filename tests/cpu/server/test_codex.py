@@ -36,7 +36,12 @@ TOOLS: list[dict[str, Any]] = [
         "format": {"type": "grammar", "syntax": "lark", "definition": LARK},
     },
     {"type": "web_search", "external_web_access": False},
-    {"type": "tool_search", "execution": "client", "description": "x", "parameters": {}},
+    {
+        "type": "tool_search",
+        "execution": "client",
+        "description": "Finds tools.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}, "limit": {"type": "number"}}},
+    },
 ]
 INPUT: list[dict[str, Any]] = [
     {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are Codex."}]},
@@ -66,6 +71,12 @@ FIELDS: dict[str, Any] = {
     "prompt_cache_key": "0199",
     "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}},
 }
+SPAWN = {
+    **SHELL,
+    "name": "spawn_agent",
+    "defer_loading": True,
+    "parameters": {"type": "object", "properties": {"count": {"type": "integer"}}},
+}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 ANSWERS = [
     THOUGHT
@@ -74,6 +85,9 @@ ANSWERS = [
     "</tool_call>",
     THOUGHT
     + f"<tool_call>\n<function=apply_patch>\n<parameter=input>\n{PATCH}\n</parameter>\n</function>\n</tool_call>",
+    THOUGHT + "<tool_call>\n<function=tool_search>\n<parameter=query>\nagents\n</parameter>\n</function>\n</tool_call>",
+    THOUGHT
+    + "<tool_call>\n<function=found__spawn_agent>\n<parameter=count>\n2\n</parameter>\n</function>\n</tool_call>",
     THOUGHT + "Done.",
 ]
 
@@ -110,6 +124,20 @@ def sent_back(item: Any) -> dict[str, Any]:
     return {**fields, "content": None} if item.type == "reasoning" else fields
 
 
+def result_of(call: Any) -> dict[str, Any]:
+    """Return the result of a call, in Codex's form."""
+    if call.type == "tool_search_call":
+        found = {"type": "namespace", "name": "found", "description": "F.", "tools": [SPAWN]}
+        return {
+            "type": "tool_search_output",
+            "call_id": call.call_id,
+            "status": "completed",
+            "execution": "client",
+            "tools": [found],
+        }
+    return {"type": f"{call.type}_output", "call_id": call.call_id, "output": "ok"}
+
+
 def test_each_turn_of_a_session_hits_all_of_the_last_one(codex: openai.OpenAI) -> None:
     history = [*INPUT]
     computed = 0
@@ -123,9 +151,8 @@ def test_each_turn_of_a_session_hits_all_of_the_last_one(codex: openai.OpenAI) -
             history.append(sent_back(item))
             if item.type.endswith("_call"):
                 calls.append(item)
-                kind = "custom_tool_call" if item.type == "custom_tool_call" else "function_call"
-                history.append({"type": f"{kind}_output", "call_id": item.call_id, "output": "ok"})
-    shell, wait, patch = calls
+                history.append(result_of(item))
+    shell, wait, patch, search, spawn = calls
     assert (shell.type, shell.name, json.loads(shell.arguments)) == (
         "function_call",
         "exec_command",
@@ -133,7 +160,9 @@ def test_each_turn_of_a_session_hits_all_of_the_last_one(codex: openai.OpenAI) -
     )
     assert (wait.type, wait.name, wait.namespace) == ("function_call", "wait_agent", "multi_agent_v1")
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
-    assert [item.id.split("_")[0] for item in calls] == ["fc", "fc", "ctc"]
+    assert (search.type, search.execution, search.arguments) == ("tool_search_call", "client", {"query": "agents"})
+    assert (spawn.name, spawn.namespace, json.loads(spawn.arguments)) == ("spawn_agent", "found", {"count": 2})
+    assert [item.id.split("_")[0] for item in calls] == ["fc", "fc", "ctc", "tsc", "fc"]
     assert response.output_text == "Done."
 
 

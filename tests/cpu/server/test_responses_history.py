@@ -141,6 +141,14 @@ ITEMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         [called("tea", '{"hot": true}')],
     ),
     ({"type": "tea_call_output", "call_id": "c", "output": {"cups": 2}}, [result('{"cups": 2}')]),
+    (
+        {"type": "agent_message", "author": "/root", "content": [{"type": "input_text", "text": "y"}]},
+        [{"role": "user", "content": "[/root]\ny"}],
+    ),
+    (
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "q"}},
+        [called("tool_search", '{"query": "q"}')],
+    ),
     ({"type": "mood", "id": "m", "mood": "fine"}, [{"role": "assistant", "content": '[mood: {"mood": "fine"}]'}]),
 ]
 
