@@ -1,6 +1,7 @@
 """Weights in 4 bits load as published in every format, and what is wrong with them is named."""
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
@@ -164,6 +166,29 @@ def test_fault_is_named(
     directory, _ = converted("qwen3_5", scheme)
     with pytest.raises(WeightsError, match=message):
         load(fp8.change_tensors(directory, change))
+
+
+MISSHAPED: tuple[Callable[[Tensor], Tensor], ...] = (
+    Tensor.flatten,
+    lambda tensor: tensor[:-1],
+    lambda tensor: tensor[..., None],
+    lambda tensor: torch.cat((tensor, tensor), dim=-1),
+)
+
+
+@pytest.mark.parametrize("module", ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.experts.3.down_proj"])
+@pytest.mark.parametrize("scheme", ["awq", "compressed", "gptq act-order"])
+def test_parts_of_any_other_shape_are_refused(converted: Callable[..., Any], scheme: str, module: str) -> None:
+    directory, _ = converted("qwen3_5_moe", scheme)
+    published = load_file(directory / "model.safetensors")
+    for name in [name for name in published if name.startswith(f"{module}.")]:
+        for misshape in MISSHAPED:
+            value = misshape(published[name]).contiguous()
+            if value.shape == published[name].shape:
+                continue
+            save_file({**published, name: value}, directory / "model.safetensors")
+            with pytest.raises(WeightsError, match=re.escape(name)):
+                load(directory, keeps_quantized=True)
 
 
 @pytest.mark.parametrize(
