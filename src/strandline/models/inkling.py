@@ -252,7 +252,9 @@ class NormedDecoder(Decoder):
         """Yield the tensors as transformers names them, except the layers'."""
         assert self.head is not None
         yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.num_published)
-        yield f"{prefix}embed_norm.weight", whole(self.embed_norm_E)
+        # Later releases of transformers save the norm as a part of the embedding.
+        resaved = f"{prefix}embed_tokens.embed_norm.weight"
+        yield resaved if resaved in names else f"{prefix}embed_norm.weight", whole(self.embed_norm_E)
         yield from self.final_targets(prefix)
         yield "lm_head.weight", spanned(self.head.weight_OI, self.held_tokens, self.num_published)
 

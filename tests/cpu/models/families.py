@@ -869,7 +869,7 @@ def _as_published(model: Any, config: Any) -> None:
     twice, which other releases do not; equal weights make that the same.
     """
     if hasattr(model.base_model, "audio_tower"):
-        model.base_model.language_model.embed_norm.weight.fill_(1.2)
+        next(module for name, module in model.named_modules() if name.endswith("embed_norm")).weight.fill_(1.2)
     num_groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
