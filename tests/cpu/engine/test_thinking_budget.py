@@ -19,6 +19,7 @@ __all__ = ["make"]
 END = "\nI answer now.\n</think>\n\n"
 CONFIG = {"reasoning_end_str": END}
 MAX_TOKENS = 60
+BUDGETS = [2, None, 0, 1, 7, 12, -1, 9, 17, 30, 100]
 Request = tuple[list[int], SamplingParams]
 Answers = dict[str, tuple[list[int], str | None]]
 
@@ -41,20 +42,19 @@ def some_requests(llm: LLM, seed: int) -> list[Request]:
     text = "What is seven times eight? And who wrote the letter that the teacher read? "
     tokens = llm.get_tokenizer().encode(3 * text)
     requests = []
-    for index in range(12):
+    for index, budget in enumerate(BUDGETS):
         prompt = tokens[: rng.randint(1, len(tokens))]
-        prompt += llm.get_tokenizer().encode(rng.choice(["\n<think>\n", "\n<think>\nWell, ", " "]))
+        prompt += llm.get_tokenizer().encode(rng.choice(["\n<think>\n", "\n<think>\nWell, "] if index else [" "]))
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.0, 0.7]),
             top_k=4,
             seed=index,
-            n=1,
-            max_tokens=rng.choice([3, 10, MAX_TOKENS, MAX_TOKENS]),
+            max_tokens=rng.choice([3, *[MAX_TOKENS] * 5]),
             min_tokens=rng.choice([0, 0, 3]),
-            presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+            presence_penalty=0.5 if index % 5 == 4 else 0.0,
             logprobs=rng.choice([None, None, 2]),
             ignore_eos=True,
-            thinking_token_budget=rng.choice([None, -1, 0, 1, 2, 5, 9, 17, 30, 100]),
+            thinking_token_budget=budget,
         )
         requests.append((prompt, params))
     return requests
@@ -137,7 +137,11 @@ def expected(plain: LLM) -> Answers:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forced_tokens_are_those_of_a_prompt_that_holds_them(name: str, plain: LLM, expected: Answers) -> None:
-    assert serve(load(**VARIANTS[name]), without_penalties(some_requests(plain, 1)), 1) == expected
+    llm, requests = load(**VARIANTS[name]), without_penalties(some_requests(plain, 1))
+    assert serve(llm, requests, 1) == expected
+    # Beside a request whose budget is about to end, no step runs ahead.
+    alone = [serve(llm, [request], 1)["0"] for request in requests]
+    assert alone == list(expected.values())
 
 
 @pytest.mark.parametrize("num_drafts", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 3])
@@ -148,16 +152,17 @@ def test_budgets_end_between_graphs_that_run_ahead(
     expected = serve(plain, requests, 3)
     llm, steps = make(num_drafts, reasoning_config=CONFIG), Steps(monkeypatch)
     assert serve(llm, requests, 3) == expected
-    assert any(steps.are_ahead)
-    long = [(requests[0][0], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, thinking_token_budget=70))]
-    expected = serve(plain, long, 3)
+    end = plain.get_tokenizer().encode(END)
+    prompt = plain.get_tokenizer().encode("What is seven times eight?\n<think>\n")
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, thinking_token_budget=40)
+    expected = serve(plain, [(prompt, params)], 3)
+    assert expected["0"][0][39 : 39 + len(end)] == end
     steps.are_ahead.clear()
-    steps.plans.clear()
-    steps.num_results = 0
-    assert serve(llm, long, 3) == expected
+    assert serve(llm, [(prompt, params)], 3) == expected
     # Only the steps around the end of the budget wait for the ones before.
-    num_end = len(llm.get_tokenizer().encode(END))
-    assert steps.are_ahead.count(False) <= num_end + 2 * (1 + num_drafts) + 6
+    first, last = steps.are_ahead[1:].index(False), len(steps.are_ahead) - 1 - steps.are_ahead[-2::-1].index(False)
+    assert 10 < first < last < first + len(end) + 2 * (1 + num_drafts)
+    assert not any(steps.are_ahead[1 + first : last])
 
 
 def test_preempted_request_keeps_its_budget(plain: LLM) -> None:
