@@ -41,9 +41,9 @@ def lines(data: Data, subject: str) -> Iterator[str]:
     below = f"{resting:,} in host memory or on disk, " if resting else ""
     others = f"{below}{queried - hit - resting:,} to compute"
     yield f"{subject}: {queried:,} prompt tokens, {hit:,} hit ({share:.1%}), {others}"
-    if account.get("remembered"):
-        yield f"{account['remembered']:,} of these tokens are encoded as earlier answers were generated"
     yield from _ranges(account, {**MEANINGS, "demoted": RESTS} if is_unsent else MEANINGS)
+    if remembered := account.get("remembered", 0):
+        yield f"tokens of earlier answers, encoded as they were generated: {remembered:,}"
     yield from _tiers(data)
     yield from _path(data)
     if data["parting"] is not None:

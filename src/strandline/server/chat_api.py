@@ -159,7 +159,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             add_generation_prompt=body.add_generation_prompt,
             tools=box.tools,
             template_options=body.template_options(),
-            salt=salt,
+            salt=salt if transfer is None else None,  # two engines must encode it alike
             continue_final_message=body.continues(),
         )
         checked = await service.bind(params, box, prompt)

@@ -245,16 +245,16 @@ class Service:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
-        salt: str = "",
+        salt: str | None = "",
         continue_final_message: bool = False,
     ) -> Prompt:
         """Return a conversation as a prompt.
 
         Args:
             continue_final_message: as in ``ChatRenderer.render``.
-            salt: answers to requests of another salt are not recalled.
+            salt: as in ``ChatRenderer.render``.
         """
-        check_text(salt)
+        check_text(salt or "")
         renderer = self.renderer
 
         def work() -> Prompt:

@@ -157,7 +157,7 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
         max_characters: int | None = None,
-        salt: str = "",
+        salt: str | None = "",
         continue_final_message: bool = False,
     ) -> RenderedChat:
         """Return a conversation as a prompt.
@@ -165,7 +165,7 @@ class ChatRenderer:
         Args:
             continue_final_message: end the prompt with the last message's content, so that the output continues it.
             max_characters: longer texts are rejected before tokenization.
-            salt: answers to requests of another salt are not recalled.
+            salt: answers to requests of another salt are not recalled. None: none are, nor is this one remembered.
 
         Raises:
             RequestError: messages or tools are malformed, or the template cannot render them.
@@ -224,14 +224,14 @@ class ChatRenderer:
         places = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
         return RenderedChat(text, token_ids, places, self._recollection(whole, salt), continued)
 
-    def _encoded(self, rendered: str, mark: str, salt: str) -> SplitText:
+    def _encoded(self, rendered: str, mark: str, salt: str | None) -> SplitText:
         """Return a rendered text as tokens, with remembered answers as they were generated."""
-        if self._answers is None:
+        if self._answers is None or salt is None:
             return SplitText(self._tokenizer, rendered, mark)
         return SplitText(self._tokenizer, rendered, mark, partial(self._answers.find, salt))
 
-    def _recollection(self, whole: SplitText, salt: str) -> Recollection | None:
-        if self._answers is None:
+    def _recollection(self, whole: SplitText, salt: str | None) -> Recollection | None:
+        if self._answers is None or salt is None:
             return None
         num_tokens = sum(len(part.token_ids) for part in whole.recalled)
         return Recollection(self._answers.key(salt, whole.text), len(whole.recalled), num_tokens)

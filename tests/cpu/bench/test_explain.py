@@ -113,6 +113,14 @@ def test_people_get_text(asked: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == TEXT
 
 
+def test_people_are_told_of_remembered_answers() -> None:
+    account = {**ANSWER["account"], "remembered": 1200}
+    shown = list(lines({**ANSWER, "account": account}, "request 1"))
+    assert shown[shown.index("snapshots on its path: 1,000 (prompt end), 512 (ladder)") - 1] == (
+        "tokens of earlier answers, encoded as they were generated: 1,200"
+    )
+
+
 def test_machines_get_json(asked: Any, capsys: pytest.CaptureFixture[str]) -> None:
     url, _ = asked
     assert main(["explain", "cmpl-1", "--url", f"{url}/v1/", "--json"]) == 0

@@ -97,6 +97,14 @@ def test_another_salt_recalls_nothing(salt: str) -> None:
     assert num_recalled(talk.render(USER, assistant("Five."), NEXT, salt="tenant")) == 5
 
 
+def test_nothing_is_recalled_without_a_salt() -> None:
+    talk = Conversation()
+    talk.answer(odd_ids("Five."), USER)
+    chat = talk.renderer.render([USER, assistant("Five."), NEXT], salt=None)
+    assert chat.recollection is None
+    assert chat.token_ids == talk.plain.render([USER, assistant("Five."), NEXT]).token_ids
+
+
 def test_another_prompt_recalls_nothing() -> None:
     talk = Conversation()
     talk.answer(odd_ids("Five."), USER)
@@ -163,6 +171,14 @@ def test_reasoning_and_calls_are_recalled() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": "Sun."}
     assert num_recalled(talk.render(USER, answer, result)) == len(ids)
     assert num_recalled(talk.render(USER, answer, result, NEXT)) == 0, "the template drops the reasoning"
+
+
+def test_reasoning_that_the_prompt_opens_is_recalled() -> None:
+    talk = Conversation(CHAT, template=chat_template(CALLS_IN_JSON, thinks=True))
+    ids = odd_ids("So.\n", CHAT) + CHAT.encode("</think>\n\nFive.<|im_end|>", add_special_tokens=False)
+    assert talk.answer(ids, USER).text.endswith("<think>\n")
+    assert num_recalled(talk.render(USER, assistant("Five.", reasoning_content="So."), NEXT)) == len(ids)
+    assert num_recalled(talk.render(USER, assistant("Five."), NEXT)) == 0, "without reasoning, the text is another"
 
 
 def test_control_tokens_in_an_answer_stay_what_they_were() -> None:
