@@ -119,6 +119,8 @@ def read_quantization(config: ModelConfig) -> Quantization | FourBit | None:
             return FourBit("awq", (_read_group_size(fields),))
         case str(method) if method.startswith("modelopt"):
             return _read_modelopt(values)
+        case None if "quant_algo" in values or "quantization" in values:
+            return _read_modelopt(values)  # as older releases of ModelOpt write it
         case method:
             _reject(f"quant_method {method!r} is not supported")
 

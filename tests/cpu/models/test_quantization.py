@@ -252,6 +252,18 @@ def test_recipe_beside_the_configuration_is_read(converted: Callable[..., Any], 
     assert_equal(load(directory), load(plain))
 
 
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_mixed", None])
+@pytest.mark.parametrize("nests", [True, False])
+def test_recipe_in_the_configuration_is_read_in_any_form(
+    converted: Callable[..., Any], method: str | None, *, nests: bool
+) -> None:
+    directory, plain = converted("llama", "modelopt")
+    recipe: dict[str, Any] = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    config = {"quant_method": method, **({"quantization": recipe} if nests else recipe)}
+    fp8.change_json(directory / "config.json", quantization_config=config)
+    assert_equal(load(directory), load(plain))
+
+
 def test_recipe_in_the_configuration_comes_first(converted: Callable[..., Any]) -> None:
     directory, plain = converted("llama", "modelopt")
     (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
