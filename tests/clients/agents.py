@@ -1,6 +1,7 @@
 """The clients that ``make clients`` drives: a record for each."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,3 +80,13 @@ AGENTS = {
         ),
     )
 }
+
+OPEN_WEBUI = Agent("open-webui", "Open WebUI", "bash", CAT, {"WEBUI_AUTH": "False", "OFFLINE_MODE": "True"})
+"""A server of web pages, whose sessions are driven through its own API."""
+
+CLIENTS = {**AGENTS, OPEN_WEBUI.name: OPEN_WEBUI}
+
+
+def is_selected(client: Agent) -> bool:
+    """Return whether ``make clients`` is to drive a client: the one that the variable CLIENT names, or each."""
+    return os.environ.get("CLIENT", client.name) == client.name

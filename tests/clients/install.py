@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.clients.agents import AGENTS, INSTALLED, Agent
+from tests.clients.agents import CLIENTS, INSTALLED, Agent
 
 MIN_NODE = 20
 
@@ -49,11 +49,11 @@ def run(command: list[str | Path]) -> None:
 
 
 def main(names: list[str]) -> int:
-    unknown = [name for name in names if name not in AGENTS]
+    unknown = [name for name in names if name not in CLIENTS]
     if unknown:
-        sys.stderr.write(f"there is no client {unknown[0]!r}; the clients are {', '.join(AGENTS)}\n")
+        sys.stderr.write(f"there is no client {unknown[0]!r}; the clients are {', '.join(CLIENTS)}\n")
         return 2
-    agents = [AGENTS[name] for name in names or AGENTS]
+    agents = [CLIENTS[name] for name in names or CLIENTS]
     problem = missing_programs(agents)
     if problem is not None:
         sys.stderr.write(f"{problem}\n")

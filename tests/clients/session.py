@@ -66,6 +66,18 @@ def run(command: str, folder: Path, environment: Mapping[str, str]) -> "subproce
     )
 
 
+def environment_of(client: Agent, home: Path) -> dict[str, str]:
+    """Return the variables of a client's processes: nothing of the user's own but the path."""
+    binaries = INSTALLED / client.name
+    return {
+        "PATH": os.pathsep.join([f"{binaries}/node_modules/.bin", f"{binaries}/bin", os.environ["PATH"]]),
+        "HOME": str(home),
+        "TERM": "dumb",
+        "LANG": "C.UTF-8",
+        **client.environment,
+    }
+
+
 def run_session(agent: Agent, server: str, folder: Path, call: WriteCall) -> Session:
     """Run the commands of a client's section of the page in a folder of its own."""
     home, work = folder / "home", folder / "work"
@@ -74,14 +86,7 @@ def run_session(agent: Agent, server: str, folder: Path, call: WriteCall) -> Ses
     for number, word in enumerate(WORDS, 1):
         (work / f"notes-{number}.txt").write_text(f"The word is {word}.\n")
     subprocess.run(["git", "init", "-q", "."], cwd=work, check=True)
-    binaries = INSTALLED / agent.name
-    environment = {
-        "PATH": os.pathsep.join([f"{binaries}/node_modules/.bin", f"{binaries}/bin", os.environ["PATH"]]),
-        "HOME": str(home),
-        "TERM": "dumb",
-        "LANG": "C.UTF-8",
-        **agent.environment,
-    }
+    environment = environment_of(agent, home)
     script = Script(agent.tool)
     commands = agent.section.commands
     ended, unused = [], []

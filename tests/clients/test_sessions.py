@@ -3,22 +3,24 @@
 ``make clients`` installs the clients and runs these tests; no other run does.
 """
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.clients.agents import AGENTS, INSTALLED, WORDS, Agent
+from tests.clients.agents import AGENTS, INSTALLED, OPEN_WEBUI, WORDS, Agent, is_selected
 from tests.clients.calls import CALLS
 from tests.clients.hits import shortfalls
-from tests.clients.session import Session, run_session
+from tests.clients.page import MODEL
+from tests.clients.proxy import Exchange, Script, running_proxy
+from tests.clients.session import run_session
+from tests.clients.web_ui import chat, running_web_ui
 from tests.cpu.server.process import ServerProcess
 
 Record = Callable[[str, object], None]
 
 
-@pytest.fixture(params=[name for name in AGENTS if name == os.environ.get("CLIENT", name)])
+@pytest.fixture(params=[name for name, agent in AGENTS.items() if is_selected(agent)])
 def agent(request: pytest.FixtureRequest) -> Agent:
     return AGENTS[request.param]
 
@@ -30,11 +32,10 @@ def test_session_is_served_and_hits_what_it_computed(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    if not (INSTALLED / agent.name).exists():
-        pytest.skip(f"not installed: make clients CLIENT={agent.name}")
+    require(agent)
     session = run_session(agent, long_server.url, tmp_path, CALLS[template])
-    record_property("row", row(agent, template, session))
-    faults = list(refusals(session))
+    record_property("row", row(agent, template, session.exchanges))
+    faults = list(refusals(session.exchanges))
     assert faults == [], "\n".join(faults + [turn.stdout for turn in session.ended])
     assert [turn.returncode for turn in session.ended] == [0] * len(agent.section.commands), session.ended
     words = WORDS[: agent.num_turns + 1]
@@ -46,14 +47,37 @@ def test_session_is_served_and_hits_what_it_computed(
     assert shortfalls(session.conversation, **anew) == []
 
 
-def refusals(session: Session) -> Iterator[str]:
-    for exchange in session.exchanges:
+@pytest.mark.skipif(not is_selected(OPEN_WEBUI), reason="another client is selected")
+def test_open_webui_lists_models_chats_and_makes_titles(
+    template: str, long_server: ServerProcess, tmp_path: Path, record_property: Record
+) -> None:
+    require(OPEN_WEBUI)
+    script = Script(OPEN_WEBUI.tool)
+    with running_proxy(long_server.url, script) as proxy, running_web_ui(OPEN_WEBUI, proxy.url, tmp_path) as web_ui:
+        assert MODEL in [model["id"] for model in web_ui.get("/api/models").json()["data"]]
+        messages = chat(web_ui, script, CALLS[template])
+        web_ui.post("/api/v1/tasks/title/completions", json={"model": MODEL, "messages": messages})
+    record_property("row", row(OPEN_WEBUI, template, proxy.exchanges))
+    assert list(refusals(proxy.exchanges)) == []
+    assert script.answers == []
+    conversation = [exchange for exchange in proxy.exchanges if exchange.forced is not None]
+    assert len(conversation) < len([exchange for exchange in proxy.exchanges if exchange.usage])
+    assert shortfalls(conversation, renders_turns_anew=template == "strict", edits_turns=False) == []
+
+
+def require(client: Agent) -> None:
+    if not (INSTALLED / client.name).exists():
+        pytest.skip(f"not installed: make clients CLIENT={client.name}")
+
+
+def refusals(exchanges: Sequence[Exchange]) -> Iterator[str]:
+    for exchange in exchanges:
         if exchange.status >= 400:
             yield f"{exchange.method} {exchange.path}: {exchange.status} {exchange.answer[:500]}"
 
 
-def row(agent: Agent, template: str, session: Session) -> tuple[str, ...]:
+def row(client: Agent, template: str, exchanges: Sequence[Exchange]) -> tuple[str, ...]:
     """Return the client's row in the table that ends a run."""
-    usages = [exchange.usage for exchange in session.conversation if exchange.usage]
+    usages = [exchange.usage for exchange in exchanges if exchange.forced is not None and exchange.usage]
     hits = " ".join(f"{usage.cached}/{usage.prompt}" for usage in usages)
-    return agent.title, agent.section.version, template, str(len(session.exchanges)), hits
+    return client.title, client.section.version, template, str(len(exchanges)), hits
