@@ -68,7 +68,7 @@ def wait_until_healthy(web_ui: httpx.Client, process: "subprocess.Popen[bytes]",
 
 
 def chat(web_ui: httpx.Client, script: Script, write: WriteCall) -> list[dict[str, Any]]:
-    """Ask two questions, each of which is answered by a call and then by a text; return the messages."""
+    """Ask two questions, which a call and then a text answer; return the messages."""
     messages: list[dict[str, Any]] = []
     for turn, name in enumerate(("notes-1.txt", "notes-2.txt")):
         script.answers += [(turn, write("bash", {"command": f"cat {name}"})), (turn, f"That was {name}.")]
