@@ -5,7 +5,7 @@ has a rendering: as the turn or tool call that it is, and otherwise as text. Onl
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from strandline.errors import RequestError
@@ -78,7 +78,7 @@ class History:
         if not isinstance(item, Mapping):
             raise _malformed(item, path)
         kind = item.get("type")
-        if "role" in item and kind in (None, "message"):
+        if kind == "message" or (kind is None and "role" in item):
             self._read_message(item, path)
         elif not isinstance(kind, str):
             raise _malformed(item, path)
@@ -99,7 +99,7 @@ class History:
             self._read_other(kind, item, path)
 
     def _read_message(self, item: Mapping[str, Any], path: str) -> None:
-        role, content = item["role"], item.get("content")
+        role, content = item.get("role"), item.get("content")
         if role not in ROLES:
             raise RequestError(
                 f"{path}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{path}.role"
@@ -112,8 +112,8 @@ class History:
 
     def _read_call(self, item: Mapping[str, Any], path: str) -> None:
         is_custom = item["type"] == "custom_tool_call"
-        texts = ("call_id", "name", "input" if is_custom else "arguments")
-        call_id, name, given = (_text_field(item, field, path) for field in texts)
+        name, given = (_text_field(item, field, path) for field in ("name", "input" if is_custom else "arguments"))
+        call_id = _call_id(item, path)
         namespace = item.get("namespace")
         if not isinstance(namespace, str | None):
             raise RequestError(f"{path}.namespace must be a text, got {shown(namespace)}", param=f"{path}.namespace")
@@ -127,12 +127,13 @@ class History:
 
     def _read_output(self, item: Mapping[str, Any], path: str) -> None:
         """Add the result of a call; computers and shells have other fields than functions."""
-        call_id = item.get("call_id") or item.get("id")
-        if not isinstance(call_id, str):
-            raise RequestError(f"{path}.call_id must be a text, got {shown(call_id)}", param=f"{path}.call_id")
-        if "output" not in item:
+        call_id = _call_id(item, path)
+        if item.get("output") is not None:
+            text = text_of(item["output"], f"{path}.output")
+        elif item["type"] in ("function_call_output", "custom_tool_call_output"):
             raise RequestError(f"{path}.output is missing", param=f"{path}.output")
-        text = text_of(item["output"], f"{path}.output")
+        else:  # a patch, for example, may have a status alone
+            text = json.dumps(_said(item, but=ABOUT_ITEMS - {"status"}), ensure_ascii=False)
         self._add({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _read_reasoning(self, item: Mapping[str, Any]) -> None:
@@ -173,10 +174,9 @@ class History:
                 text = "\n".join(text_of(value, f"{path}.{name}") for name, value in results.items())
                 self._add({"role": "tool", "tool_call_id": call_id, "content": text})
             return
-        said = {name: without_media(value) for name, value in item.items() if name not in ABOUT_ITEMS}
         role = "user" if kind.endswith(TO_MODEL) else "assistant"
-        said = {name: value for name, value in said.items() if value is not None}
-        self._add({"role": role, "content": f"[{kind[:60]}: {json.dumps(said, ensure_ascii=False)}]"})
+        said = json.dumps(_said(item, but=ABOUT_ITEMS), ensure_ascii=False)
+        self._add({"role": role, "content": f"[{kind[:60]}: {said}]"})
 
 
 def _arguments_of(item: Mapping[str, Any]) -> str:
@@ -196,6 +196,18 @@ def _joined_texts(parts: Any) -> str:
         return parts if isinstance(parts, str) else ""
     texts = (part.get("text") for part in parts if isinstance(part, Mapping))
     return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def _said(item: Mapping[str, Any], *, but: Collection[str]) -> dict[str, Any]:
+    """Return the fields of an item that are not null, without encoded files."""
+    return {name: without_media(value) for name, value in item.items() if name not in but and value is not None}
+
+
+def _call_id(item: Mapping[str, Any], path: str) -> str:
+    call_id = item.get("call_id") or item.get("id")
+    if not isinstance(call_id, str):
+        raise RequestError(f"{path}.call_id must be a text, got {shown(call_id)}", param=f"{path}.call_id")
+    return call_id
 
 
 def _text_field(item: Mapping[str, Any], name: str, path: str) -> str:

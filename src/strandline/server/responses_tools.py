@@ -41,7 +41,7 @@ class ToolName(NamedTuple):
             return self.name
         joint = "" if self.namespace.endswith("__") else "__"
         name = f"{self.namespace}{joint}{self.name}"
-        written = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+        written = re.sub(r"[^A-Za-z0-9_]", "_", name)  # in Python's syntax, calls have no other names
         if len(written) <= MAX_NAME_CHARACTERS:
             return written
         digest = blake2s(name.encode(errors="surrogatepass"), digest_size=8).hexdigest()

@@ -206,6 +206,13 @@ def test_a_required_custom_call_follows_its_grammar(codex: openai.OpenAI) -> Non
     assert call.input[2:].isdigit()
 
 
+def test_a_grammar_that_does_not_compile_is_left_out(codex: openai.OpenAI) -> None:
+    tool = {**TOOLS[2], "format": {"type": "grammar", "syntax": "lark", "definition": 'start: ("a"'}}
+    wishes = {**FIELDS, "tools": [tool], "reasoning": {"effort": "none"}, "max_output_tokens": 60}
+    [call] = codex.responses.create(**{**wishes, "tool_choice": "required"}, input=INPUT).output
+    assert call.type == "custom_tool_call"
+
+
 def test_a_probe_is_answered(codex: openai.OpenAI) -> None:
     response = codex.responses.create(model="tiny", input=[], max_output_tokens=1)
     assert response.status == "incomplete"

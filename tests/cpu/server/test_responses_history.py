@@ -63,6 +63,10 @@ ITEMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ),
     ({"type": "apply_patch_call", "call_id": "c", "operation": PATCH}, [called("apply_patch", json.dumps(PATCH))]),
     ({"type": "apply_patch_call_output", "call_id": "c", "status": "completed", "output": "ok"}, [result("ok")]),
+    (
+        {"type": "apply_patch_call_output", "id": "o", "call_id": "c", "status": "failed", "output": None},
+        [result('{"status": "failed"}')],
+    ),
     ({"type": "computer_call", "call_id": "c", "action": {"type": "wait"}}, [called("computer", '{"type": "wait"}')]),
     (
         {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot", "image_url": "x"}},
@@ -176,6 +180,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"type": "custom_tool_call", "call_id": "c", "name": "f", "input": {}}, "input[1].input"),
     ({"type": "function_call_output", "output": "x"}, "input[1].call_id"),
     ({"type": "function_call_output", "call_id": "c"}, "input[1].output"),
+    ({"type": "message", "content": "x"}, "input[1].role"),
     ({"type": "additional_tools", "tools": [{"type": "function", "name": ""}]}, "input[1].tools[0].name"),
     ({"type": 5}, "input[1]"),
 ]
@@ -238,6 +243,7 @@ def test_a_call_in_the_history_has_the_name_that_the_model_wrote() -> None:
             assert message["tool_calls"][0]["function"]["name"] in names(declared(space))
     assert names(declared(space))[0] == "mcp__files__f"
     assert len(names(declared(space))[1]) == 128
+    assert names(declared({**space, "name": "my-files"}))[0] == "my_files__f"
 
 
 def test_tools_with_one_joint_name_are_distinguished() -> None:

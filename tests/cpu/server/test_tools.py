@@ -176,9 +176,10 @@ def test_required_call_is_made_and_follows_its_schema(server_name: str, request:
     server: ServerProcess = request.getfixturevalue(server_name)
     wishes: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": [CLOCK, WEATHER], "max_tokens": 600}
     named = {"type": "function", "function": {"name": "weather"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         for seed in range(3):
-            for choice in ("required", named):
+            for choice in ("required", named, allowed):
                 answer = client.chat.completions.create(
                     **wishes, tool_choice=choice, seed=seed, logit_bias=END_THINKING, parallel_tool_calls=False
                 )
@@ -253,7 +254,7 @@ def test_required_calls_are_as_many_as_the_template_takes(is_single: bool) -> No
     frontend = Frontend(Limits(256, 64), tokenizer=tokenizer, eos_ids=frozenset({0}))
     client: Any = SimpleNamespace(frontend=frontend)
     service = Service(client, ["x"], output_format=OutputFormat("hermes"))
-    checked = asyncio.run(service.bind(SamplingParams(), toolbox([WEATHER], "required"), ""))
+    checked = asyncio.run(service.bind(SamplingParams(), toolbox([WEATHER], "required"), Prompt([], "")))
     assert checked.params.structured_outputs is not None
     start = Grammars(lambda: (byte_tokenizer(), frozenset({0})), 256).compile(checked.params.structured_outputs).start
     tokens = byte_tokenizer().encode("\n".join([CALL[CALL.index("<tool_call>") :]] * 2))
