@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from strandline.cache import Action
+from strandline.device.allowed_tokens import AllowedMatcher
 from strandline.device.batch import HostBatch, batch_order, build_host_batch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
@@ -158,7 +159,9 @@ class Runner:
         make = self._new_matcher
         if make is None:
             raise EngineError("a request with a grammar or a budget came to a runner without a tokenizer")
-        return GuardedMatcher(lambda: make(new))
+        if new.params.structured_outputs is None or new.params.allowed_token_ids is None:
+            return GuardedMatcher(lambda: make(new))
+        return GuardedMatcher(lambda: AllowedMatcher(make(new), new))
 
     def _stop_finder(self, new: NewRequest) -> StopFinder | None:
         if not new.params.stop_strings:

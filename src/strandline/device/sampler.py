@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strandline.device.allowed_tokens import forbidden_mask
 from strandline.device.divided_sampling import (
     Filters,
     draw_rows,
@@ -72,6 +73,8 @@ class SamplingState:
         self._tokens_ahead = tokens_ahead
         self._is_plain_greedy = _is_plain_greedy(new)
         self.has_bans_or_biases = bool(new.bad_words_ids or new.params.min_tokens or new.params.logit_bias)
+        self.forbidden_P = forbidden_mask(new, columns, device)
+        """Tokens that are not among those that the request allows; None: it allows all."""
         self.prompt_mask_P: Tensor | None = None
         self.output_counts_P: Tensor | None = None
         self._first_token = columns.start
@@ -238,7 +241,7 @@ def _rows_of(x: Tensor, rows: Sequence[int]) -> Tensor:
 def _is_plain_greedy(new: NewRequest) -> bool:
     params = new.params
     has_extras = params.has_penalties or params.logit_bias or new.bad_words_ids or params.min_tokens
-    has_extras = has_extras or params.structured_outputs is not None
+    has_extras = has_extras or params.structured_outputs is not None or params.allowed_token_ids is not None
     return params.is_greedy and not has_extras
 
 
@@ -303,6 +306,9 @@ def _apply_bans_and_biases(
     if bans:
         rows, columns = (upload(np.array(entries), logits_NP.device) for entries in zip(*bans, strict=True))
         logits_NP.index_put_((rows, columns), logits_NP.new_full((), BANNED))
+    for row, state in enumerate(states):
+        if state.forbidden_P is not None:
+            logits_NP[row].masked_fill_(state.forbidden_P, BANNED)
 
 
 def _banned(state: SamplingState) -> list[int]:

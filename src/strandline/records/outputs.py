@@ -15,6 +15,8 @@ class Logprob:
     rank: int
     """1 for the likeliest token."""
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
+    """What the token stands for, which may be a part of a character; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

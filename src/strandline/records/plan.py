@@ -125,6 +125,7 @@ class NewRequest:
         """Whether next tokens can be chosen together: each depends on those before through the logits alone."""
         params = self.params
         has_history = params.has_penalties or params.min_tokens or params.logit_bias or self.bad_words_ids
+        has_history = has_history or params.allowed_token_ids is not None
         is_chosen_by_host = params.structured_outputs is not None or params.logprobs is not None
         return not (has_history or is_chosen_by_host) and len(self.stop_ids) <= MAX_STOP_IDS
 

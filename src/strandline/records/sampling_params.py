@@ -29,6 +29,7 @@ STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object")
 COLLECTIONS: Final[Sequence[tuple[str, tuple[type, ...], str]]] = (
     ("stop", (str, list, tuple, set, frozenset), "a string or a list of strings"),
     ("stop_token_ids", (list, tuple, set, frozenset), "a list of token ids"),
+    ("allowed_token_ids", (list, tuple, set, frozenset), "a list of token ids"),
     ("bad_words", (list, tuple, set, frozenset), "a list of strings"),
     ("logit_bias", (Mapping,), "a mapping from token ids to numbers"),
 )
@@ -144,6 +145,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     bad_words: list[str] | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    """Tokens that the output may consist of; None: all. One that ends the output must be among them to do so, except
+    that of a completed grammar."""
     ignore_eos: bool = False
     min_tokens: int = 0
     max_tokens: int | None = 16
@@ -151,7 +155,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of most likely tokens to report besides the sampled one; 0 reports the sampled one alone."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. Such a request computes its whole prompt and does not read the cache."""
+    """The same for the prompt's tokens; -1: all of a vocabulary of at most ``MAX_LOGPROBS`` tokens. Such a request
+    computes its whole prompt and does not read the cache."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -226,7 +231,7 @@ class SamplingParams:
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _require_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _require_integer(name, getattr(self, name), -1 if name == "prompt_logprobs" else 0, MAX_LOGPROBS)
         if self.thinking_token_budget is not None:
             _require_integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_COUNT)
         if self.seed is not None:
@@ -248,6 +253,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", tuple(stop))
         for token in self.stop_token_ids or ():
             _require_integer("stop_token_ids", token, 0, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids must not be empty: no token could be sampled", param="allowed_token_ids"
+            )
+        for token in self.allowed_token_ids or ():
+            _require_integer("allowed_token_ids", token, 0, None)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise RequestError(
                 f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r:.100}"

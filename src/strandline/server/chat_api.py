@@ -17,7 +17,17 @@ from strandline.server.request_bodies import ChatBody, sent_as
 from strandline.server.service import Service
 from strandline.server.sse import EventStream, json_response, plain_events
 from strandline.server.tools import Toolbox, toolbox
-from strandline.server.usage_and_logprobs import Json, chat_logprobs, handed_over, usage, usage_so_far
+from strandline.server.usage_and_logprobs import (
+    Json,
+    chat_logprobs,
+    handed_over,
+    id_name,
+    num_prompt_top,
+    prompt_logprobs,
+    text_name,
+    usage,
+    usage_so_far,
+)
 from strandline.text.frontend import CheckedParams
 from strandline.text.segments import Segment, merge_segments
 
@@ -37,6 +47,8 @@ class Chat:
     ) -> None:
         self._body = body
         self._num_top = body.top_logprobs or 0
+        self._token_name = id_name if body.return_tokens_as_token_ids else text_name
+        self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
         self._reasoning_fields = service.reasoning_fields if body.include_reasoning else ()
         self._head = {
             "id": f"chatcmpl-{uuid4().hex}",
@@ -60,7 +72,8 @@ class Chat:
         for output, parser in zip(delta.outputs, self._parsers, strict=True):
             self._feed(output, parser)
             parser.finish()
-            logprobs = chat_logprobs(output.logprobs or [], self._num_top) if self._body.logprobs else None
+            entries = output.logprobs or []
+            logprobs = chat_logprobs(entries, self._num_top, name=self._token_name) if self._body.logprobs else None
             choices.append(
                 {
                     "index": output.index,
@@ -72,6 +85,8 @@ class Chat:
                 }
             )
         tail = {**self._prompt_ids(), **handed_over(self.job.streams)}
+        if self._body.prompt_logprobs is not None:
+            tail["prompt_logprobs"] = prompt_logprobs(self.job.streams[0], self._num_prompt_top)
         return {**self._head, "choices": choices, "usage": self._usage(), **tail}
 
     async def chunks(self) -> AsyncIterator[Json]:
@@ -111,7 +126,7 @@ class Chat:
             {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
             for delta in found
         ]
-        choices[0]["logprobs"] = chat_logprobs(entries, self._num_top) if entries else None
+        choices[0]["logprobs"] = chat_logprobs(entries, self._num_top, name=self._token_name) if entries else None
         choices[-1]["finish_reason"] = chat_finish_reason(parser, output.finish_reason)
         choices[-1]["stop_reason"] = output.stop_reason
         if wants_ids:
@@ -161,6 +176,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             template_options=body.template_options(),
             salt=salt if transfer is None else None,  # two engines must encode it alike
             continue_final_message=body.continues(),
+            truncation=body.truncation(service.client.frontend.limits.max_model_len),
         )
         checked = await service.bind(params, box, prompt)
     started = Chat(service, body, prompt, checked, box, salt, transfer)

@@ -14,14 +14,18 @@ from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
-from strandline.server.request_bodies import CompletionBody
-from strandline.server.service import Service
+from strandline.server.request_bodies import CompletionBody, Truncation
+from strandline.server.service import Service, truncated_ids
 from strandline.server.sse import EventStream, json_response, plain_events
 from strandline.server.usage_and_logprobs import (
     Entry,
     Json,
     completion_logprobs,
     handed_over,
+    id_name,
+    num_prompt_top,
+    prompt_logprobs,
+    text_name,
     usage,
     usage_so_far,
 )
@@ -64,6 +68,7 @@ class Completion:
             "model": service.model_names[0],
         }
         self._num_outputs = params.params.n
+        self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
         self.job = service.client.submit(self._name, prompts, params, salt, transfer)
 
     async def answer(self) -> Json:
@@ -94,6 +99,8 @@ class Completion:
 
     def _choice(self, place: int, output: OutputDelta) -> Json:
         choice = self._part(place, output, self._body.echo, 0)
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.job.streams[place], self._num_prompt_top)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(self.job.streams[place].prompt_ids)
             choice["token_ids"] = output.token_ids
@@ -112,7 +119,9 @@ class Completion:
         if self._body.logprobs is not None:
             pairs = [(_text(entry), entry) for entry in output.logprobs or []]
             before = self._prompt_pairs(stream) if echo else []
-            logprobs = completion_logprobs([*before, *pairs], 0 if echo else len(prompt) + offset)
+            name = id_name if self._body.return_tokens_as_token_ids else text_name
+            start = 0 if echo else len(prompt) + offset
+            logprobs = completion_logprobs([*before, *pairs], start, self._body.logprobs, name=name)
         return {
             "index": place * self._num_outputs + output.index,
             "text": prompt + output.text if echo else output.text,
@@ -138,10 +147,12 @@ class Completion:
 
 def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     """Return the number of log-probabilities per prompt token. A prompt that is only echoed is also run for them."""
-    if not body.echo:
-        return None
+    wanted = body.prompt_logprobs
+    if not body.echo or wanted == -1:
+        return wanted
     is_only_echoed = body.max_tokens is not None and body.max_tokens < 1
-    return 0 if is_only_echoed and body.logprobs is None else body.logprobs
+    echoed = 0 if is_only_echoed and body.logprobs is None else body.logprobs
+    return max((count for count in (wanted, echoed) if count is not None), default=None)
 
 
 def _text(entry: Entry) -> str:
@@ -156,7 +167,8 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     given, is_batch = _given(body)
     transfer = service.transfer_params(body.kv_transfer_params, len(given))
     with service.client.expect(len(given) * params.n):
-        prompts = [await _prompt(service, body, each) for each in given]
+        truncation = body.truncation(service.client.frontend.limits.max_model_len)
+        prompts = [await _prompt(service, body, each, truncation) for each in given]
         checked = await service.check(params)
     salt = salt_of(request, body.cache_salt)
     completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch, transfer=transfer)
@@ -174,7 +186,11 @@ def _given(body: CompletionBody) -> tuple[list[str | list[int]], bool]:
     return given if is_batch else [given], is_batch
 
 
-async def _prompt(service: Service, body: CompletionBody, given: str | list[int]) -> Prompt:
+async def _prompt(
+    service: Service, body: CompletionBody, given: str | list[int], truncation: Truncation | None
+) -> Prompt:
     if isinstance(given, str):
-        return await service.encode(given, add_special_tokens=body.add_special_tokens)
+        return await service.encode(given, add_special_tokens=body.add_special_tokens, truncation=truncation)
+    if truncation is not None:
+        given = truncated_ids(given, truncation)
     return Prompt(given, await service.decode(given)) if body.echo else Prompt(given)

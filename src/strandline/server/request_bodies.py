@@ -7,6 +7,7 @@ logged once. Unsupported fields that would change the answer are rejected.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -89,6 +90,15 @@ Prompts = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a prompt that is too long is cut."""
+
+    max_tokens: int
+    from_left: bool
+    """The last tokens are kept, not the first."""
+
+
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
@@ -117,6 +127,7 @@ class SamplingFields(BaseModel):
     include_stop_str_in_output: bool = False
     bad_words: Strings | None = None
     logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: Tokens | None = None
     ignore_eos: bool = False
     min_tokens: int | None = None
     skip_special_tokens: bool = True
@@ -143,6 +154,11 @@ class SamplingBody(SamplingFields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    """In log-probabilities, tokens are ``token_id:ID`` instead of texts."""
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     cache_salt: str | None = None
     include_cache_account: bool = False
     kv_transfer_params: dict[str, Any] | None = None
@@ -166,8 +182,31 @@ class SamplingBody(SamplingFields):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
         check_extra(self.model_extra)
         return SamplingParams(**{STRUCTURED: self.structure(), **defaults, **self.given(), **more})
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        """Return how the prompt is truncated; None: not at all.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        limit, side = self.truncate_prompt_tokens, self.truncation_side or "left"
+        if side not in ("left", "right"):
+            raise RequestError(f"truncation_side must be left or right, got {side!r:.100}", param="truncation_side")
+        if limit is None:
+            return None
+        if limit == -1:
+            limit = max_model_len - 1  # at least one token of output needs room
+        if not 1 <= limit <= max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, the maximum context length, got "
+                f"{limit}",
+                param="truncate_prompt_tokens",
+            )
+        return Truncation(limit, from_left=side == "left")
 
     def wants_usage(self) -> bool:
         """Return whether a stream ends with the usage."""

@@ -21,6 +21,7 @@ from strandline.server.callable_tools import CallableTools
 from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
 from strandline.server.output_parser import REASONING_FIELDS, OutputFormat
+from strandline.server.request_bodies import Truncation
 from strandline.server.response_store import ResponseStore
 from strandline.server.structured_fields import binds_whole_answer
 from strandline.server.tools import Toolbox
@@ -218,16 +219,29 @@ class Service:
             raise RequestError(f"{TRANSFER_PARAMS} needs one prompt, got {num_prompts}")
         return params
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> Prompt:
         """Return a text as a prompt."""
         tokenizer = self.tokenizer
-        check_length(text, self.client.frontend.max_characters)
+        if truncation is None:
+            check_length(text, self.client.frontend.max_characters)
 
         def work() -> list[int]:
             return encode_text(tokenizer, text, add_special_tokens=add_special_tokens)
 
         ids = await self.in_thread(work, len(text))
-        return Prompt(ids, text)
+        return await self._truncated(Prompt(ids, text), truncation)
+
+    async def _truncated(self, prompt: Prompt, truncation: Truncation | None) -> Prompt:
+        """Return a prompt with as many tokens as a truncation leaves of it."""
+        if truncation is None or len(prompt.token_ids) <= truncation.max_tokens:
+            return prompt
+        ids = truncated_ids(prompt.token_ids, truncation)
+        num_dropped = len(prompt.token_ids) - len(ids) if truncation.from_left else 0
+        marks = tuple(mark - num_dropped for mark in prompt.marks if 0 < mark - num_dropped <= len(ids))
+        # The answer to a truncated conversation is not remembered: its key is the whole one.
+        return Prompt(ids, await self.decode(ids), marks, continued=prompt.continued)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -247,6 +261,7 @@ class Service:
         template_options: Mapping[str, Any] | None = None,
         salt: str | None = "",
         continue_final_message: bool = False,
+        truncation: Truncation | None = None,
     ) -> Prompt:
         """Return a conversation as a prompt.
 
@@ -263,13 +278,18 @@ class Service:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 template_options=template_options,
-                max_characters=self.client.frontend.max_characters,
+                max_characters=self.client.frontend.max_characters if truncation is None else None,
                 salt=salt,
                 continue_final_message=continue_final_message,
             )
             return Prompt(chat.token_ids, chat.text, chat.marks, chat.recollection, chat.continued)
 
-        return await self.in_thread(work, _num_characters(messages))
+        return await self._truncated(await self.in_thread(work, _num_characters(messages)), truncation)
+
+
+def truncated_ids(token_ids: list[int], truncation: Truncation) -> list[int]:
+    """Return the tokens that a truncation leaves."""
+    return token_ids[-truncation.max_tokens :] if truncation.from_left else token_ids[: truncation.max_tokens]
 
 
 def _num_characters(messages: Sequence[Mapping[str, Any]]) -> int:

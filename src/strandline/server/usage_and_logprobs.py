@@ -1,6 +1,6 @@
 """Usage and log-probabilities in the shapes of OpenAI's API."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from strandline.records.events import SpeculationStats
@@ -13,6 +13,18 @@ LOWEST_LOGPROB: Final = -9999.0
 
 Json = dict[str, Any]
 Entry = dict[int, Logprob]
+TokenName = Callable[[int, Logprob], str]
+"""Returns how a token is shown."""
+
+
+def text_name(token: int, entry: Logprob) -> str:
+    """Return the text of a token; U+FFFD for a part of a character."""
+    return entry.decoded_token or ""
+
+
+def id_name(token: int, entry: Logprob) -> str:
+    """Return a token's id as vLLM writes it."""
+    return f"token_id:{token}"
 
 
 def usage(streams: Sequence[RequestStream], *, is_batch: bool, with_account: bool) -> Json:
@@ -68,53 +80,80 @@ def cache_account(stream: RequestStream) -> Json | None:
     return None if stream.account is None else account_data(stream.account.for_callers())
 
 
-def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int) -> Json:
+def prompt_logprobs(stream: RequestStream, num_top: int) -> list[Json | None]:
+    """Return the log-probabilities of a prompt's tokens in vLLM's shape: by token id, None for the first."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {"logprob": _finite(found.logprob), "rank": found.rank, "decoded_token": found.decoded_token}
+            for token, found in _top(entry, num_top).items()
+        }
+        for entry in stream.prompt_logprobs or ()
+    ]
+
+
+def num_prompt_top(wanted: int | None, vocab_size: int) -> int:
+    """Return how many of the most likely tokens a request wants per position of its prompt; -1: all."""
+    return vocab_size if wanted == -1 else wanted or 0
+
+
+def _top(entry: Entry, num_top: int) -> Entry:
+    """Return the token itself and the most likely ones."""
+    itself = next(iter(entry))
+    return {token: found for token, found in entry.items() if token == itself or found.rank <= num_top}
+
+
+def completion_logprobs(
+    entries: Iterable[tuple[str, Entry | None]], offset: int, num_top: int, *, name: TokenName
+) -> Json:
     """Return log-probabilities in the shape of completions. As in OpenAI's API, the sampled token is included.
 
     Args:
         entries: each token's text and log-probabilities, the sampled one first; None for a prompt's first token.
         offset: characters before the first token's text.
+        num_top: most likely tokens per position.
+        name: how tokens are named.
     """
     body: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for text, entry in entries:
-        found = list(entry.values()) if entry else []
-        body["tokens"].append(text)
-        body["token_logprobs"].append(_finite(found[0].logprob) if found else None)
-        body["top_logprobs"].append(_by_text(found) or None)
+        found = _top(entry, num_top) if entry else {}
+        chosen = next(iter(found.items()), None)
+        body["tokens"].append(text if chosen is None else name(*chosen))
+        body["token_logprobs"].append(_finite(chosen[1].logprob) if chosen else None)
+        body["top_logprobs"].append(_by_name(found, name) or None)
         body["text_offset"].append(offset)
         offset += len(text)
     return body
 
 
-def _by_text(found: Iterable[Logprob]) -> dict[str, float]:
-    """Return the tokens' log-probabilities by text. For tokens with the same text (parts of characters), the largest is
+def _by_name(found: Entry, name: TokenName) -> dict[str, float]:
+    """Return the tokens' log-probabilities by name. For tokens with the same text (parts of characters), the largest is
     kept: clients compare it with the sampled token's to see whether that was the most likely.
     """
     top: dict[str, float] = {}
-    for item in sorted(found, key=lambda item: item.rank):
-        top.setdefault(item.decoded_token or "", _finite(item.logprob))
+    for token, item in sorted(found.items(), key=lambda pair: pair[1].rank):
+        top.setdefault(name(token, item), _finite(item.logprob))
     return top
 
 
-def chat_logprobs(entries: Iterable[Entry], num_top: int) -> Json:
-    """Return log-probabilities in the shape of chat completions."""
+def chat_logprobs(entries: Iterable[Entry], num_top: int, *, name: TokenName = text_name) -> Json:
+    """Return log-probabilities in the shape of chat completions.
+
+    Args:
+        name: how tokens are named.
+    """
     content = []
     for entry in entries:
-        chosen = next(iter(entry.values()))
-        content.append(
-            {**_chat_logprob(chosen), "top_logprobs": [_chat_logprob(e) for e in _most_likely(entry, num_top)]}
-        )
+        chosen, *_ = named = [(found.rank, _chat_logprob(name(token, found), found)) for token, found in entry.items()]
+        # The most likely ones may not include the sampled one.
+        content.append({**chosen[1], "top_logprobs": [each for rank, each in named if rank <= num_top]})
     return {"content": content, "refusal": None}
 
 
-def _chat_logprob(entry: Logprob) -> Json:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode())}
-
-
-def _most_likely(entry: Entry, num_top: int) -> list[Logprob]:
-    """Return the ``num_top`` most likely, which may not include the sampled one."""
-    return [found for found in entry.values() if found.rank <= num_top]
+def _chat_logprob(name: str, entry: Logprob) -> Json:
+    value = (entry.decoded_token or "").encode() if entry.token_bytes is None else entry.token_bytes
+    return {"token": name, "logprob": _finite(entry.logprob), "bytes": list(value)}
 
 
 def _finite(logprob: float) -> float:

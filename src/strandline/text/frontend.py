@@ -18,7 +18,7 @@ from strandline.records.events import FinishReason, Limits, StepEvents, Submissi
 from strandline.records.failures import OUTPUT_FAILED, failure_text
 from strandline.records.plan import NewRequest
 from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
-from strandline.records.sampling_params import SamplingParams
+from strandline.records.sampling_params import MAX_LOGPROBS, SamplingParams
 from strandline.records.transfer_params import TransferParams
 from strandline.text.output_streams import OutputStream, RequestStream
 from strandline.text.remembered_answers import Recollection, RememberedAnswers
@@ -122,11 +122,19 @@ class Frontend:
     def check_values(self, params: SamplingParams) -> CheckedParams:
         """Check parameters as ``check_params``, except the grammar."""
         vocab_size = self.limits.vocab_size
-        for name in ("stop_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= vocab_size:
                     message = f"token {token} of {name} is not in the vocabulary [0, {vocab_size})"
                     raise RequestError(message, param=name)
+        if params.prompt_logprobs == -1:
+            if vocab_size > MAX_LOGPROBS:
+                raise RequestError(
+                    f"prompt_logprobs -1 requests all {vocab_size} tokens of the vocabulary; at most {MAX_LOGPROBS} "
+                    "of each position are returned",
+                    param="prompt_logprobs",
+                )
+            params = replace(params, prompt_logprobs=vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
                 raise RequestError(f"{name} must be at most the {vocab_size} tokens of the vocabulary, got "

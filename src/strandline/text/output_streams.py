@@ -22,6 +22,7 @@ from strandline.records.plan import NewRequest, TokenLogprobs
 from strandline.records.reasoning_rules import ReasoningRules
 from strandline.text.detokenizer import Detokenizer
 from strandline.text.remembered_answers import Recollection
+from strandline.text.token_bytes import TokenBytes
 
 
 class OutputStream:
@@ -85,7 +86,7 @@ class OutputStream:
         self.num_tokens += 1
         if event.logprobs is not None and self._logprobs is not None:
             self._cumulative += event.logprobs.logprob
-            self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer))
+            self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer, self.request.token_bytes))
         stop = None
         if self._detokenizer is not None:
             stop = self._detokenizer.append(event.token_id, may_stop=self.num_tokens > self._min_tokens)
@@ -161,7 +162,10 @@ class RequestStream:
         """Parameters for another engine to continue the request (``kv_transfer_params``); None: not requested or
         held."""
         self._tokenizer = tokenizer
-        if news[0].params.prompt_logprobs is not None:
+        params = news[0].params
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self.token_bytes = TokenBytes(tokenizer) if tokenizer is not None and wants_logprobs else None
+        if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt_ids)
 
     @property
@@ -187,7 +191,7 @@ class RequestStream:
         """Add the log-probabilities of the prompt's tokens from ``start + 1`` on."""
         if self.prompt_logprobs is not None:
             for position, entry in enumerate(entries, start + 1):
-                self.prompt_logprobs[position] = decode_logprobs(entry, self._tokenizer)
+                self.prompt_logprobs[position] = decode_logprobs(entry, self._tokenizer, self.token_bytes)
 
     def note_token(self, clock: Callable[[], float]) -> None:
         """Record the times of the first token and of the end."""
@@ -219,13 +223,17 @@ class RequestStream:
         )
 
 
-def decode_logprobs(entry: TokenLogprobs, tokenizer: Any | None) -> dict[int, Logprob]:
+def decode_logprobs(
+    entry: TokenLogprobs, tokenizer: Any | None, token_bytes: TokenBytes | None = None
+) -> dict[int, Logprob]:
     """Return vLLM's format: by token id, the token itself, then the most likely ones."""
 
-    def text(token: int) -> str | None:
-        return tokenizer.decode([token]) if tokenizer is not None else None
+    def decoded(token: int, logprob: float, rank: int) -> Logprob:
+        text = tokenizer.decode([token]) if tokenizer is not None else None
+        return Logprob(logprob, rank, text, token_bytes.of(token) if token_bytes is not None else None)
 
-    found = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+    found = {entry.token_id: decoded(entry.token_id, entry.logprob, entry.rank)}
     for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
-        found.setdefault(token, Logprob(logprob, rank, text(token)))
+        if token not in found:
+            found[token] = decoded(token, logprob, rank)
     return found

@@ -113,6 +113,7 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
         "penalised": SamplingParams(seed=5, presence_penalty=0.5, repetition_penalty=1.1, **plain),
         "logprobs": SamplingParams(temperature=0, logprobs=3, **plain),
         "prompt logprobs": SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=3),
+        "allowed": SamplingParams(seed=7, allowed_token_ids=[3, 40, 41, 90], **plain),
         "structured": SamplingParams(seed=6, structured_outputs=chosen, max_tokens=14),
         "stopped": SamplingParams(temperature=0, max_tokens=40, stop_token_ids=list(range(0, 97, 6))),
         "aborted": SamplingParams(temperature=0, max_tokens=200, ignore_eos=True),

@@ -89,7 +89,7 @@ def plant_in_completing_text(monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
 
 
 def plant_in_decoding(monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
-    def is_due(entry: TokenLogprobs, _: object) -> bool:
+    def is_due(entry: TokenLogprobs, *_: object) -> bool:
         return len(entry.top_ids) == TOP
 
     plant(monkeypatch, output_streams, "decode_logprobs", is_due)

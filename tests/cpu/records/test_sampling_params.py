@@ -33,7 +33,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
     ({"logprobs": 21}, "logprobs must be a whole number between 0 and 20, got 21"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs must be a whole number between -1 and 20, got -2"),
+    ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids must be a whole number of at least 0, got -1"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids must be a list of token ids, got 3"),
     (
         {"seed": 2**63},
         "seed must be a whole number between -9223372036854775808 and 9223372036854775807, got 9223372036854775808",

@@ -119,9 +119,7 @@ UNSUPPORTED = {
     "use_beam_search": True,
     "suffix": "x",
     "best_of": 2,
-    "allowed_token_ids": [1],
-    "prompt_logprobs": 0,
-    "truncate_prompt_tokens": 5,
+    "logits_processors": ["x"],
 }
 
 
