@@ -230,7 +230,7 @@ def decode_logprobs(
 
     def decoded(token: int, logprob: float, rank: int) -> Logprob:
         text = tokenizer.decode([token]) if tokenizer is not None else None
-        return Logprob(logprob, rank, text, token_bytes.of(token) if token_bytes is not None else None)
+        return Logprob(logprob, rank, text, token_bytes[token] if token_bytes is not None else None)
 
     found = {entry.token_id: decoded(entry.token_id, entry.logprob, entry.rank)}
     for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
