@@ -10,7 +10,6 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from strandline.errors import EngineError, RequestError
-from strandline.reasoning_config import CLOSE
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
@@ -39,6 +38,7 @@ from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
 from strandline.text.frontend import CheckedParams
 from strandline.text.segments import merge_segments
+from strandline.text.thinking import ReasoningCount
 
 NOT_SERVED: Final[Mapping[str, str]] = {
     "background": "a response is generated while its request is open",
@@ -221,11 +221,8 @@ class ModelResponse:
         }
         self._parser = service.output_format.parser(prompt.text or "", conversation.box.schemas)
         self._items = conversation.items()
-        self._closing_id: int | None = service.output_format.added_tokens.get(CLOSE)
-        rules = checked.reasoning
-        self._call_tag_id = None if rules is None or rules.call_tag is None else rules.call_tag.token_id
-        self._num_reasoning = 0
-        self._is_reasoning_closed = False
+        rules, tokenizer = checked.reasoning, service.tokenizer
+        self._reasoning = None if rules is None else ReasoningCount(tokenizer, rules, checked.hidden_ids)
         self.job = service.client.submit(self._head["id"], [prompt], checked, salt)
 
     async def answer(self) -> Json:
@@ -292,7 +289,7 @@ class ModelResponse:
             "input_tokens_details": {"cached_tokens": stream.account.hit if stream.account is not None else 0},
             "output_tokens": num_output,
             "output_tokens_details": {
-                "reasoning_tokens": self._num_reasoning if self._parser.reasoning else 0,
+                "reasoning_tokens": self._reasoning.num_tokens if self._reasoning is not None else 0,
                 **draft_counts(stream.speculation),
             },
             "total_tokens": num_prompt + num_output,
@@ -302,13 +299,9 @@ class ModelResponse:
         return usage
 
     def _count_reasoning(self, output: OutputDelta) -> None:
-        """Count the tokens up to and including the tag that closes the reasoning, or up to a call that ends it."""
-        for token in output.token_ids:
-            if self._is_reasoning_closed or token == self._call_tag_id:
-                self._is_reasoning_closed = True
-                return
-            self._num_reasoning += 1
-            self._is_reasoning_closed = token == self._closing_id
+        if self._reasoning is not None:
+            for token in output.token_ids:
+                self._reasoning.append(token)
 
 
 def _status(last: OutputDelta) -> str:

@@ -88,6 +88,17 @@ def test_stop_string_does_not_hold_inside_reasoning(ask: Callable[..., Any], jso
     assert found[:2] == ("Question: what?", "It is.\nQuestion: blue.")
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [(QUESTION, QUESTION.partition("\n\nIt")[0]), ("It is.", ""), ("<thin", ""), (" <think>a", " <think>a")],
+)
+def test_tokens_of_spelled_reasoning_are_counted(json_server: ServerProcess, text: str, reasoning: str) -> None:
+    body = {"input": "Hi", "max_output_tokens": 200, "structured_outputs": {"choice": [text]}}
+    usage = json_server.post("/v1/responses", **body).json()["usage"]
+    num_end = reasoning == text  # the token that ends the output
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len(reasoning) + num_end
+
+
 def test_stop_string_holds_for_all_text_of_completions(json_server: ServerProcess) -> None:
     body = {"prompt": "Hi", "stop": ["Question:"], "max_tokens": 200, "structured_outputs": {"choice": [QUESTION]}}
     [choice] = json_server.post("/v1/completions", **body).json()["choices"]
