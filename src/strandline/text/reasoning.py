@@ -31,7 +31,7 @@ class ThinkParser:
         self._end_tags = (CLOSE, call_tag) if call_tag else (CLOSE,)
         self._is_start = not is_continued
         """Only white space of the text or of the current part has arrived."""
-        self._is_line_start = not is_continued
+        self._is_line_start = True
         """Only spaces and tabs of the current line of reasoning have been parsed."""
         self._space = HeldSpace()
         self._text = ""

@@ -78,6 +78,16 @@ class ReasoningWatch:
     def is_open(self) -> bool:
         return self._parser.is_inside
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the output so far may be the beginning of the opening tag."""
+        return self._parser.may_open
+
+    @property
+    def is_ended_by_call(self) -> bool:
+        """Whether the last section has been ended by a call."""
+        return self._parser.is_ended_by_call
+
     def append(self, token: int) -> None:
         """Append a token."""
         piece = None if token in self._hidden_ids else self._stream.step(self._backend, token)
@@ -114,13 +124,37 @@ class ReasoningWatch:
         if self._opening_id is not None:
             found = re.search(OPEN, content) if token == self._opening_id else None
         if found is not None and self.may_open:
-            self._parser = ThinkParser.of(self._rules._replace(is_open=False))
+            self._parser = ThinkParser.of(self._rules._replace(is_open=False, is_continued=False))
             self._parser.feed(OPEN + found.string[found.end() :])
             self.num_sections += 1
             self._line = ""
         else:
             line = line[line.rfind("\n") + 1 :].lstrip(" \t")
             self._line = line if OPEN.startswith(line) else "."
+
+
+class ReasoningCount:
+    """Counts the tokens of an output's first section of reasoning, with its tags, but without that of a call."""
+
+    def __init__(self, tokenizer: Any, rules: ReasoningRules, hidden_ids: frozenset[int] | None) -> None:
+        self.num_tokens = 0
+        self._is_ended = False
+        self._watch = ReasoningWatch(tokenizer, rules, hidden_ids)
+
+    def append(self, token: int) -> None:
+        """Append a token."""
+        if self._is_ended:
+            return
+        watch = self._watch
+        was_open = watch.is_open
+        watch.append(token)
+        if watch.is_open or watch.is_undecided:
+            self.num_tokens += 1
+            return
+        self._is_ended = True
+        self.num_tokens += was_open and not watch.is_ended_by_call
+        if not watch.num_sections:
+            self.num_tokens = 0
 
 
 class BudgetMatcher:

@@ -110,6 +110,16 @@ def test_a_spelled_tag_opens_a_section_where_a_line_begins() -> None:
     assert found == text.replace("fg", f"fg{CLOSE}").replace("mn", f"mn{CLOSE}")
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_continued_answer_has_further_sections(is_open: bool) -> None:
+    rules = ReasoningRules(is_open, is_continued=True)
+    budget = ThinkingBudget(3, END, rules, num_used=1)
+    wanted = [65, 66, CLOSE_ID, 67, OPEN_ID, 68, 69, 70, 71, 72]
+    tokens = run(BudgetMatcher(budget, SPECIAL), wanted, 9 + len(END))
+    head = [65, 66, *END, CLOSE_ID, 67, OPEN_ID, 68, 69, 70] if is_open else [65, 66, CLOSE_ID, 67, OPEN_ID, 68, 69, 70]
+    assert tokens == [*head, *END, 71][: len(tokens)]
+
+
 def test_reasoning_config_is_that_of_vllm() -> None:
     config = read_reasoning_config('{"reasoning_start_str": "<think>", "reasoning_end_str": "So.\\n</think>\\n\\n"}')
     assert config.reasoning_end_str == "So.\n</think>\n\n"
