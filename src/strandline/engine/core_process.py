@@ -24,7 +24,6 @@ import zmq
 from strandline.device.visible_gpus import take_gpus
 from strandline.engine.core import EngineCore
 from strandline.engine.engine_log import name_engine_in_log
-from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_core
 from strandline.errors import ConfigError, RequestError
 from strandline.events.wire import encode_batch
@@ -206,7 +205,6 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     if not isinstance(start, Start):
         return 2
     name_engine_in_log(start.config)
-    leave_generation_out()
     try:
         take_gpus(start.config)
         with interrupted_by(lifeline):

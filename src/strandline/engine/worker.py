@@ -25,7 +25,6 @@ from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.process_ranks import ProcessRanks, RankPlace
 from strandline.engine.engine_log import name_engine_in_log
-from strandline.engine.left_out import leave_generation_out
 from strandline.engine.loading import load_uni_executor, resolve_device
 from strandline.engine.packed_plan import PackedPlan, PlanUnpacker
 from strandline.engine.worker_link import Call, Reply, Start
@@ -146,7 +145,6 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     is_loaded = Event()
     Thread(target=leave_with, args=[connection, start.place, is_loaded], daemon=True).start()
     name_engine_in_log(start.config)
-    leave_generation_out()
     try:
         ranks = None if start.place is None else connect(start.place, start.config)
         executor = load_uni_executor(

@@ -146,16 +146,11 @@ def become(wanted: Wanted, descriptors: list[int]) -> None:
 def prepare_engine() -> None:
     """Import what an engine's process imports."""
     from strandline.engine import core_process, worker
-    from strandline.engine.left_out import leave_generation_out
     from strandline.kernels import runtime_numba
-    from strandline.model_config import read_model_config
-    from strandline.text.model_files import DEMO_DIRECTORY
 
     for path in sorted(Path(runtime_numba.__file__).parent.glob("*_numba.py")):
         import_module(f"strandline.kernels.{path.stem}")
-    leave_generation_out()
     assert import_module("transformers").PreTrainedTokenizerFast
-    read_model_config(DEMO_DIRECTORY)
     for module in (core_process, worker):  # they are run, not imported
         del sys.modules[module.__name__]
 

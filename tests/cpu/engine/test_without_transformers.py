@@ -23,9 +23,25 @@ loading.load_core(config, loading.load_vocabulary(config)).close()
 print([name for name in sys.modules if name.partition(".")[0] == "transformers"])
 """
 
+WITH_TOKENIZER = """
+import sys
+import strandline.engine.loading
+from strandline.text.model_files import DEMO_DIRECTORY
+from strandline.text.vocabulary import load_tokenizer
+print(load_tokenizer(str(DEMO_DIRECTORY)).decode([100, 101]).strip() != "", "torch" in sys.modules)
+unwanted = ("torch._dynamo", "torch.distributed.tensor", "transformers.generation", "transformers.configuration_utils")
+print(*(name in sys.modules for name in unwanted))
+"""
+
 
 @pytest.mark.parametrize("name", ["qwen3_5-vision", "nemotron_h"])
 def test_a_model_loads_without_transformers(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(families.save(name, tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
+
+
+def test_tokenizers_load_without_what_models_need() -> None:
+    # With transformers' own models come torch's compiler and distributed tensors, a third of an engine's start.
+    done = subprocess.run([sys.executable, "-c", WITH_TOKENIZER], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True", "False", "False", "False", "False"], done.stderr
