@@ -151,6 +151,8 @@ def _read_text(architecture: Architecture, part: Mapping[str, Any], shared: Mapp
     if values.get("rope_scaling"):
         values["rope_parameters"], spelled["rope_parameters"] = values["rope_scaling"], "rope_scaling"
     fields = Fields(values, spelled=spelled)
+    if fields.value("per_layer_config"):
+        fields.reject("per_layer_config", "null: layers of one kind have the same sizes")
     values.update(architecture.unpack(fields))
     for name, value in architecture.defaults.items():
         values.setdefault(name, value)

@@ -636,6 +636,7 @@ def test_experts_of_published_inkling_have_their_own_width() -> None:
         ("llama", {"layer_types": ["linear_attention"] * 8}, r"layer_types\[0\] 'linear_attention' is not supported"),
         ("llama", {"hidden_size": None}, "hidden_size is missing; it must be a whole number"),
         ("mamba", {"layer_types": ["full_attention"] * 8}, r"layer_types\[0\] 'full_attention' is not supported"),
+        ("qwen3", {"per_layer_config": {"1": {"num_key_value_heads": 4}}}, "per_layer_config is .*; it must be null: "),
         ("granite", {"mamba_n_heads": 0}, "mamba_n_heads is 0; it must be a whole number from 1"),
         ("zamba2", {"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number from 1"),
         ("olmo_hybrid", {"linear_num_key_heads": 0}, "linear_num_key_heads is 0; it must be a whole number from 1"),
@@ -645,6 +646,19 @@ def test_fields_that_others_follow_from_are_checked(name: str, changes: dict[str
     values = {**written(name), **changes}
     with pytest.raises(ConfigError, match=f"^config.json: .*{message}"):
         builder_for(config := parse_model_config(values))(config, torch.float32, "meta")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("safe_gate", [None, True, False])
+@pytest.mark.parametrize("linear", [{}, {"gate_lower_bound": None}, {"gate_lower_bound": -3.0}])
+@pytest.mark.parametrize("bound", [{}, {"linear_lower_bound": None}, {"linear_lower_bound": -2.0}])
+def test_bounds_of_decays_equal_those_of_transformers(
+    safe_gate: bool | None, linear: dict[str, Any], bound: dict[str, Any]
+) -> None:
+    gate = {} if safe_gate is None else {"safe_gate": safe_gate}
+    for given in (bound, {**bound, "linear_attn_config": {**linear, **gate}}):
+        expected = transformers.Glm5NextTextConfig(**given).linear_lower_bound
+        assert read("glm5_next", **given).value("linear_lower_bound") == expected
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,6 +1,6 @@
 """Configurations of GLM-5.3-Flash."""
 
-from typing import Final
+from typing import Any, Final
 
 from strandline.architectures.architecture import (
     Architecture,
@@ -10,7 +10,7 @@ from strandline.architectures.architecture import (
     num_layers,
     spelled_by,
 )
-from strandline.architectures.kimi_linear import linear_fields, unpack_linear
+from strandline.architectures.kimi_linear import LINEAR, linear_fields, unpack_linear
 from strandline.config_fields import MAX_LAYERS, Fields
 
 NUM_DENSE: Final = 3
@@ -19,18 +19,18 @@ INDEXER_LETTERS: Final = {"F": "full", "S": "shared"}
 
 
 def _unpack(fields: Fields) -> Values:
-    """Read the settings of recurrent layers, where ``safe_gate`` excludes decays without a bound."""
-    linear, values = linear_fields(fields), unpack_linear(fields)
-    if linear.value("gate_lower_bound") is not None:
-        values["linear_lower_bound"] = linear.value("gate_lower_bound")
-    elif fields.value("linear_attn_config") is not None and not linear.flag("safe_gate", default=True):
-        values["linear_lower_bound"] = fields.value("linear_lower_bound")
+    """Read the settings of recurrent layers; null as their bound of decays may stay."""
+    values = unpack_linear(fields)
+    if "gate_lower_bound" in fields.value(LINEAR, {}):
+        values["linear_lower_bound"] = fields.value(LINEAR)["gate_lower_bound"]
     return values
 
 
 def _complete(fields: Fields) -> Values:
     count = num_layers(fields)
-    values = {"mlp_layer_types": first_layers_dense(NUM_DENSE, count)}
+    values: dict[str, Any] = {"mlp_layer_types": first_layers_dense(NUM_DENSE, count)}
+    if fields.value(LINEAR) is not None and linear_fields(fields).flag("safe_gate", default=True):
+        values["linear_lower_bound"] = LOWER_BOUND  # instead of null
     if isinstance(fields.value("index_topk_pattern"), list):
         return {**values, "indexer_types": fields.value("index_topk_pattern")}
     if fields.value("index_topk_pattern") is not None:
