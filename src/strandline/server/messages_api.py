@@ -121,8 +121,11 @@ class MessagesBody(CountBody):
     output_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], *, has_budgets: bool) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
+
+        Args:
+            has_budgets: budgets of reasoning can be enforced; others are ignored, since clients send them always.
 
         Raises:
             RequestError: a value is out of range, or the body asks for what is not supported.
@@ -134,13 +137,19 @@ class MessagesBody(CountBody):
         if not wanted:
             name, wanted = "output_config.format", (self.output_config or {}).get("format")
         structure = structure_of({"structured_outputs": self.structured_outputs, name: wanted}, name)
-        with sent_as({"stop": "stop_sequences"}):
+        with sent_as({"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}):
             return SamplingParams(
                 **{**defaults, **given},
                 max_tokens=self.max_tokens,
                 stop=self.stop_sequences,
                 structured_outputs=structure,
+                thinking_token_budget=self._budget() if has_budgets else None,
             )
+
+    def _budget(self) -> Any:
+        """Return the budget of reasoning; None: there is none."""
+        thinking = self.thinking or {}
+        return thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
 
 
 class Message:
@@ -206,7 +215,7 @@ class Message:
 async def create_message(service: Service, body: MessagesBody, request: Request) -> Response:
     """Handle a request."""
     service.require_model(body.model)
-    params = body.sampling_params(service.defaults)
+    params = body.sampling_params(service.defaults, has_budgets=service.client.frontend.has_thinking_end)
     salt = salt_of(request, body.cache_salt)
     conversation = body.conversation()
     with service.client.expect(params.n):

@@ -2,7 +2,7 @@
 
 What a client has in its history is sent with every later request, so a block that only Anthropic's servers, another
 server or a newer client can have written is rendered as text, never refused. Images and documents that are not text are
-refused in the newest turn alone, with the path of the block, by which Claude Code finds and removes it.
+refused in the newest message alone, with the path of the block, by which Claude Code finds and removes it.
 """
 
 import json
@@ -26,7 +26,7 @@ class Position(NamedTuple):
 
     path: str
     is_newest: bool
-    """No answer follows."""
+    """It is in the last message but system messages, so a client can still remove it."""
 
     def inside(self, path: str) -> "Position":
         return Position(f"{self.path}.{path}", self.is_newest)

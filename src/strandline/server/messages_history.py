@@ -29,10 +29,10 @@ def read_history(system: Any, messages: Sequence[Any], texts: BlockTexts) -> His
         content = system if isinstance(system, str) else _system_parts(system, texts)
         found.append({"role": "system", "content": content})
         paths.append(SYSTEM)
-    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    newest = max((index for index, message in enumerate(messages) if message.get("role") != "system"), default=0)
     for index, message in enumerate(messages):
         path = f"messages.{index}"
-        position = Position(path, is_newest=index > (answers[-1] if answers else -1))
+        position = Position(path, is_newest=index == newest and message.get("role") != "assistant")
         content = message.get("content")
         turns = _split(message, content, texts, position) if isinstance(content, list) else [dict(message)]
         found += turns

@@ -22,6 +22,7 @@ REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 """Names under which templates read the thoughts of an assistant's message; each has what a request gives under any."""
 REASONING_DETAILS: Final = "reasoning_details"
 """OpenRouter's list of parts of reasoning, read where none of the other fields is given."""
+SYSTEM_ROLES: Final = ("system", "developer")
 OLD_CALL: Final = "function_call"
 SENTINEL: Final = "Zq7strandlinemark9x"
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
@@ -95,10 +96,10 @@ def read_messages(messages: Iterable[Any]) -> list[MarkedMessage]:
         MessageError: one is malformed.
     """
     given = list(messages)
-    answers = [index for index, message in enumerate(given) if _role_of(message) == "assistant"]
+    newest = max((index for index, message in enumerate(given) if _role_of(message) not in SYSTEM_ROLES), default=0)
     found = []
     for index, message in enumerate(given):
-        is_newest = index > (answers[-1] if answers else -1) and _role_of(message) not in ("tool", "function")
+        is_newest = index == newest and _role_of(message) not in ("assistant", "tool", "function")
         try:
             found.append(_read(message, is_newest=is_newest))
         except RequestError as error:
@@ -143,7 +144,7 @@ def _read(message: Any, *, is_newest: bool) -> MarkedMessage:
     """Return a message without marks and nulls, its content as a text.
 
     Args:
-        is_newest: no answer follows, so parts that are not text are refused rather than replaced by a note.
+        is_newest: it is the newest question, so parts that are not text are refused rather than replaced by a note.
     """
     [message] = check_messages([_of_today(message)])
     # Clients send null for what a message has not; templates test whether a field is there.
@@ -174,8 +175,15 @@ def _read(message: Any, *, is_newest: bool) -> MarkedMessage:
 
 
 def _of_today(message: Any) -> Any:
-    """Return a message with its call of the older kind, ``function_call``, as a tool call."""
-    if not isinstance(message, Mapping) or not isinstance(call := message.get(OLD_CALL), Mapping):
+    """Return a message with its call of the older kind, ``function_call``, as a tool call.
+
+    An answer of reasoning alone, as one that was cut, gets an empty content.
+    """
+    if not isinstance(message, Mapping):
+        return message
+    if "content" not in message and any(message.get(name) for name in (*REASONING_FIELDS, REASONING_DETAILS)):
+        message = {**message, "content": ""}
+    if not isinstance(call := message.get(OLD_CALL), Mapping):
         return message
     known = {name: value for name, value in message.items() if name != OLD_CALL}
     if known.get("tool_calls"):

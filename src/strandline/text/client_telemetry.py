@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from strandline.text.chat_messages import MarkedMessage
-from strandline.text.template_repairs import SYSTEM_ROLES
+from strandline.text.chat_messages import SYSTEM_ROLES, MarkedMessage
 
 LOGGER: Final = logging.getLogger("strandline.server")
 

@@ -15,7 +15,9 @@ from strandline.errors import RequestError
 from strandline.text.chat_messages import (
     MARK,
     SENTINEL,
+    SYSTEM_ROLES,
     MarkedMessage,
+    MessageError,
     check_count,
     is_marked,
     read_messages,
@@ -23,7 +25,7 @@ from strandline.text.chat_messages import (
 )
 from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.continuation import continued_text, read_continued
-from strandline.text.control_tokens import ControlTokens, SplitText
+from strandline.text.control_tokens import ROLE, ControlTokens, SplitText
 from strandline.text.marks import (
     MIN_GAP_TOKENS,
     Characters,
@@ -43,7 +45,7 @@ from strandline.text.prompts import (
     template_text,
 )
 from strandline.text.remembered_answers import Recollection, RememberedAnswers
-from strandline.text.template_repairs import SYSTEM_ROLES, TemplateTraits, object_arguments, repaired
+from strandline.text.template_repairs import TemplateTraits, object_arguments, repaired
 from strandline.text.tool_formats import ToolFormat, find_tool_format, tool_format
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -177,6 +179,7 @@ class ChatRenderer:
             )
         check_template_options(template_options or {})
         marked = read_messages(messages)
+        self._check_roles(marked)
         if self._telemetry is not None:
             marked = self._telemetry.drop(marked)
         continued = ""
@@ -186,7 +189,6 @@ class ChatRenderer:
         marked = self._with_written_calls(repaired(self._with_known_roles(marked), self._traits))
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
-        self._check_roles(split)
         bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
 
         def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
@@ -236,14 +238,16 @@ class ChatRenderer:
         num_tokens = sum(len(part.token_ids) for part in whole.recalled)
         return Recollection(self._answers.key(salt, whole.text), len(whole.recalled), num_tokens)
 
-    def _check_roles(self, messages: Messages) -> None:
-        """Raise a RequestError for a role that is neither among ``ROLES`` nor named in the template."""
-        for role in (message["role"] for message in messages):
-            if role not in ROLES and not self._names(role):
-                raise RequestError(
+    def _check_roles(self, marked: Sequence[MarkedMessage]) -> None:
+        """Raise a MessageError for a role that is no word, or neither among ``ROLES`` nor named in the template."""
+        for index, entry in enumerate(marked):
+            if not ROLE.fullmatch(entry.role):
+                raise MessageError(f"a message's role must be a word such as 'user', got {entry.role[:100]!r}", index)
+            if entry.role not in ROLES and not self._names(entry.role):
+                raise MessageError(
                     f"a message's role must be one of {', '.join(ROLES)}, or another that the chat template names; "
-                    f"got {role[:100]!r}",
-                    param="messages",
+                    f"got {entry.role[:100]!r}",
+                    index,
                 )
 
     def _with_known_roles(self, marked: list[MarkedMessage]) -> list[MarkedMessage]:

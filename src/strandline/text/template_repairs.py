@@ -14,9 +14,8 @@ from itertools import takewhile
 from typing import Any, Final
 
 from strandline.errors import RequestError
-from strandline.text.chat_messages import REASONING_FIELDS, SENTINEL, MarkedMessage
+from strandline.text.chat_messages import REASONING_FIELDS, SENTINEL, SYSTEM_ROLES, MarkedMessage
 
-SYSTEM_ROLES: Final = ("system", "developer")
 TURNS_AROUND: Final = ("user", "tool")
 """Roles whose turns can hold a reminder."""
 INVALID_JSON: Final = "invalid_json"

@@ -167,6 +167,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         r"messages\.0\.content\.0\.image: this model reads text only",
     ),
+    ({"system": "s", "messages": [{"role": "bogus", "content": "x"}]}, r"messages\.0: a message's role must be one of"),
     ({"messages": [{"role": "user"}]}, r"messages\.0: a message must be"),
     (
         {"system": "Be brief.", "messages": [{"role": "user", "content": 3}]},

@@ -129,6 +129,7 @@ def test_media_of_the_newest_turn_is_refused_by_path(name: str) -> None:
     with pytest.raises(RequestError, match=f"^{path}: {REFUSAL}$"):
         history(*messages, {"role": "system", "content": "later"}, system="s")
     assert history(*messages, ANSWER)
+    assert history(*messages, {"role": "user", "content": "Go on."})
 
 
 WRONG: dict[str, tuple[Any, str]] = {

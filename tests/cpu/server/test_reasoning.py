@@ -157,6 +157,20 @@ def test_budget_holds_in_responses_and_completions(tag_server: ServerProcess) ->
         )
 
 
+def test_anthropics_budget_ends_reasoning(server: ServerProcess, tag_server: ServerProcess) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 4}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "thinking": thinking}
+    thoughts = [
+        block["thinking"]
+        for block in tag_server.post("/v1/messages", **body).json()["content"]
+        if block["type"] == "thinking"
+    ]
+    assert len("".join(thoughts)) <= 4
+    assert server.post("/v1/messages", **body).status_code == 200  # no reasoning is parsed: no budget can be enforced
+    refused = tag_server.post("/v1/messages", **{**body, "thinking": {**thinking, "budget_tokens": "x"}})
+    assert refused.json()["error"]["param"] == "thinking.budget_tokens"
+
+
 def test_budget_is_refused_where_no_reasoning_is_parsed(server: ServerProcess, tag_server: ServerProcess) -> None:
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),

@@ -171,6 +171,13 @@ def test_reasoning_details_are_reasoning() -> None:
     assert "<think>\nhm\n</think>" in first
 
 
+def test_answer_of_reasoning_alone_is_rendered() -> None:
+    for more in ({"reasoning": "hm"}, {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}):
+        assert "<think>\nhm\n</think>" in rendered(STRICT, *of("u"), {"role": "assistant", **more})
+    with pytest.raises(RequestError, match=r"messages\[1\]: a message must be"):
+        rendered(STRICT, *of("u"), {"role": "assistant"})
+
+
 def test_images_of_results_and_earlier_turns_are_notes() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "x"}, image]}
@@ -179,6 +186,7 @@ def test_images_of_results_and_earlier_turns_are_notes() -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]: a message's content parts must be"):
         rendered(STRICT, question)
     assert "y\n[image left out: this model reads text only]" in rendered(STRICT, question, *of("au"))
+    assert "[image left out" in rendered(STRICT, question, *of("u"))
     with pytest.raises(RequestError, match="content parts must be"):
         rendered(STRICT, {"role": "user", "content": [{"type": "text", "text": 3}]}, *of("au"))
 
