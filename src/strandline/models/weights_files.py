@@ -19,6 +19,7 @@ from strandline.errors import WeightsError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
+SHARD: Final = re.compile(r".*-\d+-of-\d+\.safetensors")
 OTHER_FILES: Final = re.compile("(adapter|consolidated|optimizer|scheduler|training)[._-]")
 """Matches names of files that adapters, other loaders and trainers put next to a model's weights."""
 
@@ -116,7 +117,7 @@ def list_unread(directory: Path) -> list[str]:
 
 
 def _find_files(directory: Path) -> list[Path]:
-    """Return the weights files of a directory: those its index names, or the one that needs none, else all."""
+    """Return the weights files of a directory: those its index names, or the one that needs none, or shards, or all."""
     index = directory / INDEX_NAME
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
@@ -127,7 +128,7 @@ def _find_files(directory: Path) -> list[Path]:
         weights = [path for path in files if not OTHER_FILES.match(path.name)]
         if not weights:
             raise WeightsError(f"{directory} holds no model: {', '.join(path.name for path in files)} are not one")
-        return weights
+        return [path for path in weights if SHARD.fullmatch(path.name)] or weights
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -241,7 +241,13 @@ def test_any_other_unknown_tensor_is_named(changed: Callable[..., Path], name: s
         load_float32(changed(lambda tensors: tensors.update({name: torch.ones(shape)})))
 
 
-OTHER_FILES = ["adapter_model.safetensors", "consolidated.safetensors", "optimizer.safetensors"]
+OTHER_FILES = [
+    "adapter_model.safetensors",
+    "consolidated-00001-of-00001.safetensors",
+    "consolidated.safetensors",
+    "extra.safetensors",
+    "optimizer.safetensors",
+]
 
 
 @pytest.mark.parametrize("layout", ["one file", "an index", "shards alone"])
