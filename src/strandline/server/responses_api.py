@@ -234,7 +234,7 @@ class ModelResponse:
         segments = merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
         self._items.append(segments, self._logprobs(output))
         self._items.finish(_status(output))
-        return self._finished(output)
+        return self._finish(output)
 
     async def events(self) -> AsyncIterator[Json]:
         """Yield the response as it is generated."""
@@ -261,13 +261,14 @@ class ModelResponse:
             if delta.finished:
                 for event in self._items.append(self._parser.finish()) + self._items.finish(_status(output)):
                     yield event
-                yield {"type": f"response.{_status(output)}", "response": self._finished(output)}
+                yield {"type": f"response.{_status(output)}", "response": self._finish(output)}
 
     def _logprobs(self, output: OutputDelta) -> list[Json]:
         entries: list[Json] = chat_logprobs(output.logprobs or (), self._body.top_logprobs or 0)["content"]
         return entries
 
-    def _finished(self, last: OutputDelta) -> Json:
+    def _finish(self, last: OutputDelta) -> Json:
+        """Store the response, as the request asks, and return it."""
         status = _status(last)
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {

@@ -6,6 +6,7 @@ has a rendering: as the turn or tool call that it is, and otherwise as text. Onl
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from strandline.errors import RequestError
@@ -28,9 +29,34 @@ COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction", 
 UNREADABLE: Final = "[The summary of the earlier conversation is encrypted, and cannot be read.]"
 LATER_TOOLS: Final = "Further tools:"
 
-Message = dict[str, Any]
+Json = dict[str, Any]
+Message = Json
 Unseal = Callable[[str], str | None]
 """Returns the reasoning in ``encrypted_content``; None if another server wrote it."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Adjacent items of the model, or of the system, which become one message."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
+
+    def add(self, message: Message) -> None:
+        self.texts.append(message["content"])
+        self.thoughts.append(message.get("reasoning_content", ""))
+        self.calls += message.get("tool_calls", ())
+
+    def message(self) -> Message:
+        joint = "\n\n" if self.role == "system" else "\n"
+        message: Message = {"role": self.role, "content": joint.join(filter(None, self.texts))}
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if thought := "\n".join(filter(None, self.thoughts)):
+            message["reasoning_content"] = thought
+        return message
 
 
 class History:
@@ -44,7 +70,7 @@ class History:
     def __init__(self, tools: DeclaredTools, unseal: Unseal = lambda _: None) -> None:
         self._tools = tools
         self._unseal = unseal
-        self._messages: list[Message] = []
+        self._turns: list[_Turn | Message] = []
 
     def read(self, instructions: str | None, items: Sequence[Any], earlier: Sequence[Any] = ()) -> list[Message]:
         """Return a conversation as chat messages; adjacent items of the model become one message.
@@ -61,18 +87,21 @@ class History:
             self._read_item(item, f"previous_response_id[{index}]")
         for index, item in enumerate(items):
             self._read_item(item, f"input[{index}]")
-        if all(message["role"] == "system" for message in self._messages):
-            self._add({"role": "user", "content": ""})  # a client's probe; templates need a question
-        return self._messages
+        messages = [turn.message() if isinstance(turn, _Turn) else turn for turn in self._turns]
+        if all(message["role"] == "system" for message in messages):
+            messages.append({"role": "user", "content": ""})  # a client's probe; templates need a question
+        return messages
 
     def _add(self, message: Message) -> None:
-        last = self._messages[-1] if self._messages else {}
-        if message["role"] == "system" and last.get("role") == "system":
-            last["content"] = f"{last['content']}\n\n{message['content']}"
-        elif message["role"] == "assistant" and last.get("role") == "assistant":
-            _join(last, message)
-        else:
-            self._messages.append(message)
+        role = message["role"]
+        if role not in ("assistant", "system"):
+            self._turns.append(message)
+            return
+        last = self._turns[-1] if self._turns else None
+        if not (isinstance(last, _Turn) and last.role == role):
+            last = _Turn(role)
+            self._turns.append(last)
+        last.add(message)
 
     def _read_item(self, item: Any, path: str) -> None:
         if not isinstance(item, Mapping):
@@ -219,12 +248,3 @@ def _text_field(item: Mapping[str, Any], name: str, path: str) -> str:
 
 def _malformed(item: Any, path: str) -> RequestError:
     return RequestError(f"{path} must be an item with a type, or a message with a role, got {shown(item)}", param=path)
-
-
-def _join(last: Message, message: Mapping[str, Any]) -> None:
-    last["content"] = "\n".join(text for text in (last.get("content"), message["content"]) if text)
-    if "tool_calls" in message:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-    if "reasoning_content" in message:
-        earlier = last.get("reasoning_content")
-        last["reasoning_content"] = "\n".join(text for text in (earlier, message["reasoning_content"]) if text)

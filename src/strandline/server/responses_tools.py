@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from strandline.errors import RequestError
 from strandline.server.request_log import warn_once
 from strandline.server.responses_content import shown
-from strandline.server.tools import Toolbox, toolbox
+from strandline.server.tools import MAX_TOOLS, Toolbox, toolbox
 
 INPUT: Final = "input"
 """The parameter of a function that stands for a custom tool."""
@@ -54,12 +54,14 @@ class DeclaredTools:
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     """In the form of chat completions."""
-    later_functions: list[dict[str, Any]] = field(default_factory=list)
-    """Those that an item of the conversation declares."""
+    later_functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Those that items of the conversation declare, by name."""
     hosted: list[str] = field(default_factory=list)
     """Types of the tools that are left out."""
     _tools: dict[str, ToolName] = field(default_factory=dict)
     _names: dict[ToolName, str] = field(default_factory=dict)
+    _local_names: dict[str, list[ToolName]] = field(default_factory=dict)
+    """Tools by their names without namespaces."""
     _grammars: dict[str, str] = field(default_factory=dict)
 
     def add(self, tools: Sequence[Any], path: str) -> None:
@@ -76,18 +78,29 @@ class DeclaredTools:
         Items may declare a tool again and again; the last declaration counts.
         """
         functions = list(self._declare(tools, path))
-        names = {function["function"]["name"] for function in functions}
-        others = [function for function in self.later_functions if function["function"]["name"] not in names]
-        self.later_functions = [*others, *functions]
+        self.later_functions.update({function["function"]["name"]: function for function in functions})
         return functions
 
     def tool(self, function: str) -> ToolName:
-        """Return the client's name of a function. Models may also call functions that are not declared."""
-        return self._tools.get(function, ToolName("function", function))
+        """Return the client's name of a function.
+
+        A model may leave out the namespace, which is clear if one tool alone has the name, and it may call functions
+        that are not declared.
+        """
+        if function in self._tools:
+            return self._tools[function]
+        found = self._local_names.get(function, [])
+        return found[0] if len(found) == 1 else ToolName("function", function)
 
     def function(self, tool: ToolName) -> str:
-        """Return the model's name of a tool, which the request need not declare."""
-        return self._names.get(tool, tool.as_function)
+        """Return the model's name of a tool, which the request need not declare.
+
+        A client may leave out the namespace, which is clear if one tool alone has the name.
+        """
+        if tool in self._names or tool.namespace is not None:
+            return self._names.get(tool, tool.as_function)
+        found = [other for other in self._local_names.get(tool.name, ()) if other.kind == tool.kind]
+        return self._names[found[0]] if len(found) == 1 else tool.as_function
 
     def toolbox(self, choice: Any, *, is_parallel: bool) -> Toolbox:
         """Return the functions.
@@ -98,7 +111,7 @@ class DeclaredTools:
         choice = self._choice(choice)
         if choice == "required" and not (self.functions or self.later_functions) and self.hosted:
             raise self._needs_hosted(self.hosted[0])
-        box = toolbox(self.functions, choice, is_parallel=is_parallel, later_tools=self.later_functions)
+        box = toolbox(self.functions, choice, is_parallel=is_parallel, later_tools=[*self.later_functions.values()])
         return replace(box, text_grammars=self._grammars)
 
     def _choice(self, choice: Any) -> Any:
@@ -148,12 +161,8 @@ class DeclaredTools:
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": chosen}}
 
     def _chosen(self, kind: str, name: str, namespace: Any) -> str:
-        """Return the function of a choice; the namespace may be left out if the name is unambiguous."""
-        asked = ToolName(kind, name, namespace if isinstance(namespace, str) else None)
-        if asked in self._names or namespace is not None:
-            return self.function(asked)
-        found = [function for tool, function in self._names.items() if (tool.kind, tool.name) == (kind, name)]
-        return found[0] if len(found) == 1 else self.function(asked)
+        """Return the function of a choice."""
+        return self.function(ToolName(kind, name, namespace if isinstance(namespace, str) else None))
 
     @staticmethod
     def _needs_hosted(kind: str) -> RequestError:
@@ -198,8 +207,7 @@ class DeclaredTools:
     def _function(self, tool: Mapping[str, Any], path: str, namespace: str | None) -> dict[str, Any]:
         kind = str(tool["type"])
         named = ToolName(kind, _named(tool, path), namespace)
-        name = self._names.get(named) or self._unused_name(named)
-        self._names[named], self._tools[name] = name, named
+        name = self._names.get(named) or self._new_name(named, path)
         if kind != "custom":
             given = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
             return {"type": "function", "function": {"name": name, **given}}
@@ -214,12 +222,16 @@ class DeclaredTools:
         described = {"description": "\n\n".join(about)} if about else {}
         return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
-    def _unused_name(self, tool: ToolName) -> str:
-        """Return a tool's name as a function, with a number if another tool has it."""
+    def _new_name(self, tool: ToolName, path: str) -> str:
+        """Record a tool; return its name as a function, with a number if another tool has it."""
+        if len(self._tools) == MAX_TOOLS:
+            raise RequestError(f"at most {MAX_TOOLS} tools may be given, {path} is one more", param="tools")
         name, number = tool.as_function, 1
         while name in self._tools:
             number += 1
             name = f"{tool.as_function}_{number}"
+        self._names[tool], self._tools[name] = name, tool
+        self._local_names.setdefault(tool.name, []).append(tool)
         return name
 
 

@@ -3,6 +3,7 @@
 import base64
 import json
 from itertools import pairwise
+from time import process_time
 from typing import Any
 
 import pytest
@@ -259,6 +260,16 @@ def test_tools_with_one_joint_name_are_distinguished() -> None:
         assert tools.function(tools.tool(name)) == name
 
 
+def test_a_namespace_may_be_left_out_if_the_name_is_clear() -> None:
+    tools = declared(PLAIN, {"type": "namespace", "name": "n", "tools": [PLAIN, {**PLAIN, "name": "g"}]})
+    assert tools.tool("g") == ToolName("function", "g", "n")
+    assert tools.tool("f") == ToolName("function", "f")
+    call = {"type": "function_call", "call_id": "c", "arguments": "{}"}
+    for name, function in (("g", "n__g"), ("f", "f"), ("h", "h")):
+        history = History(tools).read(None, [ASKED, {**call, "name": name}])
+        assert history[1]["tool_calls"][0]["function"]["name"] == function
+
+
 def test_choices_name_tools_as_the_client_does() -> None:
     space = {"type": "namespace", "name": "n", "tools": [{**PLAIN, "name": "g"}]}
     tools = declared(PLAIN, space, CUSTOM, {"type": "web_search"})
@@ -299,6 +310,23 @@ def test_tools_declared_in_the_conversation_may_be_called() -> None:
     assert set(box.schemas or ()) == {"f", "n__g"}
     History(tools).read(None, items * 2000)
     assert tools.toolbox("auto", is_parallel=True).later_tools == box.later_tools
+
+
+def test_long_histories_are_read_in_linear_time() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "x" * 40}
+    more = {"type": "additional_tools", "tools": [PLAIN]}
+    for item in (call, said, more, {"role": "developer", "content": "x" * 40}):
+        start = process_time()
+        History(DeclaredTools()).read(None, [item] * 40_000)
+        assert process_time() - start < 10  # a second; with copies of all that came before, it would be minutes
+
+
+def test_the_number_of_tools_is_limited() -> None:
+    tools = [{**PLAIN, "name": f"f{number}"} for number in range(1024)]
+    assert len(declared(*tools).functions) == 1024
+    with pytest.raises(RequestError, match="at most 1024 tools"):
+        History(declared(*tools)).read(None, [{"type": "additional_tools", "tools": [CUSTOM]}])
 
 
 @given(st.text(), st.lists(st.integers(0, 400)), st.booleans())
