@@ -23,7 +23,7 @@ from strandline.text.cache_report import answer_data
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
-from strandline.text.prompts import encode_text
+from strandline.text.prompts import check_text, encode_text
 from strandline.text.remembered_answers import Recollection
 
 LOGGER: Final = logging.getLogger("strandline.engine")
@@ -215,6 +215,9 @@ class LLM:
             raise RequestError(
                 "continue_final_message needs add_generation_prompt=False; the output cannot also begin a message"
             )
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, got {cache_salt!r:.100}")
+        check_text(cache_salt)
         answers = self.engine.frontend.answers
         renderer = self._renderers.setdefault(
             chat_template, ChatRenderer(self.get_tokenizer(), chat_template, answers=answers)

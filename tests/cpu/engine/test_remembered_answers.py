@@ -71,6 +71,12 @@ def test_salts_of_chats_are_apart(llm: LLM) -> None:
     assert again.cache_account.num_remembered == 30
 
 
+@pytest.mark.parametrize(("salt", "message"), [(3, "cache_salt must be a string"), ("\ud800", "not valid Unicode")])
+def test_salts_are_texts(llm: LLM, salt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.chat(QUESTION, SHORT, cache_salt=salt)
+
+
 def test_completions_are_not_remembered(llm: LLM) -> None:
     before = llm.engine.frontend.answers.num_bytes  # type: ignore[union-attr]
     llm.generate("The teacher", SHORT, use_tqdm=False)

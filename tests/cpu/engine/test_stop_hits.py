@@ -27,7 +27,7 @@ def chat(llm: LLM, messages: Any, params: SamplingParams = GREEDY) -> Any:
     return llm.chat(messages, params, use_tqdm=False)
 
 
-def answer_with_stop(llm: LLM, messages: Any, stop: str, num_others: int = 0, **more: Any) -> Any:
+def answer_with_stop(llm: LLM, messages: Any, stop: Any, num_others: int = 0, **more: Any) -> Any:
     """Answer a conversation up to a stop string, with this many others at the same time; return its output."""
     params = SamplingParams(temperature=0, max_tokens=40, stop=stop, ignore_eos=True, **more)
     others = [[{"role": "user", "content": f"What is {number} + 3?"}] for number in range(num_others)]
@@ -117,6 +117,34 @@ def test_states_before_stop_strings_are_right(llm: LLM) -> None:
         [other] = cold.generate({"prompt_token_ids": prompt["prompt_token_ids"]}, params, use_tqdm=False)  # type: ignore[index,call-overload]
         assert warm.num_cached_tokens > len(output.prompt_token_ids)
         assert warm.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("method", "is_async"), [("mtp", False), ("ngram", False), ("suffix", False), ("mtp", True), ("ngram", True)]
+)
+def test_states_before_stop_strings_are_right_with_drafts(llm: LLM, method: str, is_async: bool) -> None:
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    options: dict[str, Any] = {"speculative_config": config, "async_scheduling": is_async}
+    drafting = LLM("demo", memory="64MiB", max_model_len=512, **options)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    num_hit = num_returned = 0
+    for number in range(6):
+        messages = [{"role": "system", "content": f"Drafts {number}."}, *QUESTION]
+        whole = chat(llm, messages, params)[0].outputs[0].text
+        stop = whole[3 + 2 * number :][: 3 + 3 * number]
+        output = answer_with_stop(drafting, messages, [stop, stop[:2] + " never"], num_others=2)
+        assert output.outputs[0].text == whole[: whole.index(stop)]
+        prompt: Any = drafting.render([*messages, {"role": "assistant", "content": output.outputs[0].text}, NEXT])
+        [warm] = drafting.generate(prompt, params, use_tqdm=False)
+        [cold] = llm.generate({"prompt_token_ids": prompt["prompt_token_ids"], "cache_salt": "x"}, params)
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        num_hit += warm.num_cached_tokens - len(output.prompt_token_ids)
+        num_returned += tokens_before(drafting, list(output.outputs[0].token_ids), output.outputs[0].text)
+        check(drafting.engine.cache)
+    assert is_async or num_hit >= num_returned / 2, (
+        "where a stop string begins among drafts of an earlier step, they are lost"
+    )
+    assert not drafting.engine.cache.internals().leases
 
 
 @pytest.mark.parametrize("is_async", [False, True])
