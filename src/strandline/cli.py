@@ -25,6 +25,7 @@ from strandline.config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     REMEMBERED_ANSWERS,
+    SCHEDULING_POLICIES,
     EngineConfig,
     flag,
 )
@@ -234,6 +235,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=256, metavar="N", help=text)
     text = "maximum number of tokens per step (default: 2048, on GPUs 8192)"
     add("--max-num-batched-tokens", type=int, metavar="TOKENS", help=text)
+    text = "order of requests; fcfs: by arrival; priority: by their field priority first (default: %(default)s)"
+    add("--scheduling-policy", choices=SCHEDULING_POLICIES, default="fcfs", help=text)
     text = "tokens per step of each long prefill while others decode; 0: no limit (default: a quarter of a step)"
     add("--long-prefill-token-threshold", type=int, metavar="TOKENS", help=text)
     text = (

@@ -22,6 +22,7 @@ KV_CACHE_DTYPES: Final = ("auto", "fp8", "fp8_e4m3")
 CACHE_MODES: Final = ("auto", "align", "all", "none")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EXECUTORS: Final = ("uni", "mp")
+SCHEDULING_POLICIES: Final = ("fcfs", "priority")
 
 MIN_MODEL_LEN: Final = 2
 """A token of a prompt, and one of output."""
@@ -80,6 +81,8 @@ class EngineConfig:
     """Maximum number of running requests."""
     max_num_batched_tokens: int | None = None
     """Maximum number of tokens per step; longer prompts take several steps. None: 2,048, on GPUs 8,192."""
+    scheduling_policy: str = "fcfs"
+    """``fcfs``: in order of arrival; ``priority``: by the requests' ``priority`` first."""
     long_prefill_token_threshold: int | None = None
     """Prefills of more tokens are long. While other requests decode, each computes at most about this number of tokens,
     in every third to ninth step. 0: no limit. None: a quarter of ``max_num_batched_tokens``."""
@@ -134,6 +137,7 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
+        _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("mamba_cache_mode", self.mamba_cache_mode, CACHE_MODES)
         _require_choice("snapshot_dtype", self.snapshot_dtype, SNAPSHOT_DTYPES)
         _require_choice("device", self.device, DEVICES)

@@ -118,7 +118,7 @@ class Request:
         """The scheduler's count of admissions when a leader was last searched for."""
         self.interarrival_bin: int | None = None
         """That of its lease when it was first admitted; kept while it is preempted."""
-        self.queue_number = 0
+        self.queue_number = (0, 0)
         """Its position among the waiting requests (``WaitingQueue``)."""
         self.shared_end: int | None = None
         """Where the tokens end that the next turn can share, before a stop string; None: not before its last token."""

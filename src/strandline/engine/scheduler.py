@@ -1,9 +1,8 @@
 """Which requests run in the next step, and how many tokens of each.
 
-Continuous batching with chunked prefill: running requests first, in order of arrival, then waiting ones in the order
-of the ``WaitingQueue``, as token budget and memory allow. When memory runs out, the request that arrived last is
-preempted: its slot becomes a snapshot, so that nothing is recomputed when it is admitted again. The scheduler never
-splits or delays a step for the cache.
+Continuous batching with chunked prefill: running requests first, by priority and admission, then waiting ones in the
+order of the ``WaitingQueue``, as token budget and memory allow. When memory runs out, the last running request is
+preempted: its slot becomes a snapshot, so that nothing is recomputed. A step is never split or delayed for the cache.
 
 While requests decode, long prefills get no more than a share of a few steps (``LongPrefills``). Prompts that come
 together begin in groups (``PromptGroups``).
@@ -19,6 +18,7 @@ Cost: ``plan`` and ``commit`` are plain Python for every running request and ste
 its last block takes a short path through both.
 """
 
+from bisect import insort_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -42,6 +42,9 @@ from strandline.records.plan import NewRequest, StepPlan, StepResult
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests for which a leader is searched although they cannot be admitted yet."""
+
+
+_priority = attrgetter("params.priority")
 
 
 class Scheduler:
@@ -81,7 +84,7 @@ class Scheduler:
         self._prompt_groups = PromptGroups(fixed_step_tokens)
         self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
         self.loading = LoadQueue(cache, self.waiting)
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # in order of priority, then of admission
         self.num_preemptions = 0
         self._is_exact = deterministic
         self._grid_tokens = BLOCK_TOKENS if deterministic else 1
@@ -285,7 +288,7 @@ class Scheduler:
         return budget
 
     def _make_room(self, lease: Lease, end: int) -> bool:
-        """Extend a lease, preempting the latest requests. False when its own request was preempted."""
+        """Extend a lease, preempting the last running requests. False when its own request was preempted."""
         while not self.cache.extend(lease, end):
             victim = self.running.pop()
             is_self = victim.lease is lease
@@ -336,13 +339,15 @@ class Scheduler:
     def _find_leader(self, request: Request) -> Lead | None:
         """Find a running request that is about to compute a prefix of a waiting request. Changes nothing.
 
-        A further leader must share more tokens than the last one, unless it is a load, so a request waits a bounded
-        number of times.
+        A further leader must share more tokens than the last one, unless it is a load: a request waits a bounded number
+        of times, and for no request of a higher priority value, whose steps may come later than its own.
         """
         if request.output_ids or request.params.prompt_logprobs is not None:
             return None
         beyond = request.lead.position if request.lead else 0
-        return self.cache.find_leader(request.tokens, request.salt, beyond=beyond, grid_tokens=self._grid_tokens)
+        lead = self.cache.find_leader(request.tokens, request.salt, beyond=beyond, grid_tokens=self._grid_tokens)
+        leader = self._requests.get(lead.lease.request_id) if lead is not None else None
+        return None if leader is not None and _priority(leader) > _priority(request) else lead
 
     def _try_follow(self, request: Request) -> bool:
         """Block a waiting request until a leader has computed their shared prefix. False when there is no leader."""
@@ -384,7 +389,7 @@ class Scheduler:
         request.status = Status.RUNNING
         if request.account is None:
             request.account = lease.account._replace(num_remembered=request.num_remembered)
-        self.running.append(request)
+        insort_right(self.running, request, key=_priority)
         self._num_admissions += 1
         return lease
 

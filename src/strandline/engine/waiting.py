@@ -1,12 +1,13 @@
 """The queue of waiting requests, and which of them is admitted next.
 
-The queue is ordered by arrival; a preempted request goes to the front. The request with the most cached tokens is
-admitted first, but the front is overtaken at most ``MAX_OVERTAKEN`` times. A request that follows a leader, a running
+The queue is ordered by priority, then by arrival; a preempted request goes to the front of its priority. Among
+requests of the front's priority, the one with the most cached tokens is admitted first, but the front is overtaken at
+most ``MAX_OVERTAKEN`` times. A request that follows a leader, a running
 request that computes a prefix of its prompt or a load of one, is *blocked* until the leader has computed or loaded it,
 and then returns to its position.
 
-A request has one number while it waits, which orders the queue; it is either queued or blocked. Adding and removing
-cost a bisection.
+A request has one place in line while it waits: its priority and a number, which order the queue. It is either queued
+or blocked. Adding and removing cost a bisection.
 """
 
 from bisect import bisect_left, insort
@@ -22,6 +23,10 @@ MAX_RECHECKS = 8
 """Requests that are looked up again per admission, to check whether their tokens are still cached."""
 
 
+QueueNumber = tuple[int, int]
+"""Orders the queue: a request's priority, lower first, and a number of its arrival or preemption."""
+
+
 class WaitingQueue:
     """Waiting requests: queued ones and blocked ones.
 
@@ -31,23 +36,24 @@ class WaitingQueue:
 
     def __init__(self, hit_tokens: Callable[[Request], int] | None) -> None:
         self._hit_tokens = hit_tokens
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[QueueNumber, Request] = {}
         """All waiting requests, by number."""
-        self._queue: list[int] = []
+        self._queue: list[QueueNumber] = []
         """Numbers of the queued requests, sorted."""
-        self._blocked: dict[int, Request] = {}
+        self._blocked: dict[QueueNumber, Request] = {}
         """By number: requests that wait for a leader."""
-        self._unranked: dict[int, None] = {}
+        self._unranked: dict[QueueNumber, None] = {}
         """Queued requests that are not ranked yet, by number."""
-        self._ranked: list[tuple[int, int, int]] = []
-        """A heap of (-cached tokens, number, entry): most cached tokens first. Stale entries are not in ``_ranks``."""
-        self._ranks: dict[int, int] = {}
+        self._ranked: list[tuple[int, int, QueueNumber, int]] = []
+        """A heap of (priority, -cached tokens, number, entry): of the first priority, most cached tokens first. Stale
+        entries are not in ``_ranks``."""
+        self._ranks: dict[QueueNumber, int] = {}
         """By number of a queued, ranked request: its current entry in the heap."""
         self._num_ranked = 0
         self._last_number = 0
         self._first_number = 0
-        self._num_overtakes = 0
-        """Admissions since the front of the queue changed."""
+        self._num_overtakes: dict[int, int] = {}
+        """By priority: admissions since the front of the requests of that priority changed."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -71,12 +77,12 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Add a new request at the end."""
         self._last_number += 1
-        self._enter(request, self._last_number)
+        self._enter(request, (request.params.priority, self._last_number))
 
     def add_first(self, request: Request) -> None:
-        """Add a preempted request at the front."""
+        """Add a preempted request at the front of its priority."""
         self._first_number -= 1
-        self._enter(request, self._first_number)
+        self._enter(request, (request.params.priority, self._first_number))
 
     def remove(self, request: Request) -> None:
         """Remove a request, queued or blocked."""
@@ -87,7 +93,11 @@ class WaitingQueue:
 
     def admit(self, request: Request) -> None:
         """Remove a queued request that is admitted, and count whether it overtook the front."""
-        self._num_overtakes = 0 if request.queue_number == self._queue[0] else self._num_overtakes + 1
+        front = self._queue[0]
+        if request.queue_number == front:
+            self._num_overtakes.pop(front[0], None)
+        else:
+            self._num_overtakes[front[0]] = self._num_overtakes.get(front[0], 0) + 1
         self.remove(request)
 
     def block(self, request: Request) -> None:
@@ -106,16 +116,16 @@ class WaitingQueue:
             del self._blocked[number]
             self._enqueue(number)
 
-    def _enter(self, request: Request, number: int) -> None:
+    def _enter(self, request: Request, number: QueueNumber) -> None:
         request.queue_number = number
         self._requests[number] = request
         self._enqueue(number)
 
-    def _enqueue(self, number: int) -> None:
+    def _enqueue(self, number: QueueNumber) -> None:
         insort(self._queue, number)
         self._unranked[number] = None
 
-    def _dequeue(self, number: int) -> None:
+    def _dequeue(self, number: QueueNumber) -> None:
         del self._queue[bisect_left(self._queue, number)]
         if self._ranks.pop(number, None) is None:
             del self._unranked[number]
@@ -127,21 +137,24 @@ class WaitingQueue:
         return [self._requests[number] for number in self._queue[:num]]
 
     def next(self) -> Request:
-        """Return the queued request to admit next: the one with the most cached tokens, before those are evicted.
+        """Return the queued request to admit next: of the front's priority, the one with the most cached tokens, before
+        those are evicted.
 
         The front of the queue goes first when it was preempted or has been overtaken ``MAX_OVERTAKEN`` times. A request
-        therefore waits for at most ``MAX_OVERTAKEN`` later ones, for itself and for each request before it.
+        therefore waits for at most ``MAX_OVERTAKEN`` later ones of its priority, for itself and for each request before
+        it; but for any number of requests with lower priority values.
 
         Raises:
             IndexError: no request is queued.
         """
         first = self._requests[self._queue[0]]
-        if len(self._queue) == 1 or self._num_overtakes >= MAX_OVERTAKEN or first.account is not None:
+        num_overtakes = self._num_overtakes.get(first.params.priority, 0)
+        if len(self._queue) == 1 or num_overtakes >= MAX_OVERTAKEN or first.account is not None:
             return first
         return self._most_cached() or first
 
     def _most_cached(self) -> Request | None:
-        """Return the queued request with the most cached tokens, as far as known; None when none has any."""
+        """Return the request of the front's priority with the most cached tokens, as far as known; None: none has."""
         if self._hit_tokens is None:
             return None
         new, self._unranked = self._unranked, {}
@@ -149,14 +162,14 @@ class WaitingQueue:
             self._rank(number, self._hit_tokens(self._requests[number]))
         ranked, ranks = self._ranked, self._ranks
         if len(ranked) > 4 * len(ranks) + MAX_RECHECKS:
-            ranked[:] = [entry for entry in ranked if ranks.get(entry[1]) == entry[2]]
+            ranked[:] = [entry for entry in ranked if ranks.get(entry[2]) == entry[3]]
             heapify(ranked)
         for _ in range(MAX_RECHECKS):
-            while ranked and ranks.get(ranked[0][1]) != ranked[0][2]:
+            while ranked and ranks.get(ranked[0][2]) != ranked[0][3]:
                 heappop(ranked)
-            if not ranked or not ranked[0][0]:
+            if not ranked or not ranked[0][1]:
                 return None
-            negated, number, _ = ranked[0]
+            _, negated, number, _ = ranked[0]
             request = self._requests[number]
             cached = self._hit_tokens(request)
             if cached >= -negated:
@@ -164,8 +177,8 @@ class WaitingQueue:
             self._rank(number, cached)
         return None
 
-    def _rank(self, number: int, cached: int) -> None:
+    def _rank(self, number: QueueNumber, cached: int) -> None:
         """Rank a queued request by its cached tokens; its earlier entry becomes stale."""
         self._num_ranked += 1
         self._ranks[number] = self._num_ranked
-        heappush(self._ranked, (-cached, number, self._num_ranked))
+        heappush(self._ranked, (number[0], -cached, number, self._num_ranked))

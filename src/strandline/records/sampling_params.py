@@ -161,6 +161,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     """A structure that the output must have."""
+    priority: int = 0
+    """Requests of lower values are scheduled first; other values than 0 need ``scheduling_policy="priority"``."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of each section of reasoning; None or -1: no maximum."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
@@ -234,6 +236,7 @@ class SamplingParams:
                 _require_integer(name, getattr(self, name), -1 if name == "prompt_logprobs" else 0, MAX_LOGPROBS)
         if self.thinking_token_budget is not None:
             _require_integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_COUNT)
+        _require_integer("priority", self.priority, -(2**63), 2**63 - 1)
         if self.seed is not None:
             _require_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.n > 1 and self.is_greedy:

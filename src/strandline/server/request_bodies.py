@@ -128,6 +128,7 @@ class SamplingFields(BaseModel):
     bad_words: Strings | None = None
     logit_bias: dict[str, Any] | None = None
     allowed_token_ids: Tokens | None = None
+    priority: int | None = None
     ignore_eos: bool = False
     min_tokens: int | None = None
     skip_special_tokens: bool = True

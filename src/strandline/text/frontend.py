@@ -61,6 +61,7 @@ class Frontend:
         answers: remembers the outputs of requests with a recollection; None: nothing does.
         seed: for requests without one.
         thinking_end: as of ``end_thinking_with``.
+        has_priorities: the core schedules requests by their priorities.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Frontend:
         answers: RememberedAnswers | None = None,
         seed: int = 0,
         thinking_end: str | None = None,
+        has_priorities: bool = False,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.limits = limits
@@ -84,6 +86,7 @@ class Frontend:
         self.requests: dict[str, RequestStream] = {}
         self._outputs: dict[RequestId, OutputStream] = {}
         self._seeds = Random(seed)
+        self._has_priorities = has_priorities
         self._clock = clock
         self._thinking_end_ids: tuple[int, ...] = ()
         if thinking_end is not None:
@@ -127,6 +130,10 @@ class Frontend:
                 if token >= vocab_size:
                     message = f"token {token} of {name} is not in the vocabulary [0, {vocab_size})"
                     raise RequestError(message, param=name)
+        if params.priority and not self._has_priorities:
+            raise RequestError(
+                f"priority needs an engine with --scheduling-policy priority, got {params.priority}", param="priority"
+            )
         if params.prompt_logprobs == -1:
             if vocab_size > MAX_LOGPROBS:
                 raise RequestError(

@@ -81,6 +81,7 @@ def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) 
         grammars=vocabulary.grammars,
         answers=RememberedAnswers(tokenizer, max_bytes) if tokenizer is not None else None,
         seed=config.seed,
+        has_priorities=config.scheduling_policy == "priority",
         thinking_end=None if config.reasoning is None else config.reasoning.reasoning_end_str,
     )
 

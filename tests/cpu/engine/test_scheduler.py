@@ -52,8 +52,8 @@ def _plans_keep_their_content(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     assert all(pickle.loads(data) == plan for plan, data in plans)
 
 
-def make_request(name: str, prompt: list[int], *, max_tokens: int = 8) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[5])
+def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, priority: int = 0) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[5], priority=priority)
     new = NewRequest(RequestId(name), tuple(prompt), params, 0, frozenset({5, EOS}), ())
     return Request(new, max_total=len(prompt) + max_tokens)
 
@@ -228,6 +228,67 @@ def test_latest_request_is_preempted_and_recomputes_one_token() -> None:
     known = second.num_tokens
     [sequence] = step(scheduler).sequences
     assert (sequence.request_id, sequence.start, sequence.end) == ("b", known - 1, known)
+
+
+def test_request_of_highest_priority_value_is_preempted() -> None:
+    scheduler = make_scheduler(num_slabs=7, blocks_per_slab=2, max_tokens=256)
+    lower, urgent = (
+        make_request("a", [1] * 120, max_tokens=200, priority=1),
+        make_request("b", [2] * 120, max_tokens=200),
+    )
+    scheduler.add(lower)
+    step(scheduler)
+    scheduler.add(urgent)
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    assert (lower.lease is None, urgent.lease is None) == (True, False)
+    while urgent.finish_reason is None:
+        assert lower.lease is None or urgent.lease is not None
+        step(scheduler)
+    run_to_the_end(scheduler)
+    assert lower.finish_reason is FinishReason.LENGTH
+
+
+def test_urgent_request_follows_no_leader_that_it_may_delay() -> None:
+    for priority, is_blocked in ((0, False), (1, True), (2, True)):
+        scheduler = make_scheduler(num_slabs=200, max_tokens=64)
+        scheduler.add(make_request("leader", [1] * 600, priority=1))
+        step(scheduler)
+        scheduler.add(make_request("second", [*[1] * 600, 2, 3], priority=priority))
+        step(scheduler)
+        assert bool(scheduler.waiting.num_admissible or len(scheduler.running) == 2) is not is_blocked
+        run_to_the_end(scheduler)
+
+
+PRIORITIES = st.lists(st.tuples(st.integers(-2, 2), st.integers(1, 200), st.integers(1, 90)), min_size=1, max_size=12)
+
+
+@given(PRIORITIES, st.integers(1, 4), st.integers(8, 40), st.integers(0, 5))
+def test_lower_priority_values_are_admitted_first_and_all_end(
+    wanted: list[tuple[int, int, int]], max_num_seqs: int, num_slabs: int, num_early: int
+) -> None:
+    scheduler = make_scheduler(num_slabs=num_slabs, max_num_seqs=max_num_seqs, max_tokens=96)
+    requests = [
+        make_request(str(index), [7] * shared + [index + 20] * 10, max_tokens=max_tokens, priority=priority)
+        for index, (priority, shared, max_tokens) in enumerate(wanted)
+    ]
+    for request in requests[:num_early]:
+        scheduler.add(request)
+    for _ in range(3):
+        if len(scheduler):
+            step(scheduler)
+    for request in requests[num_early:]:
+        scheduler.add(request)
+    for _ in range(5000):
+        if not len(scheduler):
+            break
+        step(scheduler)
+        order = [request.params.priority for request in scheduler.running]
+        assert order == sorted(order)
+        line = [request.params.priority for request in scheduler.waiting]
+        assert line == sorted(line)
+    assert not len(scheduler)
+    assert all(request.finish_reason is not None for request in requests)
 
 
 def run_to_the_end(scheduler: Scheduler) -> int:

@@ -1,5 +1,6 @@
 """The queue of those that wait, against a list that is searched anew for every answer."""
 
+from collections import Counter
 from unittest.mock import patch
 
 from hypothesis import strategies as st
@@ -19,8 +20,9 @@ MAX_RECHECKS = 2
 FOUND = Account(1, 0, 0, None, ())
 
 
-def make_request(number: int) -> Request:
-    return Request(NewRequest(RequestId(str(number)), (1,), SamplingParams(), 0, frozenset(), ()), max_total=2)
+def make_request(number: int, priority: int = 0) -> Request:
+    params = SamplingParams(priority=priority)
+    return Request(NewRequest(RequestId(str(number)), (1,), params, 0, frozenset(), ()), max_total=2)
 
 
 def make_lead() -> Lead:
@@ -40,7 +42,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiting: list[Request] = []
         self.admitted: list[Request] = []
         self.num_made = 0
-        self.num_overtakes = 0
+        self.num_overtakes: Counter[int] = Counter()
+        """By priority."""
         self.evicted: set[Request] = set()
         """Less of them is cached than when they came; the queue may not know it yet."""
 
@@ -51,28 +54,34 @@ class QueueMachine(RuleBasedStateMachine):
     def line(self) -> list[Request]:
         return [request for request in self.waiting if not self.is_aside(request)]
 
+    def insert(self, request: Request, *, is_first: bool) -> None:
+        """Put a request before or behind all others of its priority."""
+        priority = request.params.priority
+        before = [one for one in self.waiting if one.params.priority < priority + (not is_first)]
+        self.waiting.insert(len(before), request)
+
     def is_aside(self, request: Request) -> bool:
         return request.lead is not None
 
     @initialize(cached=st.lists(st.integers(0, 3), max_size=6))
     def start(self, cached: list[int]) -> None:
         for tokens in cached:
-            self.add(tokens)
+            self.add(tokens, 0)
 
-    @rule(cached=st.integers(0, 3))
-    def add(self, cached: int) -> None:
+    @rule(cached=st.integers(0, 3), priority=st.integers(-1, 1))
+    def add(self, cached: int, priority: int) -> None:
         self.num_made += 1
-        request = make_request(self.num_made)
+        request = make_request(self.num_made, priority)
         self.cached[request] = cached
         self.queue.add(request)
-        self.waiting.append(request)
+        self.insert(request, is_first=False)
 
     @precondition(lambda self: self.admitted)
     @rule(index=st.integers(0, 20))
     def preempt(self, index: int) -> None:
         request = self.admitted.pop(index % len(self.admitted))
         self.queue.add_first(request)
-        self.waiting.insert(0, request)
+        self.insert(request, is_first=True)
 
     @precondition(lambda self: self.waiting)
     @rule(index=st.integers(0, 20))
@@ -85,8 +94,12 @@ class QueueMachine(RuleBasedStateMachine):
     def choose(self, follows: bool) -> None:
         request = self.queue.next()
         line = self.line
-        best = min(line, key=lambda one: (-self.cached[one], line.index(one)))
-        is_bound = self.num_overtakes >= MAX_OVERTAKEN or line[0].account is not None
+        first = line[0].params.priority
+        assert request.params.priority == first
+        best = min(
+            (one for one in line if one.params.priority == first), key=lambda one: (-self.cached[one], line.index(one))
+        )
+        is_bound = self.num_overtakes[first] >= MAX_OVERTAKEN or line[0].account is not None
         if is_bound or (len(self.evicted) >= MAX_RECHECKS and request is line[0]):
             assert request is line[0]
         else:
@@ -97,8 +110,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.block(request)
             return
         self.queue.admit(request)
-        self.num_overtakes = 0 if request is line[0] else self.num_overtakes + 1
-        assert self.num_overtakes <= MAX_OVERTAKEN
+        self.num_overtakes[first] = 0 if request is line[0] else self.num_overtakes[first] + 1
+        assert self.num_overtakes[first] <= MAX_OVERTAKEN
         self.waiting.remove(request)
         self.admitted.append(request)
         request.account = FOUND

@@ -1,12 +1,14 @@
 """Fields of vLLM that concern prompts and log-probabilities."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from strandline import LLM, SamplingParams
 from tests.cpu.engine.tokenizers import byte_tokenizer
-from tests.cpu.server.process import ServerProcess
+from tests.cpu.server.process import ServerProcess, running_server
 
 PROMPT: Final = "1 0 m0"
 CHAT: Final = "/v1/chat/completions"
@@ -82,6 +84,9 @@ def test_chat_has_prompt_log_probabilities_beside_choices(server: ServerProcess)
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 10**9}, "truncate_prompt_tokens"),
         ({"truncation_side": "top"}, "truncation_side"),
+        ({"priority": 1}, "priority"),
+        ({"priority": 2**63}, "priority"),
+        ({"priority": "high"}, "priority"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [256]}, "allowed_token_ids"),
         ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
@@ -133,3 +138,28 @@ def test_allowed_tokens_bind_all_apis(server: ServerProcess, path: str) -> None:
     )  # fmt: skip
     assert len(text) == 8
     assert set(text) <= {"A", "B"}
+
+
+def test_priorities_need_their_policy(bytes_dir: Path, tmp_path: Path) -> None:
+    with (
+        running_server(bytes_dir, tmp_path / "log", "--scheduling-policy", "priority", "--max-num-seqs", "1") as server,
+        server.stream(prompt="x", max_tokens=3000, ignore_eos=True) as running,
+        ThreadPoolExecutor() as pool,
+    ):
+        next(running)
+        ended: list[int] = []
+
+        def ask(priority: int) -> None:
+            body = {"prompt": f"{priority}", "max_tokens": 40, "ignore_eos": True, "priority": priority}
+            assert server.post("/v1/completions", **body).status_code == 200
+            ended.append(priority)
+
+        asked = []
+        for index, priority in enumerate((5, 3, -4)):
+            asked.append(pool.submit(ask, priority))
+            server.wait_until(lambda count=index + 1: server.metric("num_requests_waiting") == count)
+        for _ in running:
+            pass
+        for each in asked:
+            each.result()
+    assert ended == [-4, 3, 5]
