@@ -195,6 +195,9 @@ class BudgetMatcher:
             self._grammar.append(token)
         watch.append(token)
         if self._forced:
+            if token != self._forced[0]:  # the grammar does not take the forced token yet
+                self._forced = self._forced if watch.is_open else ()
+                return
             self._forced = self._forced[1:]
             if not self._forced and watch.is_open:
                 watch.close()
@@ -205,13 +208,15 @@ class BudgetMatcher:
 
     def fill(self, words: NDArray[np.int32], row: int) -> None:
         """Set the bits of the tokens allowed next; clear all others."""
-        if self._forced:
-            words[row] = 0
-            words.view(np.uint32)[row, self._forced[0] // 32] = 1 << self._forced[0] % 32
-        elif self._grammar is not None:
+        words[row] = -1
+        if self._grammar is not None:
             self._grammar.fill(words, row)
-        else:
-            words[row] = -1
+        if self._forced:
+            word, bit = self._forced[0] // 32, np.uint32(1 << self._forced[0] % 32)
+            # A grammar takes no other text inside a character: the tokens that complete it come first.
+            if words.view(np.uint32)[row, word] & bit:
+                words[row] = 0
+                words.view(np.uint32)[row, word] = bit
 
     def _force_if_used(self) -> None:
         if self._watch.is_open and self._num_used >= self._budget.max_tokens:

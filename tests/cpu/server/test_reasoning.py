@@ -143,6 +143,18 @@ def test_budget_ends_reasoning_before_a_required_structure(tag_server: ServerPro
     assert answer["message"]["tool_calls"][0]["function"]["name"] == "read"
 
 
+def test_budget_may_end_inside_a_character(tag_server: ServerProcess) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 100,
+        "structured_outputs": {"choice": ["blue"]},
+    }
+    for seed in range(8):  # the model's tokens are bytes, and its texts are random
+        answer = tag_server.post("/v1/chat/completions", **body, seed=seed, thinking_token_budget=4)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == "blue"
+
+
 def test_budget_holds_in_responses_and_completions(tag_server: ServerProcess) -> None:
     fields: dict[str, Any] = {"thinking_token_budget": 4, "seed": 1, "structured_outputs": {"choice": ["blue"]}}
     response = tag_server.post("/v1/responses", input="Hi", max_output_tokens=100, **fields).json()
