@@ -116,6 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlapped": {"async_scheduling": True},
     "deterministic": {"deterministic": True},
+    "ranks": {"tensor_parallel_size": 2, "async_scheduling": True},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}},
     "overlapped mtp": {
@@ -135,12 +136,13 @@ def expected(plain: LLM) -> Answers:
     return expected_answers(plain, without_penalties(some_requests(plain, 1)))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == "ranks" else ()) for n in VARIANTS])
 def test_forced_tokens_are_those_of_a_prompt_that_holds_them(name: str, plain: LLM, expected: Answers) -> None:
-    llm, requests = load(**VARIANTS[name]), without_penalties(some_requests(plain, 1))
-    assert serve(llm, requests, 1) == expected
-    # Beside a request whose budget is about to end, no step runs ahead.
-    alone = [serve(llm, [request], 1)["0"] for request in requests]
+    requests = without_penalties(some_requests(plain, 1))
+    with load(**VARIANTS[name]) as llm:
+        assert serve(llm, requests, 1) == expected
+        # Beside a request whose budget is about to end, no step runs ahead.
+        alone = [serve(llm, [request], 1)["0"] for request in requests]
     assert alone == list(expected.values())
 
 
