@@ -63,7 +63,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def wrapped_commands(text: str) -> list[str]:
-    """Return lines of a Markdown page with a command that was wrapped as prose: with a continuation, outside of code."""
+    """Return lines of a Markdown page with a command that was wrapped as prose: continued, and outside of code."""
     prose = re.sub(r"^(```|~~~).*?^\1|^ {4}[^\n]*$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
     return [line for line in prose.splitlines() if re.search(r" \\( |$)", line)]
 

@@ -31,6 +31,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "prompt_logprobs": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "truncate_prompt_tokens": (),
     "documents": ([],),
     "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients
@@ -39,6 +40,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
 
 WITHOUT_EFFECT: Final = frozenset(
     {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
+    | {"spaces_between_special_tokens"}
     | {"service_tier", "store", "tool_choice", "user"}
     | {"container", "context_management", "diagnostics", "speed"}  # of Anthropic's API
 )

@@ -208,7 +208,7 @@ def test_the_demo_model_gives_the_same_bits(weights: str, monkeypatch: pytest.Mo
     assert traces(llm, prompts, SHORT) == expected
     assert traces(llm, prompts[::-1], SHORT) == expected[::-1]
     assert llm.engine.cache.stats().hit_tokens >= 4 * 64
-    # The comparison can fail: with a product whose sums depend on the number of rows, on any CPU, bits depend on the batch.
+    # The comparison can fail: with a product whose sums depend on the number of rows, bits depend on the batch.
     monkeypatch.setattr(loading, "lay_out", DenseWeight)
     monkeypatch.setattr(F, "linear", linear_that_depends_on_the_batch)
     loose = LLM("demo", enable_prefix_caching=False, **options)

@@ -120,6 +120,7 @@ UNSUPPORTED = {
     "suffix": "x",
     "best_of": 2,
     "logits_processors": ["x"],
+    "logprob_token_ids": [1],
 }
 
 

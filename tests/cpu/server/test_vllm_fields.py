@@ -1,6 +1,7 @@
 """Fields of vLLM that concern prompts and log-probabilities."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,24 +141,22 @@ def test_allowed_tokens_bind_all_apis(server: ServerProcess, path: str) -> None:
     assert set(text) <= {"A", "B"}
 
 
-def test_priorities_need_their_policy(bytes_dir: Path, tmp_path: Path) -> None:
-    with (
-        running_server(bytes_dir, tmp_path / "log", "--scheduling-policy", "priority", "--max-num-seqs", "1") as server,
-        server.stream(prompt="x", max_tokens=3000, ignore_eos=True) as running,
-        ThreadPoolExecutor() as pool,
-    ):
+def test_urgent_requests_end_first(bytes_dir: Path, tmp_path: Path) -> None:
+    ended: list[int] = []
+    flags = ("--scheduling-policy", "priority", "--max-num-seqs", "1")
+    with ExitStack() as stack:
+        server = stack.enter_context(running_server(bytes_dir, tmp_path / "log", *flags))
+        running = stack.enter_context(server.stream(prompt="x", max_tokens=3000, ignore_eos=True))
+        pool = stack.enter_context(ThreadPoolExecutor())
         next(running)
-        ended: list[int] = []
 
         def ask(priority: int) -> None:
             body = {"prompt": f"{priority}", "max_tokens": 40, "ignore_eos": True, "priority": priority}
             assert server.post("/v1/completions", **body).status_code == 200
             ended.append(priority)
 
-        asked = []
-        for index, priority in enumerate((5, 3, -4)):
-            asked.append(pool.submit(ask, priority))
-            server.wait_until(lambda count=index + 1: server.metric("num_requests_waiting") == count)
+        asked = [pool.submit(ask, priority) for priority in (5, 3, -4)]
+        server.wait_until(lambda: server.metric("num_requests_waiting") == 3)
         for _ in running:
             pass
         for each in asked:
