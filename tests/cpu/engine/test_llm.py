@@ -15,6 +15,7 @@ from strandline.device import dtypes, prompt_logprobs, uni_executor
 from strandline.device.uni_executor import PREFAULTED_BYTES
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels.binding import why_unavailable
+from strandline.text.model_files import STRICT_TEMPLATE
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE, save_tiny_model
 from tests.cpu.engine.tokenizers import ascii_tokenizer
@@ -224,6 +225,21 @@ def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
     for more, expected in (({}, "slow"), ({"chat_template_kwargs": {"enable_thinking": False}}, "quick")):
         [output] = llm.chat([{"role": "user", "content": "x"}], GREEDY, chat_template=template, use_tqdm=False, **more)
         assert output.prompt == expected
+
+
+def test_chat_continues_the_last_message(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "It is "}]
+    more: Any = {"use_tqdm": False, "continue_final_message": True}
+    [output] = llm.chat(messages, GREEDY, add_generation_prompt=False, **more)
+    assert output.prompt == "u:tell me|a:It is "
+    with pytest.raises(RequestError, match="needs add_generation_prompt=False"):
+        llm.chat(messages, GREEDY, **more)
+
+
+def test_chat_repairs_conversations_for_strict_templates(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
+    [output] = llm.chat(messages, GREEDY, chat_template=STRICT_TEMPLATE.read_text(), use_tqdm=False)
+    assert "x\n\n<system-reminder>\ny\n</system-reminder>" in str(output.prompt)
 
 
 def test_messages_that_the_template_cannot_render_are_refused(llm: LLM) -> None:
