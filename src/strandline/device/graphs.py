@@ -184,6 +184,9 @@ class StepGraphs:
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
             step = captured[size] = _Captured(size, self._table(size))
+            # Compiles the kernel at the start: it is launched before a graph, not in it.
+            self._pinned.append(self._pinned_zeros(step.padded.num_integers))
+            self._fetch(self._pinned[-1], step.buffer_I)
             step.named["token_address"].fill_(pending.sampled_P.data_ptr())
             step.graph = self._captured(partial(self._step, step))
             if keep_for_drafts is not None and not size.num_prompts:

@@ -205,7 +205,7 @@ def store_hidden(hidden_TE: Tensor, rows_N: Tensor, hidden_SE: Tensor, slots_N: 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_integers"])
 def _fetch_kernel(host_ptr, buffer_ptr, num_integers, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_integers
