@@ -16,6 +16,7 @@ from strandline.errors import RequestError
 from strandline.records.events import Limits
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.server.callable_tools import MAX_TRIALS, CallableTools
+from strandline.server.engine_client import Prompt
 from strandline.server.output_parser import OutputFormat
 from strandline.server.service import Service
 from strandline.server.structured_fields import structure_of_format
@@ -72,7 +73,7 @@ def bound(
     parser: str, tools: list[Any], choice: Any = "required", structure: StructuredOutputsParams | None = None
 ) -> StructuredOutputsParams:
     params = SamplingParams(structured_outputs=structure)
-    checked = asyncio.run(SERVICES[parser].bind(params, toolbox(tools, choice), ""))
+    checked = asyncio.run(SERVICES[parser].bind(params, toolbox(tools, choice), Prompt([], "")))
     assert checked.params.structured_outputs is not None
     return checked.params.structured_outputs
 
@@ -187,7 +188,7 @@ def test_answer_is_a_call_or_of_the_format() -> None:
 def test_call_or_answer_follows_the_reasoning(choice: str) -> None:
     thinks = replace(SERVICES["hermes"], output_format=OutputFormat("hermes", "qwen3"))
     params = SamplingParams(structured_outputs=NUMBER)
-    checked = asyncio.run(thinks.bind(params, toolbox([tool("read", READ)], choice), "<think>\n"))
+    checked = asyncio.run(thinks.bind(params, toolbox([tool("read", READ)], choice), Prompt([], "<think>\n")))
     structure = checked.params.structured_outputs
     assert structure is not None
     call = hermes("read", {"path": "x"})
