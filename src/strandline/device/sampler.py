@@ -10,7 +10,7 @@ Shape suffixes: N rows, P the rank's part of the vocabulary (``columns_of``).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -30,9 +30,16 @@ from strandline.device.upload import download, upload
 from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
 from strandline.kernels.ranks import Ranks
-from strandline.kernels.sampling import apply_penalties, apply_temperature, gather_logprobs, uniform_from_seed
+from strandline.kernels.sampling import (
+    apply_penalties,
+    apply_temperature,
+    gather_logprobs,
+    logprobs_of,
+    uniform_from_seed,
+)
 from strandline.records.failures import OUTPUT_FAILED
 from strandline.records.plan import NewRequest, TokenLogprobs
+from strandline.records.sampling_params import SamplingParams
 from strandline.records.stop_strings import StopFinder
 
 BANNED = float("-inf")
@@ -138,35 +145,51 @@ class SamplingState:
 
 
 class LogprobTensors:
-    """Log-probabilities of some rows' tokens and of their likeliest, being copied to the host."""
+    """Log-probabilities of some rows' tokens and of those reported with them, being copied to the host."""
 
-    def __init__(self, parts: Sequence[Tensor], num_top: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[Tensor], num_reported: Sequence[int]) -> None:
         """
         Args:
-            parts: tokens, and what ``gather_logprobs`` returns of them, on their way to the host.
-            num_top: per row, how many of the likeliest are asked for.
+            parts: tokens, and what ``gather_logprobs`` returns of them, on their way to the host; then the ranks of
+                the reported tokens, unless these are the likeliest.
+            num_reported: per row, how many tokens are reported.
         """
-        self._num_top, self._parts = num_top, parts
+        self._num_reported, self._parts = num_reported, parts
 
     @classmethod
     def of(cls, logits_NP: Tensor, tokens_N: Tensor, num_top: Sequence[int], ranks: Ranks) -> "LogprobTensors":
-        """Work them out from raw logits."""
+        """Work them out from raw logits; report each row's likeliest tokens."""
         parts = gather_logprobs(logits_NP, tokens_N, max(num_top, default=0), ranks)
         return cls([download(part) for part in (tokens_N, *parts)], num_top)
+
+    @classmethod
+    def of_ids(
+        cls, logits_NP: Tensor, tokens_N: Tensor, ids: Sequence[Collection[int]], ranks: Ranks
+    ) -> "LogprobTensors":
+        """Work them out from raw logits; report the given tokens of each row."""
+        counts = [len(row) for row in ids]
+        padded = np.array([[*row, *[0] * (max(counts) - len(row))] for row in ids], dtype=np.int64)
+        ids_NK = upload(padded, logits_NP.device)
+        logprob_NK, rank_NK = logprobs_of(logits_NP, torch.cat((tokens_N.unsqueeze(-1), ids_NK), dim=1), ranks)
+        parts = (tokens_N, logprob_NK[:, 0], rank_NK[:, 0], ids_NK, logprob_NK[:, 1:], rank_NK[:, 1:])
+        return cls([download(part.contiguous()) for part in parts], counts)
 
     def split(self) -> "list[LogprobTensors]":
         """Return those of each row."""
         parts = zip(*(part.split(1) for part in self._parts), strict=True)
-        return [LogprobTensors(part, [count]) for part, count in zip(parts, self._num_top, strict=True)]
+        return [LogprobTensors(part, [count]) for part, count in zip(parts, self._num_reported, strict=True)]
 
     def read(self) -> list[TokenLogprobs]:
         """Return them; the device must be done."""
-        tokens, logprob_N, rank_N, ids_NK, top_NK = (part.tolist() for part in self._parts)
+        *columns, ids_NK, reported_NK = (part.tolist() for part in self._parts[:5])
+        if len(self._parts) > 5:
+            ranks_NK = self._parts[5].tolist()
+        else:
+            ranks_NK = [range(1, count + 1) for count in self._num_reported]
+        reported = zip(ids_NK, reported_NK, ranks_NK, strict=True)
         return [
-            TokenLogprobs(
-                tokens[row], logprob_N[row], rank_N[row], tuple(ids_NK[row][:count]), tuple(top_NK[row][:count])
-            )
-            for row, count in enumerate(self._num_top)
+            TokenLogprobs(*token, *(tuple(part[:count]) for part in row))
+            for *token, row, count in zip(*columns, reported, self._num_reported, strict=True)
         ]
 
 
@@ -210,8 +233,8 @@ def choose_tokens(
     for rows, logits_MP in raw_logits:
         failed: dict[None, str] = {}
         with catch_failure(failed, None):
-            counts = [states[row].params.logprobs or 0 for row in rows]
-            tensors = LogprobTensors.of(logits_MP, _rows_of(tokens_N, rows), counts, kernels.ranks)
+            params = [states[row].params for row in rows]
+            tensors = _logprobs(logits_MP, _rows_of(tokens_N, rows), params, kernels.ranks)
             logprobs |= dict(zip(rows, tensors.split(), strict=True))
         failures |= {row: text for text in failed.values() for row in rows}
     if failures:
@@ -224,13 +247,22 @@ def choose_tokens(
 def _logprob_groups(states: Sequence[SamplingState], kernels: Kernels) -> list[list[int]]:
     """Return the rows whose log-probabilities are wanted, grouped as they are computed together.
 
-    That is all of them where ranks talk about them, and else each for itself: so an exception concerns one alone, and
-    the bits of a deterministic engine depend on no other row.
+    That is all of them where ranks talk about them, those with given tokens apart, and else each for itself: so an
+    exception concerns one alone, and the bits of a deterministic engine depend on no other row.
     """
     rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
     if kernels.ranks.size == 1 or kernels.workload.is_deterministic:
         return [[row] for row in rows]
-    return [rows] if rows else []
+    with_ids = [row for row in rows if states[row].params.logprob_token_ids is not None]
+    return [group for group in ([row for row in rows if row not in with_ids], with_ids) if group]
+
+
+def _logprobs(logits_NP: Tensor, tokens_N: Tensor, params: Sequence[SamplingParams], ranks: Ranks) -> LogprobTensors:
+    """Work out the log-probabilities of a group of rows, which all have given tokens to report, or none has."""
+    ids = [p.logprob_token_ids for p in params if p.logprob_token_ids is not None]
+    if ids:
+        return LogprobTensors.of_ids(logits_NP, tokens_N, ids, ranks)
+    return LogprobTensors.of(logits_NP, tokens_N, [p.logprobs or 0 for p in params], ranks)
 
 
 def _rows_of(x: Tensor, rows: Sequence[int]) -> Tensor:

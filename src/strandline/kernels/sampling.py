@@ -248,6 +248,28 @@ def gather_logprobs(
     return (chosen_N1 - total_N1).squeeze(-1), rank_N, ids_NK, top_NK - total_N1
 
 
+def logprobs_of(logits_NP: Tensor, token_NK: Tensor, ranks: Ranks = ONE_RANK) -> tuple[Tensor, Tensor]:
+    """Return, per row, the log-probabilities of the given tokens (float32) and their ranks (int64, from 1).
+
+    Args:
+        ranks: those that have the logits of the rest of the vocabulary. Two exchanges.
+    """
+    logits_NP = logits_NP.float()
+    num_columns = logits_NP.shape[1]
+    total_N1 = logits_NP.logsumexp(dim=-1, keepdim=True)
+    column_NK = token_NK.clamp_min(0) - ranks.rank * num_columns
+    chosen_NK = logits_NP.gather(-1, column_NK.clamp(0, num_columns - 1))
+    if ranks.size > 1:
+        chosen_NK = chosen_NK.masked_fill((column_NK < 0) | (column_NK >= num_columns), -torch.inf)
+        own = torch.cat((total_N1.double(), chosen_NK.double()), dim=1)
+        parts_NRC = ranks.gather(own).view(len(own), ranks.size, -1)
+        total_N1 = parts_NRC[..., 0].logsumexp(-1, keepdim=True).float()
+        chosen_NK = parts_NRC[..., 1:].amax(1).float()
+    # One sort of the row, instead of a comparison of the whole row with each token.
+    num_not_above_NK = torch.searchsorted(logits_NP.sort(dim=-1).values, chosen_NK.contiguous(), right=True)
+    return chosen_NK - total_N1, ranks.sum(num_columns - num_not_above_NK) + 1
+
+
 def _mask_rows(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
     least_N1 = logits_NV.amax(dim=-1, keepdim=True) + min_p_N.log().unsqueeze(-1)
     logits_NV = logits_NV.masked_fill(logits_NV < least_N1, -torch.inf)

@@ -148,14 +148,15 @@ class StepPlan:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of one token, and of the likeliest at its place."""
+    """Log-probability of one token, and of those reported with it: the likeliest, or those that the request names."""
 
     token_id: int
     logprob: float
     rank: int
     """1 for the likeliest token."""
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
+    reported_ids: tuple[int, ...]
+    reported_logprobs: tuple[float, ...]
+    reported_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ MAX_TEMPERATURE: Final = 1e6
 MAX_REPETITION_PENALTY: Final = 1e3
 """Beyond these float32 logits would overflow or all be equal."""
 MAX_LOGPROBS: Final = 20
+MAX_LOGPROB_TOKEN_IDS: Final = 128
+"""Most tokens whose log-probabilities a request may name, as in vLLM."""
 MAX_N: Final = 1024
 MAX_COUNT: Final = 2**63 - 1
 """Largest count that fits into a message between processes."""
@@ -30,6 +32,7 @@ COLLECTIONS: Final[Sequence[tuple[str, tuple[type, ...], str]]] = (
     ("stop", (str, list, tuple, set, frozenset), "a string or a list of strings"),
     ("stop_token_ids", (list, tuple, set, frozenset), "a list of token ids"),
     ("allowed_token_ids", (list, tuple, set, frozenset), "a list of token ids"),
+    ("logprob_token_ids", (list, tuple, set, frozenset), "a list of token ids"),
     ("bad_words", (list, tuple, set, frozenset), "a list of strings"),
     ("logit_bias", (Mapping,), "a mapping from token ids to numbers"),
 )
@@ -154,6 +157,9 @@ class SamplingParams:
     """None: up to ``max_model_len``. 0 needs ``prompt_logprobs``."""
     logprobs: int | None = None
     """Number of most likely tokens to report besides the sampled one; 0 reports the sampled one alone."""
+    logprob_token_ids: list[int] | None = None
+    """Tokens to report at every position of the output instead of the most likely ones. Without ``logprobs``, that is
+    0."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens; -1: all of a vocabulary of at most ``MAX_LOGPROBS`` tokens. Such a request
     computes its whole prompt and does not read the cache."""
@@ -169,6 +175,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        self._check_token_ids()
         self._check_ranges()
         self._check_integers()
         self._check_stops()
@@ -208,6 +215,24 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise RequestError(f"{name} must be {expected}, got {value!r:.100}", param=name)
+
+    def _check_token_ids(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids must not be empty: no token could be sampled", param="allowed_token_ids"
+            )
+        if self.logprob_token_ids is not None:
+            if not 1 <= len(self.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS:
+                raise RequestError(
+                    f"logprob_token_ids must hold between 1 and {MAX_LOGPROB_TOKEN_IDS} token ids, got "
+                    f"{len(self.logprob_token_ids)}",
+                    param="logprob_token_ids",
+                )
+            if self.logprobs is None:
+                object.__setattr__(self, "logprobs", 0)
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            for token in getattr(self, name) or ():
+                _require_integer(name, token, 0, None)
 
     def _check_ranges(self) -> None:
         _require_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -254,14 +279,6 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True")
         object.__setattr__(self, "stop_strings", tuple(stop))
-        for token in self.stop_token_ids or ():
-            _require_integer("stop_token_ids", token, 0, None)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError(
-                "allowed_token_ids must not be empty: no token could be sampled", param="allowed_token_ids"
-            )
-        for token in self.allowed_token_ids or ():
-            _require_integer("allowed_token_ids", token, 0, None)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise RequestError(
                 f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r:.100}"

@@ -46,7 +46,7 @@ class Chat:
         transfer: TransferParams | None = None,
     ) -> None:
         self._body = body
-        self._num_top = body.top_logprobs or 0
+        self._num_top = (body.top_logprobs or 0) if body.logprob_token_ids is None else None
         self._token_name = id_name if body.return_tokens_as_token_ids else text_name
         self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
         self._reasoning_fields = service.reasoning_fields if body.include_reasoning else ()

@@ -23,6 +23,7 @@ from strandline.server.usage_and_logprobs import (
     completion_logprobs,
     handed_over,
     id_name,
+    most_likely,
     num_prompt_top,
     prompt_logprobs,
     text_name,
@@ -118,10 +119,10 @@ class Completion:
         logprobs = None
         if self._body.logprobs is not None:
             pairs = [(_text(entry), entry) for entry in output.logprobs or []]
-            before = self._prompt_pairs(stream) if echo else []
+            before = self._prompt_pairs(stream, self._body.logprobs) if echo else []
             name = id_name if self._body.return_tokens_as_token_ids else text_name
             start = 0 if echo else len(prompt) + offset
-            logprobs = completion_logprobs([*before, *pairs], start, self._body.logprobs, name=name)
+            logprobs = completion_logprobs([*before, *pairs], start, name=name)
         return {
             "index": place * self._num_outputs + output.index,
             "text": prompt + output.text if echo else output.text,
@@ -130,10 +131,10 @@ class Completion:
             "stop_reason": output.stop_reason,
         }
 
-    def _prompt_pairs(self, stream: RequestStream) -> list[tuple[str, Entry | None]]:
+    def _prompt_pairs(self, stream: RequestStream, num_top: int) -> list[tuple[str, Entry | None]]:
         entries = stream.prompt_logprobs or []
         first = self._service.tokenizer.decode([stream.prompt_ids[0]]) if entries else ""
-        return [(first if entry is None else _text(entry), entry) for entry in entries]
+        return [(_text(entry), most_likely(entry, num_top)) if entry else (first, None) for entry in entries]
 
     def _usage_so_far(self, place: int, delta: RequestDelta, output: OutputDelta) -> Json:
         if not self._body.wants_continuous_usage():

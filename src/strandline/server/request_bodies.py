@@ -31,7 +31,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "prompt_logprobs": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
+    "logprob_token_ids": (),
     "truncate_prompt_tokens": (),
     "documents": ([],),
     "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients
@@ -159,6 +159,8 @@ class SamplingBody(SamplingFields):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     """In log-probabilities, tokens are ``token_id:ID`` instead of texts."""
+    logprob_token_ids: Tokens | None = None
+    """Tokens reported at every position of the output instead of the most likely ones."""
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
@@ -188,7 +190,10 @@ class SamplingBody(SamplingFields):
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
         check_extra(self.model_extra)
-        return SamplingParams(**{STRUCTURED: self.structure(), **defaults, **self.given(), **more})
+        values = {STRUCTURED: self.structure(), **defaults, **self.given(), **more}
+        if self.logprob_token_ids is not None and values.get("logprobs") is None:
+            raise RequestError("logprob_token_ids needs logprobs, which is not set", param="logprob_token_ids")
+        return SamplingParams(**values)
 
     def truncation(self, max_model_len: int) -> Truncation | None:
         """Return how the prompt is truncated; None: not at all.

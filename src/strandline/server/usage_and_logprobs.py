@@ -87,7 +87,7 @@ def prompt_logprobs(stream: RequestStream, num_top: int) -> list[Json | None]:
         if entry is None
         else {
             str(token): {"logprob": _finite(found.logprob), "rank": found.rank, "decoded_token": found.decoded_token}
-            for token, found in _top(entry, num_top).items()
+            for token, found in most_likely(entry, num_top).items()
         }
         for entry in stream.prompt_logprobs or ()
     ]
@@ -98,26 +98,23 @@ def num_prompt_top(wanted: int | None, vocab_size: int) -> int:
     return vocab_size if wanted == -1 else wanted or 0
 
 
-def _top(entry: Entry, num_top: int) -> Entry:
+def most_likely(entry: Entry, num_top: int) -> Entry:
     """Return the token itself and the most likely ones."""
     itself = next(iter(entry))
     return {token: found for token, found in entry.items() if token == itself or found.rank <= num_top}
 
 
-def completion_logprobs(
-    entries: Iterable[tuple[str, Entry | None]], offset: int, num_top: int, *, name: TokenName
-) -> Json:
+def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int, *, name: TokenName) -> Json:
     """Return log-probabilities in the shape of completions. As in OpenAI's API, the sampled token is included.
 
     Args:
         entries: each token's text and log-probabilities, the sampled one first; None for a prompt's first token.
         offset: characters before the first token's text.
-        num_top: most likely tokens per position.
         name: how tokens are named.
     """
     body: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for text, entry in entries:
-        found = _top(entry, num_top) if entry else {}
+        found = entry or {}
         chosen = next(iter(found.items()), None)
         body["tokens"].append(text if chosen is None else name(*chosen))
         body["token_logprobs"].append(_finite(chosen[1].logprob) if chosen else None)
@@ -137,17 +134,20 @@ def _by_name(found: Entry, name: TokenName) -> dict[str, float]:
     return top
 
 
-def chat_logprobs(entries: Iterable[Entry], num_top: int, *, name: TokenName = text_name) -> Json:
+def chat_logprobs(entries: Iterable[Entry], num_top: int | None, *, name: TokenName = text_name) -> Json:
     """Return log-probabilities in the shape of chat completions.
 
     Args:
+        num_top: most likely tokens per position; None: all that are reported, and the sampled one.
         name: how tokens are named.
     """
     content = []
     for entry in entries:
         chosen, *_ = named = [(found.rank, _chat_logprob(name(token, found), found)) for token, found in entry.items()]
         # The most likely ones may not include the sampled one.
-        content.append({**chosen[1], "top_logprobs": [each for rank, each in named if rank <= num_top]})
+        content.append(
+            {**chosen[1], "top_logprobs": [each for rank, each in named if num_top is None or rank <= num_top]}
+        )
     return {"content": content, "refusal": None}
 
 

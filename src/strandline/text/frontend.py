@@ -125,7 +125,7 @@ class Frontend:
     def check_values(self, params: SamplingParams) -> CheckedParams:
         """Check parameters as ``check_params``, except the grammar."""
         vocab_size = self.limits.vocab_size
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= vocab_size:
                     message = f"token {token} of {name} is not in the vocabulary [0, {vocab_size})"

@@ -226,14 +226,15 @@ class RequestStream:
 def decode_logprobs(
     entry: TokenLogprobs, tokenizer: Any | None, token_bytes: TokenBytes | None = None
 ) -> dict[int, Logprob]:
-    """Return vLLM's format: by token id, the token itself, then the most likely ones."""
+    """Return vLLM's format: by token id, the token itself, then those reported with it."""
 
     def decoded(token: int, logprob: float, rank: int) -> Logprob:
         text = tokenizer.decode([token]) if tokenizer is not None else None
         return Logprob(logprob, rank, text, token_bytes[token] if token_bytes is not None else None)
 
     found = {entry.token_id: decoded(entry.token_id, entry.logprob, entry.rank)}
-    for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+    reported = zip(entry.reported_ids, entry.reported_logprobs, entry.reported_ranks, strict=True)
+    for token, logprob, rank in reported:
         if token not in found:
             found[token] = decoded(token, logprob, rank)
     return found

@@ -58,6 +58,8 @@ class CountingRanks:
 class EverySecond:
     """A grammar that allows every second of the last tokens, and moves on with each token."""
 
+    num_free_tokens = 0
+
     def __init__(self, num_allowed: int) -> None:
         self._num_allowed, self._num_tokens = num_allowed, 0
 
@@ -117,8 +119,9 @@ def assert_alike(found: Answer, expected: Answer) -> None:
     for found_step, expected_step in zip(found[1], expected[1], strict=True):
         assert len(found_step) == len(expected_step)
         for one, other in zip(found_step, expected_step, strict=True):
-            assert one._replace(logprob=0.0, top_logprobs=()) == other._replace(logprob=0.0, top_logprobs=())
-            assert (one.logprob, *one.top_logprobs) == pytest.approx((other.logprob, *other.top_logprobs), abs=1e-5)
+            assert one._replace(logprob=0.0, reported_logprobs=()) == other._replace(logprob=0.0, reported_logprobs=())
+            expected_values = (other.logprob, *other.reported_logprobs)
+            assert (one.logprob, *one.reported_logprobs) == pytest.approx(expected_values, abs=1e-5)
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -144,6 +147,8 @@ EXTRAS: list[dict[str, Any]] = [
     {"structured_outputs": StructuredOutputsParams(regex="a"), "repetition_penalty": 2.0, "min_tokens": 3},
     {"logprobs": 0},
     {"logprobs": 7},
+    {"logprob_token_ids": [1499, 3, 700, 3]},
+    {"logprob_token_ids": [0]},
 ]
 
 rows = st.builds(

@@ -112,6 +112,7 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
         "several": SamplingParams(seed=4, n=3, **plain),
         "penalised": SamplingParams(seed=5, presence_penalty=0.5, repetition_penalty=1.1, **plain),
         "logprobs": SamplingParams(temperature=0, logprobs=3, **plain),
+        "given logprobs": SamplingParams(seed=9, logprob_token_ids=[96, 3, 50], **plain),
         "prompt logprobs": SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=3),
         "allowed": SamplingParams(seed=7, allowed_token_ids=[3, 40, 41, 90], **plain),
         "structured": SamplingParams(seed=6, structured_outputs=chosen, max_tokens=14),

@@ -64,7 +64,7 @@ def plant_in_gathering_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> SamplingP
 
 
 def plant_in_reading(monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
-    plant(monkeypatch, sampler.LogprobTensors, "read", lambda tensors: tensors._num_top == [TOP])
+    plant(monkeypatch, sampler.LogprobTensors, "read", lambda tensors: tensors._num_reported == [TOP])
     return SamplingParams(logprobs=TOP, **FIELDS)
 
 
@@ -90,7 +90,7 @@ def plant_in_completing_text(monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
 
 def plant_in_decoding(monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
     def is_due(entry: TokenLogprobs, *_: object) -> bool:
-        return len(entry.top_ids) == TOP
+        return len(entry.reported_ids) == TOP
 
     plant(monkeypatch, output_streams, "decode_logprobs", is_due)
     return SamplingParams(logprobs=TOP, **FIELDS)

@@ -184,6 +184,7 @@ SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}, "min_tokens": 10},
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 1.0, "n": 3, "logprobs": 0},
+    {"temperature": 1.0, "logprobs": 0, "logprob_token_ids": [90, 3, 41]},
 ]
 
 

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.kernels import sampling
-from strandline.kernels.sampling import apply_penalties, apply_temperature, gather_logprobs, uniform_from_seed
+from strandline.kernels.sampling import (
+    apply_penalties,
+    apply_temperature,
+    gather_logprobs,
+    logprobs_of,
+    uniform_from_seed,
+)
 from tests.bound import bound
 
 greedy = bound(sampling.greedy)
@@ -213,6 +219,17 @@ def test_logprobs_ranks_and_top_tokens(num_top: int) -> None:
     assert torch.equal(order_NV[torch.arange(4), rank_N - 1], token_N)
     assert torch.equal(ids_NK, order_NV[:, :num_top])
     torch.testing.assert_close(top_NK, expected_NV.gather(-1, ids_NK))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_and_ranks_of_given_tokens(dtype: torch.dtype) -> None:
+    logits_NV = torch.randn(4, VOCAB).to(dtype)
+    logits_NV[3, ::2] = -torch.inf
+    token_NK = torch.randint(0, VOCAB, (4, 128))
+    logprob_NK, rank_NK = logprobs_of(logits_NV, token_NK)
+    torch.testing.assert_close(logprob_NK, logits_NV.float().log_softmax(-1).gather(-1, token_NK))
+    chosen_NK = logits_NV.gather(-1, token_NK)
+    assert torch.equal(rank_NK, (logits_NV[:, None] > chosen_NK[:, :, None]).sum(-1) + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

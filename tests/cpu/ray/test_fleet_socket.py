@@ -62,7 +62,7 @@ class Replicas:
         self.num_open += 1
         try:
             yield f"replica {attempt}"
-            prompts = [PromptLogprobs(RequestId(names[0]), 0, [TokenLogprobs(2, -1.0, 1, (), ())] * 2)]
+            prompts = [PromptLogprobs(RequestId(names[0]), 0, [TokenLogprobs(2, -1.0, 1, (), (), ())] * 2)]
             for place in range(NUM_TOKENS):
                 if attempt < len(self.lives) and place == self.lives[attempt]:
                     raise ReplicaLostError("died")

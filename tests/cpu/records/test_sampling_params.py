@@ -37,6 +37,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids must be a whole number of at least 0, got -1"),
     ({"allowed_token_ids": 3}, "allowed_token_ids must be a list of token ids, got 3"),
+    ({"logprob_token_ids": []}, "logprob_token_ids must hold between 1 and 128 token ids, got 0"),
+    ({"logprob_token_ids": [1] * 129}, "logprob_token_ids must hold between 1 and 128 token ids, got 129"),
+    ({"logprob_token_ids": [-1]}, "logprob_token_ids must be a whole number of at least 0, got -1"),
+    ({"logprob_token_ids": [True]}, "logprob_token_ids must be a whole number of at least 0, got True"),
+    ({"logprob_token_ids": 3}, "logprob_token_ids must be a list of token ids, got 3"),
     (
         {"seed": 2**63},
         "seed must be a whole number between -9223372036854775808 and 9223372036854775807, got 9223372036854775808",

@@ -161,7 +161,7 @@ def test_the_harness_reads_log_likelihoods_that_are_the_offline_ones(server: Ser
 def test_most_likely_of_tokens_with_equal_text_is_reported() -> None:
     """Else the harness would take a part of a character for the greedy choice because another part hides behind it."""
     entry = {1: Logprob(-3.0, rank=2, decoded_token="\ufffd"), 2: Logprob(-0.5, rank=1, decoded_token="\ufffd")}
-    body = completion_logprobs([("\ufffd", entry)], 0, 1, name=text_name)
+    body = completion_logprobs([("\ufffd", entry)], 0, name=text_name)
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"\ufffd": -0.5}])
 
 

@@ -120,7 +120,6 @@ UNSUPPORTED = {
     "suffix": "x",
     "best_of": 2,
     "logits_processors": ["x"],
-    "logprob_token_ids": [1],
 }
 
 

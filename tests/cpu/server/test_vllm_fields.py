@@ -1,5 +1,6 @@
 """Fields of vLLM that concern prompts and log-probabilities."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -91,13 +92,67 @@ def test_chat_has_prompt_log_probabilities_beside_choices(server: ServerProcess)
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [256]}, "allowed_token_ids"),
         ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1], "logprobs": None}, "logprob_token_ids"),
+        ({"logprob_token_ids": [], "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [256], "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [-1], "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1.0], "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1] * 129, "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": 1, "logprobs": True}, "logprob_token_ids"),
     ],
 )
 def test_wrong_values_are_refused_by_name(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
     messages = [{"role": "user", "content": "x"}]
     for path, body in (("/v1/completions", {"prompt": "x"}), (CHAT, {"messages": messages})):
-        answer = server.post(path, **body, **fields, max_tokens=1)
+        wishes = fields | ({"logprobs": 2} if fields.get("logprobs") and path != CHAT else {})
+        answer = server.post(path, **body, **wishes, max_tokens=1)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_log_probabilities_of_given_tokens(server: ServerProcess, offline_llm: LLM, path: str, *, stream: bool) -> None:
+    ids = byte_tokenizer().encode("zA0")
+    prompt = byte_tokenizer().encode("u:x|a:")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprob_token_ids=ids)
+    [output] = offline_llm.generate([prompt], params, use_tqdm=False)
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprob_token_ids": ids}
+    body |= {"return_tokens_as_token_ids": True}
+    if path == CHAT:
+        body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
+    else:
+        body |= {"prompt": prompt, "logprobs": 2}
+    answer = server.post(path, **body, stream=stream)
+    if stream:
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    else:
+        choices = answer.json()["choices"]
+    found: list[dict[str, float]] = []
+    for part in (choice["logprobs"] for choice in choices if choice["logprobs"]):
+        found += (
+            part["top_logprobs"] if path != CHAT else
+            [{each["token"]: each["logprob"] for each in entry["top_logprobs"]} for entry in part["content"]]
+        )  # fmt: skip
+    expected = [
+        {f"token_id:{token}": each.logprob for token, each in entry.items()}
+        for entry in output.outputs[0].logprobs or ()
+    ]
+    assert [set(entry) for entry in expected] == [
+        {f"token_id:{token}" for token in (sampled, *ids)} for sampled in output.outputs[0].token_ids
+    ]
+    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_echoed_prompts_have_their_likeliest_tokens_next_to_given_ones(server: ServerProcess) -> None:
+    body = {"prompt": "xyz", "echo": True, "max_tokens": 2, "ignore_eos": True, "return_tokens_as_token_ids": True}
+    answer = server.post("/v1/completions", **body, logprobs=0, logprob_token_ids=[5, 6]).json()
+    [_, second, third, *outputs] = answer["choices"][0]["logprobs"]["top_logprobs"]
+    assert [len(second), len(third)] == [1, 1]
+    assert all({"token_id:5", "token_id:6"} <= entry.keys() for entry in outputs)
 
 
 @pytest.mark.parametrize("prompt", ["abcdefgh", byte_tokenizer().encode("abcdefgh")])

@@ -25,7 +25,7 @@ PARAMS = SamplingParams(n=2, stop=["stop"], logprobs=1, max_tokens=30)
 
 
 def step_of(names: Sequence[RequestId], token: int, reason: FinishReason | None) -> StepEvents:
-    logprobs = TokenLogprobs(token, -0.5, 1, [token], [-0.5])
+    logprobs = TokenLogprobs(token, -0.5, 1, (token,), (-0.5,), (1,))
     return StepEvents([TokenEvent(name, token, logprobs, reason, None, None) for name in names])
 
 
