@@ -223,9 +223,9 @@ def test_logprobs_ranks_and_top_tokens(num_top: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logprobs_and_ranks_of_given_tokens(dtype: torch.dtype) -> None:
-    logits_NV = torch.randn(4, VOCAB).to(dtype)
-    logits_NV[3, ::2] = -torch.inf
-    token_NK = torch.randint(0, VOCAB, (4, 128))
+    logits_NV = torch.randn(18, VOCAB).to(dtype)
+    logits_NV[17, ::2] = -torch.inf
+    token_NK = torch.randint(0, VOCAB, (18, 128))
     logprob_NK, rank_NK = logprobs_of(logits_NV, token_NK)
     torch.testing.assert_close(logprob_NK, logits_NV.float().log_softmax(-1).gather(-1, token_NK))
     chosen_NK = logits_NV.gather(-1, token_NK)
