@@ -69,7 +69,7 @@ class SamplingState:
         self.stop_string: str | None = None
         """The stop string that the last token known to the host completes."""
         self.num_stop_tokens = 0
-        """Of the tokens known to the host, the last ones that belong to a stop string, or may do so."""
+        """The last tokens known to the host that belong to a stop string, or may do so."""
         self.params = new.params
         self.output_ids: list[int] = []
         """Output tokens that the host has received."""

@@ -72,7 +72,7 @@ def test_next_turn_hits_all_that_was_returned(llm: LLM, num_others: int) -> None
     seed=st.integers(0, 2**31), start=st.integers(0, 60), length=st.integers(1, 12), num_others=st.sampled_from([0, 4])
 )
 def test_hits_reach_any_stop_string(llm: LLM, seed: int, start: int, length: int, num_others: int) -> None:
-    """Of sampled answers, whose tokens are not the tokenizer's, and with beginnings of the stop string before it."""
+    """Answers are sampled, so their tokens are not the tokenizer's; beginnings of the stop string may precede it."""
     messages = [{"role": "system", "content": str(seed)}, *QUESTION]
     sampling = {"temperature": 1.2, "max_tokens": 30, "ignore_eos": True, "skip_special_tokens": False, "seed": seed}
     [probe] = llm.generate(llm.render(messages), SamplingParams(**sampling), use_tqdm=False)

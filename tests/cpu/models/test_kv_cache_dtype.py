@@ -30,7 +30,7 @@ def test_families_with_other_attention_are_refused(name: str, tmp_path: Path) ->
         load_model(directory, dtype=torch.float32, kv_cache_dtype="float8_e4m3fn")
 
 
-def test_scales_of_keys_are_checked_and_not_used_where_there_are_no_keys(tmp_path: Path) -> None:
+def test_scales_of_absent_keys_are_checked_and_not_used(tmp_path: Path) -> None:
     directory = families.save("kimi_linear", tmp_path)
     name = "model.layers.3.self_attn.k_proj.k_scale"
     fp8.change_tensors(directory, lambda tensors: tensors.update({name: torch.tensor(0.5)}))

@@ -273,7 +273,7 @@ def test_recipe_in_the_configuration_comes_first(converted: Callable[..., Any]) 
 @pytest.mark.parametrize(
     "content", [{"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, {"quant_algo": None}]
 )
-def test_recipe_for_keys_and_values_alone_leaves_weights_as_they_are(
+def test_recipe_for_keys_and_values_alone_changes_no_weights(
     converted: Callable[..., Any], content: dict[str, Any]
 ) -> None:
     _, plain = converted("llama", "modelopt")

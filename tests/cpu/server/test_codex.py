@@ -138,7 +138,7 @@ def result_of(call: Any) -> dict[str, Any]:
     return {"type": f"{call.type}_output", "call_id": call.call_id, "output": "ok"}
 
 
-def test_each_turn_of_a_session_hits_all_of_the_last_one(codex: openai.OpenAI) -> None:
+def test_each_turn_hits_all_of_the_last_one(codex: openai.OpenAI) -> None:
     history = [*INPUT]
     computed = 0
     calls = []
@@ -166,7 +166,7 @@ def test_each_turn_of_a_session_hits_all_of_the_last_one(codex: openai.OpenAI) -
     assert response.output_text == "Done."
 
 
-def test_a_session_goes_on_after_a_developer_speaks_in_the_middle(codex: openai.OpenAI) -> None:
+def test_session_continues_after_a_late_developer_message(codex: openai.OpenAI) -> None:
     first = stream(codex, INPUT, THOUGHT + "print.")
     later = {**INPUT[0], "content": [{"type": "input_text", "text": "Sandbox: off."}]}
     response = stream(codex, [*INPUT, *map(sent_back, first.output), later, INPUT[3]], THOUGHT + "Done.")

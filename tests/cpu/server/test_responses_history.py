@@ -235,7 +235,7 @@ def test_tools_that_run_elsewhere_are_left_out(kind: str) -> None:
     assert names(declared(space)) == []
 
 
-def test_a_call_in_the_history_has_the_name_that_the_model_wrote() -> None:
+def test_earlier_call_has_the_name_that_the_model_wrote() -> None:
     space = {"type": "namespace", "name": "mcp__files__", "tools": [PLAIN, {**PLAIN, "name": "f" * 300}]}
     for tools in ([space], []):
         for name in ("f", "f" * 300):
@@ -260,7 +260,7 @@ def test_tools_with_one_joint_name_are_distinguished() -> None:
         assert tools.function(tools.tool(name)) == name
 
 
-def test_a_namespace_may_be_left_out_if_the_name_is_clear() -> None:
+def test_namespace_may_be_missing_if_the_name_is_unique() -> None:
     tools = declared(PLAIN, {"type": "namespace", "name": "n", "tools": [PLAIN, {**PLAIN, "name": "g"}]})
     assert tools.tool("g") == ToolName("function", "g", "n")
     assert tools.tool("f") == ToolName("function", "f")
