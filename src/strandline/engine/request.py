@@ -136,7 +136,7 @@ class Request:
 
     @property
     def held_lease(self) -> Lease:
-        """The lease of a running request. Raises an ``EngineError`` where there is none."""
+        """The lease of a running request. Raises an ``EngineError`` if it has no lease."""
         if self.lease is None:
             raise EngineError(f"request {self.request_id} runs without a lease")
         return self.lease

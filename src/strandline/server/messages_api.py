@@ -147,7 +147,7 @@ class MessagesBody(CountBody):
             )
 
     def _budget(self) -> Any:
-        """Return the budget of reasoning; None: there is none."""
+        """Return the budget of reasoning; None: the request sets no limit."""
         thinking = self.thinking or {}
         return thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
 

@@ -137,7 +137,7 @@ class ResponseStore:
         return [item for turn in reversed(turns) for item in turn]
 
     def item(self, owner: str, item_id: str) -> Json | None:
-        """Return an item of a stored response, or of its input; None if there is none."""
+        """Return an item of a stored response, or of its input; None if no item has this id."""
         response_id = self._responses_of_items.get((owner, item_id))
         entry = self._entries.get((owner, response_id)) if response_id is not None else None
         if response_id is None or entry is None:

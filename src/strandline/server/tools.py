@@ -172,7 +172,7 @@ def _choice(choice: Any) -> tuple[str, list[str] | None]:
 
 
 def _function_name(tool: Any) -> str | None:
-    """Return the name in a choice of a function, which may be next to the type; None if there is none."""
+    """Return the name in a choice of a function, which may be next to the type; None if it names no function."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None

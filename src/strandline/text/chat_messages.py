@@ -232,7 +232,7 @@ def _note(part: Any) -> str | None:
 
 
 def _reasoning_of(details: Any) -> str | None:
-    """Return the text of OpenRouter's parts of reasoning; None if there is none."""
+    """Return the text of OpenRouter's parts of reasoning; None if they hold no text."""
     parts = [part for part in details if isinstance(part, Mapping)] if isinstance(details, list) else []
     texts = [text for part in parts if isinstance(text := part.get("text") or part.get("summary"), str)]
     return "\n".join(texts) or None

@@ -22,7 +22,7 @@ def after_reasoning(close: str, answer: str, tag: Tag, *, call_tag: str = "", op
     Args:
         close: tag that ends the reasoning.
         answer: rule of what follows it.
-        call_tag: tag that opens a call and ends the reasoning as well; empty: there is none.
+        call_tag: tag that opens a call and ends the reasoning as well; empty: no tag does.
         opened: rule of what follows that tag.
     """
     ends, special_ends = [f"closed SPACE {answer}"], [f"{close} SPACE {answer}"] if tag(close) == close else []

@@ -161,7 +161,7 @@ class BudgetMatcher:
     """The progress of one output to the end of its reasoning's budget; a ``TokenMatcher``.
 
     Args:
-        grammar: the matcher of the output's grammar, which begins after the reasoning; None: there is none.
+        grammar: the matcher of the grammar that begins after the reasoning; None: the output is free.
     """
 
     def __init__(
