@@ -14,8 +14,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter_ns as now
 
-from strandline.cache import Lease, PrefixCache, SnapshotKind, TokenBuffer
+from strandline.cache import Lease, PrefixCache
 from strandline.ids import RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import TokenBuffer
 
 BLOCKS_PER_SLAB = 50
 CHAT_TOKENS = 6400

@@ -16,11 +16,13 @@ from strandline.bench.replay import Replay
 from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import read_trace
-from strandline.cache import Lease, Reason, TokenBuffer
+from strandline.cache import Lease
 from strandline.config import parse_bytes
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.wire import decode_batch, encode_batch
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.account import Reason
+from strandline.records.tokens import TokenBuffer
 
 
 @dataclass(slots=True)

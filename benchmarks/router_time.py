@@ -10,11 +10,11 @@ from random import Random
 from statistics import median
 from time import thread_time
 
-from strandline.cache.events import BlocksStored, CacheEvent, SnapshotStored
-from strandline.cache.path_hashes import block_hashes, num_blocks_before, root_hash, snapshot_hash
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.events.resumable import PromptHashes
 from strandline.events.wire import to_wire
+from strandline.records.cache_events import BlocksStored, CacheEvent, SnapshotStored
+from strandline.records.path_hashes import block_hashes, num_blocks_before, root_hash, snapshot_hash
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.routing.snapshot_router import SnapshotRouter
 
 SYSTEM_TOKENS = 1500

@@ -24,9 +24,9 @@ from typing import Any, Final
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.cache import TokenBuffer
 from strandline.engine.suffix_index import SuffixIndex
 from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.tokens import TokenBuffer
 
 SPECULATION: Final[dict[str, dict[str, Any] | None]] = {
     "plain": None,

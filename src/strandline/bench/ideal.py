@@ -2,10 +2,10 @@
 
 from array import array
 
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, add_child, remove_child, split, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.ids import NULL_BLOCK
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
 class SeenPrefixes:

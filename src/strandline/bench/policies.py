@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from strandline.cache import LowerMemory, Placement, PrefixCache, ResumeRule, SnapshotKind
+from strandline.cache import LowerMemory, Placement, PrefixCache, ResumeRule
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import LeastRecentlyUsed
 from strandline.cache.placement import Align, EveryBoundary, NoSnapshots
 from strandline.cache.resume import AT_SNAPSHOTS
 from strandline.clock import Clock
 from strandline.errors import ConfigError
+from strandline.records.account import SnapshotKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,12 @@ from typing import Any, Final, assert_never
 from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.replica import Machine, Replica, Running, Step
 from strandline.bench.traces import Call, Lane
-from strandline.cache import (
+from strandline.cache import PrefixCache
+from strandline.errors import EngineError
+from strandline.events.resumable import PromptHashes
+from strandline.events.wire import to_wire
+from strandline.records.account import Reason
+from strandline.records.actions import (
     CancelTransfer,
     CopyTokens,
     DropBlocks,
@@ -28,15 +33,10 @@ from strandline.cache import (
     FoldLog,
     LoadIn,
     MoveBlock,
-    PrefixCache,
-    Reason,
     StoreOut,
 )
-from strandline.cache.tokens import TOKEN_BYTES
-from strandline.errors import EngineError
-from strandline.events.resumable import PromptHashes
-from strandline.events.wire import to_wire
 from strandline.records.plan import StepPlan
+from strandline.records.tokens import TOKEN_BYTES
 from strandline.routing.router import Router
 
 MOST_STEPS: Final = 32

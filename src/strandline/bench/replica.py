@@ -14,13 +14,13 @@ from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, Simula
 from strandline.bench.traces import Call
 from strandline.cache import LoadCosts, LowerMemory, resume_rule
 from strandline.cache.spills import BUFFER_SLABS, spare_blocks
-from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
+from strandline.records.tokens import TOKEN_BYTES, decode
 from strandline.specs import ModelSpec
 
 DISK_BYTES_PER_S: Final = 6e9

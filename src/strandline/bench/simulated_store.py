@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from strandline.cache import Action, Completion, LoadIn, StoreOut
-from strandline.cache.actions import StoredPath
+from strandline.records.actions import Action, Completion, LoadIn, StoredPath, StoreOut
 from strandline.specs import ModelSpec
 
 HOST_BYTES_PER_S: Final = 5.5e10

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
-from strandline.cache.tokens import TOKEN_BYTES, encode
 from strandline.errors import ConfigError
+from strandline.records.tokens import TOKEN_BYTES, encode
 
 SESSION_BLOCK_TOKENS: Final = 64
 HASH_BLOCK_TOKENS: Final = 512

@@ -8,15 +8,15 @@ the files have not been used.
 from collections import defaultdict
 from collections.abc import Iterator
 
-from strandline.cache.account import SnapshotKind
-from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.cache.lower_tier import CERTAIN, LowerTier
-from strandline.cache.path_hashes import block_hashes, root_hash
 from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, nodes_from
 from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import SnapshotKind
+from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 Nodes = dict[tuple[str, bytes], tuple[RestingBlock, int]]
 """By tree and hash of a path: its last block, and how many there are."""

@@ -11,14 +11,21 @@ Invariants, held by ``strandline.cache.invariants.check``: ``Run.num_announced``
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from strandline.cache.copies import Copies
-from strandline.cache.events import BlocksRemoved, BlocksStored, CacheEvent, Cleared, SnapshotRemoved, SnapshotStored
-from strandline.cache.path_hashes import block_hashes, num_blocks_before, root_hash
 from strandline.cache.resting import RestingBlock
 from strandline.cache.resting_announcer import RestingAnnouncer
 from strandline.cache.stored_events import blocks_stored, snapshot_stored
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.cache_events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    Cleared,
+    SnapshotRemoved,
+    SnapshotStored,
+)
+from strandline.records.path_hashes import block_hashes, num_blocks_before, root_hash
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
 class Announcer:

@@ -6,8 +6,15 @@ loses it. Every memory announces all blocks before those that it announces.
 
 from collections.abc import Iterator
 
-from strandline.cache.events import BlocksRemoved, BlocksStored, CacheEvent, Cleared, SnapshotRemoved, SnapshotStored
-from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.records.cache_events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    Cleared,
+    SnapshotRemoved,
+    SnapshotStored,
+)
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class Copies:

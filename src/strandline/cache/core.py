@@ -19,10 +19,8 @@ resumes wherever keys and values are cached, and its last, partly filled block i
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from strandline.cache.account import UNCOUNTED, Account, CacheCounters, Reason, SnapshotKind
-from strandline.cache.actions import Action, CopyTokens
 from strandline.cache.announcer import Announcer
-from strandline.cache.events import CacheEvent
+from strandline.cache.counters import CacheCounters
 from strandline.cache.eviction import Entry, EvictionOrder, ReuseRate, WorthPerByte
 from strandline.cache.hits import record_hit, record_use
 from strandline.cache.holds import Holds
@@ -42,7 +40,6 @@ from strandline.cache.resume import AT_SNAPSHOTS, Match, ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
-from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import interarrival_bin
 from strandline.cache.walk import Walk
@@ -50,6 +47,10 @@ from strandline.cache.windows import Windows
 from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
+from strandline.records.account import UNCOUNTED, Account, Reason, SnapshotKind
+from strandline.records.actions import Action, CopyTokens
+from strandline.records.cache_events import CacheEvent
+from strandline.records.tokens import TokenBuffer
 
 _new_grant = tuple.__new__
 """Makes a ``StepGrant`` in half the time of its constructor, which counts per sequence and step."""

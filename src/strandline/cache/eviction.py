@@ -13,12 +13,12 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
-from strandline.cache.account import SnapshotKind
 from strandline.cache.outcomes import next_bin_edge
 from strandline.cache.resting import RestingSnapshot
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run, Snapshot, deepest_stub_in, num_continuations, snapshot_above
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import SnapshotKind
 
 Entry = Run | Snapshot
 

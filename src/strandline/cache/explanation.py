@@ -6,18 +6,18 @@ diverges, and whether it continues like one of them a little later. Changes noth
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import islice
 from typing import Final
 
-from strandline.cache.account import Account, Miss, Reason, SnapshotKind
 from strandline.cache.core import PrefixCache
 from strandline.cache.lookups import Lookup
 from strandline.cache.resume import NO_MATCH
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens, decode
 from strandline.cache.tree import Run, Snapshot, snapshot_above
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import Account, Miss, Reason
+from strandline.records.explanation import Advice, Explanation, Help, Parting, PathSnapshot
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens, decode
 
 MAX_SNAPSHOTS: Final = 64
 CONTEXT_TOKENS: Final = 32
@@ -35,76 +35,6 @@ WINDOW_TOKENS: Final = 16
 """Consecutive equal tokens that count as the same text."""
 MIN_MOVED_TOKENS: Final = 64
 """Sharing fewer tokens than this is not worth changing a template for."""
-
-
-class Help(StrEnum):
-    """What would make similar prompts hit more."""
-
-    MARK = "mark"
-    """Mark the position where the prompt diverges, for a snapshot there."""
-    MEMORY = "memory"
-    """Raise the memory budget."""
-    ORDER = "order"
-    """Move the changing part of the prompt behind the constant part."""
-    PATIENCE = "patience"
-    """Send it a little later: another request is computing its prefix."""
-    LOAD = "load"
-    """Nothing: what rests below the device is loaded, or computed where that is faster."""
-    STORE = "store"
-    """Find out why loading failed."""
-    ASK = "ask"
-    """Allow the request to read the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One piece of advice."""
-
-    help: Help
-    position: int
-    """The position in the prompt that it concerns."""
-    num_tokens: int
-    """Tokens that would have been hit."""
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class PathSnapshot:
-    """A snapshot on the prompt's path."""
-
-    position: int
-    kind: SnapshotKind
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """The position where a prompt diverges from the cached ones."""
-
-    position: int
-    """The first token that differs from every cached prompt."""
-    before: tuple[int, ...]
-    """The last shared tokens."""
-    prompt: tuple[int, ...]
-    """The prompt's next tokens."""
-    cached: tuple[tuple[int, ...], ...]
-    """The next tokens of cached prompts, most recently used first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The explanation of one lookup, past or hypothetical."""
-
-    account: Account
-    kv_now: int
-    """Tokens of the prompt whose keys and values are cached now."""
-    snapshots: tuple[PathSnapshot, ...]
-    """Snapshots on the prompt's path now, up to where it diverged; deepest first."""
-    num_snapshots_left_out: int
-    next_snapshot: int | None
-    """The position of the first snapshot after that, on the cached continuations."""
-    parting: Parting | None
-    """None when the prompt does not diverge, or when nothing is cached there any more."""
-    advice: tuple[Advice, ...]
 
 
 def explain_prompt(cache: PrefixCache, tokens: TokenBuffer, salt: str = "", *, block_bytes: int) -> Explanation:

@@ -10,14 +10,14 @@ Meanwhile no step runs and no request is admitted: what is written stays where i
 from array import array
 from collections.abc import Iterator
 
-from strandline.cache.account import SnapshotKind
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resting import RestingSnapshot
 from strandline.cache.spills import MAX_SPILLS, DeviceEntry, Spills
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, Snapshot, held_child, num_continuations, path_blocks, path_to, snapshot_above
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 Source = RestingSnapshot | Snapshot | Run
 """What is written: from host memory; from the device; or, without states, a path of the device."""

@@ -1,12 +1,12 @@
 """Records hits: in the snapshots on a path, and, without states, in its runs."""
 
-from strandline.cache.account import SnapshotKind
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run, Snapshot, num_continuations, snapshot_above
 from strandline.cache.use import Use
 from strandline.cache.walk import branch_snapshots
+from strandline.records.account import SnapshotKind
 
 
 def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: ReuseHistory) -> None:

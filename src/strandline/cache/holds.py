@@ -10,17 +10,17 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from strandline.cache.account import UNCOUNTED, SnapshotKind
-from strandline.cache.actions import CopyTokens
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.resume import ResumeRule
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer
 from strandline.cache.tree import Snapshot, path_blocks, snapshot_above
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BlockId, RequestId, SlotId
+from strandline.records.account import UNCOUNTED, SnapshotKind
+from strandline.records.actions import CopyTokens
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer
 
 SHARED_KINDS: Final = (SnapshotKind.MARK, SnapshotKind.BRANCH)
 

@@ -7,7 +7,6 @@ times.
 from collections import Counter
 from itertools import chain
 
-from strandline.cache.account import SnapshotKind
 from strandline.cache.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
@@ -19,7 +18,6 @@ from strandline.cache.probation import max_probes
 from strandline.cache.resting import NO_PLACE
 from strandline.cache.resume import BehindWindows, first_block_seen
 from strandline.cache.spills import OnTheirWay
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import (
     Run,
     Snapshot,
@@ -33,6 +31,8 @@ from strandline.cache.tree import (
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
 def check(checked: PrefixCache) -> None:

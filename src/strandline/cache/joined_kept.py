@@ -7,10 +7,10 @@ one rank alone: only what all ranks hold is of use. Files are matched by the pat
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, takewhile
 
-from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
-from strandline.cache.path_hashes import block_hashes
 from strandline.cache.resting import NO_PLACE
-from strandline.cache.tokens import BLOCK_KEY_BYTES
+from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.records.path_hashes import block_hashes
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 Content = tuple[str, bytes]
 """What a block is for: a tree and the hash of the path that the block ends."""

@@ -8,8 +8,8 @@ from strandline.cache.loads import Loads
 from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
-from strandline.cache.tokens import TokenBuffer
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.tokens import TokenBuffer
 
 
 class Leaders:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from strandline.cache.account import Account, SnapshotKind
-from strandline.cache.tokens import TokenBuffer
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import NO_INTERARRIVAL
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
+from strandline.records.account import Account, SnapshotKind
+from strandline.records.tokens import TokenBuffer
 
 NO_FILLS: Final[Mapping[int, int]] = {}
 

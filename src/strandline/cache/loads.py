@@ -15,9 +15,8 @@ from functools import partial
 from itertools import count
 from typing import Final, NamedTuple
 
-from strandline.cache.account import UNCOUNTED, CacheCounters
-from strandline.cache.actions import CancelTransfer, Completion, LoadIn, MoveBlock, StoreOut
 from strandline.cache.adoption import adopt, last_place
+from strandline.cache.counters import CacheCounters
 from strandline.cache.eviction import RestingWorth
 from strandline.cache.flush import Flush
 from strandline.cache.holds import Holds
@@ -26,17 +25,19 @@ from strandline.cache.lease import NO_FILLS, Cut, Lead, Lease
 from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.memory import CacheMemory
-from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.publish import Publisher
 from strandline.cache.resume import NO_MATCH, ResumeRule, first_block_seen
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.spills import Spills
 from strandline.cache.tier_loads import TierLoads
-from strandline.cache.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, SlotId, TransferId
+from strandline.records.account import UNCOUNTED
+from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, StoreOut
+from strandline.records.offer import Offer, OfferedSnapshot
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 
 PIECE_SLABS: Final = 2
 """Size of the transfers of a load whose memory is exchanged (``cache/tier_loads.py``), in slabs."""

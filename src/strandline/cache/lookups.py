@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from strandline.cache.account import Account
 from strandline.ids import RequestId
+from strandline.records.account import Account
 
 MAX_LOOKUPS: Final = 256
 MAX_PROMPT_BYTES: Final = 32 * 2**20

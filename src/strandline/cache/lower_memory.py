@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from strandline.cache.kept import NOTHING, Kept
 from strandline.cache.load_costs import LoadCosts
+from strandline.records.kept import NOTHING, Kept
 
 
 @dataclass(frozen=True, slots=True)

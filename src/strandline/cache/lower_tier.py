@@ -22,11 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-from strandline.cache.account import SnapshotKind
-from strandline.cache.actions import Action, DropStored, StoreOut
 from strandline.cache.eviction import EvictionQueue, RestingWorth
 from strandline.cache.lower_memory import LowerMemory
-from strandline.cache.offer import Offer, OfferedSnapshot
 from strandline.cache.resting import (
     NO_PLACE,
     RestingBlock,
@@ -41,10 +38,13 @@ from strandline.cache.resting_announcer import RestingAnnouncer
 from strandline.cache.resting_lookups import RestingEnd, find_end, position_above
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.stats import LowerStats
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Snapshot, first_gap, path_blocks
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import Action, DropStored, StoreOut
+from strandline.records.offer import Offer, OfferedSnapshot
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 CERTAIN = float("inf")
 

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from strandline.cache.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.cache.announcer import Announcer
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.last_blocks import run_of_last_block, stubs_that_need
@@ -18,7 +17,6 @@ from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import MemoryUse
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import (
     Run,
     Snapshot,
@@ -32,6 +30,8 @@ from strandline.cache.tree import (
 )
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
+from strandline.records.actions import Action, DropBlocks, DropSlot, MoveBlock
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 ALLOCATION_FAILED: Final = "an allocation failed after can_take had promised the memory"
 MAX_TRIM_SHARE: Final = 64

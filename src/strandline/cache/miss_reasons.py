@@ -4,14 +4,14 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from strandline.cache.account import Account, Miss, Reason
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resume import NO_MATCH, Match, ResumeRule
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 from strandline.cache.tree import Run
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import Account, Miss, Reason
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 
 MAX_OTHER_SALTS: Final = 32
 """How many other salts, newest first, to search when nothing matches."""

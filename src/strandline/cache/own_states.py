@@ -9,8 +9,6 @@ folded.
 
 from collections.abc import Iterable
 
-from strandline.cache.account import SnapshotKind
-from strandline.cache.actions import FoldLog
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
@@ -18,6 +16,8 @@ from strandline.cache.publish import Publisher
 from strandline.cache.tree import Place, find_home, snapshot_at
 from strandline.cache.windows import Windows
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import FoldLog
 
 
 class OwnStates:

@@ -13,9 +13,9 @@ it. When memory is scarce, one *probe* in prompts that are mostly new takes the 
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, Protocol
 
-from strandline.cache.account import SnapshotKind
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import SnapshotKind
 
 SnapshotPositions = dict[int, SnapshotKind]
 """The kind of snapshot to take, by position."""

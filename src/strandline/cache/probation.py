@@ -6,9 +6,9 @@ its place: that prompt leaves a snapshot at the branch point itself, which serve
 
 from typing import Final
 
-from strandline.cache.account import SnapshotKind
 from strandline.cache.memory import CacheMemory
 from strandline.cache.tree import Snapshot
+from strandline.records.account import SnapshotKind
 
 PROBATION_SHARE: Final = 0.05
 """Share of the slots that unproven probes may hold."""

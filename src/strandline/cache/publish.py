@@ -7,13 +7,12 @@ frees its own copies.
 from array import array
 from collections.abc import Callable, Iterable
 
-from strandline.cache.account import CacheCounters, SnapshotKind
+from strandline.cache.counters import CacheCounters
 from strandline.cache.hits import record_departure
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.probation import Probation
 from strandline.cache.reuse import ReuseHistory
-from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import (
     Place,
     Run,
@@ -31,6 +30,8 @@ from strandline.cache.tree import (
 )
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class Publisher:

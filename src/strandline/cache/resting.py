@@ -14,10 +14,10 @@ tokens alone.
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from strandline.cache.account import SnapshotKind
-from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 NO_PLACE = 0
 STRIDE_BLOCKS: Final = 32

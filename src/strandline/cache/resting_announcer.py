@@ -11,10 +11,10 @@ known: at the start for prompts without one, else with the first request under i
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from strandline.cache.events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
-from strandline.cache.path_hashes import block_hashes, root_hash
 from strandline.cache.resting import RestingBlock, RestingSnapshot
 from strandline.cache.stored_events import blocks_stored, snapshot_stored
+from strandline.records.cache_events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
+from strandline.records.path_hashes import block_hashes, root_hash
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from strandline.cache.resting import RestingBlock, RestingSnapshot, descend
 from strandline.cache.resume import Match, first_block_seen
-from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import first_gap
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class RestingEnd(NamedTuple):

@@ -4,11 +4,11 @@ from array import array
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, Protocol
 
-from strandline.cache.account import Reason
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.tree import Run, Snapshot, first_gap, held_child
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import Reason
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.specs import ModelSpec
 
 

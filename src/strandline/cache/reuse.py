@@ -21,10 +21,10 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from strandline.cache.outcomes import BIN_EDGES, PRIOR_LOSSES, PRIOR_RATES, PRIOR_RETURNS, Outcomes, age_bin
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
 from strandline.clock import Clock
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 ALL_BINS: Final = -1
 """Stands for the observations of all inter-arrival bins, pooled."""

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from strandline.cache.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block, nodes_from
 from strandline.cache.resting_lookups import position_above
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
+from strandline.records.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 
 SPARE_SHARE: Final = 16
 """One in this many blocks of host memory is kept free."""

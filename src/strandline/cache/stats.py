@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.cache.account import LoadCounters, Reason, SnapshotKind
+from strandline.cache.counters import LoadCounters
+from strandline.records.account import Reason, SnapshotKind
 from strandline.specs import ModelSpec
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from strandline.cache.events import BlocksStored, SnapshotStored
-from strandline.cache.path_hashes import masked_tokens, num_blocks_before, snapshot_hash
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.cache_events import BlocksStored, SnapshotStored
+from strandline.records.path_hashes import masked_tokens, num_blocks_before, snapshot_hash
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 MAX_EVENT_BLOCKS: Final = 128
 """Most blocks in an event, so that encoding one holds Python's lock for less than a millisecond."""

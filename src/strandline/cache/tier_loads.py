@@ -12,14 +12,14 @@ need them, and cannot be loaded or spilled meanwhile. If the load fails, they ar
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from strandline.cache.actions import Completion
 from strandline.cache.lease import Lease
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, find_block
 from strandline.cache.resting_announcer import Claim
-from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.actions import Completion
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 @dataclass(slots=True)

@@ -18,11 +18,11 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from typing import TypeVar
 
-from strandline.cache.account import SnapshotKind
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")

@@ -7,88 +7,21 @@ from the root downwards by visiting at most ``MAX_VISITED_RUNS``.
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from hashlib import blake2s
 from itertools import islice
 from typing import Final
 
-from strandline.cache.account import SnapshotKind
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Lease
-from strandline.cache.tokens import BEFORE_TOKENS, EXCERPT_TOKENS, TOKEN_BYTES, Excerpt, common_tokens, excerpt
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.tokens import BEFORE_TOKENS, EXCERPT_TOKENS, TOKEN_BYTES, common_tokens, excerpt
+from strandline.records.tree_view import LeaseView, RunView, SnapshotView, TreeView
 
 MAX_VISITED_RUNS: Final = 2048
 """Runs that are visited for one excerpt."""
 MAX_SNAPSHOTS_PER_RUN: Final = 32
 DIGEST_BYTES: Final = 6
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotView:
-    """A snapshot, for display."""
-
-    position: int
-    kind: SnapshotKind
-    age: int
-    """Uses of any entry since its last use."""
-    readers: tuple[RequestId, ...]
-    """Running requests whose next step reads it, so that it cannot be evicted."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunView:
-    """A run, for display: consecutive tokens without a branch."""
-
-    parent: int | None
-    """Index of the parent in the list, before this run; None for the root, which has no tokens."""
-    start: int
-    end: int
-    """Its tokens are ``[start, end)`` of the prompts that contain it."""
-    num_blocks: int
-    digest: str
-    """A digest of the path to the run."""
-    parts_at: int
-    """The position from which on it differs from its siblings."""
-    head: Excerpt
-    """The first tokens from ``parts_at`` on."""
-    age: int
-    num_users: int
-    """Running requests whose path includes it."""
-    snapshots: tuple[SnapshotView, ...]
-    """By position; only the deepest ones. Those beyond ``end`` lie inside the first block of its children."""
-    num_snapshots_left_out: int
-    num_children: int
-    num_children_left_out: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseView:
-    """A running request, for display."""
-
-    request_id: RequestId
-    run: int | None
-    """Index of the deepest run on its path; None when that is omitted."""
-    num_tokens: int
-    computed: int
-    hit: int
-
-
-@dataclass(frozen=True, slots=True)
-class TreeView:
-    """An excerpt of one salt's tree, and totals of all salts."""
-
-    runs: tuple[RunView, ...]
-    leases: tuple[LeaseView, ...]
-    num_runs_left_out: int
-    """Omitted children of the runs shown. Their descendants are not counted."""
-    num_blocks: int
-    """Allocated blocks of all salts."""
-    num_snapshots: int
-    """Snapshots of all salts."""
-    num_other_salts: int
-    """Other salts with cached prompts."""
 
 
 def view(cache: PrefixCache, *, salt: str = "", max_runs: int = 400, key: bytes = b"") -> TreeView:

@@ -7,9 +7,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
 
 class Walk(NamedTuple):

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.cache import FoldLog
 from strandline.device.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
@@ -24,6 +23,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.replay import insert_logged
 from strandline.kernels.step import locate_rows
+from strandline.records.actions import FoldLog
 from strandline.records.plan import SequencePlan
 
 Column = TypeVar("Column")

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from strandline.cache import (
+from strandline.device.batch import fold_batch
+from strandline.device.transfers import Transfers
+from strandline.device.upload import upload_together
+from strandline.ids import BlockId
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.binding import Kernels
+from strandline.models.protocol import ModelMemory
+from strandline.records.actions import (
     Action,
     CancelTransfer,
     CopyTokens,
@@ -19,13 +26,6 @@ from strandline.cache import (
     MoveBlock,
     StoreOut,
 )
-from strandline.device.batch import fold_batch
-from strandline.device.transfers import Transfers
-from strandline.device.upload import upload_together
-from strandline.ids import BlockId
-from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.binding import Kernels
-from strandline.models.protocol import ModelMemory
 
 
 class CacheActions:

@@ -17,8 +17,6 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from strandline.cache import Completion, LoadIn, StoreOut
-from strandline.cache.actions import StoredBlocks, StoredPath
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.arena_copies import ArenaCopies, Fence
 from strandline.device.host_store import AS_IS, StoredBytes
@@ -27,6 +25,7 @@ from strandline.device.transfers import Completions
 from strandline.errors import EngineError, cause_of
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import Completion, LoadIn, StoredBlocks, StoredPath, StoreOut
 from strandline.transfer.disk_directory import DiskDirectory, Located, StoredFile
 from strandline.transfer.disk_files import DamagedFileError, cut_off, open_for_reading, read_item, write_file
 

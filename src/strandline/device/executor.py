@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from strandline.cache import Action, Completion
 from strandline.device.arena_copies import Copies
 from strandline.device.lower_stores import LowerFacts
 from strandline.device.peer_store import PeerStore
 from strandline.device.transfers import Completions
 from strandline.kernels.binding import Fallback
+from strandline.records.actions import Action, Completion
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.specs import ModelSpec

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.cache import Completion, LoadIn, StoreOut
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.snapshot_encoding import AsIs, Encoding
 from strandline.device.transfers import Completions
@@ -30,6 +29,7 @@ from strandline.device.upload import upload
 from strandline.errors import CacheInvariantError
 from strandline.ids import BlockId, TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import Completion, LoadIn, StoreOut
 from strandline.specs import ALIGN_BYTES, ModelSpec
 
 STAGED_SLABS: Final = 4

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from strandline.cache.kept import Kept
 from strandline.cache.spills import BUFFER_SLABS, spare_blocks
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import DISK_CACHE_SIZE, EngineConfig, blocks_below
@@ -20,6 +19,7 @@ from strandline.device.transfers import Transfers
 from strandline.errors import ConfigError
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.ranks import ONE_RANK, Ranks
+from strandline.records.kept import Kept
 from strandline.specs import ModelSpec
 from strandline.transfer.disk_directory import DiskDirectory
 from strandline.transfer.layout import layout_of

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from threading import Thread
 from typing import Final
 
-from strandline.cache import Completion, LoadIn, StoreOut
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.arena_copies import Copies, Fence
 from strandline.device.transfers import Completions
 from strandline.errors import EngineError
 from strandline.ids import TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import Completion, LoadIn, StoreOut
 from strandline.transfer.client import Pull
 from strandline.transfer.connection import Cause, TransferError
 from strandline.transfer.counters import NOT_NEEDED, TransferCounters

@@ -15,7 +15,6 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from strandline.cache import Action
 from strandline.device.allowed_tokens import AllowedMatcher
 from strandline.device.batch import HostBatch, batch_order, build_host_batch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
@@ -48,6 +47,7 @@ from strandline.kernels.replay import insert_logged
 from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, resolve_pending, store_hidden
 from strandline.kernels.verification import accept_drafts, complete_verification
 from strandline.models.protocol import DraftingModel, LanguageModel
+from strandline.records.actions import Action
 from strandline.records.grammars import NewMatcher
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, num_tokens_ahead
 from strandline.records.stop_strings import NewStopFinder, StopFinder

@@ -9,10 +9,10 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from strandline.cache import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
 from strandline.errors import EngineError
 from strandline.ids import TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
 
 
 class Store(Protocol):

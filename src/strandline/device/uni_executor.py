@@ -7,7 +7,6 @@ from typing import Final
 
 import torch
 
-from strandline.cache import Action, Completion
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.arena_copies import ArenaCopies
@@ -32,6 +31,7 @@ from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.protocol import LanguageModel
+from strandline.records.actions import Action, Completion
 from strandline.records.grammars import GrammarCompiler, NewMatcher
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams

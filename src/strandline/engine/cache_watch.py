@@ -10,14 +10,14 @@ from dataclasses import replace
 from hashlib import blake2s
 from typing import Final
 
-from strandline.cache import Account, PrefixCache, TokenBuffer
-from strandline.cache.explanation import Explanation, explain_lookup, explain_prompt
+from strandline.cache import PrefixCache
+from strandline.cache.explanation import explain_lookup, explain_prompt
 from strandline.cache.lookups import Lookup, LookupLog
 from strandline.cache.stats import TenantBytes
-from strandline.cache.tokens import excerpt
 from strandline.cache.view import view
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.engine.scheduler import Scheduler
+from strandline.records.account import Account
 from strandline.records.cache_questions import (
     CacheAnswer,
     CacheQuestion,
@@ -27,7 +27,9 @@ from strandline.records.cache_questions import (
     RecentHits,
 )
 from strandline.records.events import CoreStats
+from strandline.records.explanation import Explanation
 from strandline.records.plan import StepPlan
+from strandline.records.tokens import TokenBuffer, excerpt
 from strandline.specs import ModelSpec
 
 MAX_SAMPLES: Final = 240

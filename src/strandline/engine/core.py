@@ -9,7 +9,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Final
 
-from strandline.cache import LowerMemory, OnGrid, PrefixCache, Reason, placement, resume_rule
+from strandline.cache import LowerMemory, OnGrid, PrefixCache, placement, resume_rule
 from strandline.cache.invariants import check
 from strandline.cache.stats import MemoryUse
 from strandline.clock import SYSTEM_CLOCK
@@ -31,6 +31,7 @@ from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId
 from strandline.kernels.binding import Fallback
+from strandline.records.account import Reason
 from strandline.records.events import (
     CoreStats,
     FinishReason,

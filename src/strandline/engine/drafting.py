@@ -2,12 +2,11 @@
 
 from typing import Protocol
 
-from strandline.cache import TokenBuffer
-from strandline.cache.tokens import TOKEN_BYTES, decode
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.earlier_answers import EarlierAnswers
 from strandline.engine.request import Request
 from strandline.engine.suffix_drafter import SuffixDrafter
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, decode
 from strandline.speculative_config import SpeculativeConfig
 
 

@@ -8,8 +8,8 @@ the oldest loses all of its answers.
 from collections import OrderedDict, deque
 from typing import Final
 
-from strandline.cache import TokenBuffer
 from strandline.engine.suffix_index import SuffixIndex
+from strandline.records.tokens import TokenBuffer
 
 SEPARATOR: Final = 0xFFFFFFFF
 """Ends an answer; no token. So no match reaches into another answer."""

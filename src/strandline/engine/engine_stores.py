@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from queue import SimpleQueue
 
-from strandline.cache import Action, CancelTransfer, Completion, LoadIn
 from strandline.device.peer_store import PeerStore
 from strandline.device.transfers import Completions, drain
 from strandline.ids import TransferId
+from strandline.records.actions import Action, CancelTransfer, Completion, LoadIn
 
 
 class EngineStores:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from strandline.cache import PrefixCache
-from strandline.cache.events import CacheEvent
 from strandline.events.publisher import EventPublisher
 from strandline.kv_events_config import KVEventsConfig
+from strandline.records.cache_events import CacheEvent
 from strandline.records.messages import EventEndpoints
 
 

@@ -6,8 +6,8 @@ nor freed before. Ranks report with the results of steps, in any order, so none 
 
 from collections.abc import Iterable, Sequence
 
-from strandline.cache import Completion
 from strandline.ids import TransferId
+from strandline.records.actions import Completion
 
 
 class JoinedCompletions:

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Final
 
-from strandline.cache import Completion, Offer, PrefixCache
+from strandline.cache import PrefixCache
 from strandline.engine.request import Request
 from strandline.engine.waiting import WaitingQueue
+from strandline.records.actions import Completion
+from strandline.records.offer import Offer
 
 MAX_LOADS: Final = 4
 """Loads per request. What was loaded may be evicted before the request is admitted, when memory is very short."""

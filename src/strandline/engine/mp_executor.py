@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Final
 from weakref import finalize
 
-from strandline.cache import Action, Completion
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
@@ -18,6 +17,7 @@ from strandline.engine.rank_copies import RankCopies
 from strandline.engine.rank_facts import join_facts
 from strandline.engine.workers import Workers
 from strandline.errors import EngineError
+from strandline.records.actions import Action, Completion
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 

@@ -10,9 +10,9 @@ from zlib import crc32
 
 import numpy as np
 
-from strandline.cache import Action
 from strandline.errors import EngineError
 from strandline.ids import RequestId
+from strandline.records.actions import Action
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan
 
 REQUEST_ID: Final = SequencePlan._fields.index("request_id")

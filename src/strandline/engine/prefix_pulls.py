@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Final
 
-from strandline.cache import LoadCosts, Offer, OfferedSnapshot, PrefixCache, SnapshotKind
+from strandline.cache import LoadCosts, PrefixCache
 from strandline.cache.holds import useful_positions
 from strandline.cache.placement import RESERVE_SHARE
 from strandline.device.peer_store import PEERS, PeerStore
 from strandline.engine.request import Request, Status
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.transfer_params import TransferParams
 from strandline.specs import ModelSpec
 from strandline.transfer import messages

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import Final
 
-from strandline.cache import Lease, PrefixCache, TokenBuffer
+from strandline.cache import Lease, PrefixCache
 from strandline.cache.holds import slots_at
-from strandline.cache.tokens import TOKEN_BYTES
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.device.arena_copies import Copies, Fence
 from strandline.ids import NULL_BLOCK, RequestId, SlotId
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer
 from strandline.records.transfer_params import TransferParams
 from strandline.transfer.connection import Cause, TransferError
 from strandline.transfer.layout import Items

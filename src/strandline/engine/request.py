@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from enum import Enum
 
-from strandline.cache import Account, Lead, Lease, Offer, TokenBuffer
+from strandline.cache import Lead, Lease
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.suffix_index import SuffixIndex
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId
+from strandline.records.account import Account
 from strandline.records.events import FinishReason
+from strandline.records.offer import Offer
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
+from strandline.records.tokens import TokenBuffer
 from strandline.records.transfer_params import TransferParams
 
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from strandline.cache import Lead, Lease, PrefixCache, SnapshotKind
+from strandline.cache import Lead, Lease, PrefixCache
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter
 from strandline.engine.drafts import Drafts
@@ -37,12 +37,12 @@ from strandline.engine.stop_fallbacks import note_stop_tokens
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.account import SnapshotKind
 from strandline.records.events import FinishReason
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 
 LOOK_AHEAD_REQUESTS = 32
 """Waiting requests for which a leader is searched although they cannot be admitted yet."""
-
 
 _priority = attrgetter("params.priority")
 

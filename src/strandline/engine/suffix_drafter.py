@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from strandline.cache.tokens import TOKEN_BYTES
 from strandline.engine.earlier_answers import SEPARATOR, EarlierAnswers
 from strandline.engine.request import Request
 from strandline.engine.suffix_index import MIN_MATCH_TOKENS, NO_MATCH, SuffixIndex
 from strandline.records.events import FinishReason
+from strandline.records.tokens import TOKEN_BYTES
 
 NO_TOKENS: Final[tuple[int, ...]] = ()
 SEPARATOR_BYTES: Final = SEPARATOR.to_bytes(TOKEN_BYTES, "big")

@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from strandline.cache import TokenBuffer
-from strandline.cache.tokens import TOKEN_BYTES, decode
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, decode
 
 MIN_MATCH_TOKENS: Final = 3
 """The shortest match. Shorter runs are frequent, and say little about what follows."""

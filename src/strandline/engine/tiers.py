@@ -1,12 +1,12 @@
 """The tiers below the device in the core: their memory for the cache, and their contents for reports."""
 
 from strandline.cache import LoadCosts, LowerMemory
-from strandline.cache.kept import NOTHING
 from strandline.cache.stats import CacheStats
 from strandline.device.disk_store import DISK_STORE
 from strandline.device.executor import ExecutorFacts
 from strandline.device.host_store import HOST_STORE
 from strandline.records.events import TierStats
+from strandline.records.kept import NOTHING
 
 
 def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:

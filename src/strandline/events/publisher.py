@@ -19,11 +19,11 @@ from weakref import finalize
 
 import zmq
 
-from strandline.cache.events import BlocksStored, CacheEvent, SnapshotStored
-from strandline.cache.tokens import TOKEN_BYTES
 from strandline.errors import ConfigError
 from strandline.events.wire import encode_batch
 from strandline.kv_events_config import FLAG, KVEventsConfig
+from strandline.records.cache_events import BlocksStored, CacheEvent, SnapshotStored
+from strandline.records.tokens import TOKEN_BYTES
 
 LOGGER: Final = logging.getLogger("strandline.events")
 END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)

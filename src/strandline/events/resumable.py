@@ -6,8 +6,6 @@ With tiers below the device it predicts an upper bound: the hit if the engine lo
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from strandline.cache.path_hashes import block_hashes, root_hash, snapshot_hash
-from strandline.cache.tokens import TOKEN_BYTES, encode
 from strandline.events.wire import (
     BLOCK_GROUP,
     SNAPSHOT_GROUP,
@@ -18,6 +16,8 @@ from strandline.events.wire import (
     wire_hashes,
 )
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.path_hashes import block_hashes, root_hash, snapshot_hash
+from strandline.records.tokens import TOKEN_BYTES, encode
 
 
 class PromptHashes:

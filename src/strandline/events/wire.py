@@ -13,7 +13,8 @@ from typing import Any, Final, assert_never
 
 import msgspec
 
-from strandline.cache.events import (
+from strandline.ids import BLOCK_TOKENS
+from strandline.records.cache_events import (
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
@@ -21,8 +22,7 @@ from strandline.cache.events import (
     SnapshotRemoved,
     SnapshotStored,
 )
-from strandline.cache.tokens import TOKEN_BYTES, decode
-from strandline.ids import BLOCK_TOKENS
+from strandline.records.tokens import TOKEN_BYTES, decode
 
 BLOCK_GROUP: Final = 0
 SNAPSHOT_GROUP: Final = 1

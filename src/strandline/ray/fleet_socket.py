@@ -15,13 +15,13 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from strandline.cache.tokens import encode
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.ray.calls import End, Run
 from strandline.ray.fleet import Fleet
 from strandline.records.events import FinishReason, PromptLogprobs, StepEvents, Submission, TokenEvent
 from strandline.records.messages import ENCODER, TO_CORE, Finish, Stepped, Submit
+from strandline.records.tokens import encode
 
 LOGGER: Final = logging.getLogger("strandline.ray")
 STEP_EVENTS: Final = msgspec.msgpack.Decoder(StepEvents)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.cache import Account
-from strandline.cache.explanation import Explanation
-from strandline.cache.tokens import Excerpt
-from strandline.cache.view import TreeView
+from strandline.records.account import Account
 from strandline.records.events import CoreStats
+from strandline.records.explanation import Explanation
+from strandline.records.tokens import Excerpt
+from strandline.records.tree_view import TreeView
 
 
 @dataclass(frozen=True, slots=True)

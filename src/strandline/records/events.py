@@ -8,8 +8,8 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from strandline.cache import Account
 from strandline.ids import RequestId
+from strandline.records.account import Account
 from strandline.records.plan import NewRequest, TokenLogprobs
 from strandline.records.transfer_params import TransferParams
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from strandline.cache import Account
+from strandline.records.account import Account
 from strandline.records.events import SpeculationStats
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from strandline.cache import Action, Completion
 from strandline.ids import NO_TOKEN, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
+from strandline.records.actions import Action, Completion
 from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
 from strandline.records.sampling_params import SamplingParams
 

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strandline.cache import Account
-from strandline.cache.tokens import Excerpt
+from strandline.records.account import Account
 from strandline.records.cache_questions import CacheAnswer
+from strandline.records.tokens import Excerpt
 
 Json = dict[str, Any]
 TextOf = Callable[[Sequence[int]], str | None]

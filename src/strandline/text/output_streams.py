@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strandline.cache import Account
+from strandline.records.account import Account
 from strandline.records.events import FinishReason, SpeculationStats, TokenEvent
 from strandline.records.outputs import (
     CompletionOutput,

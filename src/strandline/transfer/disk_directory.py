@@ -22,12 +22,12 @@ from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import Final, NamedTuple
 
-from strandline.cache.account import SnapshotKind
-from strandline.cache.actions import StoredBlocks, StoredPath
-from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
-from strandline.cache.path_hashes import block_hashes, root_hash
-from strandline.cache.tokens import BLOCK_KEY_BYTES
 from strandline.errors import ConfigError, cause_of
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import StoredBlocks, StoredPath
+from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.tokens import BLOCK_KEY_BYTES
 from strandline.transfer.disk_files import (
     MODE,
     DamagedFileError,

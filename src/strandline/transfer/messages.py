@@ -11,8 +11,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from strandline.cache.tokens import TOKEN_BYTES
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.tokens import TOKEN_BYTES
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -31,7 +31,7 @@ class Ask(msgspec.Struct, tag=True):
     salt: str
     """What the prompt's prefix is cached under, if there is no such lease."""
     tokens: bytes
-    """Encoded (``cache.tokens.encode``)."""
+    """Encoded (``records.tokens.encode``)."""
 
 
 class Offer(msgspec.Struct, tag=True):

@@ -18,9 +18,9 @@ from strandline.bench.replay import Replay, Result
 from strandline.bench.replica import Machine
 from strandline.bench.synthetic import synthetic_lanes
 from strandline.bench.traces import random_tokens, read_trace
-from strandline.cache import Reason
-from strandline.cache.tokens import decode
 from strandline.cli import main
+from strandline.records.account import Reason
+from strandline.records.tokens import decode
 
 MODEL = "Qwen3.5-35B-A3B"
 MIB = 2**20

@@ -11,8 +11,8 @@ from strandline.bench.explain_queries import StartedRequest
 from strandline.bench.explain_text import lines
 from strandline.bench.load_notes import LoadNote
 from strandline.bench.replay_setup import ReplaySetup
-from strandline.cache import Account
 from strandline.cli import build_parser, main
+from strandline.records.account import Account
 
 PAGE = Path(__file__).parents[3] / "docs" / "cache.md"
 EXAMPLE = re.compile(r"^\$ strandline (explain --trace .*)\n((?:.+\n)+?)```$", re.MULTILINE)

@@ -17,9 +17,9 @@ from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, Conversations, synthetic_lanes
 from strandline.bench.traces import Lane, random_tokens, read_trace
 from strandline.cache.invariants import check
-from strandline.cache.tokens import encode
 from strandline.cli import main
 from strandline.errors import ConfigError
+from strandline.records.tokens import encode
 from strandline.routing.names import ROUTERS, make_router
 
 MODEL = "Qwen3.5-35B-A3B"

@@ -12,8 +12,8 @@ from strandline.bench.serving.flags import seconds_range
 from strandline.bench.serving.maker import Maker
 from strandline.bench.serving.prompt_vocabulary import Vocabulary, load_vocabulary
 from strandline.bench.serving.session import Answer, Ask, Session
-from strandline.cache.tokens import decode, encode
 from strandline.errors import ConfigError
+from strandline.records.tokens import decode, encode
 from tests.cpu.bench.conftest import serve_options
 from tests.cpu.engine.tokenizers import TEMPLATE, byte_tokenizer
 

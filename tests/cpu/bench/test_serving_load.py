@@ -11,7 +11,7 @@ from strandline.bench.serving.load import Load, Run, arrival_times
 from strandline.bench.serving.options import Pace
 from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Answer, Ask, Asks, Session, single
-from strandline.cache.tokens import encode
+from strandline.records.tokens import encode
 
 NOTHING = Vocabulary(())
 

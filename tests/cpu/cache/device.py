@@ -10,7 +10,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import assert_never
 
-from strandline.cache import (
+from strandline.cache import Lease, PrefixCache, StepGrant
+from strandline.cache.resume import BehindWindows
+from strandline.cache.tree import Run
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
+from strandline.records.actions import (
     Action,
     CancelTransfer,
     CopyTokens,
@@ -18,18 +22,12 @@ from strandline.cache import (
     DropSlot,
     DropStored,
     FoldLog,
-    Lease,
     LoadIn,
     MoveBlock,
-    PrefixCache,
-    StepGrant,
+    StoredPath,
     StoreOut,
 )
-from strandline.cache.actions import StoredPath
-from strandline.cache.resume import BehindWindows
-from strandline.cache.tokens import decode
-from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
+from strandline.records.tokens import decode
 
 POISON = -1
 

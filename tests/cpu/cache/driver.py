@@ -2,31 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 
-from strandline.cache import (
-    Account,
-    Completion,
-    Lead,
-    Lease,
-    LoadCosts,
-    LowerMemory,
-    Miss,
-    Offer,
-    OfferedSnapshot,
-    Placement,
-    PrefixCache,
-    Reason,
-    SnapshotKind,
-    StepGrant,
-    TokenBuffer,
-)
+from strandline.cache import Lead, Lease, LoadCosts, LowerMemory, Placement, PrefixCache, StepGrant
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.invariants import check
-from strandline.cache.kept import NOTHING, Kept
 from strandline.cache.loads import EndedLoad
 from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.tokens import decode
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
+from strandline.records.account import Account, Miss, Reason, SnapshotKind
+from strandline.records.actions import Completion
+from strandline.records.kept import NOTHING, Kept
+from strandline.records.offer import Offer, OfferedSnapshot
+from strandline.records.tokens import TokenBuffer, decode
 from tests.cpu.cache.device import Device, Tokens
 
 LOG_TOKENS = 3

@@ -9,12 +9,14 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from strandline.cache import Account, Lead, Lease, MoveBlock, Reason, SnapshotKind, TokenBuffer
+from strandline.cache import Lead, Lease
 from strandline.cache.invariants import check
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, BehindWindows, ResumeRule
-from strandline.cache.tokens import decode
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
+from strandline.records.account import Account, Reason, SnapshotKind
+from strandline.records.actions import MoveBlock
+from strandline.records.tokens import TokenBuffer, decode
 from tests.cpu.cache.device import Tokens, runs
 from tests.cpu.cache.driver import Driver, published, reasons
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import SnapshotKind
 from strandline.cache.eviction import MAX_UNRANKED, Entry, EvictionQueue
 from strandline.cache.tree import Snapshot
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.ids import SlotId
+from strandline.records.account import SnapshotKind
 
 Step = tuple[str, int, int]
 STEPS = st.lists(st.tuples(st.sampled_from(["offer", "hold", "pop"]), st.integers(0, 5), st.integers(0, 9)))

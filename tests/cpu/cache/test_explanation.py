@@ -2,20 +2,13 @@
 
 import pytest
 
-from strandline.cache import Reason, SnapshotKind, TokenBuffer
-from strandline.cache.explanation import (
-    Advice,
-    Explanation,
-    Help,
-    explain_admission,
-    explain_lookup,
-    explain_prompt,
-    resting_tokens,
-)
+from strandline.cache.explanation import explain_admission, explain_lookup, explain_prompt, resting_tokens
 from strandline.cache.lookups import Lookup
 from strandline.cache.placement import NoSnapshots
-from strandline.cache.tokens import encode
 from strandline.ids import RequestId
+from strandline.records.account import Reason, SnapshotKind
+from strandline.records.explanation import Advice, Explanation, Help
+from strandline.records.tokens import TokenBuffer, encode
 from tests.cpu.cache.driver import Driver, only_miss
 from tests.cpu.cache.test_lookup import prompt
 from tests.cpu.cache.test_lower_tier import evict_all, tier

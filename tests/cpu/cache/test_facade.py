@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from strandline.cache import FoldLog, PrefixCache, SnapshotKind, TokenBuffer
+from strandline.cache import PrefixCache
 from strandline.cache.internals import Internals
 from strandline.ids import NULL_LOG, RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import FoldLog
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import LOG_TOKENS, Driver
 from tests.cpu.cache.history import fingerprint
 from tests.cpu.cache.test_lookup import prompt

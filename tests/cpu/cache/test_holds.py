@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache import Lease, SnapshotKind, TokenBuffer
+from strandline.cache import Lease
 from strandline.cache.holds import slots_at, useful_positions
 from strandline.cache.invariants import check
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
-from strandline.cache.tokens import decode
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import TokenBuffer, decode
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
 

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from strandline.cache import Lease, SnapshotKind, TokenBuffer
+from strandline.cache import Lease
 from strandline.cache.invariants import check
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.device import runs
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import SnapshotKind
 from strandline.cache.joined_kept import join_kept
-from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
-from strandline.cache.path_hashes import block_hashes, root_hash
-from strandline.cache.tokens import BLOCK_KEY_BYTES, encode
+from strandline.records.account import SnapshotKind
+from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.tokens import BLOCK_KEY_BYTES, encode
 
 DATA = encode(range(64 * 6))
 HASHES = [root_hash("tree"), *block_hashes(root_hash("tree"), DATA)]

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from strandline.cache import Completion, LoadIn, Miss, Reason, SnapshotKind, TokenBuffer
 from strandline.cache.resume import AtTokens
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, TransferId
+from strandline.records.account import Miss, Reason, SnapshotKind
+from strandline.records.actions import Completion, LoadIn
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver, reasons
 from tests.cpu.cache.history import pattern
 

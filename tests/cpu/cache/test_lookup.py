@@ -2,8 +2,9 @@
 
 import pytest
 
-from strandline.cache import Reason, SnapshotKind, TokenBuffer
 from strandline.ids import NULL_SLOT
+from strandline.records.account import Reason, SnapshotKind
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver, only_miss, reasons
 from tests.cpu.cache.history import fingerprint
 

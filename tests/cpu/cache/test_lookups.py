@@ -2,9 +2,9 @@
 
 import pytest
 
-from strandline.cache import Account
 from strandline.cache.lookups import Lookup, LookupLog
 from strandline.ids import RequestId
+from strandline.records.account import Account
 
 
 def lookup(name: str) -> Lookup:

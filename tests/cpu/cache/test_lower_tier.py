@@ -2,12 +2,14 @@
 
 import pytest
 
-from strandline.cache import LoadCosts, Miss, Reason, TokenBuffer, loads
+from strandline.cache import LoadCosts, loads
 from strandline.cache.evict_all import evict_all as evict_unused
 from strandline.cache.load_costs import PREFILLS_PER_LOSS
 from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
 from strandline.ids import TransferId
+from strandline.records.account import Miss, Reason
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
 

@@ -4,10 +4,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from strandline.cache import SnapshotKind, TokenBuffer, placement
+from strandline.cache import placement
 from strandline.cache.placement import Admission, Align, Auto, EveryBoundary, NoSnapshots, Placement, ladder, probe
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.test_lookup import prompt
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from strandline.cache import Lease, MoveBlock, PrefixCache, SnapshotKind, TokenBuffer
+from strandline.cache import Lease, PrefixCache
 from strandline.cache.eviction import Entry, EvictionQueue, LeastRecentlyUsed
 from strandline.cache.invariants import check
 from strandline.cache.memory import resolve
-from strandline.cache.tokens import encode
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError, ConfigError
 from strandline.ids import RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import MoveBlock
+from strandline.records.tokens import TokenBuffer, encode
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import fingerprint
 from tests.cpu.cache.test_lookup import prompt

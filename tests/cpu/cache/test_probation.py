@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache import SnapshotKind
 from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed
 from strandline.cache.probation import max_probes
+from strandline.records.account import SnapshotKind
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt
 

@@ -1,11 +1,11 @@
 """Every token that is not hit has one reason, and each reason can be had on its own."""
 
-from strandline.cache import Account, Miss, Reason, SnapshotKind
 from strandline.cache.eviction import Entry, LeastRecentlyUsed
 from strandline.cache.miss_reasons import MAX_OTHER_SALTS
 from strandline.cache.resume import AtTokens
 from strandline.cache.tree import Snapshot
 from strandline.ids import RequestId
+from strandline.records.account import Account, Miss, Reason, SnapshotKind
 from tests.cpu.cache.driver import Driver, reasons
 from tests.cpu.cache.test_lookup import prompt
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from strandline.cache import resting
 from strandline.cache.resting import RestingBlock, add_block, descend, find_block, nodes_from
-from strandline.cache.tokens import BLOCK_KEY_BYTES, encode
+from strandline.records.tokens import BLOCK_KEY_BYTES, encode
 
 Path = tuple[int, ...]
 

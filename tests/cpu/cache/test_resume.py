@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from strandline.cache import CopyTokens, Miss, Reason, SnapshotKind, TokenBuffer, resume_rule
+from strandline.cache import resume_rule
 from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, ReuseRate
 from strandline.cache.explanation import explain_prompt
 from strandline.cache.placement import NoSnapshots
@@ -13,6 +13,9 @@ from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, RequestId
+from strandline.records.account import Miss, Reason, SnapshotKind
+from strandline.records.actions import CopyTokens
+from strandline.records.tokens import TokenBuffer
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 from tests.cpu.cache.driver import Driver, only_miss, reasons
 from tests.cpu.cache.history import fingerprint

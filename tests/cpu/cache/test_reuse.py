@@ -17,8 +17,8 @@ from strandline.cache.outcomes import (
     next_bin_edge,
 )
 from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
-from strandline.cache.tokens import encode
 from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
+from strandline.records.tokens import encode
 from tests.cpu.cache.test_lookup import prompt
 
 NUM_BINS = len(BIN_EDGES)

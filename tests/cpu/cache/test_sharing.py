@@ -2,8 +2,10 @@
 
 import pytest
 
-from strandline.cache import CopyTokens, SnapshotKind, TokenBuffer
 from strandline.errors import CacheInvariantError
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import CopyTokens
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.test_lookup import prompt
 

@@ -4,13 +4,16 @@ from typing import NoReturn
 
 import pytest
 
-from strandline.cache import LoadCosts, Miss, Offer, Reason, TokenBuffer
-from strandline.cache.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.cache import LoadCosts
 from strandline.cache.lower_tier import LowerTier
-from strandline.cache.path_hashes import block_hashes, root_hash
 from strandline.cache.resting import RestingSnapshot
 from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, AtTokens, BehindWindows, ResumeRule
 from strandline.cache.spills import MAX_BEGUN, spare_blocks
+from strandline.records.account import Miss, Reason
+from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
+from strandline.records.offer import Offer
+from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
 from tests.cpu.cache.test_lower_tier import evict_all

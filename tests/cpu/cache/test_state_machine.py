@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from strandline.cache import SnapshotKind, loads, resting
+from strandline.cache import loads, resting
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
+from strandline.records.account import SnapshotKind
 from tests.cpu.cache.history import History, TakeOrder
 
 SHAPES = [(2, 1), (3, 1), (6, 1), (16, 1), (3, 2), (6, 2), (12, 2), (3, 5), (5, 5), (9, 5), (40, 5)]

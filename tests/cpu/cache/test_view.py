@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from strandline.cache import PrefixCache, SnapshotKind, TokenBuffer
+from strandline.cache import PrefixCache
 from strandline.cache import view as view_module
-from strandline.cache.tokens import BEFORE_TOKENS
-from strandline.cache.view import MAX_SNAPSHOTS_PER_RUN, TreeView, view
+from strandline.cache.view import MAX_SNAPSHOTS_PER_RUN, view
 from strandline.ids import RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import BEFORE_TOKENS, TokenBuffer
+from strandline.records.tree_view import TreeView
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt
 

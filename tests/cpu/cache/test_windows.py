@@ -10,12 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from strandline.cache import SnapshotKind, TokenBuffer
 from strandline.cache.evict_all import evict_all
 from strandline.cache.invariants import check
 from strandline.cache.placement import placement
 from strandline.cache.resume import BehindWindows, first_block_seen
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, RequestId
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import History, pattern
 from tests.cpu.cache.test_state_machine import (

@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache import Placement, PrefixCache, Reason, SnapshotKind
+from strandline.cache import Placement, PrefixCache
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.invariants import check
 from strandline.cache.placement import NoSnapshots
 from strandline.cache.reuse import ReuseHistory
-from strandline.cache.tokens import encode
 from strandline.cache.tree import Snapshot, num_continuations
+from strandline.records.account import Reason, SnapshotKind
+from strandline.records.tokens import encode
 from tests.cpu.cache.driver import Driver, published, reasons
 from tests.cpu.cache.test_lookup import prompt
 

@@ -10,9 +10,6 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from strandline.cache import Completion, LoadIn, SnapshotKind, StoreOut
-from strandline.cache.actions import StoredBlocks, StoredPath
-from strandline.cache.tokens import encode
 from strandline.device import disk_store
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.disk_store import DISK_STORE, DiskStore
@@ -20,6 +17,9 @@ from strandline.device.host_store import HOST_STORE, HostStore
 from strandline.device.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import Completion, LoadIn, StoredBlocks, StoredPath, StoreOut
+from strandline.records.tokens import encode
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 from strandline.transfer import disk_files
 from strandline.transfer.disk_directory import DiskDirectory

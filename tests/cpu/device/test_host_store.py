@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.cache import LoadIn, StoreOut
 from strandline.device import host_store
 from strandline.device.host_store import HostPages, PinnedStore, stretches
 from strandline.device.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import LoadIn, StoreOut
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 
 SPEC = ModelSpec(

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strandline.cache import LoadIn, StoreOut
 from strandline.device.host_store import HostStore
 from strandline.device.snapshot_encoding import AsIs, Encoding, slot_encoding
 from strandline.device.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import LoadIn, StoreOut
 from strandline.specs import SNAPSHOT_DTYPES, LayerSpec, ModelSpec, TensorSpec, kv_spec
 
 WINDOW = TensorSpec("window", (3, 7), "bfloat16")

@@ -5,11 +5,11 @@ from threading import Thread
 
 import pytest
 
-from strandline.cache import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
 from strandline.device.transfers import Completions, Transfers
 from strandline.errors import EngineError
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 
 SPEC = ModelSpec((LayerSpec(streams=(TensorSpec("key", (2,), "float32"),)),), 4, "float32")

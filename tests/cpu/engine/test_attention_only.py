@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.cache import Reason
-from strandline.cache.tokens import TokenBuffer, decode
+from strandline.records.account import Reason
+from strandline.records.tokens import TokenBuffer, decode
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.engine.test_speculation import SPECULATION, force, record

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline import LLM, SamplingParams, env
-from strandline.cache.tokens import decode
 from strandline.engine import loading
 from strandline.errors import ConfigError
 from strandline.kernels.weights import DenseWeight, can_halve, lay_out_in_half
+from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_deterministic import prompts_that_share
 from tests.cpu.engine.test_exactness import tokens

@@ -10,13 +10,13 @@ import pytest
 from torch import Tensor
 
 from strandline import LLM, SamplingParams
-from strandline.cache import TokenBuffer
 from strandline.device.sampler import LogprobTensors
 from strandline.device.sizing import require_determinism
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.binding import bind_kernels
 from strandline.kernels.operation import Workload
+from strandline.records.tokens import TokenBuffer
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens

@@ -10,10 +10,11 @@ from weakref import finalize
 import pytest
 
 from strandline import LLM
-from strandline.cache import LoadCosts, Reason
+from strandline.cache import LoadCosts
 from strandline.cache.evict_all import evict_all
 from strandline.cache.stats import LowerStats
 from strandline.errors import ConfigError, EngineError
+from strandline.records.account import Reason
 from strandline.specs import SNAPSHOT_DTYPES
 from strandline.transfer import disk_files
 from tests.cpu.engine.conftest import MakeLLM, llm_maker

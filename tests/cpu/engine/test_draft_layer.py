@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 import strandline
 from strandline import LLM, SamplingParams
-from strandline.cache import FoldLog
 from strandline.device import runner
 from strandline.device.batch import DeviceBatch, HostBatch
 from strandline.device.graphs import StepHidden
@@ -24,6 +23,7 @@ from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.kernels.batch import StepBatch
+from strandline.records.actions import FoldLog
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.tiny import save_tiny_model
 from tools import demo_network

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache.tokens import encode
 from strandline.engine.earlier_answers import EarlierAnswers
+from strandline.records.tokens import encode
 
 SALTS = ("", "a", "b")
 LAST = [1, 2, 3]

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from strandline import SamplingParams, StructuredOutputsParams
-from strandline.cache import CopyTokens
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.process_ranks import RankPlace
@@ -33,6 +32,7 @@ from strandline.engine.worker_link import Call, Start, WorkerLink
 from strandline.env import DEBUG_CACHE
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 from strandline.ids import BlockId
+from strandline.records.actions import CopyTokens
 from strandline.records.plan import StepPlan
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 from tests.cpu.engine.tiny import save_tiny_model

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.cache import Account, LoadCosts, Reason, TokenBuffer
+from strandline.cache import LoadCosts
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor
 from strandline.device.uni_executor import UniExecutor
@@ -30,7 +30,9 @@ from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
 from strandline.models.weights_files import fingerprint
+from strandline.records.account import Account, Reason
 from strandline.records.events import HandOverStats
+from strandline.records.tokens import TokenBuffer
 from strandline.records.transfer_params import TransferParams, read_transfer_params
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 from strandline.transfer.connection import Connection

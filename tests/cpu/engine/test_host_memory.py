@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.cache import Completion, LoadIn, Reason
 from strandline.cache.stats import CacheStats
 from strandline.device.executor import LaunchedStep
 from strandline.device.uni_executor import UniExecutor
 from strandline.errors import ConfigError
+from strandline.records.account import Reason
+from strandline.records.actions import Completion, LoadIn
 from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import Completion
 from strandline.engine.joined_completions import JoinedCompletions
 from strandline.ids import TransferId
+from strandline.records.actions import Completion
 
 
 def done(transfer: int, seconds: float = 0.0) -> Completion:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from strandline.cache.kept import NOTHING, Kept, KeptBlocks
-from strandline.cache.path_hashes import root_hash
-from strandline.cache.tokens import encode
 from strandline.device.executor import ExecutorFacts
 from strandline.device.lower_stores import DiskFacts, LowerFacts
 from strandline.engine.rank_facts import join_facts
 from strandline.errors import EngineError
+from strandline.records.kept import NOTHING, Kept, KeptBlocks
+from strandline.records.path_hashes import root_hash
+from strandline.records.tokens import encode
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 
 SPEC = ModelSpec((LayerSpec(streams=(TensorSpec("key", (2,), "float32"),)),), 4, "float32")

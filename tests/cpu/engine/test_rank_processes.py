@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.cache import CopyTokens, Reason
 from strandline.engine import worker_link, workers
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
@@ -25,6 +24,8 @@ from strandline.errors import EngineError, RequestError
 from strandline.events.resumable import PromptHashes
 from strandline.events.subscriber import Subscriber
 from strandline.ids import BlockId
+from strandline.records.account import Reason
+from strandline.records.actions import CopyTokens
 from strandline.records.outputs import RequestOutput
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from strandline import LLM
-from strandline.cache import Completion, LoadCosts, LoadIn, Reason
+from strandline.cache import LoadCosts
 from strandline.device.host_store import HOST_STORE
 from strandline.device.transfers import Store, Transfers
 from strandline.errors import ConfigError
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.account import Reason
+from strandline.records.actions import Completion, LoadIn
 from tests.cpu.engine.test_disk_cache import close, disk_of
 from tests.cpu.engine.test_disk_cache import serve as serve_and_settle
 from tests.cpu.engine.test_exactness import GREEDY, answers

@@ -9,18 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import (
-    CancelTransfer,
-    Completion,
-    LoadIn,
-    MoveBlock,
-    Offer,
-    OfferedSnapshot,
-    PrefixCache,
-    Reason,
-    SnapshotKind,
-    placement,
-)
+from strandline.cache import PrefixCache, placement
 from strandline.cache.invariants import check
 from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
@@ -28,7 +17,10 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.waiting import MAX_OVERTAKEN
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId, TransferId
+from strandline.records.account import Reason, SnapshotKind
+from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock
 from strandline.records.events import FinishReason
+from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.cache.tokens import decode
 from strandline.ids import SlotId
+from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.tiny import VOCAB_SIZE
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache import TokenBuffer
-from strandline.cache.tokens import decode, encode
 from strandline.engine.suffix_index import BULK_TOKENS, MAX_OCCURRENCES, MIN_MATCH_TOKENS, Match, SuffixIndex
+from strandline.records.tokens import TokenBuffer, decode, encode
 
 PIECE = st.builds(
     lambda seed, length: random.Random(seed).choices(range(4), k=length),

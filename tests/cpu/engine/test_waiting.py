@@ -6,14 +6,16 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from strandline.cache import Account, Lead, Lease, TokenBuffer
+from strandline.cache import Lead, Lease
 from strandline.cache.tree import Run
 from strandline.engine import waiting
 from strandline.engine.request import Request
 from strandline.engine.waiting import WaitingQueue
 from strandline.ids import RequestId
+from strandline.records.account import Account
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
+from strandline.records.tokens import TokenBuffer
 
 MAX_OVERTAKEN = 2
 MAX_RECHECKS = 2

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from strandline.cache import PrefixCache
-from strandline.cache.events import CacheEvent
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.wire import EventBatch, decode_batch, encode_batch
+from strandline.records.cache_events import CacheEvent
 
 
 class Reader:

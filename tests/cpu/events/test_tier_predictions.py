@@ -7,14 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from strandline.cache import TokenBuffer
-from strandline.cache.events import BlocksRemoved, BlocksStored, Cleared, SnapshotRemoved, SnapshotStored
 from strandline.cache.evict_all import evict_all as evict_unused
-from strandline.cache.path_hashes import num_blocks_before
 from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, BehindWindows, ResumeRule
-from strandline.cache.tokens import TOKEN_BYTES, encode
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.cache_events import BlocksRemoved, BlocksStored, Cleared, SnapshotRemoved, SnapshotStored
+from strandline.records.path_hashes import num_blocks_before
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, encode
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import SALTS, History, pattern
 from tests.cpu.cache.test_spills import end_spills, restarted, spilled

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from strandline.cache import SnapshotKind
 from strandline.cache.placement import EveryBoundary
-from strandline.cache.tokens import encode
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.wire import decode_batch, encode_batch
+from strandline.records.account import SnapshotKind
+from strandline.records.tokens import encode
 from tests.cpu.cache.driver import Driver
 from tests.cpu.events.reader import Reader
 

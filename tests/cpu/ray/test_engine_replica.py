@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from strandline.cache.tokens import encode
 from strandline.config import EngineConfig
 from strandline.ids import RequestId
 from strandline.ray.calls import Run
@@ -17,6 +16,7 @@ from strandline.records.events import StepEvents, Submission, TokenEvent
 from strandline.records.messages import ENCODER, Submit
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
+from strandline.records.tokens import encode
 from tests.cpu.engine.tiny import save_tiny_model
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from strandline.cache.events import CacheEvent
 from strandline.cache.evict_all import evict_all
 from strandline.events.resumable import PromptHashes
 from strandline.events.wire import WireEvent, decode_batch, encode_batch
+from strandline.records.cache_events import CacheEvent
 from strandline.routing.router import Router
 from tests.cpu.cache.driver import Driver
 

@@ -9,10 +9,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from strandline.cache.view import TreeView
 from strandline.errors import ConfigError
 from strandline.records.cache_questions import CacheState, RecentHits
 from strandline.records.events import CoreStats
+from strandline.records.tree_view import TreeView
 from strandline.server.cache_page import add_cache_page
 from strandline.server.config import ServerConfig
 from strandline.server.host_check import HostCheck

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.cache.account import Reason
+from strandline.records.account import Reason
 from strandline.records.events import CoreStats, HandOverStats, KernelFallback, SpeculationStats
 from strandline.server.metrics import RECOMPUTED, Metrics
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server

@@ -2,7 +2,7 @@
 
 import pytest
 
-from strandline.cache.tokens import BEFORE_TOKENS, encode, excerpt
+from strandline.records.tokens import BEFORE_TOKENS, encode, excerpt
 from strandline.text.cache_report import excerpt_text
 from tests.cpu.engine.tokenizers import byte_tokenizer
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from strandline.cache import SnapshotKind
-from strandline.cache.actions import StoredBlocks, StoredPath
-from strandline.cache.path_hashes import block_hashes, root_hash
-from strandline.cache.tokens import encode
 from strandline.errors import ConfigError
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import StoredBlocks, StoredPath
+from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.tokens import encode
 from strandline.transfer import disk_files
 from strandline.transfer.disk_directory import DiskDirectory, Found
 from strandline.transfer.disk_files import (

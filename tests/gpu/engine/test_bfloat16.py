@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.cache.tokens import decode
 from strandline.ids import SlotId
+from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import tokens
 from tests.cpu.engine.test_state_oracle import contents

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from strandline.cache import LoadIn, StoreOut
 from strandline.device.host_store import HostStore, PinnedStore
 from strandline.device.snapshot_encoding import slot_encoding
 from strandline.device.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
+from strandline.records.actions import LoadIn, StoreOut
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats

@@ -23,9 +23,9 @@ from strandline.bench.serving.prompt_vocabulary import load_vocabulary
 from strandline.bench.serving.report import write_report
 from strandline.bench.serving.result import record, save, table, warnings
 from strandline.bench.serving.session import Session
-from strandline.cache.tokens import TOKEN_BYTES
 from strandline.env import read_client_key
 from strandline.errors import ConfigError
+from strandline.records.tokens import TOKEN_BYTES
 
 INTERRUPTED: Final = 130
 DEFAULT_WARM_UP_TOKENS: Final = 64

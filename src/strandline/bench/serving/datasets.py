@@ -11,8 +11,8 @@ from strandline.bench.serving.maker import Maker
 from strandline.bench.serving.session import Ask, Asks, Session, single
 from strandline.bench.serving.turns import recorded_conversations, synthetic_conversations
 from strandline.bench.traces import Lane, read_trace
-from strandline.cache.tokens import TOKEN_BYTES
 from strandline.errors import ConfigError
+from strandline.records.tokens import TOKEN_BYTES
 
 MIN_SHAREGPT_TOKENS: Final = 4
 MAX_SHAREGPT_PROMPT_TOKENS: Final = 1024

@@ -13,7 +13,7 @@ from strandline.bench.serving.load_client import ServerUnderLoad
 from strandline.bench.serving.options import Pace
 from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Answer, Ask, Session
-from strandline.cache.tokens import encode
+from strandline.records.tokens import encode
 
 
 @dataclass(slots=True)

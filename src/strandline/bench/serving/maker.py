@@ -4,8 +4,8 @@ from argparse import Namespace
 
 from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Ask, Prompt
-from strandline.cache.tokens import encode
 from strandline.errors import ConfigError
+from strandline.records.tokens import encode
 
 
 class Maker:

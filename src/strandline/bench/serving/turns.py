@@ -7,8 +7,8 @@ from typing import Any
 
 from strandline.bench.serving.maker import Maker
 from strandline.bench.serving.session import Answer, Ask, Asks, Session
-from strandline.cache.tokens import encode
 from strandline.errors import ConfigError
+from strandline.records.tokens import encode
 
 RETURN_TOKEN_IDS = {"return_token_ids": True}
 """vLLM's field: then the next turn holds exactly what was generated. Servers that do not know it ignore it."""

@@ -13,8 +13,8 @@ from functools import lru_cache
 from hashlib import sha256, shake_256
 from typing import Final
 
-from strandline.cache.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 ROOT_PREFIX: Final = b"strandline\0"
 BLOCK_PREFIX: Final = b"\0"

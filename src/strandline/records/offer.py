@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.cache.account import SnapshotKind
+from strandline.records.account import SnapshotKind
 
 
 class OfferedSnapshot(NamedTuple):

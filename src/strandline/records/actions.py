@@ -7,8 +7,8 @@ one ``Completion`` when it has ended, in any order, and no step waits for it.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.cache.account import SnapshotKind
 from strandline.ids import BlockId, LogId, SlotId, TransferId
+from strandline.records.account import SnapshotKind
 
 
 @dataclass(frozen=True, slots=True)

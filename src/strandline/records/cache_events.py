@@ -1,6 +1,6 @@
 """Changes of the cache that routers follow: which prefixes became resumable, and which ceased to be. Frozen records.
 
-What rests below the device is resumable, too. The hashes are those of ``strandline.cache.path_hashes``. Tokens are
+What rests below the device is resumable, too. The hashes are those of ``strandline.records.path_hashes``. Tokens are
 encoded; those of salted prompts are masked.
 """
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.tokens import TokenBuffer, common_tokens, decode, encode
+from strandline.records.tokens import TokenBuffer, common_tokens, decode, encode
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 3), max_size=40)
 SMALL = st.lists(st.integers(0, 1), max_size=12)

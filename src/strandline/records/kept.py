@@ -6,7 +6,7 @@ of a salt.
 
 from typing import Final, NamedTuple
 
-from strandline.cache.account import SnapshotKind
+from strandline.records.account import SnapshotKind
 
 
 class KeptBlocks(NamedTuple):
