@@ -28,6 +28,8 @@ MIN_MODEL_LEN: Final = 2
 """A token of a prompt, and one of output."""
 DISK_CACHE_SIZE: Final = "100GiB"
 """The size of a disk cache that is given none."""
+BUFFER_SLABS: Final = 32
+"""The size of host memory before a disk cache, where none is configured, in slabs."""
 REMEMBERED_ANSWERS: Final = "64MiB"
 """The memory for the tokens of answers, unless another is given."""
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -27,7 +27,7 @@ ROOMS = {
     "events": frozenset({"vocabulary", "records"}),
     "routing": frozenset({"vocabulary", "records", "events"}),
     "text": frozenset({"vocabulary", "records"}),
-    "device": frozenset({"vocabulary", "cache", "kernels", "models", "transfer", "records"}),
+    "device": frozenset({"vocabulary", "kernels", "models", "transfer", "records"}),
     "engine": frozenset(
         {"vocabulary", "cache", "kernels", "models", "transfer", "events", "records", "text", "device"}
     ),

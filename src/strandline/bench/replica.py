@@ -13,7 +13,8 @@ from strandline.bench.policies import make_cache, policy
 from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStores
 from strandline.bench.traces import Call
 from strandline.cache import LoadCosts, LowerMemory, resume_rule
-from strandline.cache.spills import BUFFER_SLABS, spare_blocks
+from strandline.cache.spills import spare_blocks
+from strandline.config import BUFFER_SLABS
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.errors import EngineError

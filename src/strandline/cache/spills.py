@@ -25,8 +25,6 @@ SPARE_SHARE: Final = 16
 SPARE_SLABS: Final = 6
 """The least that is kept free, in slabs, up to half of a small memory: one prompt evicts several snapshots between two
 steps, and what finds no room is dropped."""
-BUFFER_SLABS: Final = 32
-"""Host memory through which everything goes to the persistent tier, where none is configured, in slabs."""
 MAX_SPILLS: Final = 32
 """Most spills at once."""
 MAX_TOGETHER: Final = 8

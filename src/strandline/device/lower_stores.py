@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from strandline.cache.spills import BUFFER_SLABS, spare_blocks
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import DISK_CACHE_SIZE, EngineConfig, blocks_below
+from strandline.config import BUFFER_SLABS, DISK_CACHE_SIZE, EngineConfig, blocks_below
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.disk_store import DISK_STORE, DiskStore
 from strandline.device.dtypes import machine_bytes
@@ -47,8 +46,8 @@ class LowerFacts:
 
     num_host_blocks: int = 0
     """Size of the host memory, in blocks; 0: there is none."""
-    num_spare_blocks: int = 0
-    """Blocks of it to keep free."""
+    is_buffer: bool = False
+    """Whether none is configured: it only passes data on to the disk."""
     disk: DiskFacts | None = None
 
 
@@ -108,8 +107,7 @@ def attach_stores(
         [found.kept],
         SYSTEM_CLOCK() - start_s,
     )
-    num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab)
-    return LowerFacts(num_blocks, num_blocks if config.host_memory is None else num_spare_blocks, disk), store
+    return LowerFacts(num_blocks, config.host_memory is None, disk), store
 
 
 def _require_host_memory(num_bytes: int, num_ranks: int) -> None:

@@ -1,6 +1,7 @@
 """The tiers below the device in the core: their memory for the cache, and their contents for reports."""
 
 from strandline.cache import LoadCosts, LowerMemory
+from strandline.cache.spills import spare_blocks
 from strandline.cache.stats import CacheStats
 from strandline.device.disk_store import DISK_STORE
 from strandline.device.executor import ExecutorFacts
@@ -15,9 +16,10 @@ def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemor
     if not lower.num_host_blocks:
         return []
     block_bytes, slot_blocks = spec.block_bytes, spec.resting_slot_blocks(snapshot_dtype)
-    memories = [
-        LowerMemory(HOST_STORE, lower.num_host_blocks, block_bytes, slot_blocks, LoadCosts(), lower.num_spare_blocks)
-    ]
+    num_host, num_spare = lower.num_host_blocks, 0
+    if lower.disk is not None:
+        num_spare = num_host if lower.is_buffer else spare_blocks(num_host, spec.blocks_per_slab)
+    memories = [LowerMemory(HOST_STORE, num_host, block_bytes, slot_blocks, LoadCosts(), num_spare)]
     if (disk := lower.disk) is not None:
         kept = disk.kept.pop() if disk.kept else NOTHING
         memories.append(
@@ -52,8 +54,7 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats)
     if not lower.num_host_blocks:
         return []
     size = f"{lower.num_host_blocks * spec.block_bytes / 2**20:,.0f} MiB{on_each_rank(facts)}"
-    is_buffer = lower.num_spare_blocks == lower.num_host_blocks
-    line = f"host memory: {size} " + ("as a buffer before the disk" if is_buffer else "for what the cache evicts")
+    line = f"host memory: {size} " + ("as a buffer before the disk" if lower.is_buffer else "for what the cache evicts")
     if spec.at_rest(snapshot_dtype) != spec:
         num_blocks = spec.resting_slot_blocks(snapshot_dtype)
         line += f"; there a snapshot takes the room of {num_blocks} blocks, its states in {snapshot_dtype}: not exact"

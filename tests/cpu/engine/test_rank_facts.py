@@ -19,7 +19,7 @@ FACTS = ExecutorFacts(SPEC, 100, 512, "cpu", 20, 0, needs_warm_up=False, fallbac
 
 def with_disk(rank: int, kept: Kept, *, num_blocks: int = 8) -> ExecutorFacts:
     disk = DiskFacts(f"/cache/{rank}", num_blocks, bytes([rank]), [kept], scan_s=float(rank))
-    return replace(FACTS, lower=LowerFacts(4, 4, disk))
+    return replace(FACTS, lower=LowerFacts(4, disk=disk))
 
 
 def test_each_phase_took_as_long_as_on_the_slowest_rank() -> None:
