@@ -19,12 +19,13 @@ from torch import Tensor
 from strandline.kernels import block_scaled_moe_triton, moe_triton
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.block_scaled_moe_few_triton import mixture_few
-from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few
 from strandline.kernels.moe_list_triton import list_choices
+from strandline.kernels.quantized_rows import GROUP
+from strandline.kernels.quantizing_triton import quantize_rows
 from strandline.kernels.router_triton import route
-from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
+from strandline.kernels.weights import DenseWeight, ScaledWeight
 
 TOKENS = (1, 3, 16, 64, 256, 8192)
 FLOPS = 1.4e15

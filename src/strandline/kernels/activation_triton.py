@@ -21,6 +21,14 @@ WARPS = 4
 
 
 @triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """Round as the reference: both products, the gate's silu, and the result."""
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.activation_triton import silu_times
 from strandline.kernels.block_scaled_tile_triton import (
     PIECE,
     add_pieces,
@@ -21,13 +22,12 @@ from strandline.kernels.block_scaled_tile_triton import (
     quantize_pieces,
 )
 from strandline.kernels.expert_tiles import Few
-from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import QuantizedRows, Rows
+from strandline.kernels.quantized_rows import GROUP, QuantizedRows, Rows
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import choice_options, choose, choose_nth
 from strandline.kernels.sizes import cdiv, next_power_of_2
-from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
+from strandline.kernels.weights import DenseWeight, ScaledWeight
 
 
 @triton.jit

@@ -18,29 +18,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.activation_triton import silu_times, swiglu
 from strandline.kernels.block_scaled_moe_few_triton import mixture_few
-from strandline.kernels.block_scaled_tile_triton import (
-    MIN_ROWS_HOPPER,
-    TRITON_DTYPES,
-    multiply_tile,
-    quantize_groups,
-    quantized,
-    swiglu_quantized,
-)
+from strandline.kernels.block_scaled_tile_triton import MIN_ROWS_HOPPER, TRITON_DTYPES, multiply_tile
 from strandline.kernels.block_scaled_triton import block_scaled_linear, block_scaled_linear_invariant
 from strandline.kernels.expert_choices import ExpertChoices, Summand
 from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few, choose_by_load
-from strandline.kernels.linear_triton import linear, silu_times
+from strandline.kernels.linear_triton import linear
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows
+from strandline.kernels.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows
+from strandline.kernels.quantizing_triton import quantize_groups, quantized, swiglu_quantized
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import route
 from strandline.kernels.sizes import cdiv
-from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
+from strandline.kernels.weights import DenseWeight, ScaledWeight
 
 FEW = (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4))
 """For one token, and for more (benchmarks/kernels/block_scaled_moe.py). A program of one warp needs no barrier. Of the

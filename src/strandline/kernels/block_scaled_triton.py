@@ -23,22 +23,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.activation_triton import silu_times, swiglu
 from strandline.kernels.block_scaled_tile_triton import (
     MIN_ROWS_HOPPER,
     PIECE,
     load_pieces,
     multiply_tile,
     piece_columns,
-    quantized,
-    swiglu_quantized,
 )
-from strandline.kernels.linear_triton import add_spans, silu_times
+from strandline.kernels.linear_triton import add_spans
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import QuantizedRows, Rows, flat_rows, new_output, shaped
+from strandline.kernels.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, new_output, shaped
+from strandline.kernels.quantizing_triton import quantized, swiglu_quantized
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
-from strandline.kernels.weights import GROUP, ScaledWeight
+from strandline.kernels.weights import ScaledWeight
 
 MAX_ROWS_GEMV = 4
 

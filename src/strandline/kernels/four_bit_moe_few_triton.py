@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.activation_triton import silu_times
 from strandline.kernels.expert_tiles import Few
 from strandline.kernels.four_bit_tile_triton import (
     BLOCK_INPUTS,
@@ -22,7 +23,6 @@ from strandline.kernels.four_bit_tile_triton import (
     plane_columns,
     scaled_sums,
 )
-from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import choice_options, choose, choose_nth

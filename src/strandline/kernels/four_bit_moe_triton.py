@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.activation_triton import silu_times, swiglu
 from strandline.kernels.expert_choices import ExpertChoices, Summand
 from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile
@@ -22,7 +22,7 @@ from strandline.kernels.four_bit_launches import FEW, choose_expert_tiles, choos
 from strandline.kernels.four_bit_moe_few_triton import mixture_few
 from strandline.kernels.four_bit_tile_triton import BLOCK_INPUTS, multiply_tile
 from strandline.kernels.four_bit_triton import four_bit_linear, four_bit_linear_invariant
-from strandline.kernels.linear_triton import linear, silu_times
+from strandline.kernels.linear_triton import linear
 from strandline.kernels.matmul_triton import linear_invariant
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous

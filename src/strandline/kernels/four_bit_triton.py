@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels import linear_triton
-from strandline.kernels.activation_triton import swiglu
+from strandline.kernels.activation_triton import silu_times, swiglu
 from strandline.kernels.four_bit_launches import (
     SCRATCH_CODES,
     Gemv,
@@ -44,7 +44,7 @@ from strandline.kernels.four_bit_tile_triton import (
     multiply_tile,
     unpack_plane,
 )
-from strandline.kernels.linear_triton import add_spans, multiply_rows, silu_times
+from strandline.kernels.linear_triton import add_spans, multiply_rows
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.quantized_rows import flat_rows, new_output, shaped
 from strandline.kernels.sizes import cdiv, next_power_of_2

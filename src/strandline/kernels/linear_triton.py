@@ -83,14 +83,6 @@ BLOCK_SPANS = 256
 
 
 @triton.jit
-def silu_times(gate, up, dtype: tl.constexpr):
-    """Round as the reference: both products, the gate's silu, and the result."""
-    gate = gate.to(dtype).to(tl.float32)
-    silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
-
-
-@triton.jit
 def _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN: tl.constexpr):
     """Load ``[1, N, K]``, bytes that are read once and need not stay in the cache."""
     ptr_1NK = weight_ptr + (row_N * K)[None, :, None] + (start + col_K)[None, None, :]

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.activation_triton import squared_relu
+from strandline.kernels.activation_triton import silu_times, squared_relu
 from strandline.kernels.expert_tiles import Few
-from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.router import Routing
 from strandline.kernels.router_triton import choice_options, choose, choose_nth

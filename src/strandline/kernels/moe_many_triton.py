@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.activation_triton import squared_relu
+from strandline.kernels.activation_triton import silu_times, squared_relu
 from strandline.kernels.expert_choices import ExpertChoices
 from strandline.kernels.expert_choices_triton import add_choices
-from strandline.kernels.linear_triton import silu_times
 from strandline.kernels.moe_list_triton import list_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv

@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.block_scaled_tile_triton import quantize_groups, quantize_rows, unfilled
 from strandline.kernels.expert_choices import ExpertChoices, Summand
 from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.quantized_rows import QuantizedRows
+from strandline.kernels.quantized_rows import GROUP, QuantizedRows
+from strandline.kernels.quantizing_triton import quantize_groups, quantize_rows, unfilled
 from strandline.kernels.sizes import cdiv, next_power_of_2
-from strandline.kernels.weights import GROUP
 
 ROW_ELEMENTS = 1024
 """A program takes as many short rows (heads of 128) as make up this many elements: 16 bytes per thread."""

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, O features of all heads side by side, G key/value head
 P tokens in a block, F rotated pairs per head.
 """
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from strandline.ids import NULL_BLOCK
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.norm import rms_norm_heads, rms_norm_heads_zero_centered
 from strandline.kernels.operation import KEYS_AND_VALUES, numba, operation, triton
+from strandline.kernels.quantized_rows import MAX_E4M3
 from strandline.kernels.rotary import apply_rotary
-
-MAX_E4M3: Final = 448.0
-"""The largest e4m3 number: larger keys and values are stored as this, not as NaN."""
 
 
 class HeadNorm(NamedTuple):

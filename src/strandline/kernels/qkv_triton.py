@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels import qkv
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.qkv import HeadNorm
@@ -34,7 +33,7 @@ MANY_TOKENS_LAUNCH = (4, 1)
 take 81 µs on an H200, where 8 heads and 4 warps take 94."""
 
 
-MAX_E4M3 = tl.constexpr(qkv.MAX_E4M3)
+MAX_E4M3 = tl.constexpr(quantized_rows.MAX_E4M3)
 
 NO_NORM, PLAIN_NORM, ZERO_CENTERED_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

@@ -15,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.qkv import MAX_E4M3
-from strandline.kernels.weights import GROUP
+GROUP: Final = 128
+"""Inputs that share a scale in FP8; of published weights also the outputs of a block."""
+
+MAX_E4M3: Final = 448.0
+"""The largest e4m3 number."""
 
 MIN_SCALE: Final = torch.finfo(torch.float32).tiny
 """The scale of a group of zeros."""

@@ -55,13 +55,13 @@ def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: flo
     return quantize(rms_norm_gated.reference(x, gate, weight_D, eps).flatten(1))
 
 
-@operation(triton("block_scaled_tile_triton"))
+@operation(triton("quantizing_triton"))
 def swiglu_quantized(gate_up: Tensor) -> QuantizedRows:
     """As ``swiglu`` of rows."""
     return quantize(swiglu.reference(gate_up))
 
 
-@operation(triton("block_scaled_tile_triton"))
+@operation(triton("quantizing_triton"))
 def sigmoid_gate_quantized(x_TO: Tensor, gate_TO: Tensor) -> QuantizedRows:
     """As ``sigmoid_gate``."""
     return quantize(sigmoid_gate.reference(x_TO, gate_TO))

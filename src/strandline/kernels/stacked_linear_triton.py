@@ -12,9 +12,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from strandline.kernels import block_scaled_triton, four_bit_triton, linear_triton, matmul_triton
-from strandline.kernels.block_scaled_tile_triton import quantized
 from strandline.kernels.block_scaled_triton import MAX_ROWS_SPLIT, Beside, multiply_beside
 from strandline.kernels.quantized_rows import Rows, flat_rows, new_output, plain_rows, shaped
+from strandline.kernels.quantizing_triton import quantized
 from strandline.kernels.weights import DenseWeight, FourBitWeight, ScaledWeight, StackedWeight
 
 

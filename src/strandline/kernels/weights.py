@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP: Final = 128
-"""Inputs that share a scale in FP8; of published weights also the outputs of a block."""
+from strandline.kernels.quantized_rows import GROUP
 
 BLOCK_INPUTS: Final = 128
 """Inputs whose codes in 4 bits lie in the same 64 bytes."""

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.quantized_rows import MIN_SCALE
-from strandline.kernels.weights import GROUP, ScaledWeight
+from strandline.kernels.quantized_rows import GROUP, MIN_SCALE
+from strandline.kernels.weights import ScaledWeight
 from strandline.models.kept_rows import (
     Kept,
     Matrices,

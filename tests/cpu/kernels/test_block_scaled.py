@@ -8,8 +8,8 @@ from strandline.kernels.binding import bind_kernels
 from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from strandline.kernels.linear import bind_gated_linear, bind_linear, stacked_linear
 from strandline.kernels.operation import Workload
-from strandline.kernels.quantized_rows import quantize_groups
-from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.quantized_rows import GROUP, quantize_groups
+from strandline.kernels.weights import DenseWeight, ScaledWeight, StackedWeight
 from tests.cpu.models import fp8
 
 SIZES = [(1, 128, 128), (3, 40, 1), (5, 300, 130), (2, 129, 257), (17, 256, 96)]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from strandline.kernels.block_scaled_moe import block_scaled_experts_glu, block_scaled_mixture
 from strandline.kernels.expert_choices import Summand, added_up
-from strandline.kernels.quantized_rows import quantize_groups
+from strandline.kernels.quantized_rows import GROUP, quantize_groups
 from strandline.kernels.router import Routing, route
-from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight
+from strandline.kernels.weights import DenseWeight, ScaledWeight
 from tests.cpu.kernels.test_block_scaled import exact, scaled_weight
 from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory

@@ -10,8 +10,8 @@ from torch import Tensor
 from strandline.kernels import block_scaled
 from strandline.kernels.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from strandline.kernels.linear import stacked_linear
-from strandline.kernels.quantized_rows import QuantizedRows, quantize
-from strandline.kernels.weights import GROUP, DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.quantized_rows import GROUP, QuantizedRows, quantize
+from strandline.kernels.weights import DenseWeight, ScaledWeight, StackedWeight
 from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, error, make_x, scaled_weight
 from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
@@ -24,8 +24,8 @@ from strandline.kernels import (
     block_scaled_triton,
     stacked_linear_triton,
 )
-from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import MAX_ROWS_GEMV, Gemv, Tile
+from strandline.kernels.quantizing_triton import quantize_rows
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from strandline.kernels.weights import GROUP
+from strandline.kernels.quantized_rows import GROUP
 from strandline.models import four_bit_storage, fp8_storage, quantization
 from strandline.models.weights import load_model
 from strandline.models.weights_files import WeightsFile

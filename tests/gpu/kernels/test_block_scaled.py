@@ -5,11 +5,11 @@ import torch
 
 from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels import block_scaled_moe_triton, block_scaled_triton
-from strandline.kernels.block_scaled_tile_triton import quantize_rows
 from strandline.kernels.block_scaled_triton import Gemv, Tile, can_multiply_in_torch
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.expert_tiles import ExpertTile
-from strandline.kernels.weights import GROUP
+from strandline.kernels.quantized_rows import GROUP
+from strandline.kernels.quantizing_triton import quantize_rows
 from tests.cpu.kernels import test_block_scaled_moe as moe
 from tests.cpu.kernels.test_block_scaled import ROWS_PER_SCALE, SIZES, error, exact, make_x, scaled_weight
 from tests.cpu.kernels.test_block_scaled_triton import (
