@@ -9,9 +9,9 @@ the median of as many calls is taken. Each way is first compared with the sum. T
 stays off, as in the engine, unless the environment says otherwise.
 
 A message consists of rows of the hidden size. The engine sums few rows in a kernel of its own on GPUs
-(``strandline/kernels/rank_sums_triton.py``), with the residual addition and the norm if one follows, and many rows
-in another (``strandline/kernels/many_row_sums_triton.py``), which does the same. "NCCL" and "gloo" are the backend's
-sum alone, or followed by the engine's kernel for the addition and the norm.
+(``kernels/collectives/rank_sums_triton.py``), with the residual addition and the norm if one follows, and many rows in
+another (``kernels/collectives/many_row_sums_triton.py``), which does the same. "NCCL" and "gloo" are the backend's sum
+alone, or followed by the engine's kernel for the addition and the norm.
 
 "Choices" are what experts made of rows, ``TOP_K`` of each, which the ranks hold in equal parts: added up by a kernel
 before the engine's sum and norm, or by that one.
@@ -38,10 +38,10 @@ from torch import Tensor
 from strandline.config import parse_bytes
 from strandline.device.process_ranks import ProcessRanks, RankPlace
 from strandline.kernels.binding import bind_kernels
+from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up
-from strandline.kernels.norm import add_rms_norm
 from strandline.kernels.operation import Workload
-from strandline.kernels.rank_sums import bind_sum_add_norm
+from strandline.kernels.rowwise.norm import add_rms_norm
 
 EPS: Final = 1e-6
 REPEATS: Final = 20

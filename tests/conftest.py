@@ -94,8 +94,9 @@ def compile_kernels() -> None:
     # Any process may have compiled some kernels already, or is about to: what lies there does not say that all do.
     if directory is None or (directory / "complete").exists():
         return
-    files = sorted(Path(runtime_numba.__file__).parent.glob("*_numba.py"))
-    modules = [f"strandline.kernels.{path.stem}" for path in files]
+    package = Path(runtime_numba.__file__).parent
+    paths = sorted(path.relative_to(package).with_suffix("") for path in package.rglob("*_numba.py"))
+    modules = [".".join(("strandline.kernels", *path.parts)) for path in paths]
     programs = [f"import {', '.join(share)}" for share in (modules[::2], modules[1::2])]
     processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     codes = [process.wait() for process in processes]

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.router import Routing
-from strandline.kernels.router_triton import choice_options, choose_nth
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.experts.router_triton import choice_options, choose_nth
 
 
 @triton.jit

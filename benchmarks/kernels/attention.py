@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import attention, attention_prefix_triton, attention_splits, attention_triton
-from strandline.kernels.attention_triton import Tile
+from strandline.kernels.attention import attention, attention_prefix_triton, attention_splits, attention_triton
+from strandline.kernels.attention.attention_triton import Tile
 from strandline.kernels.batch import AttentionBatch, KVMemory
 
 BYTES_PER_S, FLOPS = 4.3e12, 700e12

@@ -19,14 +19,14 @@ import torch
 from linear import BYTES_PER_S, time_us
 from torch import Tensor
 
-from strandline.kernels import block_scaled_triton, linear_triton, stacked_linear_triton
-from strandline.kernels.block_scaled import block_scaled_linear
-from strandline.kernels.block_scaled_triton import Beside, Gemv, Tile
-from strandline.kernels.norm_triton import rms_norm_zero_centered_quantized
-from strandline.kernels.quantized_rows import GROUP
-from strandline.kernels.quantizing_triton import quantize_rows
-from strandline.kernels.weights import DenseWeight, ScaledWeight, StackedWeight
-from strandline.models.fp8_conversion import quantize_blocks
+from strandline.kernels.gemm import block_scaled_triton, linear_triton, stacked_linear_triton
+from strandline.kernels.gemm.block_scaled import block_scaled_linear
+from strandline.kernels.gemm.block_scaled_triton import Beside, Gemv, Tile
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.rowwise.norm_triton import rms_norm_zero_centered_quantized
+from strandline.kernels.rowwise.quantized_rows import GROUP
+from strandline.kernels.rowwise.quantizing_triton import quantize_rows
+from strandline.models.storage.fp8_conversion import quantize_blocks
 
 FLOPS = 1.4e15
 

@@ -16,16 +16,16 @@ import torch
 from moe import BYTES_PER_S, EXPERTS, HIDDEN, ROUTING, SIZE, TOP_K, time_us
 from torch import Tensor
 
-from strandline.kernels import block_scaled_moe_triton, moe_triton
-from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
-from strandline.kernels.block_scaled_moe_few_triton import mixture_few
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few
-from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.quantized_rows import GROUP
-from strandline.kernels.quantizing_triton import quantize_rows
-from strandline.kernels.router_triton import route
-from strandline.kernels.weights import DenseWeight, ScaledWeight
+from strandline.kernels.experts import block_scaled_moe_triton, moe_triton
+from strandline.kernels.experts.block_scaled_moe import block_scaled_experts_glu
+from strandline.kernels.experts.block_scaled_moe_few_triton import mixture_few
+from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, ExpertTile, Few
+from strandline.kernels.experts.moe_list_triton import list_choices
+from strandline.kernels.experts.router_triton import route
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
+from strandline.kernels.rowwise.quantized_rows import GROUP
+from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
 TOKENS = (1, 3, 16, 64, 256, 8192)
 FLOPS = 1.4e15

@@ -14,9 +14,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from strandline.kernels import conv1d, conv1d_triton
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.operation import Operation
+from strandline.kernels.recurrences import conv1d, conv1d_triton
 
 CHANNELS, TAPS, ROW = 8192, 4, 12_352
 BYTES_PER_S = 4.28e12

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from linear import time_us
 
-from strandline.kernels import conv1d, conv1d_replay_triton
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import Chunks, ChunkTable
-from strandline.kernels.replay_triton import insert_logged
+from strandline.kernels.recurrences import conv1d, conv1d_replay_triton
+from strandline.kernels.recurrences.replay_triton import insert_logged
 
 SIZES, TAPS, ROW = (8192, 32, 32), 4, 12_352
 LAYERS, DRAFTS = 30, 2

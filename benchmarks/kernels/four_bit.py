@@ -3,7 +3,7 @@
 Run: ``PYTHONPATH=src:benchmarks/kernels python3 benchmarks/kernels/four_bit.py [--sweep] [--experts] [--rows 1 16]``.
 Beside ours: our product in bfloat16 and, for rows from 64 on, the weight dequantised and multiplied by torch. With
 ``--experts``, the mixture of 35B-A3B instead, its experts in bfloat16 and in 4 bits; rows are tokens. ``--sweep`` tries
-the launch variants; the line ``BEST`` names the fastest, to be put into ``kernels/four_bit_launches.py``. Compiling
+the launch variants; the line ``BEST`` names the fastest, to be put into ``four_bit_launches.py``. Compiling
 them takes most of the time: with ``--compile``, several processes, each with some ``--shapes``, do that before.
 
 Times are medians of graph replays; weights take turns. The floor is the bytes of codes and scales over 4.3 TB/s on an
@@ -20,16 +20,17 @@ import torch
 from linear import time_us
 from torch import Tensor
 
-from strandline.kernels import four_bit_launches as launches
-from strandline.kernels import four_bit_moe_triton, four_bit_triton, linear_triton, moe_triton
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.expert_tiles import ExpertTile, Few
-from strandline.kernels.four_bit_launches import Gemv, Tile
-from strandline.kernels.four_bit_moe_few_triton import mixture_few
-from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.router import Routing
-from strandline.kernels.router_triton import route
-from strandline.kernels.weights import DenseWeight, FourBitWeight
+from strandline.kernels.experts import four_bit_moe_triton, moe_triton
+from strandline.kernels.experts.expert_tiles import ExpertTile, Few
+from strandline.kernels.experts.four_bit_moe_few_triton import mixture_few
+from strandline.kernels.experts.moe_list_triton import list_choices
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.experts.router_triton import route
+from strandline.kernels.gemm import four_bit_launches as launches
+from strandline.kernels.gemm import four_bit_triton, linear_triton
+from strandline.kernels.gemm.four_bit_launches import Gemv, Tile
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight
 
 FLOPS = 8e14
 BYTES_PER_S = {"H200": 4.3e12, "H100": 3.0e12}

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strandline.kernels import gdn, gdn_decode_triton
 from strandline.kernels.batch import LogBatch
-from strandline.kernels.gdn_log import LOG_TOKENS, LogMemory
+from strandline.kernels.recurrences import gdn, gdn_decode_triton
+from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory
 
 KEY_HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

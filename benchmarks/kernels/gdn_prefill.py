@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import delta_rule_triton, gdn
-from strandline.kernels import gdn_prefill_triton as kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
-from strandline.kernels.delta_rule_triton import Advance
+from strandline.kernels.recurrences import delta_rule_triton, gdn
+from strandline.kernels.recurrences import gdn_prefill_triton as kernels
+from strandline.kernels.recurrences.delta_rule_triton import Advance
 
 HEADS, DIM = 32, 128
 HEADS_PER_KEY = 2

@@ -3,7 +3,7 @@
 Run: ``PYTHONPATH=src:benchmarks/kernels python3 benchmarks/kernels/gdn_short.py [--sweep] [--against FILE]``. Every
 sequence has two logged tokens and two drafts. One graph holds the calls of 30 layers; a time is the median of its
 replays over the calls. The floor is the states, read and written once, over 4.3 TB/s. FILE is another version of
-``kernels/gdn_short_triton.py``, whose function takes no table of replayed rows, for example one that ``git show``
+``gdn_short_triton.py``, whose function takes no table of replayed rows, for example one that ``git show``
 printed; the launches that pick the step's own rows are in its time.
 """
 
@@ -19,11 +19,11 @@ import torch
 from linear import time_us
 from torch import Tensor
 
-from strandline.kernels import gdn
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import Chunks, ChunkTable
-from strandline.kernels.gdn_short_triton import Short, choose_launch, gdn_prefill_short
-from strandline.kernels.replay import insert_logged, of_step
+from strandline.kernels.recurrences import gdn
+from strandline.kernels.recurrences.gdn_short_triton import Short, choose_launch, gdn_prefill_short
+from strandline.kernels.recurrences.replay import insert_logged, of_step
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
 LAYERS, DRAFTS, ROWS = 30, 2, 5

@@ -16,9 +16,9 @@ from torch import Tensor
 from triton.testing import do_bench, do_bench_cudagraph
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels import latent_attention_triton as kernels
-from strandline.kernels import latent_expansion_triton as expansion
-from strandline.kernels.attention_triton import Tile
+from strandline.kernels.attention import latent_attention_triton as kernels
+from strandline.kernels.attention import latent_expansion_triton as expansion
+from strandline.kernels.attention.attention_triton import Tile
 from strandline.kernels.batch import AttentionBatch
 
 NUM_HEADS, NUM_CHANNELS, VALUE_DIM = 32, 576, 512

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strandline.kernels import linear_triton
-from strandline.kernels.activation_triton import swiglu
-from strandline.kernels.linear_triton import Gemv, Skinny
-from strandline.kernels.norm_triton import rms_norm_zero_centered
+from strandline.kernels.gemm import linear_triton
+from strandline.kernels.gemm.linear_triton import Gemv, Skinny
+from strandline.kernels.rowwise.activation_triton import swiglu
+from strandline.kernels.rowwise.norm_triton import rms_norm_zero_centered
 
 BYTES_PER_S = 4.3e12
 ROWS = (1, 2, 4, 8, 16)

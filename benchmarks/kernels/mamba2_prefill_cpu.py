@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strandline.kernels import mamba2_prefill_numba
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.mamba2 import mamba2_prefill
+from strandline.kernels.recurrences import mamba2_prefill_numba
+from strandline.kernels.recurrences.mamba2 import mamba2_prefill
 
 SHAPES = {"Granite-4.0-H-Tiny": (48, 64, 1, 128), "Nemotron-3-Nano-30B-A3B": (64, 64, 8, 128)}
 """Heads, channels of a head, groups, channels of the state."""

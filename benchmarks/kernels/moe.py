@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels import moe, moe_many_triton, moe_triton
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.expert_tiles import MAX_TOKENS_FEW, Few
-from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
-from strandline.kernels.moe_list_triton import list_choices
-from strandline.kernels.moe_many_triton import Tile
-from strandline.kernels.router import Routing
-from strandline.kernels.router_triton import route
+from strandline.kernels.experts import moe, moe_many_triton, moe_triton
+from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, Few
+from strandline.kernels.experts.moe_few_triton import Shared, choose_few, mixture_few
+from strandline.kernels.experts.moe_list_triton import list_choices
+from strandline.kernels.experts.moe_many_triton import Tile
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.experts.router_triton import route
 
 HIDDEN, EXPERTS, TOP_K, SIZE = 2048, 256, 8, 512
 ROUTING = Routing(TOP_K, is_normalised=True)

@@ -12,7 +12,7 @@ from itertools import cycle, product
 import torch
 from torch import Tensor
 
-from strandline.kernels import activation, activation_triton, norm, norm_triton
+from strandline.kernels.rowwise import activation, activation_triton, norm, norm_triton
 
 BYTES_PER_S = 4.3e12
 TOKENS = (1, 16, 256, 8192)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import qkv, qkv_triton
+from strandline.kernels.attention import qkv, qkv_triton
+from strandline.kernels.attention.qkv import HeadNorm
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.qkv import HeadNorm
-from strandline.kernels.rotary import default_frequencies, rotary_table
+from strandline.kernels.rowwise.rotary import default_frequencies, rotary_table
 
 BYTES_PER_S = 4.3e12
 HEADS = {"4B": (16, 4), "35B": (16, 2)}

@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from recurrences import KINDS, TOUCHED_BYTES, Kind, decay_rates, per_head, replayed_us, table_of
 from torch import Tensor
 
-from strandline.kernels import conv1d_triton, gdn_decode_triton, gdn_prefill_triton
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.conv1d import causal_conv1d_prefill, causal_conv1d_update
-from strandline.kernels.gdn import gdn_decode, gdn_prefill
-from strandline.kernels.kda import kda_decode, kda_prefill
-from strandline.kernels.lightning import lightning_decode, lightning_prefill
-from strandline.kernels.mamba1 import mamba1_decode
-from strandline.kernels.mamba2 import mamba2_decode, mamba2_prefill
+from strandline.kernels.recurrences import conv1d_triton, gdn_decode_triton, gdn_prefill_triton
+from strandline.kernels.recurrences.conv1d import causal_conv1d_prefill, causal_conv1d_update
+from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.recurrences.kda import kda_decode, kda_prefill
+from strandline.kernels.recurrences.lightning import lightning_decode, lightning_prefill
+from strandline.kernels.recurrences.mamba1 import mamba1_decode
+from strandline.kernels.recurrences.mamba2 import mamba2_decode, mamba2_prefill
 
 LIMIT = 2e-2
 """Of errors: bfloat16 rounds by at most 4e-3, and intermediate results are rounded, too."""

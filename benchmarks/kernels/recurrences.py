@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from strandline.kernels import (
+from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
+from strandline.kernels.recurrences import (
     head_decay_triton,
     kda_triton,
     lightning_triton,
@@ -28,8 +29,7 @@ from strandline.kernels import (
     mamba2_triton,
     rglru_triton,
 )
-from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
-from strandline.kernels.segments_triton import Division
+from strandline.kernels.recurrences.segments_triton import Division
 from strandline.kernels.sizes import NUM_SMS
 
 COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}

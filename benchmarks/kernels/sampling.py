@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strandline.kernels import sampling, sampling_triton
+from strandline.kernels.sampling import sampling, sampling_triton
 
 VOCAB = 248_320
 BYTES_PER_S = 4.3e12

@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from moe import BYTES_PER_S, time_us
 from torch import Tensor
 
-from strandline.kernels import linear_and_logits_triton, moe_triton, router
-from strandline.kernels.expert_tiles import Few
-from strandline.kernels.linear_and_logits_triton import linear_and_logits
-from strandline.kernels.linear_triton import MAX_ROWS_GEMV, Gemv, launch_gemv, linear
-from strandline.kernels.moe_few_triton import Shared, choose_few, mixture_few
-from strandline.kernels.norm import rms_norm_of_gated
-from strandline.kernels.norm_triton import rms_norm_of_gated as rms_norm_of_gated_triton
-from strandline.kernels.router import Routing
-from strandline.kernels.router_triton import route
-from strandline.kernels.weights import DenseWeight
+from strandline.kernels.experts import moe_triton, router
+from strandline.kernels.experts.expert_tiles import Few
+from strandline.kernels.experts.moe_few_triton import Shared, choose_few, mixture_few
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.experts.router_triton import route
+from strandline.kernels.gemm import linear_and_logits_triton
+from strandline.kernels.gemm.linear_and_logits_triton import linear_and_logits
+from strandline.kernels.gemm.linear_triton import MAX_ROWS_GEMV, Gemv, launch_gemv, linear
+from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.rowwise.norm import rms_norm_of_gated
+from strandline.kernels.rowwise.norm_triton import rms_norm_of_gated as rms_norm_of_gated_triton
 
 HIDDEN, EXPERTS, SIZE, SHARED_SIZE = 2688, 128, 1856, 3712
 INNER_SIZE, NUM_GROUPS = 4096, 8

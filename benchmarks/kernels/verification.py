@@ -14,8 +14,8 @@ import torch
 from linear import time_us
 
 from strandline.ids import NO_TOKEN, PendingToken
-from strandline.kernels import verification, verification_triton
-from strandline.kernels.verification import LastVerification, PlannedVerification
+from strandline.kernels.sampling import verification, verification_triton
+from strandline.kernels.sampling.verification import LastVerification, PlannedVerification
 
 DRAFTS, CALLS, NUM_BLOCKS = 2, 20, 64
 NUM_SEQUENCES = (1, 4, 16, 64, 256, 512)

@@ -466,7 +466,7 @@ def _run_quantize(options: argparse.Namespace) -> int:
     from strandline.text.model_files import find_model
 
     source, output = find_model(options.model), Path(options.output)
-    from strandline.models.fp8_conversion import convert_to_fp8  # imports torch: there is a model
+    from strandline.models.storage.fp8_conversion import convert_to_fp8  # imports torch: there is a model
 
     print(convert_to_fp8(source, output, progress=True))
     return 0

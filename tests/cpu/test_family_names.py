@@ -13,7 +13,7 @@ FAMILY = re.compile(
     re.IGNORECASE,
 )
 
-HOMES = re.compile(r"(models|architectures)/.*|kernels/(gdn|kda|lightning|rglru|mamba[12])\w*\.py")
+HOMES = re.compile(r"(models|architectures)/.*|kernels/recurrences/(gdn|kda|lightning|rglru|mamba[12])\w*\.py")
 
 ALLOWED: Mapping[str, str] = {
     "model_config.py": "the nearest of unsupported architectures",

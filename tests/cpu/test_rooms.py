@@ -41,6 +41,21 @@ ROOMS = {
 ROOMS["cli"] = frozenset(ROOMS)
 """Each room, and the rooms that it may import besides itself."""
 
+FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "kernels": {
+        "": frozenset(),
+        "rowwise": frozenset({""}),
+        "gemm": frozenset({"", "rowwise"}),
+        "experts": frozenset({"", "rowwise", "gemm"}),
+        "attention": frozenset({"", "rowwise", "gemm"}),
+        "recurrences": frozenset({"", "rowwise"}),
+        "sampling": frozenset({""}),
+        "collectives": frozenset({"", "rowwise"}),
+    },
+    "models": {"layers": frozenset(), "storage": frozenset({"layers"}), "": frozenset({"layers", "storage"})},
+}
+"""Each folder of a room, and which others of that room it may import; "": the files at the top."""
+
 LIGHT_ROOMS = ("events", "routing", "records", "text", "server", "ray")
 """Rooms that load no tensor library."""
 
@@ -111,6 +126,30 @@ def forbidden_imports(sources: Sources, packages: frozenset[str] = frozenset()) 
     ]
 
 
+def folder_of(module: str) -> str:
+    """Return a module's folder in its room, or "" for the top; raise ValueError when the room has no such folder."""
+    _, room, *path = module.split(".")
+    folder = path[0] if len(path) > 1 or f"strandline.{room}.{path[0] if path else ''}" in PACKAGES else ""
+    if folder not in FOLDERS[room]:
+        raise ValueError(f"{module} is in no folder of {room}: add one here and in docs/architecture.md")
+    return folder
+
+
+def forbidden_in_rooms(sources: Sources, packages: frozenset[str] = frozenset()) -> list[str]:
+    """Return the imports between folders of a room that the table does not allow, as sentences.
+
+    A room's ``__init__`` is empty and therefore not counted.
+    """
+    return [
+        f"{module} imports {imported}"
+        for module, imports in import_graph(sources, packages).items()
+        for imported in sorted(imports)
+        if (room := room_of(module)) in FOLDERS and room_of(imported) == room
+        if imported != f"strandline.{room}" and folder_of(imported) != folder_of(module)
+        if folder_of(imported) not in FOLDERS[room][folder_of(module)]
+    ]
+
+
 def cycle(sources: Sources, packages: frozenset[str] = frozenset()) -> list[str]:
     """Return the modules of one import cycle, or nothing."""
     try:
@@ -153,6 +192,15 @@ def test_every_module_is_in_a_room(module: str) -> None:
 
 def test_rooms_import_only_what_the_table_allows() -> None:
     assert forbidden_imports(SOURCES, PACKAGES) == []
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if room_of(m) in FOLDERS])
+def test_every_module_is_in_a_folder_of_its_room(module: str) -> None:
+    folder_of(module)
+
+
+def test_folders_import_only_what_the_table_allows() -> None:
+    assert forbidden_in_rooms(SOURCES, PACKAGES) == []
 
 
 def test_modules_import_each_other_in_no_cycle() -> None:
@@ -201,6 +249,16 @@ def test_the_table_in_the_documentation_is_the_one_held_here() -> None:
     assert set(re.findall(r"`([a-z_]+)`", rows[0][1])) == VOCABULARY
 
 
+def test_the_table_of_folders_in_the_documentation_is_held_here() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(kernels|models)/([a-z]*)(?:/|\*\.py)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    documented = {(room, folder): set(re.findall(r"`([a-z]+)`", allowed)) for room, folder, allowed in rows}
+    for room, folders in FOLDERS.items():
+        for folder, allowed in folders.items():
+            assert documented[room, folder] == allowed - {""}, (room, folder)
+    assert len(documented) == sum(len(folders) for folders in FOLDERS.values())
+
+
 # The checks themselves: each finds a fault that was put in.
 
 
@@ -230,6 +288,18 @@ def test_an_allowed_import_is_let_pass(text: str) -> None:
     sources = {"strandline.ids": "", "strandline.cache.walk": "", "strandline.cache.tree": text}
     assert forbidden_imports(sources) == []
     assert len(import_graph(sources)["strandline.cache.tree"]) == 1
+
+
+def test_a_forbidden_import_between_folders_is_found() -> None:
+    text = "from strandline.kernels.experts.moe import mixture"
+    sources = {"strandline.kernels.experts.moe": "", "strandline.kernels.gemm.linear": text}
+    assert len(forbidden_in_rooms(sources)) == 1
+    assert forbidden_in_rooms({**sources, "strandline.kernels.gemm.linear": ""}) == []
+
+
+def test_a_module_in_an_unknown_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match="in no folder of kernels"):
+        folder_of("strandline.kernels.misc.thing")
 
 
 def test_a_relative_import_in_a_package_counts_from_the_package() -> None:

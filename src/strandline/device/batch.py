@@ -21,7 +21,7 @@ from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
-from strandline.kernels.replay import insert_logged
+from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.step import locate_rows
 from strandline.records.actions import FoldLog
 from strandline.records.plan import SequencePlan

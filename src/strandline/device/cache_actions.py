@@ -13,7 +13,7 @@ from strandline.device.upload import upload_together
 from strandline.ids import BlockId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
-from strandline.models.protocol import ModelMemory
+from strandline.models.layers.protocol import ModelMemory
 from strandline.records.actions import (
     Action,
     CancelTransfer,

@@ -23,7 +23,7 @@ from strandline.device.upload import upload
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import Ranks
-from strandline.kernels.sampling import (
+from strandline.kernels.sampling.sampling import (
     chunk_sums,
     draw,
     greedy,

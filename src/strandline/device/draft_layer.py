@@ -26,7 +26,7 @@ from strandline.device.upload import upload_together
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.models.protocol import DraftingModel, ModelMemory
+from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
 

@@ -16,12 +16,12 @@ import torch
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
-from strandline.kernels.linear import has_fast_gemms
+from strandline.kernels.gemm.linear import has_fast_gemms
 from strandline.model_config import ModelConfig
-from strandline.models.published_names import DRAFT_PREFIXES
-from strandline.models.quantization_config import FourBit, Quantization, read_quantization
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.registry import builder_for
-from strandline.models.shard import WHOLE, Shard
+from strandline.models.storage.published_names import DRAFT_PREFIXES
+from strandline.models.storage.quantization_config import FourBit, Quantization, read_quantization
 from strandline.models.weights import WeightsReport, can_stay, published_dtype
 from strandline.specs import E4M3
 

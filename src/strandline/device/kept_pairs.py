@@ -20,7 +20,7 @@ from strandline.device.upload import upload_together
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.chunk_table import plan_chunks
-from strandline.models.protocol import DraftingModel, ModelMemory
+from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
 SAMPLED = 0

@@ -3,7 +3,7 @@ replayed for it.
 
 Every sequence of such a step computes its certain token, and drafts behind it. The host says of each sequence what it
 knows; the tables of rows and chunks are made of that on the device, where the step before may have to correct it first
-(``kernels/verification.py``).
+(``kernels/sampling/verification.py``).
 
 Where a step is smaller than the size,
 
@@ -13,7 +13,7 @@ Where a step is smaller than the size,
 - the filler's rows, and unused places of logged tokens, are copied from the last of the replayed rows, which gives
   zeros; unused places of drafts go to the null log.
 
-Shape suffixes as in ``kernels/batch.py`` and ``kernels/verification.py``; I integers of the buffer.
+Shape suffixes as in ``kernels/batch.py`` and ``kernels/sampling/verification.py``; I integers of the buffer.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,14 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks
-from strandline.kernels.replay import insert_logged
+from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.sampling.verification import (
+    CHUNKS_OF_SEQUENCE,
+    AcceptedDrafts,
+    PlannedVerification,
+    VerificationTables,
+)
 from strandline.kernels.step import locate_rows
-from strandline.kernels.verification import CHUNKS_OF_SEQUENCE, AcceptedDrafts, PlannedVerification, VerificationTables
 from strandline.records.plan import SequencePlan
 
 VERIFIED_NAMES: Final = (*PLANNED_NAMES, "num_drafts", "next_drafts")

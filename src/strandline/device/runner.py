@@ -43,10 +43,10 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
-from strandline.kernels.replay import insert_logged
+from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.sampling.verification import accept_drafts, complete_verification
 from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, resolve_pending, store_hidden
-from strandline.kernels.verification import accept_drafts, complete_verification
-from strandline.models.protocol import DraftingModel, LanguageModel
+from strandline.models.layers.protocol import DraftingModel, LanguageModel
 from strandline.records.actions import Action
 from strandline.records.grammars import NewMatcher
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, num_tokens_ahead

@@ -30,7 +30,7 @@ from strandline.device.upload import download, upload
 from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
 from strandline.kernels.ranks import Ranks
-from strandline.kernels.sampling import (
+from strandline.kernels.sampling.sampling import (
     apply_penalties,
     apply_temperature,
     gather_logprobs,

@@ -14,8 +14,8 @@ from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, Requ
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
 from strandline.model_config import ModelConfig
-from strandline.models.protocol import LanguageModel
-from strandline.models.shard import WHOLE, Shard
+from strandline.models.layers.protocol import LanguageModel
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.records.plan import SequencePlan
 from strandline.specs import ModelSpec
 

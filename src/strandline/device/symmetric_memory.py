@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.kernels import many_row_sums, rank_sums
 from strandline.kernels.binding import why_unavailable
-from strandline.kernels.many_row_sums import ManyRowSums
-from strandline.kernels.rank_sums import DTYPES, Connection, FewRowSums
+from strandline.kernels.collectives import many_row_sums, rank_sums
+from strandline.kernels.collectives.many_row_sums import ManyRowSums
+from strandline.kernels.collectives.rank_sums import DTYPES, Connection, FewRowSums
 from strandline.kernels.ranks import Ranks
 
 LOGGER: Final = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
-from strandline.models.protocol import LanguageModel
+from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action, Completion
 from strandline.records.grammars import GrammarCompiler, NewMatcher
 from strandline.records.plan import StepPlan

@@ -20,7 +20,7 @@ from torch import Tensor
 from strandline.device.sampler import LogprobTensors, SamplingState, choose_tokens
 from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
-from strandline.kernels.verification import Verdict
+from strandline.kernels.sampling.verification import Verdict
 from strandline.speculative_config import MAX_DRAFT_TOKENS
 
 WORD: Final = 2**64 - 1

@@ -5,7 +5,7 @@ over certain tokens and drafts, up to the final hidden states. Then tokens are c
 counts on the device which drafts agree, stores the hidden state behind the last of them, and drafts for the next step
 with the model's draft layer. So the next step may be launched before the host knows what this one found.
 
-Shape suffixes as in ``kernels/batch.py`` and ``kernels/verification.py``; I integers of a buffer, E hidden size.
+Shape suffixes as in ``kernels/batch.py`` and ``verification.py``; I integers of a buffer, E hidden size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,15 +26,15 @@ from strandline.ids import NO_TOKEN
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.step import store_hidden
-from strandline.kernels.verification import (
+from strandline.kernels.sampling.verification import (
     AcceptedDrafts,
     LastVerification,
     VerificationTables,
     accept_drafts,
     complete_verification,
 )
-from strandline.models.protocol import DraftingModel, LanguageModel, ModelMemory
+from strandline.kernels.step import store_hidden
+from strandline.models.layers.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
 BLOCK_ID_BYTES: Final = 4

@@ -25,10 +25,10 @@ from strandline.engine.engine import Engine
 from strandline.engine.model_identity import disk_cache_weights
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
+from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
-from strandline.kernels.weights import lay_out, lay_out_in_half
 from strandline.model_config import read_model_config
-from strandline.models.shard import Shard
+from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model, published_dtype
 from strandline.text.model_files import find_model
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary

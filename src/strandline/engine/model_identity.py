@@ -1,7 +1,7 @@
 """The identity of a model, compared before bytes that it has computed are used by another process."""
 
 from strandline.config import EngineConfig
-from strandline.models.weights_files import fingerprint
+from strandline.models.storage.weights_files import fingerprint
 from strandline.text.model_files import find_model
 
 

@@ -77,7 +77,7 @@ class LogBatch:
 
 @dataclass(frozen=True, slots=True)
 class ReplayBatch:
-    """The logged tokens that recurrent layers compute again before the step's own (``kernels/replay.py``).
+    """The logged tokens that recurrent layers compute again before the step's own (``kernels/recurrences/replay.py``).
 
     T counts the tokens of the step's prefills here.
     """

@@ -4,7 +4,7 @@ An operation is a torch function that runs on every device, its reference implem
 implement it faster: functions of the same name and signature in other modules of this package. A backend declares what
 it supports, so that ``bind_kernels`` (``binding.py``) can choose once per engine, before the first step::
 
-    @operation(triton("attention_triton"), numba("attention_numba", memory={"key": ("float32",)}))
+    @operation(triton("attention.attention_triton"), numba("attention.attention_numba", memory={"key": ("float32",)}))
     def paged_attention(...) -> Tensor:
         ...
 """

@@ -65,7 +65,7 @@ SOURCES: Final = (
     Path(errors.__file__),
     Path(ids.__file__),
     Path(specs.__file__),
-    *sorted(path for path in Path(__file__).parent.glob("*.py") if not path.stem.endswith("_triton")),
+    *sorted(path for path in Path(__file__).parent.rglob("*.py") if not path.stem.endswith("_triton")),
 )
 """What compiled kernels are made of, and more: a constant of any of these modules may be part of their code."""
 

@@ -14,18 +14,18 @@ from strandline.errors import ConfigError, EngineError
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels, UsesKernels
+from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
-from strandline.kernels.weights import Layout
 from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
-from strandline.models.protocol import ModelMemory
-from strandline.models.targets import NamedTargets
+from strandline.models.layers.protocol import ModelMemory
+from strandline.models.layers.targets import NamedTargets
 from strandline.specs import ModelSpec
 
 
 class CausalLM(nn.Module):
-    """A :class:`strandline.models.protocol.LoadableModel`.
+    """A :class:`strandline.models.layers.protocol.LoadableModel`.
 
     Args:
         published: yields the targets under the family's names, as ``targets``.

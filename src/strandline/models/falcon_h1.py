@@ -22,8 +22,8 @@ from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Nam
 from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
 from strandline.models.layers.parallel import Multipliers, ParallelMixer
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, renamed, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("hybrid",)
 

@@ -30,10 +30,10 @@ from strandline.models.layers.indexed_latent_attention import (
 )
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.mlp import GatedMlpConfig
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import read_experts
 from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, whole
+from strandline.models.layers.targets import NamedTargets, sharded, whole
 
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")

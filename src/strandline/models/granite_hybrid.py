@@ -22,8 +22,8 @@ from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Nam
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, spanned, stacked, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, spanned, stacked, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 MAX_MULTIPLIER: Final = 1e4

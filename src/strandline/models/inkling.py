@@ -25,8 +25,8 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.replay import ReplayLog
-from strandline.kernels.router import Routing
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.recurrences.replay import ReplayLog
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
@@ -36,9 +36,9 @@ from strandline.models.layers.moe import MAX_EXPERTS, expert_targets
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, Piece, Target, interleaved, renamed, spanned, whole
+from strandline.models.layers.targets import NamedTargets, Piece, Target, interleaved, renamed, spanned, whole
 from strandline.specs import LayerSpec
 
 SLIDING: Final = "hybrid_sliding"

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
-from strandline.kernels.router import Routing
+from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
@@ -20,10 +20,10 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, renamed, whole
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "conv")
 

@@ -25,8 +25,8 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, renamed, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("linear_attention",)
 

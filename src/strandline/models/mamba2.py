@@ -17,8 +17,8 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, renamed, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 NAMES: Final = Mamba2Names(
     num_heads="num_heads",

@@ -20,8 +20,8 @@ from strandline.models.layers.lightning import LightningAttention, LightningConf
 from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
 from strandline.models.layers.normed_stream import NormedStreamLayer, StreamScale
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, renamed, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 

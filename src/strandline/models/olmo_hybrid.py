@@ -22,8 +22,8 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, PostNormLaye
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 

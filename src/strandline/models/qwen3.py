@@ -13,8 +13,8 @@ from strandline.models import llama
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import QueryKeyNorm
 from strandline.models.layers.mlp import GatedMlpConfig
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.qwen3_next import read_mlps
-from strandline.models.shard import WHOLE, Shard
 
 LAYER_TYPES: Final = ("full_attention",)
 

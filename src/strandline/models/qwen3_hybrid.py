@@ -20,8 +20,8 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.shard import Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.targets import NamedTargets, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 

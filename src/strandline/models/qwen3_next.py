@@ -13,9 +13,9 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.layers.moe import SparseMoeConfig
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, interleaved
 from strandline.models.qwen3_hybrid import HybridConfig, MlpConfig
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, interleaved
 
 
 def build_qwen3_next(

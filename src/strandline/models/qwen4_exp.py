@@ -26,10 +26,10 @@ from strandline.models.layers.indexed_attention import IndexedAttention, Indexed
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesConfig
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
+from strandline.models.layers.targets import NamedTargets
 from strandline.models.qwen3_5 import in_proj_targets
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets
 
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")

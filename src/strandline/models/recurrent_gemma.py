@@ -20,8 +20,8 @@ from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
 from strandline.models.layers.griffin import GeluMlp, GriffinConfig, GriffinLayer
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, renamed, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("linear_attention", "sliding_attention")
 

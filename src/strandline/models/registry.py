@@ -13,6 +13,7 @@ from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.inkling import build_inkling
 from strandline.models.jamba import build_jamba
 from strandline.models.kimi_linear import build_kimi_linear
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
 from strandline.models.mamba import build_falcon_mamba, build_mamba
@@ -25,7 +26,6 @@ from strandline.models.qwen3_5 import build_qwen3_5
 from strandline.models.qwen3_next import build_qwen3_next
 from strandline.models.qwen4_exp import build_qwen4_exp
 from strandline.models.recurrent_gemma import build_recurrent_gemma
-from strandline.models.shard import WHOLE, Shard
 from strandline.models.zamba2 import build_zamba2
 from strandline.models.zaya import build_zaya
 

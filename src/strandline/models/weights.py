@@ -23,7 +23,12 @@ from tqdm import tqdm
 from strandline.config_fields import DTYPES, Fields
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
-from strandline.models.four_bit import (
+from strandline.models.layers.parameters import Gain, matrices_without_memory
+from strandline.models.layers.protocol import LoadableModel
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import Index, Read, Target
+from strandline.models.registry import builder_for
+from strandline.models.storage.four_bit import (
     Holders,
     PackedNames,
     companions,
@@ -31,13 +36,17 @@ from strandline.models.four_bit import (
     is_empty_bias,
     open_packed,
 )
-from strandline.models.four_bit_storage import FourBitStorage, Scheme, can_keep_four_bit, find_keepable, scheme_of
-from strandline.models.fp8_conversion import is_converted
-from strandline.models.fp8_storage import Fp8Storage, can_keep
-from strandline.models.layers.parameters import Gain, matrices_without_memory
-from strandline.models.protocol import LoadableModel
-from strandline.models.published_names import find_skipped, skipped_prefixes, text_names
-from strandline.models.quantization import (
+from strandline.models.storage.four_bit_storage import (
+    FourBitStorage,
+    Scheme,
+    can_keep_four_bit,
+    find_keepable,
+    scheme_of,
+)
+from strandline.models.storage.fp8_conversion import is_converted
+from strandline.models.storage.fp8_storage import Fp8Storage, can_keep
+from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
+from strandline.models.storage.quantization import (
     QUANTIZED_DTYPE,
     check_activation_scale,
     dequantize,
@@ -46,11 +55,8 @@ from strandline.models.quantization import (
     read_kv_scale,
     scale_grid,
 )
-from strandline.models.quantization_config import Block, FourBit, Quantization, read_quantization
-from strandline.models.registry import builder_for
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import Index, Read, Target
-from strandline.models.weights_files import WeightsFile, list_unread, open_files
+from strandline.models.storage.quantization_config import Block, FourBit, Quantization, read_quantization
+from strandline.models.storage.weights_files import WeightsFile, list_unread, open_files
 
 STORED_DTYPES: Final = ("F32", "BF16", "F16")
 

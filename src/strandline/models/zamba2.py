@@ -21,9 +21,9 @@ from strandline.models.layers.attention import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.shared_block import SharedBlock, SharedBlockConfig, SharedBlockLayer, SharedBlockUse
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, renamed, whole
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("hybrid", "linear_attention")
 

@@ -25,9 +25,9 @@ from strandline.models.layers.convolved_attention import ConvolvedAttention, Con
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.rotary import RotaryTable, rotary_frequencies
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.skipping_moe import RouterState, SkippingMoe, SkippingMoeConfig
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.targets import NamedTargets, whole
 
 LAYER_TYPE: Final = "hybrid"
 """The only type of layer that is supported: the other has a window, and rotary frequencies of its own."""

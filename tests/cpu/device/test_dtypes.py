@@ -11,8 +11,8 @@ from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
 from strandline.device import dtypes
 from strandline.device.dtypes import DtypeChoice, choose_dtype, count_weights, machine_bytes
-from strandline.kernels import linear
-from strandline.kernels.weights import HalfWeight
+from strandline.kernels.gemm import linear
+from strandline.kernels.gemm.weights import HalfWeight
 from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.projection import Projection
 from strandline.models.registry import builder_for

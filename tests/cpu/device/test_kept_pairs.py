@@ -14,7 +14,7 @@ from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_BLOCK, NULL_SLOT
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.step import locate_rows
-from strandline.models.protocol import DraftingModel, ModelMemory
+from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 from tests.cpu.device.test_padded_step import sequence
 

@@ -16,9 +16,8 @@ from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.operation import Operation
-from strandline.kernels.replay import insert_logged, of_step
-from strandline.kernels.step import locate_rows
-from strandline.kernels.verification import (
+from strandline.kernels.recurrences.replay import insert_logged, of_step
+from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     LastVerification,
     PlannedVerification,
@@ -27,6 +26,7 @@ from strandline.kernels.verification import (
     accept_drafts,
     complete_verification,
 )
+from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 from tests.cpu.device.test_padded_step import sequence
 from tests.interpreter import take_loop_bounds_from_memory
@@ -66,7 +66,7 @@ def version_of(operation: Operation[..., Any], backend: str) -> Callable[..., An
     pytest.importorskip("triton", reason="Triton is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("runs in Triton's interpreter")
-    from strandline.kernels import verification_triton
+    from strandline.kernels.sampling import verification_triton
 
     take_loop_bounds_from_memory()
     function: Callable[..., Any] = getattr(verification_triton, operation.name)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from strandline.device import process_ranks
 from strandline.device.process_ranks import INTERFACES, WITHOUT_MULTICAST, ProcessRanks, RankPlace, _loopback
 from strandline.kernels.expert_choices import added_up
+from tests.cpu.kernels.collectives.test_rank_sums import choices_of
 from tests.cpu.kernels.rank_processes import run_ranks
-from tests.cpu.kernels.test_rank_sums import choices_of
 from tests.cpu.models.few_rows import CountingManyRows
 
 NUM_ROWS = (1, 3, 64, 1000)

@@ -14,10 +14,10 @@ from strandline.device import dtypes, sizing
 from strandline.device.dtypes import count_weights
 from strandline.device.sizing import require_room_for_weights
 from strandline.errors import ConfigError
-from strandline.kernels.weights import DenseWeight, HalfWeight
+from strandline.kernels.gemm.weights import DenseWeight, HalfWeight
 from strandline.model_config import read_model_config
 from strandline.models.layers.projection import Projection
-from strandline.models.shard import Shard
+from strandline.models.layers.shard import Shard
 from strandline.models.weights import WeightsReport
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import four_bit, fp8

@@ -6,7 +6,7 @@ import torch
 from strandline import LLM, SamplingParams
 from strandline.device import runner
 from strandline.device.sizing import LOGGED_FROM_CPU
-from strandline.kernels.gdn_log import LOG_TOKENS
+from strandline.kernels.recurrences.gdn_log import LOG_TOKENS
 from tests.cpu.engine.conftest import MakeLLM
 
 

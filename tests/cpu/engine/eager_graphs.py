@@ -18,7 +18,7 @@ from strandline.device.runner import Runner
 from strandline.device.verification_graphs import VerificationGraphs, VerificationStep
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.verification import VerificationTables
+from strandline.kernels.sampling.verification import VerificationTables
 from strandline.records.plan import SequencePlan
 
 PROMPT_ROWS = (16, 64, 128)

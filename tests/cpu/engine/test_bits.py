@@ -17,7 +17,7 @@ from torch import Tensor
 from strandline import LLM, SamplingParams, env
 from strandline.engine import loading
 from strandline.errors import ConfigError
-from strandline.kernels.weights import DenseWeight, can_halve, lay_out_in_half
+from strandline.kernels.gemm.weights import DenseWeight, can_halve, lay_out_in_half
 from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_deterministic import prompts_that_share

@@ -29,7 +29,7 @@ from strandline.engine.prefix_pulls import PrefixPulls
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
-from strandline.models.weights_files import fingerprint
+from strandline.models.storage.weights_files import fingerprint
 from strandline.records.account import Account, Reason
 from strandline.records.events import HandOverStats
 from strandline.records.tokens import TokenBuffer

@@ -8,8 +8,8 @@ import pytest
 
 from strandline.engine.core import new_warm_up
 from strandline.engine.warm_up import FEWEST_DECODED_TOKENS
-from strandline.kernels import gdn_log, mamba1_log
 from strandline.kernels.binding import why_unavailable
+from strandline.kernels.recurrences import gdn_log, mamba1_log
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
 

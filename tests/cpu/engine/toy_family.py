@@ -19,8 +19,8 @@ from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import LogBatch, StepBatch
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.recurrence import Recurrence, bind_folds
-from strandline.models.protocol import ModelMemory
+from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
+from strandline.models.layers.protocol import ModelMemory
 from strandline.specs import LayerSpec, LogSpec, ModelSpec, TensorSpec
 
 VOCAB_SIZE, HIDDEN_SIZE = 31, 12

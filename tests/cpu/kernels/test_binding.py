@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from strandline import kernels
-from strandline.kernels.attention import paged_attention
+from strandline.kernels.attention.attention import paged_attention
 from strandline.kernels.binding import bind_kernels, why_unavailable
-from strandline.kernels.gdn import gdn_decode, gdn_prefill
-from strandline.kernels.linear import linear
-from strandline.kernels.norm import rms_norm_zero_centered
+from strandline.kernels.gemm.linear import linear
 from strandline.kernels.operation import Operation, Workload, operation, triton
+from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.specs import TensorSpec
 
 MODULES = [
-    import_module(f"strandline.kernels.{found.name}")
-    for found in pkgutil.iter_modules(kernels.__path__)
+    import_module(found.name)
+    for found in pkgutil.walk_packages(kernels.__path__, "strandline.kernels.")
     if not found.name.endswith(("_triton", "_numba"))
 ]
 
@@ -100,7 +100,7 @@ def test_cpu_never_loads_triton_versions() -> None:
 @NEEDS_NUMBA
 def test_cpu_binds_numba_versions() -> None:
     bound = bind_kernels([gdn_decode, linear], Workload("cpu", "bfloat16", state("float32")))
-    assert bound[gdn_decode] is import_module("strandline.kernels.gdn_decode_numba").gdn_decode
+    assert bound[gdn_decode] is import_module("strandline.kernels.recurrences.gdn_decode_numba").gdn_decode
     assert bound[linear] is linear.reference
     assert not bound.fallbacks
 
@@ -147,8 +147,8 @@ def test_deterministic_and_ordinary_kernels_coexist(monkeypatch: pytest.MonkeyPa
         bind_kernels([linear, rms_norm_zero_centered], Workload("cuda", "bfloat16", is_deterministic=is_deterministic))
         for is_deterministic in (False, True)
     )
-    assert ordinary[linear] is import_module("strandline.kernels.linear_triton").linear
-    assert invariant[linear] is import_module("strandline.kernels.matmul_triton").linear_invariant
+    assert ordinary[linear] is import_module("strandline.kernels.gemm.linear_triton").linear
+    assert invariant[linear] is import_module("strandline.kernels.gemm.matmul_triton").linear_invariant
     assert ordinary[rms_norm_zero_centered] is invariant[rms_norm_zero_centered]
 
 

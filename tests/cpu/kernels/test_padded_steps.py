@@ -24,8 +24,8 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels import (
-    attention_triton,
+from strandline.kernels.attention import attention_triton
+from strandline.kernels.recurrences import (
     conv1d_triton,
     gdn_prefill_triton,
     kda_triton,

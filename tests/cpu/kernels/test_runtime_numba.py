@@ -223,11 +223,11 @@ def imported(source: Path) -> Iterator[Path]:
 
 def test_kernel_sources_include_modules_of_its_constants() -> None:
     reached = set[Path]()
-    found = set((PACKAGE / "kernels").glob("*_numba.py"))
+    found = set((PACKAGE / "kernels").rglob("*_numba.py"))
     while found:
         reached |= found
         found = {path for source in found for path in imported(source)} - reached
-    assert {PACKAGE / "ids.py", PACKAGE / "kernels" / "gdn.py"} <= reached
+    assert {PACKAGE / "ids.py", PACKAGE / "kernels" / "recurrences" / "gdn.py"} <= reached
     assert reached <= set(runtime.SOURCES)
 
 

@@ -10,17 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strandline.device.uni_executor import choose_kernels
 from strandline.kernels import binding
+from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.ranks import ONE_RANK, Ranks
-from strandline.kernels.weights import DenseWeight
 from strandline.models.layers.decoder import Decoder
-from strandline.models.shard import Shard
+from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import prompt
 from tests.cpu.models.few_rows import CountingManyRows, FirstOfTwo
-from tests.cpu.models.test_four_bit_storage import KEPT
-from tests.cpu.models.test_quantization import block_config
+from tests.cpu.models.storage.test_four_bit_storage import KEPT
+from tests.cpu.models.storage.test_quantization import block_config
 from tests.cpu.models.test_weights import unfuse_experts
 from tests.interpreter import convert_e4m3, subtract_bfloat16
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand, added_up, like
-from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
 from strandline.kernels.ranks import FewRows, ManyRows, Ranks
+from strandline.kernels.rowwise.norm import add_rms_norm, add_rms_norm_zero_centered
 
 
 class CountingFewRows:

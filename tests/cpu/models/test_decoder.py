@@ -11,7 +11,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centere
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.targets import NamedTargets
+from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config, prompt

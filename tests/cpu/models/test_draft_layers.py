@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.batch import StepBatch
-from strandline.models.protocol import ModelMemory
+from strandline.models.layers.protocol import ModelMemory
 from strandline.models.weights import load_model
 from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.models.driver import Driver, Part, Running

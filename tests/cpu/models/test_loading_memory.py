@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from strandline.kernels.quantized_rows import GROUP
-from strandline.models import four_bit_storage, fp8_storage, quantization
+from strandline.kernels.rowwise.quantized_rows import GROUP
+from strandline.models.storage import four_bit_storage, fp8_storage, quantization
+from strandline.models.storage.weights_files import WeightsFile
 from strandline.models.weights import load_model
-from strandline.models.weights_files import WeightsFile
 from tests.cpu.engine.test_bits import MIXTURE, WIDE
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import four_bit, fp8
-from tests.cpu.models.test_four_bit_storage import KEPT
-from tests.cpu.models.test_quantization import block_config, blocks_of
+from tests.cpu.models.storage.test_four_bit_storage import KEPT
+from tests.cpu.models.storage.test_quantization import block_config, blocks_of
 from tests.cpu.models.test_weights import unfuse_experts
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.kernels.weights import DenseWeight, ScaledWeight
-from strandline.models.fp8_conversion import convert_to_fp8
-from strandline.models.shard import Shard
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
+from strandline.models.layers.shard import Shard
+from strandline.models.storage.fp8_conversion import convert_to_fp8
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8, nemotron_drafts
 from tests.cpu.models.driver import Driver, Running

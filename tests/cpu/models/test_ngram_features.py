@@ -15,7 +15,7 @@ from strandline.models.layers.ngram_features import (
     hash_multipliers,
     primes_from,
 )
-from strandline.models.shard import Shard
+from strandline.models.layers.shard import Shard
 from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 

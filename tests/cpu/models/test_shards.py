@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.errors import ConfigError
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import Read, interleaved, sharded, spanned, stacked, stacked_rows, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import Read, interleaved, sharded, spanned, stacked, stacked_rows, whole
+from strandline.models.storage.weights_files import WeightsFile
 from strandline.models.weights import load_model
-from strandline.models.weights_files import WeightsFile
 from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.few_rows import CountingFewRows

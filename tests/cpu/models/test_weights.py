@@ -17,8 +17,8 @@ from transformers import Qwen3_5TextConfig
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import read_model_config
 from strandline.models.registry import ARCHITECTURES
+from strandline.models.storage.weights_files import fingerprint
 from strandline.models.weights import load_model
-from strandline.models.weights_files import fingerprint
 from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
 

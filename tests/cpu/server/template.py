@@ -148,8 +148,9 @@ def prepare_engine() -> None:
     from strandline.engine import core_process, worker
     from strandline.kernels import runtime_numba
 
-    for path in sorted(Path(runtime_numba.__file__).parent.glob("*_numba.py")):
-        import_module(f"strandline.kernels.{path.stem}")
+    package = Path(runtime_numba.__file__).parent
+    for path in sorted(package.rglob("*_numba.py")):
+        import_module(".".join(("strandline.kernels", *path.relative_to(package).with_suffix("").parts)))
     assert import_module("transformers").PreTrainedTokenizerFast
     for module in (core_process, worker):  # they are run, not imported
         del sys.modules[module.__name__]

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from strandline.device.process_ranks import ProcessRanks
 from strandline.kernels.binding import Kernels, bind_kernels
-from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
+from strandline.kernels.collectives.rank_sums import (
+    MAX_ROW_BYTES,
+    MAX_SENT_BYTES,
+    MAX_SENT_ROWS,
+    AddNorm,
+    bind_sum_add_norm,
+)
 from strandline.kernels.operation import Workload
-from strandline.kernels.rank_sums import MAX_ROW_BYTES, MAX_SENT_BYTES, MAX_SENT_ROWS, AddNorm, bind_sum_add_norm
+from strandline.kernels.rowwise.norm import add_rms_norm, add_rms_norm_zero_centered
 from tests.gpu.device.rank_processes import EPS, NUM_RANKS, captured, expected, rows, run_ranks, shared
 
 NUM_ROUNDS = 20

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.device.process_ranks import ProcessRanks
+from strandline.kernels.collectives.many_row_sums import BLOCK_BYTES, MAX_SUM_BYTES
+from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.expert_choices_triton import add_choices
-from strandline.kernels.many_row_sums import BLOCK_BYTES, MAX_SUM_BYTES
-from strandline.kernels.norm import add_rms_norm, add_rms_norm_zero_centered
-from strandline.kernels.rank_sums import bind_sum_add_norm
+from strandline.kernels.rowwise.norm import add_rms_norm, add_rms_norm_zero_centered
 from tests.gpu.device.rank_processes import EPS, NUM_RANKS, captured, expected, rows, run_ranks, shared
 from tests.gpu.device.test_few_row_sums import TOLERANCES, decoder, kernels_of
 

@@ -10,7 +10,7 @@ from strandline import LLM, SamplingParams
 from strandline.cache.evict_all import evict_all
 from strandline.config import EngineConfig
 from strandline.engine.loading import load_executor
-from strandline.models.fp8_conversion import convert_to_fp8
+from strandline.models.storage.fp8_conversion import convert_to_fp8
 from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.engine.test_bits import traces
 from tests.cpu.engine.test_deterministic import prompts_that_share

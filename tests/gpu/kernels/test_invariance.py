@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strandline.kernels.attention_triton import paged_attention_invariant
+from strandline.kernels.attention.attention_triton import paged_attention_invariant
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.gdn_decode_triton import gdn_decode_invariant
-from strandline.kernels.gdn_prefill_triton import gdn_prefill_invariant
-from strandline.kernels.norm_triton import rms_norm_gated, rms_norm_zero_centered
-from tests.cpu.kernels.test_attention import Case, decodes, make_case
-from tests.cpu.kernels.test_attention_triton import to_device
-from tests.cpu.kernels.test_gdn_prefill_triton import REAL, Layer, Shape, make_arena, make_layer
+from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode_invariant
+from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill_invariant
+from strandline.kernels.rowwise.norm_triton import rms_norm_gated, rms_norm_zero_centered
+from tests.cpu.kernels.attention.test_attention import Case, decodes, make_case
+from tests.cpu.kernels.attention.test_attention_triton import to_device
+from tests.cpu.kernels.recurrences.test_gdn_prefill_triton import REAL, Layer, Shape, make_arena, make_layer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEADS, Fields, read_eps, read_head_dim
-from strandline.kernels.activation import sigmoid_gate
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.attention import paged_attention
+from strandline.kernels.attention.attention import paged_attention
+from strandline.kernels.attention.qkv import HeadNorm, prepare_qkv
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.norm import rms_norm
 from strandline.kernels.operation import Operation
-from strandline.kernels.qkv import HeadNorm, prepare_qkv
-from strandline.kernels.quantized_rows import Rows
-from strandline.kernels.quantizing import with_quantized
+from strandline.kernels.rowwise.activation import sigmoid_gate
+from strandline.kernels.rowwise.norm import rms_norm
+from strandline.kernels.rowwise.quantized_rows import Rows
+from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, Target, interleaved, sharded, whole
 from strandline.models.layers.wide_norm import rms_norm_over_ranks
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, Target, interleaved, sharded, whole
 from strandline.specs import E4M3, LayerSpec, kv_spec
 
 KV_HEADS: Final = "heads of keys and values"
@@ -89,7 +89,7 @@ class AttentionConfig:
         return cls(hidden_size, num_heads, num_kv_heads, head_dim, eps, has_bias, norm, head_dim**-0.5)
 
     def of(self, shard: Shard) -> "AttentionConfig":
-        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         num_kv_heads = shard.shared(self.num_kv_heads, KV_HEADS).part_of(self.num_kv_heads, KV_HEADS)
         return replace(self, num_heads=shard.part_of(self.num_heads, "attention heads"), num_kv_heads=num_kv_heads)
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields
-from strandline.kernels.activation import clamped_swiglu
 from strandline.kernels.binding import Kernels
-from strandline.kernels.moe import clamped_experts_glu
-from strandline.kernels.router import route
+from strandline.kernels.experts.moe import clamped_experts_glu
+from strandline.kernels.experts.router import route
+from strandline.kernels.rowwise.activation import clamped_swiglu
 from strandline.models.layers.mlp import GatedMlpConfig, gated_mlp_targets
 from strandline.models.layers.moe import EXPERTS, expert_targets
 from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import SigmoidMoeConfig
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.targets import NamedTargets, whole
 
 MIN_LIMIT, MAX_LIMIT = 1e-3, 1e6
 

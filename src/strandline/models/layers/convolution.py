@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.conv1d import (
+from strandline.kernels.recurrences.conv1d import (
     Activation,
     causal_conv1d_prefill,
     causal_conv1d_replay,
     causal_conv1d_update,
 )
-from strandline.kernels.replay import ReplayLog, of_step
+from strandline.kernels.recurrences.replay import ReplayLog, of_step
 from strandline.models.layers.parameters import dtype_name, parameter
-from strandline.models.targets import NamedTargets, Split
+from strandline.models.layers.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
 
 MAX_TAPS: Final = 5

@@ -20,17 +20,17 @@ from torch import Tensor
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
 from strandline.kernels.arena import LayerMemory
+from strandline.kernels.attention.qkv import HeadNorm
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import head_linear
-from strandline.kernels.qkv import HeadNorm
-from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.kernels.gemm.linear import head_linear
+from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 NORM_EPS: Final = 1e-12

@@ -18,29 +18,29 @@ from strandline.errors import EngineError
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.embedding import embed_held
+from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.expert_choices import Summand, added_up
-from strandline.kernels.linear import Linear, bind_linear, linear
-from strandline.kernels.norm import (
+from strandline.kernels.gemm.linear import Linear, bind_linear, linear
+from strandline.kernels.gemm.weights import DenseWeight, Layout
+from strandline.kernels.operation import Operation
+from strandline.kernels.ranks import columns_of
+from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
+from strandline.kernels.rowwise.embedding import embed_held
+from strandline.kernels.rowwise.norm import (
     add_rms_norm,
     add_rms_norm_zero_centered,
     rms_norm,
     rms_norm_zero_centered,
 )
-from strandline.kernels.operation import Operation
-from strandline.kernels.quantized_rows import plain_rows
-from strandline.kernels.quantizing import QUANTIZED, with_quantized
-from strandline.kernels.rank_sums import bind_sum_add_norm
-from strandline.kernels.ranks import columns_of
-from strandline.kernels.recurrence import Recurrence, bind_folds
-from strandline.kernels.rotary import rotary_table
-from strandline.kernels.weights import DenseWeight, Layout
+from strandline.kernels.rowwise.quantized_rows import plain_rows
+from strandline.kernels.rowwise.quantizing import QUANTIZED, with_quantized
+from strandline.kernels.rowwise.rotary import rotary_table
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
+from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
-from strandline.models.protocol import ModelMemory
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, spanned, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, spanned, whole
 from strandline.specs import LayerSpec, ModelSpec
 
 

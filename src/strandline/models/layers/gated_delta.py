@@ -22,18 +22,18 @@ from strandline.config_fields import DTYPES, MAX_HEAD_DIM, MAX_HEADS, Fields, re
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
-from strandline.kernels.norm import rms_norm_gated, rms_norm_sigmoid_gated
 from strandline.kernels.operation import Operation
-from strandline.kernels.quantized_rows import Rows
-from strandline.kernels.quantizing import with_quantized
-from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
+from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gated
+from strandline.kernels.rowwise.quantized_rows import Rows
+from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, stacked_rows, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, stacked_rows, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -82,7 +82,7 @@ class GatedDeltaNetConfig:
         )
 
     def of(self, shard: Shard) -> "GatedDeltaNetConfig":
-        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         return replace(
             self,
             num_key_heads=shard.part_of(self.num_key_heads, "key heads of Gated DeltaNet"),

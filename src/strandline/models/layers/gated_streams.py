@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields, read_eps
-from strandline.kernels.norm import rms_norm_heads_zero_centered
+from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
 from strandline.models.layers.moe import PROJECTION_ROWS
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.streams import MAX_STREAMS, Mixed
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.targets import NamedTargets, whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strandline.kernels.activation import geglu
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import head_linear
-from strandline.kernels.replay import ReplayLog, replay_log
-from strandline.kernels.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
-from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.gemm.linear import head_linear
+from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
+from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.rowwise.activation import geglu
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -46,7 +46,7 @@ class GriffinConfig:
     state_dtype: str = "float32"
 
     def of(self, shard: Shard) -> "GriffinConfig":
-        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         num_blocks = shard.part_of(self.num_blocks, "blocks of the recurrent unit's gates")
         return replace(self, num_blocks=num_blocks, num_channels=self.num_channels // shard.count)
 

@@ -4,7 +4,7 @@ Of every token, the normalised streams give three mixes: one of the streams, whi
 one of its output, which is added to each stream; and one of the streams that it is added to. The last one is made
 doubly stochastic by some iterations of Sinkhorn's.
 
-Mixes are computed in float64, for the reason in ``kernels/kda.py``; torch runs them on all devices.
+Mixes are computed in float64, for the reason in ``kernels/recurrences/kda.py``; torch runs them on all devices.
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections"; ``transformers`` (``glm5_next``).
 
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from strandline.config_fields import MIN_EPS, Fields, read_eps
 from strandline.kernels.binding import Kernels
-from strandline.kernels.norm import rms_norm
+from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.streams import MAX_STREAMS, Mixed
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.targets import NamedTargets, whole
 
 MAX_ITERATIONS: Final = 1024
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
+from strandline.kernels.attention.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
-from strandline.kernels.norm import rms_norm_zero_centered
-from strandline.kernels.rotary import apply_rotary
+from strandline.kernels.rowwise.norm import rms_norm_zero_centered
+from strandline.kernels.rowwise.rotary import apply_rotary
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 

@@ -24,22 +24,22 @@ from torch import Tensor, nn
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, MAX_SIZE, Fields, read_eps
 from strandline.errors import EngineError
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import AttentionBatch, StepBatch
-from strandline.kernels.binding import Kernels
-from strandline.kernels.indexed_attention import store_rows
-from strandline.kernels.indexed_latent_attention import (
+from strandline.kernels.attention.indexed_attention import store_rows
+from strandline.kernels.attention.indexed_latent_attention import (
     PooledIndex,
     choose_groups,
     indexed_latent_attention,
     is_read_whole,
 )
+from strandline.kernels.batch import AttentionBatch, StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.models.layers.latent_attention import MAX_LATENT, LatentAttention, LatentAttentionConfig
 from strandline.models.layers.moe import PROJECTION_ROWS
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 INDEX_NORM_EPS: Final = 1e-6

@@ -20,17 +20,17 @@ from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields, read_eps
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.kda import KimiDeltaInputs, kda_decode, kda_prefill
-from strandline.kernels.norm import rms_norm_sigmoid_gated
-from strandline.kernels.replay import ReplayLog, replay_log
-from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_prefill
+from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.rowwise.norm import rms_norm_sigmoid_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 
@@ -59,7 +59,7 @@ class KimiDeltaAttentionConfig:
         )
 
     def of(self, shard: Shard) -> "KimiDeltaAttentionConfig":
-        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         return replace(self, num_heads=shard.part_of(self.num_heads, "heads of Kimi Delta Attention"))
 
 

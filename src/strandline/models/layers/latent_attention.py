@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
+from strandline.kernels.attention.latent_attention import latent_attention
+from strandline.kernels.attention.latent_expansion import expanded_latent_attention, is_expansion_worthwhile
 from strandline.kernels.batch import AttentionBatch, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.latent_attention import latent_attention
-from strandline.kernels.latent_expansion import expanded_latent_attention, is_expansion_worthwhile
-from strandline.kernels.linear import head_linear
-from strandline.kernels.norm import rms_norm
+from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.operation import Operation
+from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, interleaved, sharded, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, interleaved, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 MAX_LATENT: Final = 2**12
@@ -75,7 +75,7 @@ class LatentAttentionConfig:
         )
 
     def of(self, shard: Shard) -> "LatentAttentionConfig":
-        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         return replace(self, num_heads=shard.part_of(self.num_heads, "attention heads"))
 
 

@@ -16,21 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strandline.kernels.activation import sigmoid_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.lightning import LightningInputs, lightning_decode, lightning_prefill
-from strandline.kernels.norm import rms_norm
-from strandline.kernels.replay import ReplayLog, replay_log
-from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.lightning import LightningInputs, lightning_decode, lightning_prefill
+from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.rowwise.activation import sigmoid_gate
+from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.parameters import dtype_name, gain
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, unused
 from strandline.models.layers.wide_norm import rms_norm_over_ranks
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, unused
 from strandline.specs import LayerSpec, TensorSpec
 
 NORM_EPS: Final = 1e-6

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.mamba1_recurrence import Mamba1, Mamba1Inputs, Mamba1Memory
-from strandline.kernels.norm import rms_norm
-from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Inputs, Mamba1Memory
+from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
 

@@ -21,21 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
-from strandline.kernels.activation import silu_gate
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
-from strandline.kernels.norm import rms_norm_of_gated
-from strandline.kernels.replay import ReplayLog, of_step, replay_log
-from strandline.kernels.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
+from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log
+from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.rowwise.activation import silu_gate
+from strandline.kernels.rowwise.norm import rms_norm_of_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, Target, sharded, stacked, stacked_rows
 from strandline.models.layers.wide_norm import bind_mean_square
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, Target, sharded, stacked, stacked_rows
 from strandline.specs import LayerSpec, TensorSpec
 
 GROUPS: Final = "groups of Mamba-2"
@@ -97,7 +97,7 @@ class Mamba2Config:
         )
 
     def of(self, shard: Shard) -> "Mamba2Config":
-        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         num_groups = shard.shared(self.num_groups, GROUPS).part_of(self.num_groups, GROUPS)
         return replace(self, num_heads=shard.part_of(self.num_heads, "heads of Mamba-2"), num_groups=num_groups)
 

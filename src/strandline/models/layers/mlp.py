@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields
-from strandline.kernels.activation import swiglu
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import LINEAR_OPERATIONS
-from strandline.kernels.quantized_rows import Rows
-from strandline.kernels.quantizing import with_quantized
+from strandline.kernels.gemm.linear import LINEAR_OPERATIONS
+from strandline.kernels.rowwise.activation import swiglu
+from strandline.kernels.rowwise.quantized_rows import Rows
+from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.projection import GatedProjection, Projection, SummedProjection
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class GatedMlpConfig:
         return cls(fields.size("hidden_size"), fields.size("intermediate_size"))
 
     def part_of(self, shard: Shard) -> int:
-        """Return the intermediate size of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the intermediate size of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         return shard.part_of(self.intermediate_size, "channels between a feed-forward part's projections")
 
 

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
-from strandline.kernels.block_scaled_moe import block_scaled_mixture
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.four_bit_moe import four_bit_mixture
-from strandline.kernels.moe import mixture
-from strandline.kernels.quantized_rows import Rows, plain_rows
-from strandline.kernels.router import Routing
-from strandline.kernels.weights import FourBitWeight, ScaledWeight
+from strandline.kernels.experts.block_scaled_moe import block_scaled_mixture
+from strandline.kernels.experts.four_bit_moe import four_bit_mixture
+from strandline.kernels.experts.moe import mixture
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.gemm.weights import FourBitWeight, ScaledWeight
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.parameters import matrix
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, spanned, unused, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, spanned, unused, whole
 
 MAX_EXPERTS: Final = 2**14
 

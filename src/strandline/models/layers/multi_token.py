@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
+from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
-from strandline.kernels.rank_sums import bind_sum_add_norm
-from strandline.kernels.weights import Layout
 from strandline.models.layers.decoder import DecoderLayer, Mixer, ResidualNorm
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.targets import NamedTargets
+from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 
 

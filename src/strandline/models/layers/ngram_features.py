@@ -29,13 +29,13 @@ from strandline.config_fields import Fields, read_eps, read_vocab_size
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.norm import rms_norm_heads_zero_centered
-from strandline.kernels.replay import ReplayLog
+from strandline.kernels.recurrences.replay import ReplayLog
+from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
 from strandline.models.layers.convolution import ComposedConvolution
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, Piece, Target, unused, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, Piece, Target, unused, whole
 from strandline.specs import LayerSpec
 
 MAX_NGRAM: Final = 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.recurrence import Recurrence
+from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.mamba2 import Mamba2Layer
 from strandline.models.layers.rotary import RotaryTable

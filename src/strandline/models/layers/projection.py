@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import (
+from strandline.kernels.gemm.linear import (
     LINEAR_OPERATIONS,
     Gated,
     Linear,
@@ -17,13 +17,13 @@ from strandline.kernels.linear import (
     bind_gated_linear_quantized,
     bind_linear,
 )
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Layout, ScaledWeight, StackedWeight, Weight
 from strandline.kernels.operation import Operation
-from strandline.kernels.quantized_rows import Rows
-from strandline.kernels.quantizing import QUANTIZED
-from strandline.kernels.weights import DenseWeight, FourBitWeight, Layout, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.rowwise.quantized_rows import Rows
+from strandline.kernels.rowwise.quantizing import QUANTIZED
 from strandline.models.layers.parameters import matrix, parameter
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, stacked, unused, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, stacked, unused, whole
 
 
 class Projection(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.recurrence import Recurrence
-from strandline.kernels.replay import ReplayLog, of_step, with_logged
+from strandline.kernels.recurrences.recurrence import Recurrence
+from strandline.kernels.recurrences.replay import ReplayLog, of_step, with_logged
 
 Inputs = TypeVar("Inputs")
 Memory = TypeVar("Memory")

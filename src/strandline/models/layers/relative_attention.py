@@ -1,7 +1,7 @@
 """Attention whose keys and values are convolved over time, and whose scores depend on distances (Inkling).
 
 Positions are embedded neither in queries nor in keys: each token projects, beside its query, factors of learnt profiles
-over distances, which are added to its scores (``kernels/relative_attention.py``). Keys and values pass a short
+over distances, which are added to its scores (``relative_attention.py``). Keys and values pass a short
 convolution and are added to its result; its window is the layer's state.
 
 Source: ``transformers`` (``inkling``).
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps
 from strandline.kernels.arena import LayerMemory
+from strandline.kernels.attention.qkv import prepare_qkv
+from strandline.kernels.attention.relative_attention import relative_attention
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.qkv import prepare_qkv
-from strandline.kernels.quantized_rows import plain_rows
-from strandline.kernels.relative_attention import relative_attention
-from strandline.kernels.replay import ReplayLog
+from strandline.kernels.recurrences.replay import ReplayLog
+from strandline.kernels.rowwise.quantized_rows import plain_rows
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec
 
 WINDOW: Final = "kv_window"

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.activation import relu_squared
 from strandline.kernels.binding import Kernels
-from strandline.kernels.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
-from strandline.kernels.moe import mixture_relu_squared
-from strandline.kernels.router import Routing
+from strandline.kernels.experts.moe import mixture_relu_squared
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
+from strandline.kernels.rowwise.activation import relu_squared
 from strandline.models.layers.moe import EXPERTS, each_expert
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, unused, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, unused, whole
 
 
 class ReluSquaredMlp(nn.Module):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from strandline.config_fields import MAX_POSITION, Fields, read_head_dim, read_max_position
-from strandline.kernels.rotary import default_frequencies
+from strandline.kernels.rowwise.rotary import default_frequencies
 from strandline.model_config import SCALED_FROM
 
 RotaryTable = tuple[Tensor, Tensor]
-"""Cosines and signed sines of the step's positions, as :func:`strandline.kernels.rotary.rotary_table` returns them."""
+"""Cosines and signed sines of the step's positions, as ``rotary.rotary_table`` returns them."""
 
 MAX_THETA: Final = 1e15
 MAX_FACTOR: Final = 1e6

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.activation import geglu
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.attention import paged_attention
+from strandline.kernels.attention.attention import paged_attention
+from strandline.kernels.attention.qkv import prepare_qkv
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.norm import rms_norm
-from strandline.kernels.qkv import prepare_qkv
-from strandline.kernels.recurrence import Recurrence
+from strandline.kernels.recurrences.recurrence import Recurrence
+from strandline.kernels.rowwise.activation import geglu
+from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.attention import KV_HEADS
 from strandline.models.layers.decoder import DecoderLayer
 from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
 from strandline.models.layers.parameters import dtype_name, gain
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, kv_spec
 
 
@@ -53,7 +53,7 @@ class SharedBlockConfig:
     has_attention_adapters: bool
 
     def of(self, shard: Shard) -> "SharedBlockConfig":
-        """Return the sizes of a shard; raises as :class:`strandline.models.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         return replace(
             self,
             num_heads=shard.part_of(self.num_heads, "attention heads"),

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.parameters import dtype_name
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, sharded
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
 

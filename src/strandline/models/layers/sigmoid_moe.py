@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
-from strandline.kernels.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.expert_choices import Summand, added_up
-from strandline.kernels.four_bit_moe import four_bit_experts_glu
-from strandline.kernels.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
-from strandline.kernels.moe import mixture
-from strandline.kernels.quantized_rows import Rows, plain_rows
-from strandline.kernels.router import Routing, route
-from strandline.kernels.weights import FourBitWeight, ScaledWeight
+from strandline.kernels.experts.block_scaled_moe import block_scaled_experts_glu
+from strandline.kernels.experts.four_bit_moe import four_bit_experts_glu
+from strandline.kernels.experts.moe import mixture
+from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
+from strandline.kernels.gemm.weights import FourBitWeight, ScaledWeight
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
 from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.layers.projection import Projection
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, whole
 
 ROUTER_EPS: Final = 1e-20
 """Epsilon of DeepSeek-V3's router, which keeps the quotient of a sum of zeros finite."""

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields, read_eps
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.moe import mixture
-from strandline.kernels.norm import rms_norm
-from strandline.kernels.router import Routing
+from strandline.kernels.experts.moe import mixture
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.projection import Projection
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets, whole
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets, whole
 
 ROUTING = Routing(top_k=1, is_normalised=False)
 

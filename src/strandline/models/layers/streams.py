@@ -19,10 +19,10 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.models.layers.decoder import Decoder, DecoderLayer, FeedForward, Mixer, plain
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesMemory
+from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
-from strandline.models.protocol import ModelMemory
-from strandline.models.shard import WHOLE, Shard
-from strandline.models.targets import NamedTargets
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 
 MAX_STREAMS: Final = 64

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels
-from strandline.kernels.norm import rms_norm
+from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.sizes import next_power_of_2
-from strandline.models.shard import WHOLE, Shard
+from strandline.models.layers.shard import WHOLE, Shard
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 """Normalises the first tensor, given a weight and ``eps``."""

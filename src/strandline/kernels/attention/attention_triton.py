@@ -1,0 +1,879 @@
+"""Softmax attention over keys and values that lie in blocks, in Triton.
+
+Two kernels share one inner loop, ``_attend``: online softmax over tiles of keys, a tile lying within one block. The
+rows of a tile of queries are pairs of a token and one of the query heads of a key/value head, so that keys and values
+are read once for all of these heads.
+
+- Decodes: one program per sequence, key/value head and *split* of the context; memory-bound.
+- Prefills: one program per tile of rows, key/value head and split; heaviest tiles first. Most tiles of keys are seen
+  whole by all rows; only those at the diagonal, at the end and at the window's edge are masked.
+
+On Hopper GPUs, a long prefix of a prefill is computed by ``attention_prefix_triton.py``; the prefill kernel starts
+from its result and adds the remaining keys.
+
+With more than one split each program leaves its normalised result and the logarithm of its sum, and a third, small
+kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
+launch; how the context is shared among them is decided on the device, from its real length.
+
+Variants, per layer shape and window: decodes with one split and with more; prefills with one split and with more, each
+of up to 16 sequences and of more, and of one sequence behind a prefix; combinations of up to 8, 32 and 128 splits.
+
+Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
+
+Invariants: what a sequence does not own never reaches its result, NaN included: a key that no row of the tile may see
+is not read, and zero takes the place of its value. An empty context gives zeros.
+
+Source: Dao, "FlashAttention-2" (tiles of queries, deferred normalisation); Dao et al., "Flash-Decoding" (splits).
+
+Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a tile, N sequences of a launch, S splits.
+"""
+# mypy: ignore-errors
+
+import warnings
+from functools import cache
+from math import log2
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
+from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, plan_prefills
+from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
+
+
+class Tile(NamedTuple):
+    """How a kernel is launched; ``keys`` divides a block."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+DECODE_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=3)
+"""Two tiles of 32 KiB in flight per program, three programs per SM. With three tiles and two programs, 16 sequences of
+4,608 tokens take 103 µs (4B) and 64 (35B-A3B) on an H200, with these 94 and 61."""
+
+PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
+"""Two warp groups, 128 accumulators per thread at a head dim of 256; queries and two tiles of keys and values fill
+shared memory."""
+
+SHORT_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=3)
+"""For prefills of a few rows: as a decode's, with as many rows as they have, up to this."""
+
+FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
+"""GEMMs in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
+
+INVARIANT_SPLIT_BLOCKS = 16
+"""Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
+
+INVARIANT_COMBINE = 32
+"""Splits that are added up together then; what lies beyond the context adds exact zeros."""
+
+MIN_PREFIX_QUERIES = 1025
+"""Prefills of fewer tokens attend to a prefix in the same launch as to each other."""
+
+MIN_PREFIX_BLOCKS = 32
+"""Shorter prefixes are not worth a launch of their own."""
+
+MAX_PREFIX_DIFFERENCE = 1e-2
+"""Relative tolerance of the check before the first use of the prefix kernel: results are rounded to bfloat16."""
+
+COMBINE_ELEMENTS = 4096
+"""Elements of partial results that one program combines: 32 per thread."""
+
+
+@triton.jit
+def _attend(
+    acc_MD,
+    max_M,
+    sum_M,
+    q_MD,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first_tile,
+    last_tile,
+    first_key,
+    last_key,
+    position_M,
+    window_tokens,
+    scale_log2,
+    stride_block,
+    stride_row,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take in the tiles ``[first_tile, last_tile)`` of keys; maxima are in units of log2.
+
+    Masked, keys outside ``[first_key, last_key)`` are not read, and rows may see none of a tile's keys.
+    """
+    row_K = tl.arange(0, BLOCK_K)
+    channel_D = tl.arange(0, BLOCK_D)
+    next_block = 0
+    if IS_AHEAD:
+        next_block = tl.load(table_ptr + first_tile * BLOCK_K // PAGE, mask=first_tile < last_tile, other=0)
+    for tile in range(first_tile, last_tile):
+        key = tile * BLOCK_K
+        if IS_AHEAD:
+            block = next_block
+            next_block = tl.load(table_ptr + (key + BLOCK_K) // PAGE, mask=tile + 1 < last_tile, other=0)
+        else:
+            block = tl.load(table_ptr + key // PAGE)
+        key_K = key + row_K
+        offset_KD = (key % PAGE + row_K)[:, None] * stride_row + channel_D[None, :]
+        k_ptr_KD = k_ptr + block.to(tl.int64) * stride_block + offset_KD
+        v_ptr_KD = v_ptr + block.to(tl.int64) * stride_block + offset_KD
+        if IS_MASKED:
+            is_read_KD = ((key_K >= first_key) & (key_K < last_key))[:, None]
+            if BLOCK_D != HEAD_DIM:
+                is_read_KD = is_read_KD & (channel_D < HEAD_DIM)[None, :]
+            k_KD = tl.load(k_ptr_KD, mask=is_read_KD, other=0.0)
+            v_KD = tl.load(v_ptr_KD, mask=is_read_KD, other=0.0)
+        elif BLOCK_D != HEAD_DIM:
+            k_KD = tl.load(k_ptr_KD, mask=(channel_D < HEAD_DIM)[None, :], other=0.0)
+            v_KD = tl.load(v_ptr_KD, mask=(channel_D < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k_KD = tl.load(k_ptr_KD)
+            v_KD = tl.load(v_ptr_KD)
+        # From e4m3 to the queries' dtype: exact.
+        k_KD, v_KD = widened(k_KD, q_MD.dtype), widened(v_KD, q_MD.dtype)
+        score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
+        if IS_MASKED:
+            is_seen_MK = key_K[None, :] <= position_M[:, None]
+            if IS_WINDOWED:
+                is_seen_MK = is_seen_MK & (key_K[None, :] > position_M[:, None] - window_tokens)
+            score_MK = tl.where(is_seen_MK, score_MK, float("-inf"))
+        new_max_M = tl.maximum(max_M, tl.max(score_MK, axis=1) * scale_log2)
+        base_M = new_max_M
+        if IS_MASKED:
+            # A row that has seen no key yet: its weights are 0, not the NaN of inf - inf.
+            base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        weight_MK = tl.exp2(score_MK * scale_log2 - base_M[:, None])
+        decay_M = tl.exp2(max_M - base_M)
+        sum_M = sum_M * decay_M + tl.sum(weight_MK, axis=1)
+        acc_MD = acc_MD * decay_M[:, None]
+        acc_MD = tl.dot(weight_MK.to(v_KD.dtype), v_KD, acc_MD, input_precision=PRECISION)
+        max_M = new_max_M
+    return acc_MD, max_M, sum_M
+
+
+@triton.jit
+def store_rows(
+    acc_MD,
+    max_M,
+    sum_M,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    row_M,
+    head_M,
+    is_row_M,
+    first_row,
+    split,
+    num_splits,
+    v_scale,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Write rows of ``out_THD``; or, of one split, normalised results and the log2 of their sums."""
+    channel_D = tl.arange(0, BLOCK_D)
+    has_seen_M = sum_M > 0.0
+    divisor_M = tl.where(has_seen_M, sum_M, 1.0)
+    result_MD = acc_MD / divisor_M[:, None] * v_scale
+    if IS_SPLIT:
+        partial_M = ((row_M - first_row) * NUM_HEADS + head_M) * num_splits + split
+        tl.store(lse_ptr + partial_M, tl.where(has_seen_M, max_M + tl.log2(divisor_M), float("-inf")), mask=is_row_M)
+        # A split that has seen nothing leaves its place unwritten; no one reads it.
+        is_stored_MD = (is_row_M & has_seen_M)[:, None] & (channel_D < HEAD_DIM)[None, :]
+        tl.store(partial_ptr + (partial_M * HEAD_DIM)[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
+    else:
+        out_ptr_M = out_ptr + (row_M * NUM_HEADS + head_M) * HEAD_DIM
+        is_stored_MD = is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :]
+        result_MD = result_MD.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr_M[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
+
+
+@triton.jit(
+    do_not_specialize=["window_tokens", "stride_table", "num_splits", "split_tiles"],
+    do_not_specialize_on_alignment=["table_ptr", "context_len_ptr"],
+)
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    context_len_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale_log2,
+    v_scale,
+    window_tokens,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_row,
+    stride_head,
+    stride_table,
+    num_splits,
+    split_tiles,
+    PAGE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context_len = tl.load(context_len_ptr + sequence).to(tl.int32)
+    first_key = 0
+    if IS_WINDOWED:
+        first_key = tl.maximum(context_len - window_tokens, 0)
+    first_tile = first_key // BLOCK_K
+    end_tile = tl.cdiv(context_len, BLOCK_K)
+    # Either num_splits splits share the context, or each has split_tiles tiles of keys, whatever the context's length.
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    if split_tiles > 0:
+        tiles_per_split = split_tiles
+    first_tile = first_tile + split * tiles_per_split
+    last_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
+
+    row_M = tl.arange(0, BLOCK_M)
+    channel_D = tl.arange(0, BLOCK_D)
+    head_M = kv_head * GROUP + row_M
+    is_row_M = row_M < GROUP
+    q_ptr_MD = q_ptr + sequence * stride_q_row + (head_M * stride_q_head)[:, None] + channel_D[None, :]
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
+    acc_MD, max_M, sum_M = _attend(
+        tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
+        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
+        tl.zeros([BLOCK_M], dtype=tl.float32),
+        q_MD,
+        k_ptr + kv_head * stride_head,
+        v_ptr + kv_head * stride_head,
+        table_ptr + sequence * stride_table,
+        first_tile,
+        last_tile,
+        first_key,
+        context_len,
+        tl.zeros([BLOCK_M], dtype=tl.int32) + (context_len - 1),
+        window_tokens,
+        scale_log2,
+        stride_block,
+        stride_row,
+        PAGE,
+        HEAD_DIM,
+        BLOCK_K,
+        BLOCK_D,
+        True,
+        IS_WINDOWED,
+        True,
+        PRECISION,
+    )
+    store_rows(
+        acc_MD,
+        max_M,
+        sum_M,
+        out_ptr,
+        partial_ptr,
+        lse_ptr,
+        sequence + tl.zeros([BLOCK_M], dtype=tl.int64),
+        head_M,
+        is_row_M,
+        0,
+        split,
+        num_splits,
+        v_scale,
+        NUM_HEADS,
+        HEAD_DIM,
+        BLOCK_D,
+        IS_SPLIT,
+    )
+
+
+@triton.jit
+def locate_tile(tile, query_start_ptr, num_prefills, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the prefill that a tile of rows belongs to, ``num_prefills`` if to none, and the tile's place in it."""
+    index_N = tl.arange(0, BLOCK_N)
+    is_prefill_N = index_N < num_prefills
+    start_N = tl.load(query_start_ptr + index_N, mask=is_prefill_N, other=0).to(tl.int32)
+    stop_N = tl.load(query_start_ptr + index_N + 1, mask=is_prefill_N, other=0).to(tl.int32)
+    num_tiles_N = tl.cdiv((stop_N - start_N) * GROUP, BLOCK_M)
+    is_before_N = is_prefill_N & (tl.cumsum(num_tiles_N, axis=0) <= tile)
+    return tl.sum(is_before_N.to(tl.int32), axis=0), tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "window_tokens",
+        "stride_table",
+        "num_splits",
+        "first_sequence",
+        "first_row",
+        "num_prefills",
+        "num_tiles",
+        "num_prefix_keys",
+    ],
+    do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "context_len_ptr"],
+)
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale_log2,
+    v_scale,
+    window_tokens,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_row,
+    stride_head,
+    stride_table,
+    num_splits,
+    first_sequence,
+    first_row,
+    num_prefills,
+    num_tiles,
+    num_prefix_keys,
+    PAGE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
+    IS_CONTINUED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Programs start in the order of their index: a sequence's last tiles, which see most keys, go first.
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
+    split = tl.program_id(1)
+
+    prefill, tile = locate_tile(tile, query_start_ptr + first_sequence, num_prefills, GROUP, BLOCK_M, BLOCK_N)
+    # A CUDA graph's grid is sized for the largest number of tiles; the surplus programs return.
+    if prefill >= num_prefills:
+        return
+    sequence = (first_sequence + prefill).to(tl.int64)
+    query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
+    num_queries = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
+    context_len = tl.load(context_len_ptr + sequence).to(tl.int32)
+
+    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M = packed_M // GROUP
+    head_M = kv_head * GROUP + packed_M % GROUP
+    is_row_M = query_M < num_queries
+    row_M = (query_start + query_M).to(tl.int64)
+    position_M = context_len - num_queries + query_M
+    first_position = context_len - num_queries + (tile * BLOCK_M) // GROUP
+    last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
+    last_position = context_len - num_queries + last_query
+
+    # Tiles of keys: [first_tile, first_whole) are cut by the window, [first_whole, last_whole) are seen whole by all
+    # rows, [last_whole, end_tile) are cut by the diagonal.
+    first_key = 0
+    first_whole_key = 0
+    if IS_WINDOWED:
+        first_key = tl.maximum(first_position - window_tokens + 1, 0)
+        first_whole_key = tl.maximum(last_position - window_tokens + 1, 0)
+    first_tile = first_key // BLOCK_K
+    if IS_CONTINUED:
+        first_tile = num_prefix_keys // BLOCK_K
+    end_tile = last_position // BLOCK_K + 1
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    first_tile = first_tile + split * tiles_per_split
+    end_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
+    first_whole = tl.minimum(tl.maximum(tl.cdiv(first_whole_key, BLOCK_K), first_tile), end_tile)
+    last_whole = tl.minimum(tl.maximum((first_position + 1) // BLOCK_K, first_whole), end_tile)
+
+    channel_D = tl.arange(0, BLOCK_D)
+    q_ptr_MD = q_ptr + (row_M * stride_q_row + head_M * stride_q_head)[:, None] + channel_D[None, :]
+    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
+    k_ptr += kv_head * stride_head
+    v_ptr += kv_head * stride_head
+    table_ptr += sequence * stride_table
+    if IS_CONTINUED:
+        prefix_row_M = (row_M - first_row) * NUM_HEADS + head_M
+        is_read_MD = is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :]
+        acc_MD = tl.load(partial_ptr + (prefix_row_M * HEAD_DIM)[:, None] + channel_D[None, :], is_read_MD, other=0.0)
+        max_M = tl.load(lse_ptr + prefix_row_M, mask=is_row_M, other=0.0)
+        sum_M = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    else:
+        acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # fmt: off
+    if IS_WINDOWED:
+        acc_MD, max_M, sum_M = _attend(
+            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, first_whole, first_key, last_position + 1,
+            position_M, window_tokens, scale_log2, stride_block, stride_row,
+            PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, True, False, PRECISION,
+        )
+    acc_MD, max_M, sum_M = _attend(
+        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, last_whole, first_key, last_position + 1,
+        position_M, window_tokens, scale_log2, stride_block, stride_row,
+        PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, False, False, False, PRECISION,
+    )
+    acc_MD, max_M, sum_M = _attend(
+        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, last_whole, end_tile, first_key, last_position + 1,
+        position_M, window_tokens, scale_log2, stride_block, stride_row,
+        PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, IS_WINDOWED, False, PRECISION,
+    )
+    store_rows(
+        acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
+        v_scale, NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
+    )
+    # fmt: on
+
+
+@triton.jit(do_not_specialize=["first_row", "num_splits"])
+def _combine_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    first_row,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Weigh the splits of one row and head by their sums; a row that no split has seen keys for gives zeros."""
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    split_S = tl.arange(0, BLOCK_S)
+    channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    lse_S = tl.load(lse_ptr + row * num_splits + split_S, mask=split_S < num_splits, other=float("-inf"))
+    max_lse = tl.max(lse_S, axis=0)
+    weight_S = tl.exp2(lse_S - tl.where(max_lse == float("-inf"), 0.0, max_lse))
+    total = tl.sum(weight_S, axis=0)
+    is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
+    partial_ptr_SD = partial_ptr + ((row * num_splits + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
+    partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
+    out_D = tl.sum(partial_SD * weight_S[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    out_ptr_D = out_ptr + (first_row.to(tl.int64) * NUM_HEADS + row) * HEAD_DIM + channel_D
+    tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_in_order_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """As ``_combine_kernel``, for any number of splits: a row's sum is the same when more empty ones follow."""
+    row = tl.program_id(0).to(tl.int64)
+    split_S = tl.arange(0, BLOCK_S)
+    channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    lse_ptr += row * num_splits
+    partial_ptr += row * num_splits * HEAD_DIM
+    max_S = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
+        max_S = tl.maximum(max_S, lse_S)
+    max_lse = tl.max(max_S, axis=0)
+    max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    total_S = tl.zeros([BLOCK_S], dtype=tl.float32)
+    out_D = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
+        weight_S = tl.exp2(lse_S - max_lse)
+        is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
+        partial_ptr_SD = partial_ptr + ((first + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
+        partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
+        total_S += weight_S
+        out_D += tl.sum(partial_SD * weight_S[:, None], axis=0)
+    total = tl.sum(total_S, axis=0)
+    out_D = out_D / tl.where(total > 0.0, total, 1.0)
+    out_ptr_D = out_ptr + row * HEAD_DIM + channel_D
+    tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
+
+
+class _Call(NamedTuple):
+    """What the launches of one call share."""
+
+    q_THD: Tensor
+    memory: KVMemory
+    batch: AttentionBatch
+    out_THD: Tensor
+    scale_log2: float
+    window_tokens: int | None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.memory.k_BPGD.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.q_THD.shape[1] // self.num_kv_heads
+
+    @property
+    def prefill_tile(self) -> Tile:
+        if self.q_THD.dtype == torch.float32:
+            return FLOAT32_TILE
+        most_rows = self.batch.most_rows
+        if most_rows is None:
+            return PREFILL_TILE
+        rows = max(16, next_power_of_2(most_rows * self.group))
+        return SHORT_TILE._replace(rows=min(rows, SHORT_TILE.rows))
+
+
+def paged_attention(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+) -> Tensor:
+    """Attend every token to its sequence's tokens up to itself; return ``out_THD``, contiguous.
+
+    The step's own keys and values must have been written before. Decodes read no host tuple of the batch. Needs
+    ``scale > 0`` and channels that lie together; rows, heads and blocks may lie apart.
+
+    Raises:
+        ValueError: keys and values are laid out differently.
+    """
+    return _attend_all(q_THD, memory, batch, num_decodes, scale, window_tokens, is_invariant=False)
+
+
+def paged_attention_invariant(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+) -> Tensor:
+    """As :func:`paged_attention`, with splits whose length and order depend on nothing but the sequence."""
+    return _attend_all(q_THD, memory, batch, num_decodes, scale, window_tokens, is_invariant=True)
+
+
+def _attend_all(
+    q_THD: Tensor,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    scale: float,
+    window_tokens: int | None,
+    *,
+    is_invariant: bool,
+) -> Tensor:
+    if memory.k_BPGD.stride() != memory.v_BPGD.stride():
+        raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    call = _Call(q_THD, memory, batch, out_THD, scale * memory.k_scale * log2(torch.e), window_tokens)
+    if num_decodes:
+        _attend_decodes(call, num_decodes, is_invariant)
+    if q_THD.shape[0] > num_decodes:
+        _attend_prefills(call, num_decodes, is_invariant)
+    return out_THD
+
+
+def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
+    """Write the rows of the decodes."""
+    q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
+    _, num_heads, head_dim = q_THD.shape
+    num_kv_heads = call.num_kv_heads
+    tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
+    num_blocks = batch.block_table_NM.shape[1]
+    if window_tokens is not None:
+        num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
+    if is_invariant:
+        num_splits = -(-num_blocks // INVARIANT_SPLIT_BLOCKS)
+    else:
+        num_splits = num_decode_splits(num_decodes * num_kv_heads, num_blocks)
+    partial, lse = scratch(out_THD, num_decodes, num_splits, is_needed=is_invariant or num_splits > 1)
+    _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
+        q_THD,
+        memory.k_BPGD,
+        memory.v_BPGD,
+        batch.block_table_NM,
+        batch.context_lens_N,
+        out_THD,
+        partial,
+        lse,
+        scale_log2,
+        memory.v_scale,
+        window_tokens or 0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        *memory.k_BPGD.stride()[:3],
+        batch.block_table_NM.stride(0),
+        num_splits,
+        INVARIANT_SPLIT_BLOCKS * (BLOCK_TOKENS // tile.keys) if is_invariant else 0,
+        PAGE=BLOCK_TOKENS,
+        NUM_HEADS=num_heads,
+        GROUP=call.group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=max(tile.rows, next_power_of_2(call.group)),
+        BLOCK_K=tile.keys,
+        BLOCK_D=padded(head_dim),
+        IS_SPLIT=is_invariant or num_splits > 1,
+        IS_WINDOWED=window_tokens is not None,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **overlap_options(q_THD),
+    )
+    if is_invariant:
+        combine_in_order(partial, lse, out_THD, num_decodes, num_splits)
+    elif num_splits > 1:
+        combine(partial, lse, out_THD, 0, num_decodes, num_splits)
+
+
+def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
+    """Write the rows behind the decodes': sequences behind a long prefix one by one, those between them together."""
+    batch = call.batch
+    num_sequences = len(batch.query_starts) - 1
+    first = num_decodes
+    # In a padded step it is not known on the host which sequences have prefixes.
+    has_prompts = batch.most_rows is None and not batch.is_padded
+    if has_prompts and call.window_tokens is None and not is_invariant and _has_prefix_kernel(call):
+        for sequence in range(num_decodes, num_sequences):
+            if num_blocks := _num_prefix_blocks(batch, sequence):
+                if first < sequence:
+                    _attend_together(call, first, sequence, is_invariant=False)
+                _attend_behind_prefix(call, sequence, num_blocks)
+                first = sequence + 1
+    if first < num_sequences:
+        _attend_together(call, first, num_sequences, is_invariant=is_invariant)
+
+
+def _has_prefix_kernel(call: _Call) -> bool:
+    """Whether the kernel for prefixes runs here, and has passed its check."""
+    if not supports(call.q_THD, call.memory):
+        return False
+    k_BPGD = call.memory.k_BPGD
+    return _is_prefix_kernel_correct(call.q_THD.device, k_BPGD.dtype, *k_BPGD.shape[2:], call.group)
+
+
+@cache
+def _is_prefix_kernel_correct(
+    device: torch.device, dtype: torch.dtype, num_kv_heads: int, head_dim: int, group: int
+) -> bool:
+    """Whether attention in two launches equals attention in one; warn if not, because Gluon is experimental."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    num_queries, num_blocks = 70, 5
+    context_len = 3 * BLOCK_TOKENS + num_queries
+    blocks = random(num_blocks, 2, BLOCK_TOKENS, num_kv_heads, head_dim).to(dtype)
+    batch = AttentionBatch(
+        query_starts=(0, num_queries),
+        context_lens=(context_len,),
+        query_starts_N1=torch.tensor([0, num_queries], device=device),
+        context_lens_N=torch.tensor([context_len], device=device),
+        block_table_NM=torch.tensor([[3, 1, 4, 2, 0]], dtype=torch.int32, device=device),
+        write_blocks_T=torch.empty(0, dtype=torch.int64, device=device),
+        write_offsets_T=torch.empty(0, dtype=torch.int64, device=device),
+        is_all_written=True,
+    )
+    q_THD = random(num_queries, num_kv_heads * group, head_dim)
+    outs = [torch.zeros_like(q_THD) for _ in range(2)]
+    whole, split = (
+        _Call(q_THD, KVMemory(blocks[:, 0], blocks[:, 1]), batch, out_THD, head_dim**-0.5, None) for out_THD in outs
+    )
+    problem = "its results are wrong"
+    try:
+        _attend_together(whole, 0, 1, is_invariant=False)
+        _attend_behind_prefix(split, 0, 3, span_blocks=2)
+        difference = (outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()
+        if difference < MAX_PREFIX_DIFFERENCE:
+            return True
+    except Exception as error:  # noqa: BLE001 -- whatever this version of Triton fails with
+        problem = f"{type(error).__name__}: {error}"
+    warnings.warn(f"long prompts use the slower attention kernel, the Gluon kernel fails: {problem}", stacklevel=2)
+    return False
+
+
+def _num_prefix_blocks(batch: AttentionBatch, sequence: int) -> int:
+    """Return how many whole blocks before its queries a sequence attends to in a launch of their own."""
+    num_queries = batch.query_starts[sequence + 1] - batch.query_starts[sequence]
+    num_blocks = (batch.context_lens[sequence] - num_queries) // BLOCK_TOKENS
+    return num_blocks if num_queries >= MIN_PREFIX_QUERIES and num_blocks >= MIN_PREFIX_BLOCKS else 0
+
+
+def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -> None:
+    """Write the rows of the prefills ``[first, end)``."""
+    plan = plan_prefills(
+        call.batch, (first, end), len(call.q_THD), call.group, call.num_kv_heads, call.prefill_tile[:2],
+        call.window_tokens, is_invariant=is_invariant,
+    )  # fmt: skip
+    partial, lse = scratch(call.out_THD, plan.num_tokens, plan.num_splits, is_needed=plan.num_splits > 1)
+    _launch_prefills(call, first, end, plan.num_tiles, partial, lse, plan.num_splits, plan.max_prefills)
+    if plan.num_splits > 1:
+        combine(partial, lse, call.out_THD, call.batch.query_starts[first], plan.num_tokens, plan.num_splits)
+
+
+def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int, *, span_blocks: int = SPAN_BLOCKS) -> None:
+    """Write the rows of a prefill in two launches; the first attends to the first ``num_blocks`` blocks."""
+    batch = call.batch
+    query_starts = batch.query_starts[sequence : sequence + 2]
+    q_THD = call.q_THD[slice(*query_starts)]
+    prefix = (batch.block_table_NM[sequence], num_blocks)
+    prefix_THD, lse_TH = attend_prefix(q_THD, call.memory, *prefix, call.scale_log2, span_blocks)
+    num_tiles = num_row_tiles(query_starts, call.group, call.prefill_tile.rows)
+    num_keys = num_blocks * BLOCK_TOKENS
+    _launch_prefills(call, sequence, sequence + 1, num_tiles, prefix_THD, lse_TH, 1, 16, num_prefix_keys=num_keys)
+
+
+def _launch_prefills(
+    call: _Call,
+    first: int,
+    end: int,
+    num_tiles: int,
+    partial: Tensor,
+    lse: Tensor,
+    num_splits: int,
+    max_prefills: int,
+    *,
+    num_prefix_keys: int = 0,
+) -> None:
+    """Launch the kernel for the prefills ``[first, end)``.
+
+    Args:
+        partial, lse: scratch for the splits' results and logarithms of sums; with ``num_prefix_keys``, those of the
+            attention to these first keys, which the kernel starts from.
+        max_prefills: what the kernel is compiled for.
+    """
+    q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
+    _, num_heads, head_dim = q_THD.shape
+    tile = call.prefill_tile
+    _prefill_kernel[(num_tiles * call.num_kv_heads, num_splits)](
+        q_THD,
+        memory.k_BPGD,
+        memory.v_BPGD,
+        batch.block_table_NM,
+        batch.query_starts_N1,
+        batch.context_lens_N,
+        out_THD,
+        partial,
+        lse,
+        scale_log2,
+        memory.v_scale,
+        window_tokens or 0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        *memory.k_BPGD.stride()[:3],
+        batch.block_table_NM.stride(0),
+        num_splits,
+        first,
+        batch.query_starts[first],
+        end - first,
+        num_tiles,
+        num_prefix_keys,
+        PAGE=BLOCK_TOKENS,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=call.num_kv_heads,
+        GROUP=call.group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tile.rows,
+        BLOCK_K=tile.keys,
+        BLOCK_D=padded(head_dim),
+        BLOCK_N=max_prefills,
+        IS_SPLIT=num_splits > 1,
+        IS_WINDOWED=window_tokens is not None,
+        IS_CONTINUED=num_prefix_keys > 0,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def combine(
+    partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, first_row: int, num_rows: int, num_splits: int
+) -> None:
+    """Write ``num_rows`` rows of the result from ``first_row`` on."""
+    _, num_heads, head_dim = out_THD.shape
+    block_s = next(size for size in (8, 32, 128) if num_splits <= size)
+    block_d = min(padded(head_dim), COMBINE_ELEMENTS // block_s)
+    _combine_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
+        partial_RSD,
+        lse_RS,
+        out_THD,
+        first_row,
+        num_splits,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=4,
+        **overlap_options(out_THD),
+    )
+
+
+def combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_rows: int, num_splits: int) -> None:
+    """Write the first ``num_rows`` rows of the result."""
+    _, num_heads, head_dim = out_THD.shape
+    block_d = min(padded(head_dim), COMBINE_ELEMENTS // INVARIANT_COMBINE)
+    _combine_in_order_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
+        partial_RSD,
+        lse_RS,
+        out_THD,
+        num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_S=INVARIANT_COMBINE,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+
+
+def scratch(out_THD: Tensor, num_rows: int, num_splits: int, *, is_needed: bool) -> tuple[Tensor, Tensor]:
+    """Return ``partial_RSD`` and ``lse_RS`` for rows of a token and a head; any tensors where none are needed."""
+    if not is_needed:
+        return out_THD, out_THD
+    _, num_heads, head_dim = out_THD.shape
+    rows = num_rows * num_heads * num_splits
+    memory = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=out_THD.device)
+    return memory, memory[rows * head_dim :]
+
+
+def padded(head_dim: int) -> int:
+    """Return the power of two that a head's channels are padded to; a dot takes 16 at least."""
+    return max(16, next_power_of_2(head_dim))

@@ -1,0 +1,420 @@
+"""Softmax attention whose keys and values are one latent per token, in Triton.
+
+A first kernel stores the step's latents. The second has an online softmax over tiles of keys, as
+``attention_triton.py``, with all heads as the query heads of one key/value head. A tile of latents is read once: its
+first channels are both part of the keys and the values, the rest is multiplied by itself.
+
+- Decodes: one program per sequence, up to 64 heads and *split* of the context.
+- Prefills: one program per tile of rows, pairs of a token and a head, and split; heaviest tiles first.
+
+How work is divided, and what holds for deterministic engines, is as in ``attention_triton.py``, whose third kernel
+combines splits.
+
+Invariants: those of ``attention_triton.py``.
+
+Source: as of ``latent_attention.py``.
+
+Shape suffixes: as in ``latent_attention.py`` and ``attention_triton.py``; R channels of a latent past its value.
+"""
+# mypy: ignore-errors
+
+from math import log2
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.attention.attention_splits import num_decode_splits, plan_prefills
+from strandline.kernels.attention.attention_triton import (
+    INVARIANT_SPLIT_BLOCKS,
+    Tile,
+    combine,
+    combine_in_order,
+    locate_tile,
+    padded,
+    scratch,
+    store_rows,
+)
+from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.state_triton import FLOAT32_PRECISION
+
+DECODE_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=3)
+"""At most as many rows as there are heads."""
+
+PREFILL_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=3)
+"""128 accumulators per thread for values of 512 channels; queries and three tiles of latents fill shared memory."""
+
+FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
+"""This path is for tests, not for speed."""
+
+MIN_SPLIT_BLOCKS = 2
+"""Blocks of a decode's split: its result is as large as its keys else."""
+
+
+@triton.jit
+def _attend(
+    acc_MV,
+    max_M,
+    sum_M,
+    q_MV,
+    q_MR,
+    latent_ptr,
+    table_ptr,
+    first_tile,
+    last_tile,
+    end_key,
+    position_M,
+    scale_log2,
+    stride_block,
+    stride_row,
+    PAGE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take in the tiles ``[first_tile, last_tile)`` of keys; maxima are in units of log2.
+
+    Masked, keys from ``end_key`` on are not read, and rows may see none of a tile's keys.
+    """
+    row_K = tl.arange(0, BLOCK_K)
+    channel_V = tl.arange(0, BLOCK_V)
+    channel_R = tl.arange(0, BLOCK_R)
+    next_block = tl.load(table_ptr + first_tile * BLOCK_K // PAGE, mask=first_tile < last_tile, other=0)
+    for tile in range(first_tile, last_tile):
+        key = tile * BLOCK_K
+        block = next_block
+        next_block = tl.load(table_ptr + (key + BLOCK_K) // PAGE, mask=tile + 1 < last_tile, other=0)
+        key_K = key + row_K
+        row_ptr = latent_ptr + block.to(tl.int64) * stride_block
+        row_offset_K1 = ((key % PAGE + row_K) * stride_row)[:, None]
+        is_read_KV = (channel_V < VALUE_DIM)[None, :]
+        is_read_KR = (channel_R < REST_DIM)[None, :]
+        if IS_MASKED:
+            is_read_KV = is_read_KV & (key_K < end_key)[:, None]
+            is_read_KR = is_read_KR & (key_K < end_key)[:, None]
+        v_KV = tl.load(row_ptr + row_offset_K1 + channel_V[None, :], mask=is_read_KV, other=0.0)
+        k_KR = tl.load(row_ptr + row_offset_K1 + (VALUE_DIM + channel_R)[None, :], mask=is_read_KR, other=0.0)
+        score_MK = tl.dot(q_MR, tl.trans(k_KR), input_precision=PRECISION)
+        score_MK = tl.dot(q_MV, tl.trans(v_KV), acc=score_MK, input_precision=PRECISION)
+        if IS_MASKED:
+            score_MK = tl.where(key_K[None, :] <= position_M[:, None], score_MK, float("-inf"))
+        new_max_M = tl.maximum(max_M, tl.max(score_MK, axis=1) * scale_log2)
+        base_M = new_max_M
+        if IS_MASKED:
+            # A row that has seen no key yet: its weights are 0, not the NaN of inf - inf.
+            base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        weight_MK = tl.exp2(score_MK * scale_log2 - base_M[:, None])
+        decay_M = tl.exp2(max_M - base_M)
+        sum_M = sum_M * decay_M + tl.sum(weight_MK, axis=1)
+        acc_MV = tl.dot(weight_MK.to(v_KV.dtype), v_KV, acc=acc_MV * decay_M[:, None], input_precision=PRECISION)
+        max_M = new_max_M
+    return acc_MV, max_M, sum_M
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_table",
+        "num_splits",
+        "split_tiles",
+        "first_sequence",
+        "first_row",
+        "num_prefills",
+        "num_tiles",
+    ],
+    do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "context_len_ptr"],
+)
+def _attend_kernel(
+    q_ptr,
+    latent_ptr,
+    table_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_row,
+    stride_table,
+    num_splits,
+    split_tiles,
+    first_sequence,
+    first_row,
+    num_prefills,
+    num_tiles,
+    PAGE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_DECODE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Attend a tile of rows, pairs of a token and a head, to one split of the context.
+
+    Decodes: ``num_tiles`` is that of a sequence, and prefills count for nothing.
+    """
+    split = tl.program_id(1)
+    if IS_DECODE:
+        sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
+        tile = tl.program_id(0) % num_tiles
+        query_start = sequence.to(tl.int32)
+        num_queries = 1
+    else:
+        # Programs start in the order of their index: a sequence's last tiles, which see most keys, go first.
+        tile = num_tiles - 1 - tl.program_id(0)
+        prefill, tile = locate_tile(tile, query_start_ptr + first_sequence, num_prefills, NUM_HEADS, BLOCK_M, BLOCK_N)
+        # A CUDA graph's grid is sized for the largest number of tiles; the surplus programs return.
+        if prefill >= num_prefills:
+            return
+        sequence = (first_sequence + prefill).to(tl.int64)
+        query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
+        num_queries = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
+    context_len = tl.load(context_len_ptr + sequence).to(tl.int32)
+
+    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M = packed_M // NUM_HEADS
+    head_M = packed_M % NUM_HEADS
+    is_row_M = query_M < num_queries
+    row_M = (query_start + query_M).to(tl.int64)
+    first_position = context_len - num_queries
+    position_M = first_position + query_M
+    last_position = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // NUM_HEADS, num_queries - 1)
+    first_position += tile * BLOCK_M // NUM_HEADS
+
+    # Either num_splits splits share the keys, or each has split_tiles tiles of them, whatever the context's length.
+    end_tile = tl.cdiv(last_position + 1, BLOCK_K)
+    tiles_per_split = tl.cdiv(end_tile, num_splits)
+    if split_tiles > 0:
+        tiles_per_split = split_tiles
+    first_tile = split * tiles_per_split
+    end_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
+    # Tiles of keys: [first_tile, last_whole) are seen whole by all rows, [last_whole, end_tile) cut by the diagonal.
+    last_whole = first_tile
+    if not IS_DECODE:
+        last_whole = tl.minimum(tl.maximum((first_position + 1) // BLOCK_K, first_tile), end_tile)
+
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    channel_V = tl.arange(0, BLOCK_V)
+    channel_R = tl.arange(0, BLOCK_R)
+    q_ptr_M1 = q_ptr + (row_M * stride_q_row + head_M * stride_q_head)[:, None]
+    is_q_MV = is_row_M[:, None] & (channel_V < VALUE_DIM)[None, :]
+    is_q_MR = is_row_M[:, None] & (channel_R < REST_DIM)[None, :]
+    q_MV = tl.load(q_ptr_M1 + channel_V[None, :], mask=is_q_MV, other=0.0)
+    q_MR = tl.load(q_ptr_M1 + (VALUE_DIM + channel_R)[None, :], mask=is_q_MR, other=0.0)
+    table_ptr += sequence * stride_table
+    acc_MV = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # fmt: off
+    if not IS_DECODE:
+        acc_MV, max_M, sum_M = _attend(
+            acc_MV, max_M, sum_M, q_MV, q_MR, latent_ptr, table_ptr, first_tile, last_whole, last_position + 1,
+            position_M, scale_log2, stride_block, stride_row,
+            PAGE, VALUE_DIM, REST_DIM, BLOCK_K, BLOCK_V, BLOCK_R, False, PRECISION,
+        )
+    acc_MV, max_M, sum_M = _attend(
+        acc_MV, max_M, sum_M, q_MV, q_MR, latent_ptr, table_ptr, last_whole, end_tile, last_position + 1,
+        position_M, scale_log2, stride_block, stride_row,
+        PAGE, VALUE_DIM, REST_DIM, BLOCK_K, BLOCK_V, BLOCK_R, True, PRECISION,
+    )
+    store_rows(
+        acc_MV, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
+        1.0, NUM_HEADS, VALUE_DIM, BLOCK_V, IS_SPLIT,
+    )
+    # fmt: on
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_ptr", "offset_ptr"])
+def _store_kernel(
+    new_ptr,
+    latent_ptr,
+    block_ptr,
+    offset_ptr,
+    stride_new,
+    stride_block,
+    stride_row,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Store a token's latent, unless its block is the null block."""
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    channel_D = tl.arange(0, BLOCK_D)
+    block = tl.load(block_ptr + token).to(tl.int64)
+    offset = tl.load(offset_ptr + token).to(tl.int64)
+    new_D = tl.load(new_ptr + token * stride_new + channel_D, mask=channel_D < D, other=0.0)
+    row_ptr = latent_ptr + block * stride_block + offset * stride_row
+    tl.store(row_ptr + channel_D, new_D, mask=(channel_D < D) & (block != 0))
+
+
+def latent_attention(
+    q_THD: Tensor,
+    latent_TD: Tensor,
+    latent_BPD: Tensor,
+    batch: AttentionBatch,
+    num_decodes: int,
+    value_dim: int,
+    *,
+    scale: float,
+) -> Tensor:
+    """Store the step's latents in their blocks, then attend every token to its sequence's up to itself.
+
+    As ``latent_attention.latent_attention``; ``out_THV`` is contiguous. Decodes read no host
+    tuple of the batch. Needs ``scale > 0`` and channels that lie together; rows, heads and blocks may lie apart.
+    """
+    return _attend_all(q_THD, latent_TD, latent_BPD, batch, num_decodes, value_dim, scale, is_invariant=False)
+
+
+def latent_attention_invariant(
+    q_THD: Tensor,
+    latent_TD: Tensor,
+    latent_BPD: Tensor,
+    batch: AttentionBatch,
+    num_decodes: int,
+    value_dim: int,
+    *,
+    scale: float,
+) -> Tensor:
+    """As :func:`latent_attention`, with splits whose length and order depend on nothing but the sequence."""
+    return _attend_all(q_THD, latent_TD, latent_BPD, batch, num_decodes, value_dim, scale, is_invariant=True)
+
+
+def _attend_all(
+    q_THD: Tensor,
+    latent_TD: Tensor,
+    latent_BPD: Tensor,
+    batch: AttentionBatch,
+    num_decodes: int,
+    value_dim: int,
+    scale: float,
+    *,
+    is_invariant: bool,
+) -> Tensor:
+    num_tokens, num_channels = latent_TD.shape
+    if num_tokens:
+        _store_kernel[(num_tokens,)](
+            latent_TD, latent_BPD, batch.write_blocks_T, batch.write_offsets_T,
+            latent_TD.stride(0), latent_BPD.stride(0), latent_BPD.stride(1),
+            D=num_channels, BLOCK_D=next_power_of_2(num_channels), num_warps=1, **overlap_options(latent_TD),
+        )  # fmt: skip
+    out_THV = torch.empty(*q_THD.shape[:2], value_dim, dtype=q_THD.dtype, device=q_THD.device)
+    if num_decodes:
+        _attend_decodes(q_THD, latent_BPD, batch, num_decodes, out_THV, scale, is_invariant)
+    if len(q_THD) > num_decodes:
+        _attend_prefills(q_THD, latent_BPD, batch, num_decodes, out_THV, scale, is_invariant)
+    return out_THV
+
+
+def _attend_decodes(
+    q_THD: Tensor,
+    latent_BPD: Tensor,
+    batch: AttentionBatch,
+    num_decodes: int,
+    out_THV: Tensor,
+    scale: float,
+    is_invariant: bool,
+) -> None:
+    """Write the rows of the decodes."""
+    tile = _tile(q_THD, DECODE_TILE, 1)
+    num_tiles = cdiv(q_THD.shape[1], tile.rows)
+    num_blocks = batch.block_table_NM.shape[1]
+    if is_invariant:
+        num_splits, split_tiles = cdiv(num_blocks, INVARIANT_SPLIT_BLOCKS), INVARIANT_SPLIT_BLOCKS * BLOCK_TOKENS
+    else:
+        num_splits = num_decode_splits(num_decodes * num_tiles, cdiv(num_blocks, MIN_SPLIT_BLOCKS))
+        split_tiles = 0
+    is_split = is_invariant or num_splits > 1
+    partial, lse = scratch(out_THV, num_decodes, num_splits, is_needed=is_split)
+    _launch(
+        (num_decodes * num_tiles, num_splits), q_THD, latent_BPD, batch, out_THV, partial, lse, scale, tile,
+        (split_tiles // tile.keys, 0, 0, 0, num_tiles), 16, is_decode=True, is_split=is_split,
+    )  # fmt: skip
+    if is_invariant:
+        combine_in_order(partial, lse, out_THV, num_decodes, num_splits)
+    elif num_splits > 1:
+        combine(partial, lse, out_THV, 0, num_decodes, num_splits)
+
+
+def _attend_prefills(
+    q_THD: Tensor,
+    latent_BPD: Tensor,
+    batch: AttentionBatch,
+    num_decodes: int,
+    out_THV: Tensor,
+    scale: float,
+    is_invariant: bool,
+) -> None:
+    """Write the rows behind the decodes'."""
+    tile = _tile(q_THD, PREFILL_TILE, batch.most_rows)
+    end, first_row = len(batch.query_starts) - 1, batch.query_starts[num_decodes]
+    plan = plan_prefills(
+        batch, (num_decodes, end), len(q_THD), q_THD.shape[1], 1, tile[:2], None, is_invariant=is_invariant
+    )
+    is_split = plan.num_splits > 1
+    partial, lse = scratch(out_THV, plan.num_tokens, plan.num_splits, is_needed=is_split)
+    _launch(
+        (plan.num_tiles, plan.num_splits), q_THD, latent_BPD, batch, out_THV, partial, lse, scale, tile,
+        (0, num_decodes, first_row, end - num_decodes, plan.num_tiles), plan.max_prefills,
+        is_decode=False, is_split=is_split,
+    )  # fmt: skip
+    if is_split:
+        combine(partial, lse, out_THV, first_row, plan.num_tokens, plan.num_splits)
+
+
+def _tile(q_THD: Tensor, tile: Tile, most_tokens: int | None) -> Tile:
+    """Return the tile with no more rows than a sequence of ``most_tokens`` has."""
+    if q_THD.dtype == torch.float32:
+        return FLOAT32_TILE
+    if most_tokens is None:
+        return tile
+    return tile._replace(rows=min(tile.rows, max(16, next_power_of_2(most_tokens * q_THD.shape[1]))))
+
+
+def _launch(
+    grid: tuple[int, int],
+    q_THD: Tensor,
+    latent_BPD: Tensor,
+    batch: AttentionBatch,
+    out_THV: Tensor,
+    partial: Tensor,
+    lse: Tensor,
+    scale: float,
+    tile: Tile,
+    places: tuple[int, ...],
+    max_prefills: int,
+    *,
+    is_decode: bool,
+    is_split: bool,
+) -> None:
+    """Launch the kernel; ``places`` are its arguments from ``split_tiles`` on."""
+    _, num_heads, num_channels = q_THD.shape
+    value_dim = out_THV.shape[2]
+    _attend_kernel[grid](
+        q_THD, latent_BPD, batch.block_table_NM, batch.query_starts_N1, batch.context_lens_N, out_THV, partial, lse,
+        scale * log2(torch.e), q_THD.stride(0), q_THD.stride(1), latent_BPD.stride(0), latent_BPD.stride(1),
+        batch.block_table_NM.stride(0), grid[1], *places,
+        PAGE=BLOCK_TOKENS, NUM_HEADS=num_heads, VALUE_DIM=value_dim, REST_DIM=num_channels - value_dim,
+        BLOCK_M=tile.rows, BLOCK_K=tile.keys, BLOCK_V=padded(value_dim), BLOCK_R=padded(num_channels - value_dim),
+        BLOCK_N=max_prefills, IS_DECODE=is_decode, IS_SPLIT=is_split, PRECISION=FLOAT32_PRECISION,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap_options(q_THD),
+    )  # fmt: skip

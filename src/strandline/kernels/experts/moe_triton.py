@@ -1,0 +1,203 @@
+"""Mixtures of experts on a GPU, without sorting and without waiting for the device.
+
+Few tokens (at most ``MAX_TOKENS_FEW``): as ``moe_few_triton.py`` says. More: one launch lists every expert's choices
+(a choice is one token's k-th expert), then ``moe_many_triton.py`` multiplies expert by expert. The choices of a token
+are left to the next operation, a norm or a sum over ranks, to be added up (``expert_choices.py``). Grids depend on
+shapes alone: programs without work leave at once.
+
+Invariants: a token's result depends on that token alone, though its last bits may differ between the two ways; no
+more than ``T K`` choices are listed, and experts that no token chose are not read.
+
+Shape suffixes: as in ``moe.py``.
+"""
+# mypy: ignore-errors
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from strandline.kernels.expert_choices import Summand, added_up
+from strandline.kernels.expert_choices_triton import add_choices
+from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, choose_by_load
+from strandline.kernels.experts.moe_few_triton import Shared, choose_few, mixture_few
+from strandline.kernels.experts.moe_many_triton import (
+    TILES_DECODE,
+    TILES_FLOAT32,
+    TILES_MIDDLE,
+    TILES_PREFILL,
+    Tile,
+    compute_choices,
+)
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.experts.router_triton import route
+from strandline.kernels.gemm.linear_triton import linear
+from strandline.kernels.gemm.matmul_triton import linear_invariant
+from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.rowwise.activation_triton import relu_squared, swiglu
+
+
+def mixture(
+    x_TD: Tensor,
+    shared_gate_up_TS: Tensor | None,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor | None,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down: DenseWeight | None,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    held: range | None = None,
+) -> Summand:
+    """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
+
+    The weights are dense; the other inputs may be views with dense rows. Of many tokens, choices are returned instead
+    of their sum.
+    """
+    shared = _shared(shared_gate_up_TS, shared_gate_T1, shared_down)
+    router = (logits_TE, bias_E, routing)
+    return _mixture(x_TD, gate_up_EFD, down_EDF, shared, swiglu, router, held)
+
+
+def mixture_invariant(
+    x_TD: Tensor,
+    shared_gate_up_TS: Tensor | None,
+    logits_TE: Tensor,
+    shared_gate_T1: Tensor | None,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down: DenseWeight | None,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    held: range | None = None,
+) -> Summand:
+    """As :func:`mixture`, expert by expert however few tokens there are."""
+    shared = _shared(shared_gate_up_TS, shared_gate_T1, shared_down)
+    router = (logits_TE, bias_E, routing)
+    return _mixture_invariant(x_TD, gate_up_EFD, down_EDF, shared, swiglu, router, held)
+
+
+def mixture_relu_squared(
+    x_TD: Tensor,
+    shared_up_TS: Tensor | None,
+    logits_TE: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down: DenseWeight | None,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    held: range | None = None,
+) -> Tensor:
+    """As :func:`mixture`, of experts without a gate; ``shared_up_TS``, which is dense, may be overwritten."""
+    shared = _shared(shared_up_TS, None, shared_down)
+    router = (logits_TE, bias_E, routing)
+    return added_up(_mixture(x_TD, up_EFD, down_EDF, shared, relu_squared, router, held))
+
+
+def mixture_relu_squared_invariant(
+    x_TD: Tensor,
+    shared_up_TS: Tensor | None,
+    logits_TE: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared_down: DenseWeight | None,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    held: range | None = None,
+) -> Tensor:
+    """As :func:`mixture_relu_squared`, expert by expert however few tokens there are."""
+    shared = _shared(shared_up_TS, None, shared_down)
+    router = (logits_TE, bias_E, routing)
+    return added_up(_mixture_invariant(x_TD, up_EFD, down_EDF, shared, relu_squared, router, held))
+
+
+def _shared(projected_TS: Tensor | None, gate_T1: Tensor | None, down: DenseWeight | None) -> Shared | None:
+    return None if projected_TS is None or down is None else Shared(projected_TS, gate_T1, down.values_OI)
+
+
+def _mixture(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared: Shared | None,
+    activate: Callable[[Tensor], Tensor],
+    router: tuple[Tensor, Tensor | None, Routing],
+    held: range | None,
+) -> Summand:
+    """Compute a mixture, choice by choice or expert by expert.
+
+    Args:
+        activate: what the shared expert does to its projections.
+        router: arguments of ``route``.
+    """
+    (logits_TE, bias_E, routing), size = router, down_EDF.shape[2]
+    if len(x_TD) <= MAX_TOKENS_FEW:
+        shared_size = 0 if shared is None else shared.down_DS.shape[1]
+        kind = {"is_gated": up_EFD.shape[1] == 2 * size, "is_divided": held is not None}
+        few = choose_few(len(x_TD), routing.top_k, size, shared_size, **kind)
+        if few is not None:
+            return mixture_few(x_TD, logits_TE, up_EFD, down_EDF, shared, routing, few, bias_E, held)
+    chosen = route(*router)
+    shared_TD = None if shared is None else linear(activate(shared.projected_TS), shared.down_DS)
+    added = (shared_TD, None if shared is None else shared.gate_T1)
+    tiles = _tiles(x_TD, chosen[1], up_EFD, TILES_DECODE)
+    return compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
+
+
+def _mixture_invariant(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    shared: Shared | None,
+    activate: Callable[[Tensor], Tensor],
+    router: tuple[Tensor, Tensor | None, Routing],
+    held: range | None,
+) -> Summand:
+    """Compute a mixture expert by expert; arguments as above."""
+    chosen = route(*router)
+    shared_TD = None if shared is None else linear_invariant(activate(shared.projected_TS), shared.down_DS)
+    added = (shared_TD, None if shared is None else shared.gate_T1)
+    tiles = _tiles(x_TD, chosen[1], up_EFD, TILES_MIDDLE)
+    return compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
+
+
+def experts(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor | None = None,
+    shared_gate_T1: Tensor | None = None,
+    held: range | None = None,
+) -> Tensor:
+    """Return what ``moe.experts_glu`` does, or ``moe.experts_relu_squared`` if there are no rows of gates.
+
+    Weights, choices and both experts' tensors are dense; the rest may be views with dense rows.
+    """
+    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_DECODE)
+    chosen = (weights_TK, experts_TK)
+    return add_choices(compute_choices(x_TD, up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, *tiles, held))
+
+
+def experts_invariant(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared_TD: Tensor | None = None,
+    shared_gate_T1: Tensor | None = None,
+    held: range | None = None,
+) -> Tensor:
+    """As :func:`experts`, with tiles that all add in one order."""
+    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_MIDDLE)
+    chosen = (weights_TK, experts_TK)
+    return add_choices(compute_choices(x_TD, up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, *tiles, held))
+
+
+def _tiles(x_TD: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, few: tuple[Tile, Tile]) -> tuple[Tile, Tile]:
+    """Return the tiles of both GEMMs; ``few`` are those for few choices per expert."""
+    if x_TD.dtype == torch.float32:
+        return TILES_FLOAT32
+    return choose_by_load(experts_TK.numel() // len(gate_up_EFD), few, TILES_MIDDLE, TILES_PREFILL)

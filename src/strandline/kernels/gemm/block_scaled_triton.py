@@ -1,0 +1,709 @@
+"""Matrix products in FP8 in Triton (``block_scaled.py``): few rows streamed through registers, more on tensor cores.
+
+One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multiplies them with a few of the weight's rows,
+in float32. More: tiles of rows and outputs are multiplied, of many rows by torch where it can. With few rows narrow
+weights are split among programs along the inputs, too, and the parts are added up in order. Rows that are not quantised
+yet are quantised by the programs of a matrix-vector product themselves; otherwise a separate launch does so first.
+
+A launch of few rows may multiply them with an ordinary weight, too (``Beside``): programs of its own do that.
+
+Invariant: ``_invariant`` versions add up in an order that depends on neither the number of rows nor the tile.
+
+Shape suffixes: as in ``block_scaled_tile_triton.py``; S spans of the inputs; in kernels K the inputs of a group or a
+chunk.
+"""
+# mypy: ignore-errors
+
+from functools import cache
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.gemm.block_scaled_tile_triton import (
+    MIN_ROWS_HOPPER,
+    PIECE,
+    load_pieces,
+    multiply_tile,
+    piece_columns,
+)
+from strandline.kernels.gemm.linear_triton import add_spans
+from strandline.kernels.gemm.weights import ScaledWeight
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rowwise.activation_triton import silu_times, swiglu
+from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, new_output, shaped
+from strandline.kernels.rowwise.quantizing_triton import quantized, swiglu_quantized
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
+
+MAX_ROWS_GEMV = 4
+
+
+class Gemv(NamedTuple):
+    """How a product of one to four rows is tiled."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+class Tile(NamedTuple):
+    """How a product of more rows is tiled."""
+
+    block_n: int
+    block_m: int
+    warps: int
+    stages: int
+
+
+class Beside(NamedTuple):
+    """An ordinary weight that the same rows are multiplied with in the same launch; its outputs come behind."""
+
+    plain_TI: Tensor
+    values_OI: Tensor
+    """Contiguous."""
+
+
+GEMV_WIDE = Gemv(4, 512, 1)
+GEMV_NARROW = Gemv(4, 2048, 4)
+"""For many and few outputs (benchmarks/kernels/block_scaled.py). Where a chunk of the rows has 16 numbers per thread,
+as of one row here, sums have the same order whether rows come quantised or not."""
+
+WIDE_OUTPUTS = 8192
+"""From here on a program of few rows is one warp, and a tile has more outputs."""
+
+MAX_NUMBERS_GEMV = {2: 1 << 25, MAX_ROWS_GEMV: 1 << 23}
+"""By the largest number of rows: numbers of a weight beyond which tiles are faster. Every row costs a matrix-vector
+product as many instructions again, and a larger weight has them wait for these, no longer for memory: three rows and
+``[12288, 2048]`` take 12.3 us, tiles 10.6; with ``[2048, 4096]`` 5.2 and 5.7 (benchmarks/results/2026-11-24-h200-3.md).
+"""
+
+TILES = {
+    16: Tile(64, 16, 4, 6),
+    32: Tile(64, 32, 4, 5),
+    64: Tile(64, 64, 4, 4),
+}
+"""By the largest number of rows."""
+
+TILE_WIDE = Tile(128, 16, 4, 4)
+"""For up to 16 rows and many outputs."""
+
+TILE_MANY = Tile(64, 128, 4, 4)
+
+MAX_ROWS_TILES = 128
+"""With more rows, torch's product takes two thirds of the time."""
+
+TORCH_INPUTS = 4 * GROUP
+"""What inputs are a multiple of, so that torch takes scales as they lie."""
+
+TORCH_CUDA = (12, 9)
+"""The first CUDA version whose library multiplies with scales of blocks."""
+
+MAX_ROWS_SPLIT = 64
+"""Up to this many rows a weight with few outputs is split along the inputs."""
+
+PROGRAMS_SPLIT = 2 * NUM_SMS
+"""What a split aims at: two programs per multiprocessor."""
+
+MAX_SPANS = 8
+
+
+@triton.jit
+def _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN: tl.constexpr):
+    """Load ``[J, R, 1, N, P]``, bytes that are read once and need not stay in the cache."""
+    ptr_JR1NP = weight_ptr + (row_N * K)[None, None, None, :, None] + col_JRP[:, :, None, None, :]
+    if IS_EVEN:
+        return tl.load(ptr_JR1NP, eviction_policy="evict_first")
+    mask_JR1NP = (row_N < N)[None, None, None, :, None] & (col_JRP < K)[:, :, None, None, :]
+    return tl.load(ptr_JR1NP, mask=mask_JR1NP, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_scales(scale_ptr, first_row, col_JR, K, stride_y, stride_x, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Load the scales of pieces, ``[J, R, 1]``; the weight's rows share one."""
+    scale_JR1_ptr = scale_ptr + first_row // SCALE_ROWS * stride_y + (col_JR // GROUP * stride_x)[:, :, None]
+    return tl.load(scale_JR1_ptr, mask=(col_JR < K)[:, :, None], other=0.0)
+
+
+@triton.jit
+def _multiply_pieces(weight_JR1NP, x_JRMP, scale_JRM):
+    """Return the product of every piece times its scales, ``[J, R, M, N]``."""
+    return tl.sum(weight_JR1NP.to(tl.float32) * x_JRMP[:, :, :, None, :], axis=4) * scale_JRM[:, :, :, None]
+
+
+@triton.jit
+def _gemv_dense(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    program,
+    M,
+    K,
+    N,
+    stride_x,
+    stride_out,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply plain rows with a few rows of an ordinary weight."""
+    row_N = program.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_M = tl.arange(0, BLOCK_M)
+    _, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
+    weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, False)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    acc_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        _, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
+        if chunk > 0:
+            weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, False)
+        x_JRMP_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, None, :, None] + col_JRP[:, :, None, :]
+        is_JRMP = (row_M < M)[None, None, :, None] & (col_JRP < K)[:, :, None, :]
+        x_JRMP = tl.load(x_JRMP_ptr, mask=is_JRMP, other=0.0).to(tl.float32)
+        acc_JRMN += tl.sum(weight_JR1NP.to(tl.float32) * x_JRMP[:, :, :, None, :], axis=4)
+    out_MN = tl.sum(tl.reshape(acc_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
+    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _gemv_scaled(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    program,
+    M,
+    K,
+    N,
+    stride_x,
+    stride_xs,
+    stride_out,
+    stride_sy,
+    stride_sx,
+    IS_QUANTIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply rows, as they are after quantising, with a few rows of a weight in FP8."""
+    first_N = program.to(tl.int64) * BLOCK_N
+    row_N = first_N + tl.arange(0, BLOCK_N)
+    row_M = tl.arange(0, BLOCK_M)
+    col_JR, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
+    up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
+    weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
+    strides = (K, stride_sy, stride_sx)
+    scale_JR1 = _load_scales(scale_ptr, first_N, col_JR, *strides, SCALE_ROWS, GROUP)
+    if IS_GATED:
+        up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
+        up_scale_JR1 = _load_scales(scale_ptr, N + first_N, col_JR, *strides, SCALE_ROWS, GROUP)
+    # Weights and their scales are older than any launch of a step.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    acc_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc_up_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        col_JR, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
+        if chunk > 0:
+            weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
+            scale_JR1 = _load_scales(scale_ptr, first_N, col_JR, *strides, SCALE_ROWS, GROUP)
+            if IS_GATED:
+                up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
+                up_scale_JR1 = _load_scales(scale_ptr, N + first_N, col_JR, *strides, SCALE_ROWS, GROUP)
+        inputs = (row_M, col_JR, M, K, stride_x, stride_xs)
+        x_JRMP, x_scale_JRM = load_pieces(x_ptr, x_scale_ptr, *inputs, IS_QUANTIZED, GROUP, PIECE)
+        acc_JRMN += _multiply_pieces(weight_JR1NP, x_JRMP, x_scale_JRM * scale_JR1)
+        if IS_GATED:
+            acc_up_JRMN += _multiply_pieces(up_JR1NP, x_JRMP, x_scale_JRM * up_scale_JR1)
+    out_MN = tl.sum(tl.reshape(acc_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
+    if HAS_BIAS:
+        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        up_MN = tl.sum(tl.reshape(acc_up_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
+        out_MN = silu_times(out_MN, up_MN, out_ptr.dtype.element_ty)
+    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    plain_ptr,
+    dense_ptr,
+    M,
+    K,
+    N,
+    num_dense,
+    stride_x,
+    stride_xs,
+    stride_out,
+    stride_sy,
+    stride_sx,
+    stride_plain,
+    IS_QUANTIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    DENSE_PROGRAMS: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    # Only a call's own arguments are constants: what goes through a tuple is not.
+    program = tl.program_id(0)
+    tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
+    sizes = (M, K, N, stride_x, stride_xs, stride_out, stride_sy, stride_sx)
+    if DENSE_PROGRAMS > 0 and program < DENSE_PROGRAMS:
+        # As many bytes at a time as of a weight in FP8.
+        _gemv_dense(
+            plain_ptr,
+            dense_ptr,
+            out_ptr + N,
+            program,
+            M,
+            K,
+            num_dense,
+            stride_plain,
+            stride_out,
+            2 * NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K // 2,
+            GROUP // 2,
+            PIECE // 2,
+            OVERLAPS,
+        )
+    else:
+        _gemv_scaled(
+            *tensors,
+            program - DENSE_PROGRAMS,
+            *sizes,
+            IS_QUANTIZED,
+            HAS_BIAS,
+            IS_GATED,
+            IS_EVEN,
+            SCALE_ROWS,
+            NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP,
+            PIECE,
+            OVERLAPS,
+        )
+
+
+@triton.jit
+def _gemm_scaled(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    program,
+    M,
+    N,
+    K,
+    span,
+    stride_xs,
+    stride_out,
+    stride_sy,
+    stride_sx,
+    HAS_BIAS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Write a tile of the product of quantised rows and a weight in FP8."""
+    row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
+    first = tl.program_id(1) * span
+    acc, _ = multiply_tile(
+        x_ptr,
+        x_scale_ptr,
+        weight_ptr,
+        scale_ptr,
+        # Rows behind the last one read that: what becomes of them is not stored.
+        tl.minimum(row_M, M - 1),
+        row_N,
+        first,
+        tl.minimum(first + span, tl.cdiv(K, GROUP)),
+        N,
+        K,
+        stride_xs,
+        stride_sy,
+        stride_sx,
+        False,
+        IS_EVEN,
+        SCALE_ROWS,
+        IS_SWAPPED,
+        BLOCK_M,
+        BLOCK_N,
+        GROUP,
+    )
+    if HAS_BIAS:
+        bias_N = tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)
+        acc += bias_N[:, None] if IS_SWAPPED else bias_N[None, :]
+    store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemm_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    plain_ptr,
+    dense_ptr,
+    M,
+    N,
+    K,
+    num_dense,
+    stride_xs,
+    stride_out,
+    stride_sy,
+    stride_sx,
+    stride_plain,
+    span,
+    HAS_BIAS: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
+    sizes = (M, N, K, span, stride_xs, stride_out, stride_sy, stride_sx)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    dense_programs = 0
+    if HAS_DENSE:
+        # Programs of the ordinary weight read twice as many bytes: they start first.
+        dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
+    if HAS_DENSE and program < dense_programs:
+        gemm_dense(
+            plain_ptr,
+            dense_ptr,
+            out_ptr + N,
+            program,
+            M,
+            num_dense,
+            K,
+            span,
+            stride_plain,
+            stride_out,
+            IS_SPLIT,
+            IS_SWAPPED,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
+    else:
+        _gemm_scaled(
+            *tensors,
+            program - dense_programs,
+            *sizes,
+            HAS_BIAS,
+            IS_EVEN,
+            SCALE_ROWS,
+            IS_SPLIT,
+            IS_SWAPPED,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
+
+
+def block_scaled_linear(x: Rows, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
+    """Triton version of :func:`strandline.kernels.gemm.block_scaled.block_scaled_linear`."""
+    rows = flat_rows(x)
+    out_TO = new_output(rows, len(weight.values))
+    multiply_into(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
+
+
+def block_scaled_linear_invariant(x: Rows, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
+    """As :func:`block_scaled_linear`, with the same order of sums for any number of rows."""
+    rows = flat_rows(x)
+    out_TO = new_output(rows, len(weight.values))
+    multiply_into_invariant(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
+
+
+def block_scaled_gated_linear(x: Rows, gate_up: ScaledWeight) -> Tensor:
+    """Triton version of :func:`strandline.kernels.gemm.block_scaled.block_scaled_gated_linear`."""
+    rows = flat_rows(x)
+    if uses_gemv(len(rows), gate_up):
+        return shaped(_gated_gemv(rows, gate_up), x)
+    return swiglu(block_scaled_linear(x, gate_up))
+
+
+def block_scaled_gated_linear_invariant(x: Rows, gate_up: ScaledWeight) -> Tensor:
+    """As :func:`block_scaled_gated_linear`, with the same order of sums for any number of rows."""
+    return swiglu(block_scaled_linear_invariant(x, gate_up))
+
+
+def block_scaled_gated_linear_quantized(x: Rows, gate_up: ScaledWeight) -> Rows:
+    """As :func:`block_scaled_gated_linear`; what tiles have multiplied is quantised in the same launch."""
+    rows = flat_rows(x)
+    if uses_gemv(len(rows), gate_up):
+        return _gated_gemv(rows, gate_up)
+    return swiglu_quantized(block_scaled_linear(rows, gate_up))
+
+
+def block_scaled_gated_linear_quantized_invariant(x: Rows, gate_up: ScaledWeight) -> QuantizedRows:
+    """As :func:`block_scaled_gated_linear_quantized`, with the same order of sums for any number of rows."""
+    return swiglu_quantized(block_scaled_linear_invariant(flat_rows(x), gate_up))
+
+
+def _gated_gemv(rows: Rows, gate_up: ScaledWeight) -> Tensor:
+    out_TO = new_output(rows, len(gate_up.values) // 2)
+    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(out_TO.shape[1]), is_gated=True)
+    return out_TO
+
+
+def multiply_into(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a product."""
+    num_rows = len(rows)
+    if not num_rows:
+        return
+    if uses_gemv(num_rows, weight):
+        launch_gemv(out_TO, rows, weight, bias_O, choose_gemv(len(weight.values)))
+    elif num_rows > MAX_ROWS_TILES and can_multiply_in_torch(rows, weight):
+        multiply_in_torch(out_TO, rows, weight, bias_O)
+    else:
+        tile = choose_tile(num_rows, len(weight.values))
+        launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, choose_spans(num_rows, weight, tile))
+
+
+def multiply_into_invariant(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
+    """As :func:`multiply_into`, with the same order of sums for any number of rows."""
+    if len(rows):
+        tile = choose_tile(max(len(rows), MIN_ROWS_HOPPER), len(weight.values))
+        launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, 1)
+
+
+def multiply_beside(out_TO: Tensor, rows: Rows, weight: ScaledWeight, beside: Beside) -> None:
+    """Fill ``out_TO`` with the products of one to ``MAX_ROWS_SPLIT`` rows with both weights."""
+    num_rows, num_outputs = len(rows), len(weight.values)
+    if uses_gemv(num_rows, weight):
+        launch_gemv(out_TO, rows, weight, None, choose_gemv(num_outputs), beside=beside)
+        return
+    tile = choose_tile(num_rows, num_outputs)
+    spans = choose_spans(num_rows, weight, tile, len(beside.values_OI))
+    launch_gemm(out_TO, quantized(rows), weight, None, tile, spans, beside)
+
+
+def can_multiply_in_torch(rows: Rows, weight: ScaledWeight) -> bool:
+    """Return whether torch multiplies rows with this weight: on Hopper GPUs, with a scale for each whole block."""
+    num_outputs, num_inputs = weight.values.shape
+    return (
+        rows.dtype == torch.bfloat16
+        and weight.rows_per_scale == GROUP
+        and num_outputs % GROUP == num_inputs % TORCH_INPUTS == 0
+        and weight.scales.is_contiguous()
+        and rows.device.type == "cuda"
+        and _has_block_scales_in_torch(weight.values.get_device())
+    )
+
+
+@cache
+def _has_block_scales_in_torch(device: int) -> bool:
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return torch.cuda.get_device_capability(device)[0] == 9 and version >= TORCH_CUDA
+
+
+def multiply_in_torch(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO`` with torch's product of quantised rows."""
+    rows = quantized(rows)
+    scales = {"scale_a": rows.scale_XT.t(), "scale_b": weight.scales.t()}
+    operands = (rows.values_TI, weight.values.t())
+    if len(rows.values_TI) == len(rows):
+        torch._scaled_mm(*operands, **scales, out_dtype=out_TO.dtype, out=out_TO)
+    else:
+        out_TO.copy_(torch._scaled_mm(*operands, **scales, out_dtype=out_TO.dtype)[: len(rows)])
+    if bias_O is not None:
+        out_TO.add_(bias_O)
+
+
+def uses_gemv(num_rows: int, weight: ScaledWeight) -> bool:
+    """Return whether matrix-vector products are fastest."""
+    if num_rows == 1:
+        return True
+    most = next((numbers for rows, numbers in MAX_NUMBERS_GEMV.items() if num_rows <= rows), 0)
+    return num_rows > 0 and weight.values.numel() <= most
+
+
+def choose_gemv(num_outputs: int) -> Gemv:
+    return GEMV_WIDE if num_outputs >= WIDE_OUTPUTS else GEMV_NARROW
+
+
+def choose_tile(num_rows: int, num_outputs: int) -> Tile:
+    if num_rows <= TILE_WIDE.block_m and num_outputs >= WIDE_OUTPUTS:
+        return TILE_WIDE
+    return next((tile for rows, tile in TILES.items() if num_rows <= rows), TILE_MANY)
+
+
+def choose_spans(num_rows: int, weight: ScaledWeight, tile: Tile, num_beside: int = 0) -> int:
+    """Return among how many programs the inputs of a tile are dealt out.
+
+    Args:
+        num_beside: outputs of the ordinary weight in the same launch.
+    """
+    if not 0 < num_rows <= MAX_ROWS_SPLIT:
+        return 1
+    num_outputs, num_inputs = weight.values.shape
+    num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_beside, tile.block_n)) * cdiv(num_rows, tile.block_m)
+    return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, cdiv(num_inputs, GROUP)))
+
+
+def launch_gemv(
+    out_MO: Tensor,
+    rows: Rows,
+    weight: ScaledWeight,
+    bias_O: Tensor | None,
+    gemv: Gemv,
+    *,
+    is_gated: bool = False,
+    beside: Beside | None = None,
+) -> None:
+    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``."""
+    is_quantized = isinstance(rows, QuantizedRows)
+    x_MI, scale_XM = (rows.values_TI, rows.scale_XT) if is_quantized else (rows, None)
+    num_outputs, num_inputs = weight.values.shape
+    if is_gated:
+        num_outputs //= 2
+    block_n = gcd(gemv.block_n, weight.rows_per_scale)
+    block_k = min(gemv.block_k, max(GROUP, next_power_of_2(num_inputs)))
+    num_dense = 0 if beside is None else len(beside.values_OI)
+    dense_programs = cdiv(num_dense, block_n)
+    _gemv_kernel[(dense_programs + cdiv(num_outputs, block_n),)](
+        x_MI,
+        scale_XM,
+        weight.values,
+        weight.scales,
+        bias_O,
+        out_MO,
+        *((None, None) if beside is None else beside),
+        len(rows),
+        num_inputs,
+        num_outputs,
+        num_dense,
+        x_MI.stride(0),
+        scale_XM.stride(0) if is_quantized else 0,
+        out_MO.stride(0),
+        *weight.scales.stride(),
+        0 if beside is None else beside.plain_TI.stride(0),
+        IS_QUANTIZED=is_quantized,
+        HAS_BIAS=bias_O is not None,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % block_k == 0 and num_outputs % block_n == 0,
+        SCALE_ROWS=weight.rows_per_scale,
+        DENSE_PROGRAMS=dense_programs,
+        NUM_K=cdiv(num_inputs, block_k),
+        BLOCK_M=next_power_of_2(len(rows)),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=GROUP,
+        PIECE=PIECE,
+        num_warps=gemv.warps,
+        **overlap_options(out_MO),
+    )
+
+
+def launch_gemm(
+    out_TO: Tensor,
+    rows: QuantizedRows,
+    weight: ScaledWeight,
+    bias_O: Tensor | None,
+    tile: Tile,
+    spans: int,
+    beside: Beside | None = None,
+) -> None:
+    """Fill ``out_TO`` with the product of quantised rows.
+
+    Args:
+        bias_O: of the weight; None if there is one beside it.
+        spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
+    """
+    num_rows, (num_outputs, num_inputs) = len(rows), weight.values.shape
+    num_dense = 0 if beside is None else len(beside.values_OI)
+    num_groups = cdiv(num_inputs, GROUP)
+    span = cdiv(num_groups, spans)
+    spans = cdiv(num_groups, span)
+    part_STO = out_TO
+    if spans > 1:
+        part_STO = torch.empty((spans, *out_TO.shape), dtype=torch.float32, device=rows.device)
+    num_tiles = cdiv(num_outputs, tile.block_n) + cdiv(num_dense, tile.block_n)
+    _gemm_kernel[(cdiv(num_rows, tile.block_m) * num_tiles, spans)](
+        rows.values_TI,
+        rows.scale_XT,
+        weight.values,
+        weight.scales,
+        bias_O,
+        part_STO,
+        *((None, None) if beside is None else beside),
+        num_rows,
+        num_outputs,
+        num_inputs,
+        num_dense,
+        rows.scale_XT.stride(0),
+        part_STO.stride(-2),
+        *weight.scales.stride(),
+        0 if beside is None else beside.plain_TI.stride(0),
+        span,
+        HAS_BIAS=bias_O is not None and spans == 1,
+        HAS_DENSE=beside is not None,
+        IS_EVEN=num_inputs % GROUP == 0 and num_outputs % tile.block_n == 0,
+        IS_SPLIT=spans > 1,
+        IS_SWAPPED=tile.block_m < MIN_ROWS_HOPPER,
+        SCALE_ROWS=weight.rows_per_scale,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        GROUP=GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **overlap_options(out_TO),
+    )
+    if spans > 1:
+        add_spans(part_STO, bias_O, out_TO)

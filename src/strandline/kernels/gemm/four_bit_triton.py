@@ -1,0 +1,577 @@
+"""Matrix products with weights in 4 bits in Triton (``four_bit.py``): few rows through registers, more on tensor cores.
+
+One row, and few with a small weight: every program multiplies them with a few of the weight's rows, in float32. Up to
+64 rows, or 256 of a wide weight: tiles of outputs and rows, of weights that are unpacked in registers; with few rows
+narrow weights are split among programs along the inputs, too, and the parts are added up in order. More rows: the
+weight is dequantised, a part that fits the second-level cache at a time, and multiplied by torch. Dequantising moves
+2.5 bytes for a weight; at 4.3 TB/s and 700 TFLOP/s that takes as long as its products with 200 rows. Tiles unpack the
+weight once for every 64 rows instead.
+
+A launch of few rows may multiply them with an ordinary weight, too: programs of its own do that.
+
+Invariant: ``_invariant`` versions multiply in one way of tiling, whatever the number of rows.
+
+Shape suffixes: T rows, I inputs, O outputs, S spans of the inputs; in kernels as in ``four_bit_tile_triton.py``.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.gemm import linear_triton
+from strandline.kernels.gemm.four_bit_launches import (
+    SCRATCH_CODES,
+    Gemv,
+    Tile,
+    choose_gemv,
+    choose_spans,
+    choose_tile,
+    choose_tile_invariant,
+    uses_gemv,
+    uses_tiles,
+)
+from strandline.kernels.gemm.four_bit_tile_triton import (
+    BLOCK_INPUTS,
+    BLOCK_WORDS,
+    MAGIC,
+    PIECE_INPUTS,
+    load_words,
+    load_zeros,
+    multiply_pieces,
+    multiply_tile,
+    unpack_plane,
+)
+from strandline.kernels.gemm.linear_triton import add_spans, multiply_rows
+from strandline.kernels.gemm.weights import FourBitWeight
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rowwise.activation_triton import silu_times, swiglu
+from strandline.kernels.rowwise.quantized_rows import flat_rows, new_output, shaped
+from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
+
+DEQUANTIZED_ROWS = 32
+"""Rows of a weight that a program dequantises one block of."""
+
+
+@triton.jit
+def _gemv_packed(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    program,
+    M,
+    K,
+    N,
+    num_words,
+    num_groups,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    magic,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply a few rows with a few rows of a weight."""
+    PIECES: tl.constexpr = BLOCK_K // PIECE_INPUTS
+    row_N = program.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_M = tl.arange(0, BLOCK_M)
+    row_1N = row_N[None, :]
+    up_1N = N + row_1N
+    is_1N = row_1N < N
+    words_J1NW = load_words(weight_ptr, row_1N, is_1N, tl.arange(0, PIECES), num_words, IS_EVEN)
+    up_J1NW = words_J1NW
+    if IS_GATED:
+        up_J1NW = load_words(weight_ptr, up_1N, is_1N, tl.arange(0, PIECES), num_words, IS_EVEN)
+    # Weights and their scales are older than any launch of a step.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    out_JMN = tl.zeros([PIECES, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    out_up_JMN = tl.zeros([PIECES, BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        piece_J = chunk * PIECES + tl.arange(0, PIECES)
+        if chunk > 0:
+            words_J1NW = load_words(weight_ptr, row_1N, is_1N, piece_J, num_words, IS_EVEN)
+            if IS_GATED:
+                up_J1NW = load_words(weight_ptr, up_1N, is_1N, piece_J, num_words, IS_EVEN)
+        part_JMN, part_up_JMN = multiply_pieces(
+            words_J1NW,
+            up_J1NW,
+            x_ptr,
+            row_M,
+            piece_J,
+            M,
+            K,
+            stride_x,
+            scale_ptr,
+            zero_ptr,
+            row_1N,
+            up_1N,
+            is_1N,
+            num_groups,
+            stride_sn,
+            stride_sx,
+            magic,
+            IS_GATED,
+            IS_EVEN,
+            GROUP,
+        )
+        out_JMN += part_JMN
+        out_up_JMN += part_up_JMN
+    out_MN = tl.sum(out_JMN, axis=0)
+    if bias_ptr is not None:
+        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        out_MN = silu_times(out_MN, tl.sum(out_up_JMN, axis=0), out_ptr.dtype.element_ty)
+    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    dense_ptr,
+    M,
+    K,
+    N,
+    num_words,
+    num_groups,
+    num_dense,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    magic,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    DENSE_PROGRAMS: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    # Only a call's own arguments are constants: what goes through a tuple is not.
+    program = tl.program_id(0)
+    tensors = (x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr)
+    sizes = (M, K, N, num_words, num_groups, stride_x, stride_out, stride_sn, stride_sx, magic)
+    if DENSE_PROGRAMS > 0 and program < DENSE_PROGRAMS:
+        # Half as many inputs at a time: four times as many bytes.
+        multiply_rows(
+            program,
+            0,
+            x_ptr,
+            dense_ptr,
+            None,
+            out_ptr + N,
+            M,
+            stride_x,
+            K,
+            num_dense,
+            stride_out,
+            False,
+            False,
+            False,
+            2 * NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K // 2,
+            OVERLAPS,
+        )
+    else:
+        _gemv_packed(
+            *tensors,
+            program - DENSE_PROGRAMS,
+            *sizes,
+            IS_GATED,
+            IS_EVEN,
+            NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP,
+            OVERLAPS,
+        )
+
+
+@triton.jit
+def _tile_packed(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    program,
+    M,
+    N,
+    K,
+    num_words,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    span,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Write a tile of the product; split, that of one span of the inputs, in float32."""
+    row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
+    # Rows behind the last one read that: what becomes of them is not stored.
+    x_M_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64) * stride_x
+    read_N = tl.minimum(row_N, N - 1).to(tl.int64)
+    first = tl.program_id(1) * span
+    acc_NM, _ = multiply_tile(
+        x_M_ptr,
+        weight_ptr,
+        scale_ptr,
+        zero_ptr,
+        read_N,
+        read_N,
+        first,
+        tl.minimum(first + span, tl.cdiv(K, BLOCK_INPUTS)),
+        K,
+        num_words,
+        stride_sn,
+        stride_sx,
+        x_ptr.dtype.element_ty,
+        False,
+        IS_EVEN,
+        BLOCK_M,
+        BLOCK_N,
+        GROUP,
+    )
+    if bias_ptr is not None:
+        acc_NM += tl.load(bias_ptr + read_N).to(tl.float32)[:, None]
+    store_tile(out_ptr, acc_NM, row_M, row_N, M, N, stride_out, IS_SPLIT, True)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tile_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    dense_ptr,
+    M,
+    N,
+    K,
+    num_words,
+    num_dense,
+    stride_x,
+    stride_out,
+    stride_sn,
+    stride_sx,
+    span,
+    HAS_DENSE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensors = (x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr)
+    sizes = (M, N, K, num_words, stride_x, stride_out, stride_sn, stride_sx, span)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    dense_programs = 0
+    if HAS_DENSE:
+        # Programs of the ordinary weight read four times as many bytes: they start first.
+        dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
+    if HAS_DENSE and program < dense_programs:
+        gemm_dense(
+            x_ptr,
+            dense_ptr,
+            out_ptr + N,
+            program,
+            M,
+            num_dense,
+            K,
+            span,
+            stride_x,
+            stride_out,
+            IS_SPLIT,
+            True,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_INPUTS,
+        )
+    else:
+        _tile_packed(
+            *tensors,
+            program - dense_programs,
+            *sizes,
+            IS_EVEN,
+            IS_SPLIT,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+        )
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    N,
+    K,
+    num_words,
+    stride_sn,
+    stride_sx,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write one block of inputs of some rows."""
+    row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    word_W = tl.arange(0, BLOCK_WORDS)
+    read_N = tl.minimum(row_N, N - 1)
+    words_NW = tl.load(weight_ptr + (read_N * num_words)[:, None] + (block * BLOCK_WORDS + word_W)[None, :])
+    PLANES: tl.constexpr = GROUP // BLOCK_WORDS
+    # The product before may still read what was dequantised for it.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    for group in tl.static_range(BLOCK_INPUTS // GROUP):
+        offset_N = read_N * stride_sn + (block * (BLOCK_INPUTS // GROUP) + group) * stride_sx
+        scale_N = tl.load(scale_ptr + offset_N).to(tl.float32)
+        zero_N = load_zeros(zero_ptr, offset_N)
+        for plane in tl.static_range(group * PLANES, (group + 1) * PLANES):
+            col_W = block * BLOCK_INPUTS + plane * BLOCK_WORDS + word_W
+            value_NW = unpack_plane(words_NW, zero_N, plane, tl.float32) * scale_N[:, None]
+            mask_NW = (row_N < N)[:, None] & (col_W < K)[None, :]
+            tl.store(out_ptr + (row_N * K)[:, None] + col_W[None, :], value_NW.to(out_ptr.dtype.element_ty), mask_NW)
+
+
+def four_bit_linear(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = None) -> Tensor:
+    """Triton version of :func:`strandline.kernels.gemm.four_bit.four_bit_linear`."""
+    rows = flat_rows(x)
+    out_TO = new_output(rows, weight.shape[0])
+    multiply_into(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
+
+
+def four_bit_linear_invariant(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = None) -> Tensor:
+    """As :func:`four_bit_linear`, with the same order of sums for any number of rows."""
+    rows = flat_rows(x)
+    out_TO = new_output(rows, weight.shape[0])
+    multiply_into_invariant(out_TO, rows, weight, bias_O)
+    return shaped(out_TO, x)
+
+
+def four_bit_gated_linear(x: Tensor, gate_up: FourBitWeight) -> Tensor:
+    """Triton version of :func:`strandline.kernels.gemm.four_bit.four_bit_gated_linear`."""
+    rows = flat_rows(x)
+    if not uses_gemv(len(rows), _num_codes(gate_up)):
+        return swiglu(four_bit_linear(x, gate_up))
+    out_TO = new_output(rows, gate_up.shape[0] // 2)
+    launch_gemv(out_TO, rows, gate_up, None, choose_gemv(len(rows), out_TO.shape[1]), is_gated=True)
+    return shaped(out_TO, x)
+
+
+def four_bit_gated_linear_invariant(x: Tensor, gate_up: FourBitWeight) -> Tensor:
+    """As :func:`four_bit_gated_linear`, with the same order of sums for any number of rows."""
+    return swiglu(four_bit_linear_invariant(x, gate_up))
+
+
+def _num_codes(weight: FourBitWeight) -> int:
+    return weight.shape[0] * weight.num_inputs
+
+
+def multiply_into(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a product."""
+    num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
+    if not num_rows:
+        return
+    if uses_gemv(num_rows, _num_codes(weight)):
+        launch_gemv(out_TO, x_TI, weight, bias_O, choose_gemv(num_rows, num_outputs))
+    elif uses_tiles(num_rows, num_outputs):
+        tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
+        spans = choose_spans(num_rows, num_outputs, cdiv(num_inputs, BLOCK_INPUTS.value), tile)
+        launch_tile(out_TO, x_TI, weight, bias_O, tile, spans)
+    else:
+        multiply_dequantized(out_TO, x_TI, weight, bias_O)
+
+
+def multiply_into_invariant(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
+    """As :func:`multiply_into`, with the same order of sums for any number of rows."""
+    if len(x_TI):
+        launch_tile(out_TO, x_TI, weight, bias_O, choose_tile_invariant(x_TI.dtype), 1)
+
+
+def multiply_beside(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, dense_OI: Tensor) -> None:
+    """Fill ``out_TO`` with the products of a few rows with a weight and the ordinary one behind."""
+    num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
+    if uses_gemv(num_rows, _num_codes(weight)):
+        launch_gemv(out_TO, x_TI, weight, None, choose_gemv(num_rows, num_outputs), dense_OI=dense_OI)
+        return
+    tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
+    spans = choose_spans(num_rows, num_outputs + len(dense_OI), cdiv(num_inputs, BLOCK_INPUTS.value), tile)
+    launch_tile(out_TO, x_TI, weight, None, tile, spans, dense_OI)
+
+
+def launch_gemv(
+    out_MO: Tensor,
+    x_MI: Tensor,
+    weight: FourBitWeight,
+    bias_O: Tensor | None,
+    gemv: Gemv,
+    *,
+    is_gated: bool = False,
+    dense_OI: Tensor | None = None,
+) -> None:
+    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``.
+
+    Args:
+        dense_OI: an ordinary weight that is multiplied in the same launch; its outputs come behind.
+    """
+    num_rows, (num_outputs, num_inputs) = len(x_MI), weight.shape
+    if is_gated:
+        num_outputs //= 2
+    block_k = min(gemv.block_k, max(BLOCK_INPUTS.value, next_power_of_2(num_inputs)))
+    num_dense = 0 if dense_OI is None else len(dense_OI)
+    dense_programs = cdiv(num_dense, gemv.block_n)
+    _gemv_kernel[(dense_programs + cdiv(num_outputs, gemv.block_n),)](
+        x_MI,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bias_O,
+        out_MO,
+        dense_OI,
+        num_rows,
+        num_inputs,
+        num_outputs,
+        weight.words.stride(-2),
+        weight.scales.shape[-1],
+        num_dense,
+        x_MI.stride(0),
+        out_MO.stride(0),
+        *weight.scales.stride(),
+        MAGIC,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % block_k == 0 and num_outputs % gemv.block_n == 0,
+        DENSE_PROGRAMS=dense_programs,
+        NUM_K=cdiv(num_inputs, block_k),
+        BLOCK_M=next_power_of_2(num_rows),
+        BLOCK_N=gemv.block_n,
+        BLOCK_K=block_k,
+        GROUP=weight.group,
+        num_warps=gemv.warps,
+        **overlap_options(out_MO),
+    )
+
+
+def launch_tile(
+    out_TO: Tensor,
+    x_TI: Tensor,
+    weight: FourBitWeight,
+    bias_O: Tensor | None,
+    tile: Tile,
+    spans: int,
+    dense_OI: Tensor | None = None,
+) -> None:
+    """Fill ``out_TO`` with the product of rows.
+
+    Args:
+        bias_O: of the weight; None if there is an ordinary one behind it.
+        spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
+        dense_OI: as of ``launch_gemv``.
+    """
+    num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
+    num_blocks = cdiv(num_inputs, BLOCK_INPUTS.value)
+    span = cdiv(num_blocks, spans)
+    spans = cdiv(num_blocks, span)
+    part_STO = out_TO
+    if spans > 1:
+        part_STO = torch.empty((spans, *out_TO.shape), dtype=torch.float32, device=x_TI.device)
+    num_dense = 0 if dense_OI is None else len(dense_OI)
+    num_tiles = cdiv(num_outputs, tile.block_n) + cdiv(num_dense, tile.block_n)
+    _tile_kernel[(cdiv(num_rows, tile.block_m) * num_tiles, spans)](
+        x_TI,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bias_O if spans == 1 else None,
+        part_STO,
+        dense_OI,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        weight.words.stride(-2),
+        num_dense,
+        x_TI.stride(0),
+        part_STO.stride(-2),
+        *weight.scales.stride(),
+        span,
+        HAS_DENSE=dense_OI is not None,
+        IS_EVEN=num_inputs % BLOCK_INPUTS.value == 0,
+        IS_SPLIT=spans > 1,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        GROUP=weight.group,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **overlap_options(out_TO),
+    )
+    if spans > 1:
+        add_spans(part_STO, bias_O, out_TO)
+
+
+def multiply_dequantized(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO`` with torch's products of rows with the dequantised weight, part by part."""
+    num_outputs, num_inputs = weight.shape
+    step = min(num_outputs, max(1, SCRATCH_CODES // num_inputs))
+    scratch_OI = torch.empty((step, num_inputs), dtype=x_TI.dtype, device=x_TI.device)
+    for start in range(0, num_outputs, step):
+        rows = slice(start, min(num_outputs, start + step))
+        part_OI = scratch_OI[: rows.stop - start]
+        dequantize_into(part_OI, weight, start)
+        bias = None if bias_O is None else bias_O[rows]
+        linear_triton.multiply_into(out_TO[:, rows], x_TI, part_OI, bias)
+
+
+def dequantize_into(out_OI: Tensor, weight: FourBitWeight, start: int = 0) -> None:
+    """Fill ``out_OI`` with the numbers that rows of a weight stand for, from ``start`` on."""
+    end, num_blocks = start + len(out_OI), cdiv(weight.num_inputs, BLOCK_INPUTS.value)
+    zeros = None if weight.zeros is None else weight.zeros[start:end]
+    _dequantize_kernel[(cdiv(len(out_OI), DEQUANTIZED_ROWS), num_blocks)](
+        weight.words[start:end],
+        weight.scales[start:end],
+        zeros,
+        out_OI,
+        len(out_OI),
+        weight.num_inputs,
+        weight.words.stride(-2),
+        *weight.scales.stride(),
+        BLOCK_N=DEQUANTIZED_ROWS,
+        GROUP=weight.group,
+        num_warps=4,
+        **overlap_options(out_OI),
+    )

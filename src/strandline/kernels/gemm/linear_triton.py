@@ -1,0 +1,437 @@
+"""GEMMs of few rows with a weight, which is streamed through registers or through tensor cores.
+
+One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multiplies a few of the weight's rows, whole,
+in float32. Up to ``MAX_ROWS_SKINNY`` with many outputs: tiles of 16 rows, on tensor cores. Otherwise torch's GEMM. The
+way depends on shapes alone, and a row's result on no other row.
+
+Shape suffixes: as in ``linear.py``; T rows; in kernels M rows of x, N outputs, K the dimension that a matrix product
+sums over, S spans of the inputs.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.gemm.matmul_triton import linear_invariant
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rowwise.activation_triton import silu_times, swiglu
+from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.tile_triton import store_tile
+
+MAX_ROWS_GEMV = 4
+MAX_ROWS_SKINNY = 16
+
+MAX_ROWS_PROGRAM = 8
+"""Rows that a program multiplies with its rows of the weight; registers hold all of theirs at once."""
+
+MAX_OUTPUTS = 65536
+"""Beyond (the head), two rows and more take torch's GEMM; one row takes 0.92 of its time on an H200."""
+
+
+class Gemv(NamedTuple):
+    """How a GEMM with one to four rows is tiled."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+class Skinny(NamedTuple):
+    """How a GEMM with up to 16 rows is tiled."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    spans: int = 1
+    """Spans of the inputs, each a GEMM of its own; adding them up takes one more launch."""
+
+
+GEMV_TINY = Gemv(1, 2048, 4)
+GEMV_SMALL = Gemv(1, 1024, 2)
+GEMV_NARROW = Gemv(2, 512, 2)
+GEMV_LONG = Gemv(2, 1024, 2)
+GEMV_WIDE = Gemv(4, 512, 2)
+"""Programs of 2 to 4 KiB at a time, a thousand of them and more: most of a small weight is under way at once."""
+
+TINY_ELEMENTS = 3 << 20
+"""Up to this size there are too few programs of two outputs."""
+
+LONG_INPUTS = 4096
+
+SMALL_ELEMENTS = 12 << 20
+"""Up to this size a weight is streamed faster by ever more programs, and for one to four rows; a larger one takes
+torch's GEMM from three rows on: the arithmetic outweighs the stream there."""
+
+WIDE_INPUTS = 2560
+"""From here on a program has four outputs."""
+
+SKINNY = Skinny(64, 128, 4, 4)
+SKINNY_GATED = Skinny(16, 256, 2, 4)
+"""Some 200 to 600 programs, each with 48 to 64 KiB under way."""
+
+MIN_OUTPUTS_SKINNY = 8192
+"""Below, there are too few tiles to fill the GPU: torch splits the inputs there."""
+
+BLOCK_SPANS = 256
+"""Outputs of a program that adds up spans."""
+
+
+@triton.jit
+def _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN: tl.constexpr):
+    """Load ``[1, N, K]``, bytes that are read once and need not stay in the cache."""
+    ptr_1NK = weight_ptr + (row_N * K)[None, :, None] + (start + col_K)[None, None, :]
+    if IS_EVEN:
+        return tl.load(ptr_1NK, eviction_policy="evict_first")
+    mask_1NK = (row_N < N)[None, :, None] & (start + col_K < K)[None, None, :]
+    return tl.load(ptr_1NK, mask=mask_1NK, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def multiply_rows(
+    tile_n,
+    tile_m,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    stride_x,
+    K,
+    N,
+    stride_out,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write a tile of a product: some rows of x with some rows of the weight, whole."""
+    row_N = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_K = tl.arange(0, BLOCK_K)
+    row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
+    weight_1NK = _load_weight(weight_ptr, row_N, col_K, 0, K, N, IS_EVEN)
+    if IS_GATED:
+        up_1NK = _load_weight(up_ptr, row_N, col_K, 0, K, N, IS_EVEN)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x_M1K_ptr = x_ptr + row_M.to(tl.int64)[:, None, None] * stride_x + col_K[None, None, :]
+    is_row_M11 = (row_M < M)[:, None, None]
+    acc_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc_up_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for chunk in tl.static_range(NUM_K):
+        start = chunk * BLOCK_K
+        if chunk > 0:
+            weight_1NK = _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN)
+            if IS_GATED:
+                up_1NK = _load_weight(up_ptr, row_N, col_K, start, K, N, IS_EVEN)
+        if IS_EVEN:
+            x_M1K = tl.load(x_M1K_ptr + start, mask=is_row_M11, other=0.0).to(tl.float32)
+        else:
+            is_x_M1K = is_row_M11 & (start + col_K < K)[None, None, :]
+            x_M1K = tl.load(x_M1K_ptr + start, mask=is_x_M1K, other=0.0).to(tl.float32)
+        acc_MNK += weight_1NK.to(tl.float32) * x_M1K
+        if IS_GATED:
+            acc_up_MNK += up_1NK.to(tl.float32) * x_M1K
+    out_MN = tl.sum(acc_MNK, axis=2)
+    dtype = out_ptr.dtype.element_ty
+    if HAS_BIAS:
+        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        out_MN = silu_times(out_MN, tl.sum(acc_up_MNK, axis=2), dtype)
+    out_MN_ptr = out_ptr + row_M.to(tl.int64)[:, None] * stride_out + row_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(dtype), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    stride_x,
+    K,
+    N,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    multiply_rows(
+        tl.program_id(0),
+        tl.program_id(1),
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        out_ptr,
+        M,
+        stride_x,
+        K,
+        N,
+        N,
+        HAS_BIAS,
+        IS_GATED,
+        IS_EVEN,
+        NUM_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        OVERLAPS,
+    )
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    stride_x,
+    K,
+    N,
+    span_k,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write a tile of the product; split, that of one span of the inputs, in float32."""
+    col_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offset_K = tl.arange(0, BLOCK_K)
+    row_M = tl.arange(0, BLOCK_M)
+    is_row_M = row_M < M
+    is_col_N = col_N < N
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    x_MK_ptr = x_ptr + row_M.to(tl.int64)[:, None] * stride_x + offset_K[None, :]
+    weight_KN_ptr = weight_ptr + (col_N * K)[None, :] + offset_K[:, None]
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc_up_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    first = tl.program_id(1) * span_k
+    for start in range(first, tl.minimum(first + span_k, K), BLOCK_K):
+        if IS_EVEN:
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start, eviction_policy="evict_first")
+        else:
+            is_K = start + offset_K < K
+            mask_KN = is_K[:, None] & is_col_N[None, :]
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start, mask=mask_KN, other=0.0, eviction_policy="evict_first")
+        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+        if IS_GATED:
+            up_KN_ptr = weight_KN_ptr + tl.cast(N, tl.int64) * K + start
+            if IS_EVEN:
+                up_KN = tl.load(up_KN_ptr, eviction_policy="evict_first")
+            else:
+                is_K = start + offset_K < K
+                mask_KN = is_K[:, None] & is_col_N[None, :]
+                up_KN = tl.load(up_KN_ptr, mask=mask_KN, other=0.0, eviction_policy="evict_first")
+            acc_up_MN = tl.dot(x_MK, up_KN, acc_up_MN, input_precision="ieee")
+    if HAS_BIAS:
+        acc_MN += tl.load(bias_ptr + col_N, mask=is_col_N, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        acc_MN = silu_times(acc_MN, acc_up_MN, out_ptr.dtype.element_ty)
+    store_tile(out_ptr, acc_MN, row_M, col_N, M, N, N, IS_SPLIT, False)
+
+
+@triton.jit
+def _add_spans_kernel(
+    part_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    N,
+    stride_out,
+    HAS_BIAS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Add the spans' products, in their order."""
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_offset = offset < size
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for span in tl.static_range(SPANS):
+        total += tl.load(part_ptr + span * size + offset, mask=is_offset, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + offset % N, mask=is_offset, other=0.0).to(tl.float32)
+    out_offset = (offset // N).to(tl.int64) * stride_out + offset % N
+    tl.store(out_ptr + out_offset, total.to(out_ptr.dtype.element_ty), mask=is_offset)
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return ``x weight^T + bias``."""
+    plan = plan_product(x, weight_OI, is_gated=False)
+    if plan is None:
+        return F.linear(x, weight_OI, bias_O)
+    return _launch(x, weight_OI, bias_O, plan, is_gated=False)
+
+
+def multiply_into(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a matrix product by torch."""
+    if bias_O is None:
+        torch.mm(x_TI, weight_OI.t(), out=out_TO)
+    else:
+        torch.addmm(bias_O, x_TI, weight_OI.t(), out=out_TO)
+
+
+def head_linear(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
+    """Return ``out_THO``, the product of each head: torch's, whose weights are small."""
+    return torch.matmul(x_THI.transpose(0, 1), weight_HOI.mT).transpose(0, 1)
+
+
+def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
+    plan = plan_product(x, gate_up_OI, is_gated=True)
+    if plan is None:
+        return swiglu(linear(x, gate_up_OI))
+    return _launch(x, gate_up_OI, None, plan, is_gated=True)
+
+
+def gated_linear_invariant(x: Tensor, gate_up_OI: Tensor) -> Tensor:
+    """As :func:`gated_linear`, with the same order of sums for any number of rows."""
+    return swiglu(linear_invariant(x, gate_up_OI))
+
+
+def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skinny | None:
+    """Return the tiling of a GEMM with few rows, or None where torch's is as fast. Shapes alone decide."""
+    if x.dim() != 2 or not 0 < len(x) <= MAX_ROWS_SKINNY or x.stride(1) != 1 or not weight_OI.is_contiguous():
+        return None
+    num_rows, (num_outputs, num_inputs) = len(x), weight_OI.shape
+    if x.dtype == torch.float32 and num_rows > MAX_ROWS_GEMV:
+        return None
+    if num_outputs > MAX_OUTPUTS:
+        return GEMV_NARROW if num_rows == 1 else None
+    if num_outputs * num_inputs <= SMALL_ELEMENTS:
+        if num_rows > MAX_ROWS_GEMV:
+            return None
+        return _gemv_of_a_row(num_inputs, num_outputs) if num_rows == 1 else GEMV_NARROW
+    if num_rows == 1:
+        return GEMV_WIDE if num_inputs >= WIDE_INPUTS else GEMV_NARROW
+    if num_outputs < MIN_OUTPUTS_SKINNY:
+        return None
+    return SKINNY_GATED if is_gated else SKINNY
+
+
+def _gemv_of_a_row(num_inputs: int, num_outputs: int) -> Gemv:
+    """Return the tiling for one row and a small weight: whole blocks, if the inputs can be divided so."""
+    is_tiny, is_long = num_outputs * num_inputs <= TINY_ELEMENTS, num_inputs >= LONG_INPUTS
+    wanted = [GEMV_TINY] * is_tiny + [GEMV_LONG] * is_long + [GEMV_NARROW]
+    return next((gemv for gemv in wanted if num_inputs % gemv.block_k == 0), GEMV_SMALL)
+
+
+def _launch(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Gemv | Skinny, *, is_gated: bool) -> Tensor:
+    launch = launch_gemv if isinstance(plan, Gemv) else launch_skinny
+    return launch(x, weight_OI, bias_O, plan, is_gated=is_gated)
+
+
+def launch_gemv(
+    x_MI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    gemv: Gemv,
+    *,
+    is_gated: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the matrix product of a few rows, in x's dtype or another; gated, of ``silu(gate x) * up x``."""
+    num_rows, num_inputs = x_MI.shape
+    num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
+    out_MO = torch.empty((num_rows, num_outputs), dtype=out_dtype or x_MI.dtype, device=x_MI.device)
+    block_m = min(MAX_ROWS_PROGRAM, next_power_of_2(num_rows))
+    _gemv_kernel[(cdiv(num_outputs, gemv.block_n), cdiv(num_rows, block_m))](
+        x_MI,
+        weight_OI,
+        bias_O,
+        out_MO,
+        num_rows,
+        x_MI.stride(0),
+        num_inputs,
+        num_outputs,
+        HAS_BIAS=bias_O is not None,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % gemv.block_k == 0 and num_outputs % gemv.block_n == 0,
+        NUM_K=cdiv(num_inputs, gemv.block_k),
+        BLOCK_M=block_m,
+        BLOCK_N=gemv.block_n,
+        BLOCK_K=gemv.block_k,
+        num_warps=gemv.warps,
+        **overlap_options(x_MI),
+    )
+    return out_MO
+
+
+def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: Skinny, *, is_gated: bool) -> Tensor:
+    """Return the matrix product of up to 16 rows; gated, of ``silu(gate x) * up x``, which cannot be split."""
+    num_rows, num_inputs = x_MI.shape
+    num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
+    out_MO = torch.empty((num_rows, num_outputs), dtype=x_MI.dtype, device=x_MI.device)
+    options = overlap_options(x_MI)
+    span = cdiv(num_inputs, tile.spans * tile.block_k) * tile.block_k
+    spans = cdiv(num_inputs, span)
+    part_SMO = out_MO
+    if spans > 1:
+        part_SMO = torch.empty((spans, num_rows, num_outputs), dtype=torch.float32, device=x_MI.device)
+    _skinny_kernel[(cdiv(num_outputs, tile.block_n), spans)](
+        x_MI,
+        weight_OI,
+        bias_O,
+        part_SMO,
+        num_rows,
+        x_MI.stride(0),
+        num_inputs,
+        num_outputs,
+        span,
+        HAS_BIAS=bias_O is not None and spans == 1,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % tile.block_k == 0 and num_outputs % tile.block_n == 0,
+        IS_SPLIT=spans > 1,
+        BLOCK_M=16,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **options,
+    )
+    if spans > 1:
+        add_spans(part_SMO, bias_O, out_MO)
+    return out_MO
+
+
+def add_spans(part_SMO: Tensor, bias_O: Tensor | None, out_MO: Tensor) -> None:
+    """Fill ``out_MO``, whose rows are dense, with the sum of the spans' products, in their order, and a bias."""
+    size = out_MO.numel()
+    _add_spans_kernel[(cdiv(size, BLOCK_SPANS),)](
+        part_SMO,
+        bias_O,
+        out_MO,
+        size,
+        out_MO.shape[1],
+        out_MO.stride(0),
+        HAS_BIAS=bias_O is not None,
+        SPANS=len(part_SMO),
+        BLOCK=BLOCK_SPANS,
+        num_warps=2,
+        **overlap_options(out_MO),
+    )

@@ -1,0 +1,194 @@
+"""Weights as matrix products take them: as loaded, laid out for a CPU's library, or kept in float16, FP8 or 4 bits.
+
+In bfloat16 oneDNN lays an ordinary weight out anew in every call, which costs up to half the time of a small batch. In
+float32 MKL multiplies a few rows up to 2.8 times as fast with a weight whose inputs, not outputs, lie apart
+(benchmarks/results).
+
+A float32 weight that comes from bfloat16 can also be kept in float16 and multiplied with float32 inputs and sums by
+FBGEMM, in a third of MKL's time for a few rows. Float16 holds every bfloat16 number from 2**-17 up to 65,504, and
+smaller ones within 2**-25, less than the rounding of a sum of products with ordinary weights.
+
+A weight published in FP8 (e4m3) stays as it is on GPUs, beside its scales. One published in 4 bits stays in 4 bits, in
+one layout for all formats. Where only some of the matrices that lie above each other in a fused weight are published
+so, it consists of parts.
+
+Shape suffixes: I inputs, O outputs; Y and X rows and columns of scales; W int32 numbers of a row in 4 bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.rowwise.quantized_rows import GROUP
+
+BLOCK_INPUTS: Final = 128
+"""Inputs whose codes in 4 bits lie in the same 64 bytes."""
+
+BLOCK_WORDS: Final = 16
+"""Int32 numbers of these 64 bytes."""
+
+CODES_PER_WORD: Final = 8
+
+GROUPS_FOUR_BIT: Final = (32, 64, 128)
+"""Inputs that may share a scale in 4 bits."""
+
+SYMMETRIC_ZERO: Final = 8
+"""The zero point of weights in 4 bits that are published without."""
+
+MAX_HALF_ERROR: Final = 2.0**-25
+"""Largest difference of a weight kept in float16: half the distance of the smallest float16 numbers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeight:
+    """An ordinary matrix, of any strides."""
+
+    values_OI: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix in oneDNN's own layout: its rows cannot be sliced, copied or indexed."""
+
+    packed_OI: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfWeight:
+    """A matrix in float16, in FBGEMM's layout, for float32 inputs."""
+
+    packed: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledWeight:
+    """A matrix in e4m3, or several of one shape, and its float32 scales.
+
+    A scale covers ``rows_per_scale`` rows and ``GROUP`` inputs. Scales of whole rows are repeated by a stride of zero.
+    """
+
+    values: Tensor
+    """``[..., O, I]``, contiguous."""
+    scales: Tensor
+    """``[..., ⌈O / rows_per_scale⌉, ⌈I / GROUP⌉]``."""
+    rows_per_scale: int = GROUP
+    """A divisor of ``GROUP``, or ``GROUP``."""
+
+    def __getitem__(self, index: int) -> "ScaledWeight":
+        """Return one of several matrices."""
+        return ScaledWeight(self.values[index], self.scales[index], self.rows_per_scale)
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers that it stands for, in float32."""
+        *_, num_rows, num_inputs = self.values.shape
+        scales = self.scales.repeat_interleave(self.rows_per_scale, -2)[..., :num_rows, :]
+        return self.values.float() * scales.repeat_interleave(GROUP, -1)[..., :num_inputs]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBitWeight:
+    """A matrix in 4 bits, or several of one shape: ``(code - zero) * scale``.
+
+    A row consists of blocks of 128 inputs, the last one padded. Number ``w`` of a block holds inputs ``16 j + w``, each
+    in bits ``[4 j, 4 j + 4)``: a number of every row gives 16 neighbouring inputs, as tensor cores take them.
+    """
+
+    words: Tensor
+    """int32 ``[..., O, W]``, contiguous."""
+    scales: Tensor
+    """``[..., O, X]``, for all groups of all blocks, in the published dtype; of whole rows, repeated by a stride of
+    zero."""
+    zeros: Tensor | None
+    """uint8, shape and strides as of the scales; None: all are 8."""
+    num_inputs: int
+    group: int
+    """Inputs that share a scale, one of ``GROUPS_FOUR_BIT``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the matrices, ``[..., O, I]``."""
+        return (*self.words.shape[:-1], self.num_inputs)
+
+    def __getitem__(self, index: int) -> "FourBitWeight":
+        """Return one of several matrices."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return FourBitWeight(self.words[index], self.scales[index], zeros, self.num_inputs, self.group)
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers that it stands for, in float32."""
+        zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros.float().repeat_interleave(self.group, -1)
+        scales = self.scales.float().repeat_interleave(self.group, -1)
+        return ((unpack_codes(self.words).float() - zeros) * scales)[..., : self.num_inputs]
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of a ``FourBitWeight``, padded with zeros."""
+    padded: Tensor = F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
+    low, high = padded.unflatten(-1, (-1, CODES_PER_WORD // 2, 2, BLOCK_WORDS)).unbind(-2)
+    # Two codes are a byte; bytes of a number lie together, the lowest first.
+    pairs: Tensor = low | high << 4
+    return pairs.mT.contiguous().view(torch.int32).flatten(-3)
+
+
+def unpack_codes(words: Tensor) -> Tensor:
+    """Return the uint8 codes of ``words``, with those that pad the last block."""
+    pairs = words.view(torch.uint8).unflatten(-1, (-1, BLOCK_WORDS, CODES_PER_WORD // 2)).mT
+    return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedWeight:
+    """Matrices one above the other, each in a form of its own."""
+
+    parts: "tuple[DenseWeight | ScaledWeight | FourBitWeight, ...]"
+
+    @property
+    def is_in_fp8(self) -> bool:
+        """Whether some of them are in FP8."""
+        return any(isinstance(part, ScaledWeight) for part in self.parts)
+
+
+Weight = DenseWeight | PackedWeight | HalfWeight | ScaledWeight | FourBitWeight | StackedWeight
+
+Layout = Callable[[Tensor], Weight]
+"""Chooses the form of a loaded matrix."""
+
+
+def lay_out(weight_OI: Tensor) -> Weight:
+    """Return a weight in the layout that its device multiplies fastest; where there is no other, as it is."""
+    if not can_pack(weight_OI):
+        return DenseWeight(weight_OI)
+    if weight_OI.dtype == torch.float32:
+        return DenseWeight(weight_OI.t().contiguous().t())
+    return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight_OI, None))
+
+
+def lay_out_in_half(weight_OI: Tensor) -> Weight:
+    """Return a weight in float16 where that loses nothing and is faster, else as ``lay_out``."""
+    if not can_halve(weight_OI):
+        return lay_out(weight_OI)
+    return HalfWeight(torch.ops.quantized.linear_prepack_fp16(weight_OI.contiguous(), None))
+
+
+def can_pack(weight_OI: Tensor) -> bool:
+    """Return whether the device multiplies faster with another layout of this weight."""
+    if weight_OI.device.type != "cpu":
+        return False
+    if weight_OI.dtype == torch.float32:
+        return bool(torch.backends.mkl.is_available())
+    if weight_OI.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def can_halve(weight_OI: Tensor) -> bool:
+    """Return whether float16 holds a weight within ``MAX_HALF_ERROR``, and this CPU multiplies with it."""
+    if not weight_OI.is_cpu or weight_OI.dtype != torch.float32:
+        return False
+    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        return False
+    return bool((weight_OI.half().float() - weight_OI).abs().max() <= MAX_HALF_ERROR)

@@ -1,0 +1,294 @@
+"""The convolution of a step that verifies drafts, in one Triton launch: four otherwise, and most of a few rows' time.
+
+A program owns some channels of one sequence. It reads its logged inputs, then the step's own, ``ROWS`` at a time, and
+convolves them behind the window; then it stores windows; and when it has read all of the log, it logs the drafts. Where
+layers log further inputs, the last programs put these in order.
+
+Shape suffixes as in ``conv1d.py``; R rows, of logged tokens and the step's own, D columns of a further input.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.chunk_table import ChunkTable
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.recurrences import conv1d_triton
+from strandline.kernels.recurrences.conv1d import Activation
+from strandline.kernels.recurrences.conv1d_triton import activate
+from strandline.kernels.recurrences.replay_triton import insert_logged
+from strandline.kernels.sizes import cdiv, next_power_of_2
+
+ROWS = 8
+"""Read at once: all of a sequence that verifies up to three drafts."""
+
+BLOCK_C, NUM_WARPS = 256, 1
+
+MAX_OTHERS = 2
+"""Inputs of a launch behind the first."""
+
+MAX_COLUMNS = 256
+"""Most columns of such an input: one program handles all of them."""
+
+NO_PLACE = tl.constexpr(-1)
+
+TABLES = "conv1d_replay_triton"
+
+
+def causal_conv1d_replay(
+    inputs: tuple[Tensor, ...],
+    log: tuple[Tensor, ...],
+    replay: ReplayBatch,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    window_SRC: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    activation: Activation,
+) -> tuple[Tensor, ...]:
+    """Put logged inputs before the step's own; return all, the first convolved. As in ``conv1d.py``."""
+    others = inputs[1:]
+    convolution = (weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation)
+    if not chunks.is_short or len(others) > MAX_OTHERS or any(x.shape[1] > MAX_COLUMNS for x in others):
+        x_RC, *others_RD = insert_logged(replay, log, inputs)
+        return conv1d_triton.causal_conv1d_prefill(x_RC, *convolution), *others_RD
+    outs = tuple(x.new_empty(replay.num_rows, x.shape[1]) for x in inputs)
+    _launch(inputs, log, outs, row_tables(replay), *convolution)
+    return outs
+
+
+def row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
+    """Return where each row comes from, and where of the logs it goes; every layer takes the same.
+
+    Returns:
+        int64 rows of the step, or ``-1 - place`` of the log; and places, or ``NO_PLACE``.
+    """
+    if replay.source_R is not None and replay.place_R is not None:
+        return replay.source_R, replay.place_R
+    found = replay.derived.get(TABLES)
+    if found is None:
+        rows_T = replay.step_rows_T
+        source_R = rows_T.new_empty(replay.num_rows)
+        source_R.index_copy_(0, rows_T, torch.arange(len(rows_T), device=rows_T.device))
+        source_R.index_copy_(0, replay.logged_rows_Q, -1 - replay.logged_places_Q)
+        place_R = rows_T.new_full((replay.num_rows,), NO_PLACE.value)
+        place_R.index_copy_(0, rows_T.index_select(0, replay.draft_rows_K), replay.draft_places_K)
+        found = replay.derived[TABLES] = source_R, place_R
+    return found
+
+
+def _launch(
+    inputs: tuple[Tensor, ...],
+    log: tuple[Tensor, ...],
+    outs: tuple[Tensor, ...],
+    tables: tuple[Tensor, Tensor],
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    window_SRC: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+    chunks: ChunkTable,
+    activation: Activation,
+) -> None:
+    num_channels, num_others = inputs[0].shape[1], len(inputs) - 1
+    num_blocks = cdiv(num_channels, BLOCK_C)
+    any_tensor, any_size = (None,) * (MAX_OTHERS - num_others), (0,) * (MAX_OTHERS - num_others)
+    sizes = (*(x.shape[1] for x in inputs[1:]), *any_size)
+    _replay_kernel[(num_blocks + num_others, chunks.num_sequences)](
+        *inputs, *any_tensor, *log, *any_tensor, *outs, *any_tensor, *tables,
+        weight_CW, bias_C, window_SRC, src_N, dst_N,
+        chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C,
+        *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *window_SRC.stride()[:2],
+        C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
+        SIZE_1=sizes[0], SIZE_2=sizes[1], BLOCK_D=next_power_of_2(max(1, *sizes)),
+        CONV_BLOCKS=num_blocks, ROWS=ROWS, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS, **overlap_options(outs[0]),
+    )  # fmt: skip
+
+
+# Slices of the tables start at any sequence: without this, each alignment would compile a kernel of its own.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "src_ptr", "dst_ptr", "first_chunks_ptr", "starts_ptr", "lengths_ptr", "cut_slots_ptr"
+    ]
+)  # fmt: skip
+def _replay_kernel(
+    x_ptr,
+    other_1,
+    other_2,
+    log_ptr,
+    log_1,
+    log_2,
+    y_ptr,
+    out_1,
+    out_2,
+    source_ptr,
+    place_ptr,
+    weight_ptr,
+    bias_ptr,
+    window_ptr,
+    src_ptr,
+    dst_ptr,
+    first_chunks_ptr,
+    starts_ptr,
+    lengths_ptr,
+    cut_slots_ptr,
+    x_row_stride,
+    stride_1,
+    stride_2,
+    weight_channel_stride,
+    weight_tap_stride,
+    slot_stride,
+    window_row_stride,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_SILU: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CONV_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    first_chunk = tl.load(first_chunks_ptr + sequence)
+    end_chunk = tl.load(first_chunks_ptr + sequence + 1)
+    # An empty sequence begins at an empty chunk.
+    last_chunk = tl.maximum(end_chunk - 1, first_chunk)
+    start = tl.load(starts_ptr + first_chunk)
+    end = tl.load(starts_ptr + last_chunk) + tl.load(lengths_ptr + last_chunk)
+    tables = (source_ptr, place_ptr, start, end)
+    if SIZE_1 > 0:
+        is_for_first = block == CONV_BLOCKS
+        if is_for_first:
+            _order_rows(other_1, log_1, out_1, *tables, stride_1, SIZE_1, ROWS, BLOCK_D, OVERLAPS)
+    if SIZE_2 > 0:
+        is_for_second = block == CONV_BLOCKS + 1
+        if is_for_second:
+            _order_rows(other_2, log_2, out_2, *tables, stride_2, SIZE_2, ROWS, BLOCK_D, OVERLAPS)
+    if block < CONV_BLOCKS:
+        channel_C = block * BLOCK_C + tl.arange(0, BLOCK_C)
+        is_channel_C = channel_C < C
+        weights = ()
+        for tap in tl.static_range(W):
+            weight_ptrs = weight_ptr + channel_C * weight_channel_stride + tap * weight_tap_stride
+            weights += (tl.load(weight_ptrs, mask=is_channel_C, other=0.0).to(tl.float32),)
+        src = tl.load(src_ptr + sequence)
+        dst = tl.load(dst_ptr + sequence)
+        old = ()
+        for j in tl.static_range(W - 1):
+            old_ptrs = window_ptr + src * slot_stride + j * window_row_stride + channel_C
+            old_C = tl.load(old_ptrs, mask=is_channel_C & (src != 0), other=0.0)
+            old += (old_C.to(x_ptr.dtype.element_ty),)
+        # The kernels before make inputs, and may make the tables of rows; windows and chunks are older.
+        wait_for_previous(OVERLAPS)
+        release_next(OVERLAPS)
+
+        for first_row in range(start, end, ROWS):
+            rows = ()
+            for i in tl.static_range(ROWS + W - 1):
+                row = first_row + (i - (W - 1))
+                row_C = _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C)
+                if i < W - 1:
+                    row_C = _row_or_old(row_C, old, row - start, W)
+                rows += (row_C,)
+            for i in tl.static_range(ROWS):
+                y_C = tl.zeros([BLOCK_C], tl.float32)
+                for tap in tl.static_range(W):
+                    y_C += rows[i + tap].to(tl.float32) * weights[tap]
+                if HAS_BIAS:
+                    y_C += tl.load(bias_ptr + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)
+                is_output_C = is_channel_C & (first_row + i < end)
+                y_ptrs = y_ptr + (first_row + i) * C + channel_C
+                tl.store(y_ptrs, activate(y_C, y_ptr.dtype.element_ty, IS_SILU), mask=is_output_C)
+
+        # Other threads may still read what this one is about to overwrite: the window here, the log below.
+        tl.debug_barrier()
+        for chunk in range(first_chunk, end_chunk + 1):
+            is_chunk = chunk < end_chunk
+            slot = tl.where(is_chunk, tl.load(cut_slots_ptr + chunk, mask=is_chunk, other=0), dst)
+            stop = tl.load(starts_ptr + chunk, mask=is_chunk, other=0)
+            stop = tl.where(is_chunk, stop + tl.load(lengths_ptr + chunk, mask=is_chunk, other=0), end)
+            if slot != 0:
+                for j in tl.static_range(W - 1):
+                    row = stop - (W - 1) + j
+                    row_C = _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C)
+                    row_C = _row_or_old(row_C, old, row - start, W)
+                    new_ptrs = window_ptr + slot * slot_stride + j * window_row_stride + channel_C
+                    tl.store(new_ptrs, row_C.to(window_ptr.dtype.element_ty), mask=is_channel_C)
+
+        tl.debug_barrier()
+        for first_row in range(start, end, ROWS):
+            for i in tl.static_range(ROWS):
+                is_row = first_row + i < end
+                place = tl.load(place_ptr + first_row + i, mask=is_row, other=NO_PLACE)
+                source = tl.load(source_ptr + first_row + i, mask=is_row, other=0)
+                is_draft_C = is_channel_C & (place >= 0)
+                row_C = tl.load(x_ptr + source * x_row_stride + channel_C, mask=is_draft_C)
+                tl.store(log_ptr + place * C + channel_C, row_C, mask=is_draft_C)
+
+
+@triton.jit
+def _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C: tl.constexpr):
+    """Load a row of a sequence, where it is one."""
+    is_row = (row >= start) & (row < end)
+    source = tl.load(source_ptr + row, mask=is_row, other=0)
+    is_row_C = (channel_C < C) & is_row
+    step_C = tl.load(x_ptr + source * x_row_stride + channel_C, mask=is_row_C & (source >= 0), other=0.0)
+    logged_C = tl.load(log_ptr + (-1 - source) * C + channel_C, mask=is_row_C & (source < 0), other=0.0)
+    return tl.where(source >= 0, step_C, logged_C)
+
+
+@triton.jit
+def _row_or_old(row_C, old, index, W: tl.constexpr):
+    """Return a row of a sequence; before its first one, that of the old window."""
+    for j in tl.static_range(W - 1):
+        row_C = tl.where(index + (W - 1) == j, old[j], row_C)
+    return row_C
+
+
+@triton.jit
+def _order_rows(
+    x_ptr,
+    log_ptr,
+    out_ptr,
+    source_ptr,
+    place_ptr,
+    start,
+    end,
+    x_row_stride,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Copy a sequence's rows of an input, and then log its drafts'."""
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    column_D = tl.arange(0, BLOCK_D)
+    is_column_D = column_D < SIZE
+    for first_row in range(start, end, ROWS):
+        row_R = first_row + tl.arange(0, ROWS)
+        source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
+        is_tile_RD = (row_R < end)[:, None] & is_column_D[None, :]
+        is_step_R1 = (source_R >= 0)[:, None]
+        step_ptrs = x_ptr + (source_R * x_row_stride)[:, None] + column_D[None, :]
+        step_RD = tl.load(step_ptrs, mask=is_tile_RD & is_step_R1, other=0.0)
+        logged_ptrs = log_ptr + ((-1 - source_R) * SIZE)[:, None] + column_D[None, :]
+        logged_RD = tl.load(logged_ptrs, mask=is_tile_RD & (source_R < 0)[:, None], other=0.0)
+        out_ptrs = out_ptr + (row_R * SIZE)[:, None] + column_D[None, :]
+        tl.store(out_ptrs, tl.where(is_step_R1, step_RD, logged_RD), mask=is_tile_RD)
+    tl.debug_barrier()
+    for first_row in range(start, end, ROWS):
+        row_R = first_row + tl.arange(0, ROWS)
+        place_R = tl.load(place_ptr + row_R, mask=row_R < end, other=NO_PLACE)
+        source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
+        is_tile_RD = (place_R >= 0)[:, None] & is_column_D[None, :]
+        x_RD = tl.load(x_ptr + (source_R * x_row_stride)[:, None] + column_D[None, :], mask=is_tile_RD)
+        tl.store(log_ptr + (place_R * SIZE)[:, None] + column_D[None, :], x_RD, mask=is_tile_RD)

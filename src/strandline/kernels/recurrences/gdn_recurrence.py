@@ -1,0 +1,112 @@
+"""Gated DeltaNet as a :class:`strandline.kernels.recurrences.recurrence.Recurrence`.
+
+Shape suffixes: T tokens, N sequences, G key heads, H value heads, K key channels, V value channels, S slots.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from strandline.kernels.batch import LogBatch, ReplayBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.chunk_table import ChunkTable
+from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged, gdn_fold
+from strandline.specs import LogSpec, TensorSpec
+
+
+class GatedDeltaInputs(NamedTuple):
+    """Raw queries, keys, values and gate inputs of tokens, and the layer's gate parameters."""
+
+    q_TGK: Tensor
+    k_TGK: Tensor
+    v_THV: Tensor
+    a_TH: Tensor
+    b_TH: Tensor
+    A_log_H: Tensor
+    dt_bias_H: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaMemory:
+    """One layer's states and logs, or those of several stacked layers."""
+
+    state_SHKV: Tensor
+    log: LogMemory | None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaKernels:
+    """The functions that advance states."""
+
+    prefill: Callable[..., Tensor] = gdn_prefill.reference
+    decode: Callable[..., Tensor] = gdn_decode.reference
+    decode_logged: Callable[..., Tensor] = gdn_decode_logged.reference
+    fold: Callable[..., None] = gdn_fold.reference
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The gated delta rule of one size."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    state_dtype: str
+    max_beta: int = 1
+    """Limit of the write strength: 1, or 2 where eigenvalues may be negative."""
+    kernels: GatedDeltaKernels = GatedDeltaKernels()
+
+    operations: ClassVar = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
+
+    def with_kernels(self, kernels: Kernels) -> "GatedDelta":
+        """Return the recurrence bound to these kernels."""
+        return replace(self, kernels=GatedDeltaKernels(*(kernels[operation] for operation in self.operations)))
+
+    @cached_property
+    def states(self) -> tuple[TensorSpec, ...]:
+        shape = (self.num_heads, self.key_dim, self.value_dim)
+        return (TensorSpec("state", shape, self.state_dtype, is_recurrent=True),)
+
+    @cached_property
+    def log(self) -> LogSpec:
+        shapes = {
+            "key": (self.num_key_heads, LOG_TOKENS, self.key_dim),
+            "value": (self.num_heads, LOG_TOKENS, self.value_dim),
+            "decay": (self.num_heads, LOG_TOKENS),
+        }
+        return LogSpec(LOG_TOKENS, tuple(TensorSpec(name, shape, "float32") for name, shape in shapes.items()))
+
+    def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> GatedDeltaMemory:
+        """Return the layer's memory in the form that the kernels take."""
+        return GatedDeltaMemory(states["state"], LogMemory(log["key"], log["value"], log["decay"]) if log else None)
+
+    def prefill(
+        self,
+        inputs: GatedDeltaInputs,
+        memory: GatedDeltaMemory,
+        src_N: Tensor,
+        dst_N: Tensor,
+        chunks: ChunkTable,
+        replay: ReplayBatch | None = None,
+        out_THV: Tensor | None = None,
+    ) -> Tensor:
+        """Run over the new tokens of N sequences; return ``out_THV``, where tokens are replayed without theirs."""
+        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks, self.max_beta, replay, out_THV)
+
+    def decode(
+        self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
+    ) -> Tensor:
+        """Advance N sequences by one token each; return ``out_THV``."""
+        if log is not None and memory.log is not None:
+            return self.kernels.decode_logged(*inputs, memory.state_SHKV, src_N, dst_N, memory.log, log, self.max_beta)
+        return self.kernels.decode(*inputs, memory.state_SHKV, src_N, dst_N, self.max_beta)
+
+    def fold(self, memory: GatedDeltaMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
+        """Fold N logs into the states in N slots, in all stacked layers."""
+        if memory.log is not None:
+            self.kernels.fold(memory.state_SHKV, memory.log, slot_N, log_N, len_N)

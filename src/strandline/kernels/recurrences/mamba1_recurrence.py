@@ -1,0 +1,102 @@
+"""Mamba's selective state space as a :class:`strandline.kernels.recurrences.recurrence.Recurrence`.
+
+Shape suffixes: T tokens, N sequences, V channels, K dimensions of a channel's state, S slots.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from strandline.kernels.batch import LogBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.chunk_table import ChunkTable
+from strandline.kernels.recurrences.mamba1 import mamba1_decode, mamba1_prefill
+from strandline.kernels.recurrences.mamba1_log import LOG_TOKENS, LogMemory, mamba1_decode_logged, mamba1_fold
+from strandline.specs import LogSpec, TensorSpec
+
+
+class Mamba1Inputs(NamedTuple):
+    """Some tokens' values, gates, projections and raw time steps, and the layer's part in these."""
+
+    x_TV: Tensor
+    z_TV: Tensor
+    B_TK: Tensor
+    C_TK: Tensor
+    dt_TV: Tensor
+    D_V: Tensor
+    dt_bias_V: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Memory:
+    """One layer's states and logs, or those of several stacked layers."""
+
+    state_SVK: Tensor
+    log: LogMemory | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Kernels:
+    """The functions that advance states."""
+
+    prefill: Callable[..., Tensor] = mamba1_prefill.reference
+    decode: Callable[..., Tensor] = mamba1_decode.reference
+    decode_logged: Callable[..., Tensor] = mamba1_decode_logged.reference
+    fold: Callable[..., None] = mamba1_fold.reference
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba1:
+    """The selective state space of one layer: equal to itself alone, as no two layers' states decay alike.
+
+    Args:
+        A_log_VK: of the layer, filled before it computes.
+    """
+
+    A_log_VK: Tensor
+    state_dtype: str
+    kernels: Mamba1Kernels = Mamba1Kernels()
+
+    operations: ClassVar = (mamba1_prefill, mamba1_decode, mamba1_decode_logged, mamba1_fold)
+
+    def with_kernels(self, kernels: Kernels) -> "Mamba1":
+        """Return the recurrence as these kernels compute it."""
+        return replace(self, kernels=Mamba1Kernels(*(kernels[operation] for operation in self.operations)))
+
+    @cached_property
+    def states(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("state", tuple(self.A_log_VK.shape), self.state_dtype, is_recurrent=True),)
+
+    @cached_property
+    def log(self) -> LogSpec:
+        num_channels, state_dim = self.A_log_VK.shape
+        sizes = {"step": num_channels, "input": num_channels, "B": state_dim}
+        tensors = (TensorSpec(name, (LOG_TOKENS, size), "float32") for name, size in sizes.items())
+        return LogSpec(LOG_TOKENS, tuple(tensors))
+
+    def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> Mamba1Memory:
+        """Return the layer's memory as the kernels take it."""
+        return Mamba1Memory(states["state"], LogMemory(log["step"], log["input"], log["B"]) if log else None)
+
+    def prefill(
+        self, inputs: Mamba1Inputs, memory: Mamba1Memory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
+    ) -> Tensor:
+        """Run over the new tokens of N sequences; return ``out_TV``."""
+        return self.kernels.prefill(*inputs, self.A_log_VK, memory.state_SVK, src_N, dst_N, chunks)
+
+    def decode(
+        self, inputs: Mamba1Inputs, memory: Mamba1Memory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
+    ) -> Tensor:
+        """Advance N sequences by one token each; return ``out_TV``."""
+        arguments = (*inputs, self.A_log_VK, memory.state_SVK, src_N, dst_N)
+        if log is not None and memory.log is not None:
+            return self.kernels.decode_logged(*arguments, memory.log, log)
+        return self.kernels.decode(*arguments)
+
+    def fold(self, memory: Mamba1Memory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
+        """Fold N logs into the states in N slots."""
+        if memory.log is not None:
+            self.kernels.fold(memory.state_SVK, memory.log, self.A_log_VK.unsqueeze(0), slot_N, log_N, len_N)

@@ -1,0 +1,164 @@
+"""Mamba-2 decode on a CPU: one pass over each head's state, read and written row by row.
+
+A task is one head of one sequence.
+
+Shape suffixes as in ``mamba2.py``.
+"""
+
+# mypy: ignore-errors
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strandline.ids import NULL_SLOT
+from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY, is_overwritten
+from strandline.kernels.runtime_numba import (
+    arguments,
+    claim,
+    fill,
+    floats,
+    helper,
+    ints,
+    kernel,
+    kind,
+    load,
+    packed_rows,
+    prefetch,
+    store,
+)
+
+PREFETCH_BYTES = 4096
+"""How far ahead of where a state is read lines are asked for: a page, at whose end the hardware stops doing so."""
+
+CACHE_LINE_BYTES = 64
+
+
+def mamba2_decode(
+    x_NHV: Tensor,
+    B_NGK: Tensor,
+    C_NGK: Tensor,
+    dt_NH: Tensor,
+    A_log_H: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    dt_limit: tuple[float, float],
+    state_SHKV: Tensor,
+    src_N: Tensor,
+    dst_N: Tensor,
+) -> Tensor:
+    """Numba version of :func:`strandline.kernels.recurrences.mamba2.mamba2_decode`."""
+    if is_overwritten(src_N, dst_N):
+        raise ValueError(f"a sequence writes where another one reads: from slots {src_N} to {dst_N}")
+    if state_SHKV.dtype != torch.float32:
+        raise ValueError(f"states are {state_SHKV.dtype}; this kernel reads and writes float32")
+    x_NHV, B_NGK, C_NGK, dt_NH = (packed_rows(x) for x in (x_NHV, B_NGK, C_NGK, dt_NH))
+    out_NHV = x_NHV.new_empty(x_NHV.shape)
+    num_sequences, num_heads, head_dim = x_NHV.shape
+    _decode_kernel(
+        num_sequences * num_heads,
+        num_heads=num_heads,
+        heads_per_group=num_heads // B_NGK.shape[1],
+        state_dim=B_NGK.shape[2],
+        head_dim=head_dim,
+        dtype=kind(x_NHV),
+        dt_dtype=kind(dt_NH),
+        x=x_NHV.data_ptr(),
+        x_stride=x_NHV.stride(0),
+        B=B_NGK.data_ptr(),
+        B_stride=B_NGK.stride(0),
+        C=C_NGK.data_ptr(),
+        C_stride=C_NGK.stride(0),
+        dt=dt_NH.data_ptr(),
+        dt_stride=dt_NH.stride(0),
+        log_rates=A_log_H.data_ptr(),
+        skips=D_H.data_ptr(),
+        biases=dt_bias_H.data_ptr(),
+        min_step=dt_limit[0],
+        max_step=dt_limit[1],
+        states=state_SHKV.data_ptr(),
+        state_stride=state_SHKV.stride(0),
+        src=src_N.data_ptr(),
+        dst=dst_N.data_ptr(),
+        out=out_NHV.data_ptr(),
+    )
+    return out_NHV
+
+
+@helper
+def time_step(dt, bias, log_rate, min_step, max_step):
+    """Return the time step and the log decay, computed in float64 as in the torch version."""
+    x = dt + bias
+    softplus = x if x > 20.0 else math.log1p(math.exp(x))
+    step = min(max(softplus, min_step), max_step)
+    return np.float32(step), np.float32(-min(step * math.exp(log_rate), -MIN_LOG_DECAY))
+
+
+@helper
+def _advance(source, is_zero, target, target_step, decay, B, C, x, out):
+    """Write the state after a token, and add what the token reads of it to ``out``.
+
+    Args:
+        target_step: from row to row of the target; 0 where it is one row, and what is written is dropped.
+    """
+    num_columns = x.size
+    for row in range(B.size):
+        b, c = B[row], C[row]
+        written = target[row * target_step : row * target_step + num_columns]
+        if is_zero:
+            for i in range(num_columns):
+                new = b * x[i]
+                written[i] = new
+                out[i] += c * new
+        else:
+            ahead = source.ctypes.data + 4 * row * num_columns + PREFETCH_BYTES
+            for line in range(0, 4 * num_columns, CACHE_LINE_BYTES):
+                prefetch(ahead + line)
+            read = source[row * num_columns : (row + 1) * num_columns]
+            for i in range(num_columns):
+                new = decay * read[i] + b * x[i]
+                written[i] = new
+                out[i] += c * new
+
+
+@kernel(
+    "num_heads heads_per_group state_dim head_dim dtype dt_dtype x x_stride B B_stride C C_stride dt dt_stride "
+    "log_rates skips biases min_step:float max_step:float states state_stride src dst out"
+)
+def _decode_kernel(tasks):
+    args = arguments(tasks)
+    num_heads, state_dim, head_dim, dtype = args.num_heads, args.state_dim, args.head_dim, args.dtype
+    state_size = state_dim * head_dim
+    B, C = np.empty(state_dim, np.float32), np.empty(state_dim, np.float32)
+    x, scaled_x, out = (np.empty(head_dim, np.float32), np.empty(head_dim, np.float32), np.empty(head_dim, np.float32))
+    dropped, dt = np.empty(head_dim, np.float32), np.empty(1, np.float32)
+    task = claim(tasks)
+    while task < args.num_tasks:
+        sequence, head = task // num_heads, task % num_heads
+        group = head // args.heads_per_group
+        load(args.x, dtype, sequence * args.x_stride + head * head_dim, x)
+        load(args.B, dtype, sequence * args.B_stride + group * state_dim, B)
+        load(args.C, dtype, sequence * args.C_stride + group * state_dim, C)
+        load(args.dt, args.dt_dtype, sequence * args.dt_stride + head, dt)
+        bias, log_rate = floats(args.biases, num_heads)[head], floats(args.log_rates, num_heads)[head]
+        step, log_decay = time_step(
+            np.float64(dt[0]), np.float64(bias), np.float64(log_rate), args.min_step, args.max_step
+        )
+        decay = np.float32(math.exp(np.float64(log_decay)))
+        for channel in range(head_dim):
+            scaled_x[channel] = step * x[channel]
+        source, target = ints(args.src, sequence + 1)[sequence], ints(args.dst, sequence + 1)[sequence]
+        state = floats(args.states + 4 * (source * args.state_stride + head * state_size), state_size)
+        fill(out, np.float32(0.0))
+        if target != NULL_SLOT:
+            after = floats(args.states + 4 * (target * args.state_stride + head * state_size), state_size)
+            _advance(state, source == NULL_SLOT, after, head_dim, decay, B, C, scaled_x, out)
+        else:
+            _advance(state, source == NULL_SLOT, dropped, 0, decay, B, C, scaled_x, out)
+        skip = floats(args.skips, num_heads)[head]
+        for channel in range(head_dim):
+            out[channel] += skip * x[channel]
+        store(args.out, dtype, (sequence * num_heads + head) * head_dim, out)
+        task = claim(tasks)

@@ -1,0 +1,56 @@
+"""Gates, of feed-forward layers and of attention's output, and what replaces a gate.
+
+Shape suffixes: T tokens, F intermediate size, O features; the dimensions before F and O are free.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.operation import operation, triton
+
+
+@operation(triton("rowwise.activation_triton"))
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@operation()
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection.
+
+    Args:
+        limit: of both before, greater than 0: the gate is at most that, the up projection also at least ``-limit``.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+
+
+@operation(triton("rowwise.activation_triton"))
+def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
+    """Return ``x * sigmoid(gate)``, the sigmoid rounded to its input's dtype; ``x_TO`` is overwritten."""
+    return x_TO.mul_(gate_TO.sigmoid())
+
+
+@operation(triton("rowwise.activation_triton"))
+def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
+    """Return ``gelu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection.
+
+    Args:
+        is_tanh: whether gelu is approximated by a hyperbolic tangent.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh" if is_tanh else "none").mul_(up)
+
+
+@operation(triton("rowwise.activation_triton"))
+def silu_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
+    """Return ``x * silu(gate)``; ``x_TO`` is overwritten."""
+    return x_TO.mul_(F.silu(gate_TO))
+
+
+@operation(triton("rowwise.activation_triton"))
+def relu_squared(x: Tensor) -> Tensor:
+    """Return ``relu(x) ** 2``; ``x`` is overwritten."""
+    return F.relu_(x).square_()

@@ -1,0 +1,23 @@
+"""Embeddings of tokens, by a rank that has those of a part of the vocabulary.
+
+Shape suffixes: T tokens, Z rows of the rank's embedding, E hidden size.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.operation import operation, triton
+
+
+@operation(triton("rowwise.embedding_triton"))
+def embed_held(token_ids_T: Tensor, embed_ZE: Tensor, first_token: int, num_held: int) -> Tensor:
+    """Return the embeddings ``[T, E]`` of tokens that the rank has, and zeros for others.
+
+    Args:
+        first_token: the first one that it has; the rows of ``embed_ZE`` begin with it.
+        num_held: tokens that it has; further rows stand for none.
+    """
+    row_T = token_ids_T - first_token
+    is_elsewhere_T = (row_T < 0) | (row_T >= num_held)
+    embedded_TE = F.embedding(row_T.masked_fill(is_elsewhere_T, 0), embed_ZE)
+    return embedded_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0)

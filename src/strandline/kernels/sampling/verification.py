@@ -1,0 +1,253 @@
+"""What a step that verifies drafts decides on the device, in tables of integers: two launches around the model's.
+
+``complete_verification`` corrects what was planned before the last step's accepted drafts were known, and makes the
+tables of rows, chunks, logs and drafts. ``accept_drafts`` counts the drafts that agree with the chosen tokens, and
+leaves what the next step needs. All integers are int64, but for the block table, which is int32.
+
+Every sequence of the step has as many places for logged tokens as there can be, and the logged ones are the last of
+these: where its own rows are among the replayed ones does not depend on how many there are.
+
+Shape suffixes: T rows of the step, R the same and those replayed (and one of no token), N sequences, C chunks,
+D drafts of a sequence, F all of these but the first, L places of its log, P sequences of the last step, X sets of stop
+tokens, S their tokens, M blocks per table.
+"""
+
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_SLOT
+from strandline.kernels.operation import operation, triton
+
+CHUNKS_OF_SEQUENCE: Final = 2
+"""Logged tokens and certain ones, then drafts. Kernels of a few tokens need no chunks on the 64-token grid."""
+
+NO_PLACE: Final = -1
+"""Where a row is not logged."""
+
+
+class Verdict(IntEnum):
+    """How the draft after a row is accepted or rejected."""
+
+    COMPARE = 0
+    """Accepted if it equals the chosen token."""
+    ACCEPT = 1
+    REJECT = 2
+
+
+class PlannedVerification(NamedTuple):
+    """What the host says of a step: rows of each sequence, then rows of no sequence. Sequences without rows are last.
+
+    Tensors keep their addresses, so that a CUDA graph can read them.
+    """
+
+    token_ids: Tensor
+    """``[T]``; as many as all sequences together may have: a certain token of each, and its drafts."""
+    verdicts: Tensor
+    """A ``Verdict`` for each row."""
+    query_starts: Tensor
+    """``[N + 2]`` offsets of the sequences' rows, and of the rows of no sequence."""
+    start: Tensor
+    """``[N]``, as are all that follow: fields of a ``SequencePlan``."""
+    end: Tensor
+    state_dst: Tensor
+    log: Tensor
+    num_logged: Tensor
+    num_drafts: Tensor
+    next_drafts: Tensor
+    pending: Tensor
+    source_row: Tensor
+    """The sequence's row in the last step, if its token is pending."""
+    stop_set: Tensor
+
+
+class LastVerification(NamedTuple):
+    """What the last step that verified drafts left on the device, row by row of its sequences: the next step may have
+    been planned without it. Its tensors stay where they are, for graphs.
+    """
+
+    num_accepted_P: Tensor
+    tokens_P: Tensor
+    """What was chosen behind the accepted drafts."""
+    drafts_PD: Tensor
+    """The drafts behind these."""
+
+    @classmethod
+    def empty(cls, max_num_seqs: int, draft_tokens: int, device: torch.device) -> "LastVerification":
+        """Return zeros for a number of sequences and drafts."""
+        shapes = ((max_num_seqs,), (max_num_seqs,), (max_num_seqs, draft_tokens))
+        return cls(*(torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes))
+
+
+class VerificationTables(NamedTuple):
+    """The tables of one step; the fields of ``ChunkTable``, ``RecurrentBatch`` and ``ReplayBatch``.
+
+    One sequence more than planned has the rows of none, and no chunks.
+    """
+
+    first_chunks: Tensor
+    starts: Tensor
+    lengths: Tensor
+    cut_slots: Tensor
+    state_dst: Tensor
+    step_rows: Tensor
+    logged_rows: Tensor
+    logged_places: Tensor
+    draft_rows: Tensor
+    draft_places: Tensor
+    source_rows: Tensor
+    """Undefined for rows in no chunk; so is the next."""
+    log_places: Tensor
+
+
+class AcceptedDrafts(NamedTuple):
+    """What a step has found, and where the draft layer's further drafts stand."""
+
+    num_accepted_N: Tensor
+    last_row_N: Tensor
+    """Each sequence's last row that counts."""
+    next_tokens_T: Tensor
+    """The token behind each row; 0: none could be chosen."""
+    positions_FN: Tensor
+    """Positions of the tokens that further drafts follow: the first draft, the second, and so on. Where no further
+    draft is wanted, they do not increase: nothing lies beyond the blocks that are reserved."""
+    context_lens_FN: Tensor
+    write_blocks_FN: Tensor
+    """The null block if the draft is not wanted."""
+    write_offsets_FN: Tensor
+
+
+@operation(triton("sampling.verification_triton"))
+def complete_verification(
+    planned: PlannedVerification, last: LastVerification, stop_ids_XS: Tensor, log_tokens: int
+) -> VerificationTables:
+    """Complete sequences that were planned as if no draft of the step before were accepted; return the step's tables.
+
+    Where a token is pending, the sequence begins behind the accepted drafts, which are logged, with the token that was
+    chosen there: ``start``, ``end``, ``num_logged`` and ``token_ids`` are corrected in place. Where that is one of the
+    sequence's stop tokens, or none could be chosen, the sequence has ended: its ``state_dst`` becomes the null slot.
+    Then it stores neither a state nor drafts.
+
+    Args:
+        log_tokens: places of a log.
+    """
+    _correct(planned, last, stop_ids_XS)
+    return _tables(planned, log_tokens)
+
+
+def _correct(planned: PlannedVerification, last: LastVerification, stop_ids_XS: Tensor) -> None:
+    count, num_rows = len(planned.start), len(planned.token_ids)
+    depth = num_rows // count - 1
+    is_pending_N = planned.pending != 0
+    token_N = last.tokens_P[planned.source_row]
+    num_accepted_N = last.num_accepted_P[planned.source_row] * is_pending_N
+    for column_N in (planned.start, planned.end, planned.num_logged):
+        column_N.add_(num_accepted_N)
+    is_stop_N = (stop_ids_XS[planned.stop_set] == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
+    planned.state_dst.masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
+    taken_ND = torch.cat((token_N[:, None], last.drafts_PD[planned.source_row][:, :depth]), 1).clamp_min(0)
+    row_T = torch.arange(num_rows, device=token_N.device)
+    sequence_T = torch.searchsorted(planned.query_starts[1:], row_T, right=True)
+    is_real_T, sequence_T = sequence_T < count, sequence_T.clamp_max(count - 1)
+    place_T = row_T - planned.query_starts[sequence_T]
+    taken_T = taken_ND[sequence_T, place_T.clamp_max(depth)]
+    planned.token_ids.copy_(torch.where(is_pending_N[sequence_T] & is_real_T, taken_T, planned.token_ids))
+
+
+def _tables(planned: PlannedVerification, log_tokens: int) -> VerificationTables:
+    """Return the tables of chunks and of replayed rows, made from the data of each sequence."""
+    count, num_rows = len(planned.start), len(planned.token_ids)
+    end = num_rows + count * log_tokens + 1
+    starts_N2, num_logged_N, num_drafts_N = planned.query_starts, planned.num_logged, planned.num_drafts
+    first_row_N, num_rows_N = starts_N2[:count], starts_N2[1 : count + 1] - starts_N2[:count]
+    place_D, place_L, index_N2, row_T = (
+        torch.arange(number, device=starts_N2.device)
+        for number in (num_rows // count - 1, log_tokens, count + 2, num_rows)
+    )
+    own_row_N = first_row_N + (index_N2[:count] + 1) * log_tokens
+    is_real_N, has_drafts_N = num_rows_N > 0, num_drafts_N > 0
+    certain_rows_N = num_rows_N - num_drafts_N
+    parts_N2 = torch.stack((own_row_N - num_logged_N, own_row_N + certain_rows_N), 1)
+    lengths_N2 = torch.stack((num_logged_N + certain_rows_N, num_drafts_N), 1)
+    cut_N2 = torch.stack((planned.state_dst * has_drafts_N, torch.zeros_like(num_drafts_N)), 1)
+    is_logged_NL = place_L < num_logged_N[:, None]
+    is_draft_ND = place_D < num_drafts_N[:, None]
+    first_place_N1 = (planned.log * log_tokens)[:, None]
+    is_kept_ND = is_draft_ND & (planned.state_dst != NULL_SLOT)[:, None]
+    sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
+    step_rows_T = torch.where(sequence_T < count, row_T + (sequence_T + 1) * log_tokens, end - 1)
+    logged_rows_NL = torch.where(is_logged_NL, parts_N2[:, :1] + place_L, end - 1)
+    logged_places_NL = (first_place_N1 + place_L) * is_logged_NL
+    draft_rows_ND = (first_row_N[:, None] + 1 + place_D) * is_draft_ND
+    draft_places_ND = first_place_N1 * is_kept_ND + place_D
+    # Places of no token share the last row, which is read by none.
+    source_R = torch.zeros(end, dtype=torch.int64, device=starts_N2.device)
+    source_R[step_rows_T] = row_T
+    source_R[logged_rows_NL.flatten()] = -1 - logged_places_NL.flatten()
+    place_R = torch.full_like(source_R, NO_PLACE)
+    place_R[torch.where(is_kept_ND, step_rows_T[draft_rows_ND], end - 1)] = draft_places_ND
+    return VerificationTables(
+        first_chunks=CHUNKS_OF_SEQUENCE * index_N2.minimum(is_real_N.sum()),
+        starts=F.pad(torch.where(is_real_N[:, None], parts_N2, end).flatten(), (0, 1), value=end),
+        lengths=F.pad(lengths_N2.flatten(), (0, 1)),
+        cut_slots=F.pad(cut_N2.flatten(), (0, 1)),
+        state_dst=F.pad(planned.state_dst * ~has_drafts_N, (0, 1)),
+        step_rows=step_rows_T,
+        logged_rows=logged_rows_NL.flatten(),
+        logged_places=logged_places_NL.flatten(),
+        draft_rows=draft_rows_ND.flatten(),
+        draft_places=draft_places_ND.flatten(),
+        source_rows=source_R,
+        log_places=place_R,
+    )
+
+
+@operation(triton("sampling.verification_triton"))
+def accept_drafts(
+    planned: PlannedVerification,
+    tokens_T: Tensor,
+    last: LastVerification,
+    stop_ids_XS: Tensor,
+    block_table_NM: Tensor,
+) -> AcceptedDrafts:
+    """Count how many drafts of each sequence agree with what was chosen, before the first that does not.
+
+    A stop token is not counted: nothing is chosen behind it. What the next step needs of this one goes to ``last``, but
+    for the next drafts.
+
+    Args:
+        tokens_T: chosen behind each row; a draft that is accepted by force takes its place.
+        last: read by ``complete_verification`` before.
+    """
+    num_rows = len(tokens_T)
+    draft_T = planned.token_ids.roll(-1)
+    tokens_T.copy_(torch.where(planned.verdicts == Verdict.ACCEPT, draft_T, tokens_T))
+    agrees_T = (tokens_T == draft_T) & (planned.verdicts != Verdict.REJECT)
+    count = len(planned.start)
+    place_D = torch.arange(num_rows // count - 1, device=tokens_T.device)
+    first_row_N = planned.query_starts[:count]
+    row_ND = (first_row_N[:, None] + place_D).clamp_max(num_rows - 1)
+    stop_ids_N1S = stop_ids_XS[planned.stop_set][:, None, :]
+    is_stop_ND = (tokens_T[row_ND][:, :, None] == stop_ids_N1S).any(-1)
+    agrees_ND = agrees_T[row_ND] & (place_D < planned.num_drafts[:, None]) & ~is_stop_ND
+    num_accepted_N = agrees_ND.long().cumprod(1).sum(1)
+    last_row_N = (first_row_N + num_accepted_N).clamp_max(num_rows - 1)
+    last.num_accepted_P[:count] = num_accepted_N
+    last.tokens_P[:count] = tokens_T[last_row_N]
+    place_F1 = place_D[1:, None]
+    num_further_N = (planned.next_drafts - 1).clamp_min(0)
+    positions_FN = planned.start + num_accepted_N + num_further_N.minimum(place_F1)
+    index_FN = (positions_FN // BLOCK_TOKENS).clamp_max(block_table_NM.shape[1] - 1)
+    blocks_FN = block_table_NM[torch.arange(count, device=tokens_T.device), index_FN].long()
+    return AcceptedDrafts(
+        num_accepted_N=num_accepted_N,
+        last_row_N=last_row_N,
+        next_tokens_T=tokens_T.clamp_min(0),
+        positions_FN=positions_FN,
+        context_lens_FN=positions_FN + 1,
+        write_blocks_FN=blocks_FN * (place_F1 <= num_further_N),
+        write_offsets_FN=positions_FN % BLOCK_TOKENS,
+    )

@@ -1,0 +1,303 @@
+"""The Triton versions of ``verification.py``: a small launch each, and a program for each sequence.
+
+Shape suffixes as in ``verification.py``; E rows of one sequence (a certain token and its drafts), H their chunks.
+"""
+
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.sampling.verification import (
+    CHUNKS_OF_SEQUENCE,
+    AcceptedDrafts,
+    LastVerification,
+    PlannedVerification,
+    Verdict,
+    VerificationTables,
+)
+from strandline.kernels.sizes import next_power_of_2
+
+BLOCK_SEQUENCES = 128
+NUM_WARPS = 1
+
+
+@triton.jit
+def _is_stop(token, stop_ids_ptr, stop_set, NUM_STOPS: tl.constexpr):
+    """Return whether tokens are in a set of stop tokens, or none could be chosen."""
+    is_stop = token < 0
+    for i in tl.static_range(NUM_STOPS):
+        is_stop = is_stop | (tl.load(stop_ids_ptr + stop_set * NUM_STOPS + i) == token)
+    return is_stop
+
+
+@triton.jit
+def _num_real(query_starts_ptr, num_sequences, BLOCK_N: tl.constexpr):
+    """Return how many sequences have rows."""
+    num_real = tl.zeros([BLOCK_N], tl.int64)
+    for first in range(0, num_sequences, BLOCK_N):
+        sequence_N = first + tl.arange(0, BLOCK_N)
+        is_sequence_N = sequence_N < num_sequences
+        row_N = tl.load(query_starts_ptr + sequence_N, mask=is_sequence_N, other=0)
+        end_row_N = tl.load(query_starts_ptr + sequence_N + 1, mask=is_sequence_N, other=0)
+        num_real += (end_row_N > row_N).to(tl.int64)
+    return tl.sum(num_real)
+
+
+# A number of sequences must not ask for a kernel to be compiled anew.
+@triton.jit(do_not_specialize=["num_sequences", "drafts_stride"])
+def _complete_kernel(
+    token_ids_ptr,
+    query_starts_ptr,
+    start_ptr,
+    end_ptr,
+    state_dst_ptr,
+    log_ptr,
+    num_logged_ptr,
+    num_drafts_ptr,
+    pending_ptr,
+    source_row_ptr,
+    stop_set_ptr,
+    num_accepted_ptr,
+    tokens_ptr,
+    drafts_ptr,
+    stop_ids_ptr,
+    first_chunks_ptr,
+    starts_ptr,
+    lengths_ptr,
+    cut_slots_ptr,
+    table_dst_ptr,
+    step_rows_ptr,
+    logged_rows_ptr,
+    logged_places_ptr,
+    draft_rows_ptr,
+    draft_places_ptr,
+    source_rows_ptr,
+    log_places_ptr,
+    num_sequences,
+    drafts_stride,
+    NUM_STOPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    end_R = num_sequences.to(tl.int64) * (1 + D + L) + 1
+    num_real = _num_real(query_starts_ptr, num_sequences, BLOCK_N)
+    tl.store(first_chunks_ptr + n, CHUNKS * tl.minimum(n, num_real))
+    if n == num_sequences:
+        # The sequence that has the rows of none.
+        tl.store(first_chunks_ptr + n + 1, CHUNKS * num_real)
+        tl.store(starts_ptr + CHUNKS * n, end_R)
+        tl.store(lengths_ptr + CHUNKS * n, 0)
+        tl.store(cut_slots_ptr + CHUNKS * n, 0)
+        tl.store(table_dst_ptr + n, 0)
+    else:
+        first_row = tl.load(query_starts_ptr + n)
+        num_rows = tl.load(query_starts_ptr + n + 1) - first_row
+        num_logged = tl.load(num_logged_ptr + n)
+        num_drafts = tl.load(num_drafts_ptr + n)
+        slot = tl.load(state_dst_ptr + n)
+        first_place = tl.load(log_ptr + n) * L
+        is_pending = tl.load(pending_ptr + n) != 0
+        place_E = tl.arange(0, BLOCK_E)
+        row_E = first_row + place_E
+        is_row_E = place_E < num_rows
+        if is_pending:
+            source = tl.load(source_row_ptr + n)
+            token = tl.load(tokens_ptr + source)
+            num_accepted = tl.load(num_accepted_ptr + source)
+            num_logged += num_accepted
+            slot = tl.where(_is_stop(token, stop_ids_ptr, tl.load(stop_set_ptr + n), NUM_STOPS), 0, slot)
+            tl.store(start_ptr + n, tl.load(start_ptr + n) + num_accepted)
+            tl.store(end_ptr + n, tl.load(end_ptr + n) + num_accepted)
+            tl.store(num_logged_ptr + n, num_logged)
+            tl.store(state_dst_ptr + n, slot)
+            draft_ptrs_E = drafts_ptr + source * drafts_stride + place_E - 1
+            draft_E = tl.load(draft_ptrs_E, mask=is_row_E & (place_E > 0), other=0)
+            tl.store(token_ids_ptr + row_E, tl.maximum(tl.where(place_E > 0, draft_E, token), 0), mask=is_row_E)
+
+        own_row = first_row + (n + 1) * L
+        num_certain = num_rows - num_drafts
+        is_real = num_rows > 0
+        has_drafts = num_drafts > 0
+        first_chunk = CHUNKS * n
+        tl.store(starts_ptr + first_chunk, tl.where(is_real, own_row - num_logged, end_R))
+        tl.store(starts_ptr + first_chunk + 1, tl.where(is_real, own_row + num_certain, end_R))
+        tl.store(lengths_ptr + first_chunk, num_logged + num_certain)
+        tl.store(lengths_ptr + first_chunk + 1, num_drafts)
+        tl.store(cut_slots_ptr + first_chunk, tl.where(has_drafts, slot, 0))
+        tl.store(cut_slots_ptr + first_chunk + 1, 0)
+        tl.store(table_dst_ptr + n, tl.where(has_drafts, 0, slot))
+
+        place_L = tl.arange(0, BLOCK_L)
+        is_logged_L = place_L < num_logged
+        logged_row_L = own_row - num_logged + place_L
+        logged_place_L = tl.where(is_logged_L, first_place + place_L, 0)
+        tl.store(logged_rows_ptr + n * L + place_L, tl.where(is_logged_L, logged_row_L, end_R - 1), mask=place_L < L)
+        tl.store(logged_places_ptr + n * L + place_L, logged_place_L, mask=place_L < L)
+        tl.store(source_rows_ptr + logged_row_L, -1 - logged_place_L, mask=is_logged_L)
+        tl.store(log_places_ptr + logged_row_L, -1, mask=is_logged_L)
+
+        is_draft_E = place_E < num_drafts
+        is_kept_E = is_draft_E & (slot != 0)
+        draft_place_E = tl.where(is_kept_E, first_place, 0) + place_E
+        tl.store(draft_rows_ptr + n * D + place_E, tl.where(is_draft_E, row_E + 1, 0), mask=place_E < D)
+        tl.store(draft_places_ptr + n * D + place_E, draft_place_E, mask=place_E < D)
+
+        own_row_E = own_row + place_E
+        tl.store(step_rows_ptr + row_E, own_row_E, mask=is_row_E)
+        tl.store(source_rows_ptr + own_row_E, row_E, mask=is_row_E)
+        # Drafts are the last rows of a sequence.
+        kept_place_E = tl.where(slot != 0, first_place + place_E - num_certain, -1)
+        tl.store(log_places_ptr + own_row_E, tl.where(place_E < num_certain, -1, kept_place_E), mask=is_row_E)
+
+        # Rows of no sequence, in equal parts.
+        row_E = n * (1 + D) + place_E
+        is_spare_E = (place_E <= D) & (row_E >= tl.load(query_starts_ptr + num_sequences))
+        tl.store(step_rows_ptr + row_E, end_R - 1, mask=is_spare_E)
+
+
+def complete_verification(
+    planned: PlannedVerification, last: LastVerification, stop_ids_XS: Tensor, log_tokens: int
+) -> VerificationTables:
+    """As ``verification.complete_verification``; all tensors contiguous."""
+    count, num_rows = len(planned.start), len(planned.token_ids)
+    num_chunks, num_replayed_rows = CHUNKS_OF_SEQUENCE * count + 1, num_rows + count * log_tokens + 1
+    depth = num_rows // count - 1
+    tables = VerificationTables(
+        *(
+            torch.empty(length, dtype=torch.int64, device=planned.start.device)
+            for length in (
+                *(count + 2, num_chunks, num_chunks, num_chunks, count + 1, num_rows),
+                *(count * log_tokens, count * log_tokens, count * depth, count * depth),
+                *(num_replayed_rows, num_replayed_rows),
+            )
+        )
+    )
+    _complete_kernel[(count + 1,)](
+        planned.token_ids, planned.query_starts, planned.start, planned.end, planned.state_dst, planned.log,
+        planned.num_logged, planned.num_drafts, planned.pending, planned.source_row, planned.stop_set,
+        *last, stop_ids_XS, *tables, count, last.drafts_PD.stride(0),
+        NUM_STOPS=stop_ids_XS.shape[1], CHUNKS=CHUNKS_OF_SEQUENCE, D=depth, L=log_tokens,
+        BLOCK_E=next_power_of_2(1 + depth), BLOCK_L=next_power_of_2(max(log_tokens, 1)), BLOCK_N=BLOCK_SEQUENCES,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return tables
+
+
+@triton.jit
+def _chosen(tokens_ptr, token_ids_ptr, verdicts_ptr, row, mask, num_rows, ACCEPT: tl.constexpr):
+    """Return the tokens behind rows, with drafts that are accepted by force in their places; and verdicts and drafts.
+
+    Another program may have put these drafts there already.
+    """
+    verdict = tl.load(verdicts_ptr + row, mask=mask, other=0)
+    draft = tl.load(token_ids_ptr + row + 1, mask=mask & (row + 1 < num_rows), other=0)
+    token = tl.load(tokens_ptr + row, mask=mask, other=0)
+    return tl.where(verdict == ACCEPT, draft, token), verdict, draft
+
+
+# Numbers of rows, of sequences and of blocks must not ask for a kernel to be compiled anew.
+@triton.jit(do_not_specialize=["num_sequences", "num_blocks", "table_stride"])
+def _accept_kernel(
+    token_ids_ptr,
+    verdicts_ptr,
+    query_starts_ptr,
+    start_ptr,
+    num_drafts_ptr,
+    next_drafts_ptr,
+    stop_set_ptr,
+    tokens_ptr,
+    last_accepted_ptr,
+    last_tokens_ptr,
+    stop_ids_ptr,
+    block_table_ptr,
+    num_accepted_ptr,
+    last_row_ptr,
+    next_tokens_ptr,
+    positions_ptr,
+    context_lens_ptr,
+    write_blocks_ptr,
+    write_offsets_ptr,
+    num_sequences,
+    num_blocks,
+    table_stride,
+    NUM_STOPS: tl.constexpr,
+    D: tl.constexpr,
+    ACCEPT: tl.constexpr,
+    REJECT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    num_rows = num_sequences.to(tl.int64) * (1 + D)
+    place_E = tl.arange(0, BLOCK_E)
+    num_drafts = tl.load(num_drafts_ptr + n)
+    first_row = tl.load(query_starts_ptr + n)
+    row_E = tl.minimum(first_row + place_E, num_rows - 1)
+    inputs = (tokens_ptr, token_ids_ptr, verdicts_ptr)
+    token_E, verdict_E, draft_E = _chosen(*inputs, row_E, place_E <= D, num_rows, ACCEPT)
+    stop_set = tl.load(stop_set_ptr + n)
+    is_stop_E = tl.zeros([BLOCK_E], dtype=tl.int1)
+    for i in tl.static_range(NUM_STOPS):
+        is_stop_E = is_stop_E | (tl.load(stop_ids_ptr + stop_set * NUM_STOPS + i) == token_E)
+    agrees_E = (token_E == draft_E) & (verdict_E != REJECT) & (place_E < num_drafts) & (place_E < D)
+    agrees_E = agrees_E & (is_stop_E == 0)
+    num_accepted = tl.min(tl.where(agrees_E, BLOCK_E, place_E)).to(tl.int64)
+    tl.store(num_accepted_ptr + n, num_accepted)
+    tl.store(last_accepted_ptr + n, num_accepted)
+    tl.store(last_row_ptr + n, tl.minimum(first_row + num_accepted, num_rows - 1))
+    tl.store(last_tokens_ptr + n, tl.sum(tl.where(place_E == num_accepted, token_E, 0)))
+
+    position = tl.load(start_ptr + n) + num_accepted
+    num_further = tl.maximum(tl.load(next_drafts_ptr + n) - 1, 0)
+    position_E = position + tl.minimum(place_E.to(tl.int64), num_further)
+    is_further_E = (place_E > 0) & (place_E < D)
+    is_written_E = is_further_E & (place_E <= num_further)
+    index_E = tl.minimum(position_E // BLOCK_TOKENS, num_blocks - 1)
+    block_E = tl.load(block_table_ptr + n * table_stride + index_E, mask=is_written_E, other=0)
+    out_E = (place_E - 1).to(tl.int64) * num_sequences + n
+    tl.store(positions_ptr + out_E, position_E, mask=is_further_E)
+    tl.store(context_lens_ptr + out_E, position_E + 1, mask=is_further_E)
+    tl.store(write_blocks_ptr + out_E, block_E.to(tl.int64), mask=is_further_E)
+    tl.store(write_offsets_ptr + out_E, position_E % BLOCK_TOKENS, mask=is_further_E)
+
+    # All rows, those of no sequence as well, in equal parts.
+    row_E = n * (1 + D) + place_E
+    token_E, verdict_E, draft_E = _chosen(*inputs, row_E, place_E <= D, num_rows, ACCEPT)
+    tl.store(tokens_ptr + row_E, token_E, mask=(place_E <= D) & (verdict_E == ACCEPT))
+    tl.store(next_tokens_ptr + row_E, tl.maximum(token_E, 0), mask=place_E <= D)
+
+
+def accept_drafts(
+    planned: PlannedVerification,
+    tokens_T: Tensor,
+    last: LastVerification,
+    stop_ids_XS: Tensor,
+    block_table_NM: Tensor,
+) -> AcceptedDrafts:
+    """As ``verification.accept_drafts``; all tensors contiguous."""
+    count, num_rows = len(planned.start), len(tokens_T)
+    depth = num_rows // count - 1
+    num_further = max(depth - 1, 0)
+    accepted = AcceptedDrafts(
+        *(
+            torch.empty(shape, dtype=torch.int64, device=tokens_T.device)
+            for shape in ((count,), (count,), (num_rows,), *[(num_further, count)] * 4)
+        )
+    )
+    _accept_kernel[(count,)](
+        planned.token_ids, planned.verdicts, planned.query_starts, planned.start, planned.num_drafts,
+        planned.next_drafts, planned.stop_set, tokens_T, last.num_accepted_P, last.tokens_P, stop_ids_XS,
+        block_table_NM, *accepted, count, block_table_NM.shape[1], block_table_NM.stride(0),
+        NUM_STOPS=stop_ids_XS.shape[1], D=depth, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
+        BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_E=next_power_of_2(1 + depth), num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return accepted

@@ -1,0 +1,100 @@
+"""The interfaces of a model for the engine and the loader.
+
+Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.gemm.weights import Layout
+from strandline.kernels.operation import Operation
+from strandline.kernels.recurrences.recurrence import Fold
+from strandline.kernels.recurrences.replay import Replay
+from strandline.models.layers.attention import KVScales
+from strandline.models.layers.targets import NamedTargets
+from strandline.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """An arena bound to one model's kernels, once, and used in every step."""
+
+    layers: tuple[Any, ...]
+    """Per layer, what its ``bind`` returned."""
+    folds: tuple[Fold, ...]
+    """Functions that together fold the logs of all layers."""
+    draft: Any = None
+    """What the draft layer's ``bind`` returned; None: there is none."""
+    replays: tuple[Replay, ...] = ()
+    """Functions that together advance the states of all layers over logged drafts; empty: drafts are not logged."""
+
+
+class LanguageModel(Protocol):
+    """A causal language model."""
+
+    spec: ModelSpec
+    """One layer spec per layer; every size in the engine follows from it."""
+    vocab_size: int
+    max_position: int
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        """Operations that it uses."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels; called once, before ``bind`` and ``forward``."""
+
+    def bind(self, arena: ArenaTensors) -> ModelMemory:
+        """Return the arena as ``forward`` takes it."""
+
+    def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
+        """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits of this rank's part of the vocabulary (``columns_of``), in the dtype of the activations."""
+
+
+class DraftingModel(LanguageModel, Protocol):
+    """A language model with a layer that drafts tokens."""
+
+    def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory, rows_N: Tensor | None = None) -> Tensor:
+        """Return hidden states whose logits predict the token after each of the batch's, by the draft layer.
+
+        Args:
+            rows_N: rows of the batch whose hidden states are returned; None: all.
+        """
+
+    def draft_logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits of this rank's part of the tokens that are drafted, up to a monotonic function."""
+
+    def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
+        """Store the keys and values that ``draft`` would, without drafting."""
+
+
+class LoadableModel(LanguageModel, Protocol):
+    """A language model whose weights come from published files."""
+
+    skipped_prefixes: tuple[str, ...]
+    """Prefixes of published tensors that the family has no use for, beside those of all models."""
+
+    @property
+    def kv_scales(self) -> Mapping[int, KVScales]:
+        """Scales of keys and values, by layer; to be set before ``bind``."""
+
+    def limit_drafts(self, num_tokens: int) -> None:
+        """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""
+
+    def lay_out(self, layout: Layout) -> None:
+        """Choose the layout of the weights; they cannot be loaded or moved afterwards."""
+
+    def targets(self, names: frozenset[str]) -> NamedTargets:
+        """Yield the required published tensors with their targets, given the published ``names``."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``torch.nn.Module``."""

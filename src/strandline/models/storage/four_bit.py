@@ -1,0 +1,323 @@
+"""Four-bit weights as files hold them: integers in int32, eight to a number, beside scales and zero points of groups.
+
+A weight is ``(code - zero) * scale``; code and zero are numbers from 0 to 15. Inputs of a group follow one another, or
+a published index says to which group each belongs. The files decide, tensor by tensor, what is quantised: instead of
+``M.weight`` they hold
+
+| packing | codes | scales | zero points | index |
+| --- | --- | --- | --- | --- |
+| compressed-tensors | ``M.weight_packed`` ``[N, K/8]`` | ``M.weight_scale`` ``[N, X]`` | ``M.weight_zero_point``
+``[N/8, X]`` | ``M.weight_g_idx`` |
+| gptq | ``M.qweight`` ``[K/8, N]`` | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | ``M.g_idx`` |
+| awq | ``M.qweight`` ``[K, N/8]``, columns in another order | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | |
+
+Zero points of the first version of gptq are published less one, modulo 16.
+
+Source: the published layouts ``pack-quantized`` of ``compressed-tensors``, ``gptq`` and ``gptq_v2`` of GPTQModel and
+``gemm`` of AutoAWQ.
+
+Shape suffixes: N rows, K inputs, X groups of inputs.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from strandline.errors import WeightsError
+from strandline.models.layers.targets import Index
+from strandline.models.storage.quantization import CHUNK_ELEMENTS, check_scale
+from strandline.models.storage.quantization_config import FourBit, Packing
+from strandline.models.storage.weights_files import WeightsFile
+
+PER_NUMBER: Final = 8
+"""Codes in an int32."""
+
+PACKED_DTYPE: Final = "I32"
+"""As files name it."""
+
+SYMMETRIC_ZERO: Final = 8
+
+AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which four bits of an int32 of AWQ, counted from the lowest, each of eight columns is."""
+
+SUFFIXES: Final[Mapping[Packing, Mapping[str, str]]] = {
+    "compressed-tensors": {
+        "codes": "weight_packed",
+        "scales": "weight_scale",
+        "zeros": "weight_zero_point",
+        "groups": "weight_g_idx",
+        "shape": "weight_shape",
+    },
+    "gptq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "groups": "g_idx"},
+    "awq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
+}
+
+PackedNames = Mapping[str, str]
+"""The published names of what a weight consists of, by the keys of ``SUFFIXES``."""
+
+Holders = Mapping[str, WeightsFile]
+"""The file that holds each published tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBitMatrix:
+    """A matrix in 4 bits, or a part of one, unpacked; all on one device."""
+
+    code_NK: Tensor
+    """uint8."""
+    scale_NX: Tensor
+    """Finite and positive, in the published dtype."""
+    zero_NX: Tensor
+    """uint8."""
+    group_K: Tensor
+    """int64, the group of each input."""
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights, computed in float32, ``CHUNK_ELEMENTS`` at a time."""
+        out_NK = torch.empty_like(self.code_NK, dtype=dtype)
+        step = max(1, CHUNK_ELEMENTS // max(1, self.code_NK.shape[1]))
+        for start in range(0, len(out_NK), step):
+            rows = slice(start, start + step)
+            shifted_NK = self.code_NK[rows].float().sub_(self.zero_NX[rows][:, self.group_K])
+            out_NK[rows] = shifted_NK.mul_(self.scale_NX[rows].float()[:, self.group_K])
+        return out_NK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A published matrix in 4 bits, whose codes are read part by part."""
+
+    scale_NX: Tensor
+    """As of ``FourBitMatrix``; so are the next two."""
+    zero_NX: Tensor
+    group_K: Tensor
+    _codes: "_Codes"
+
+    def part(self, index: Index) -> FourBitMatrix:
+        """Read a range of rows and of inputs; it has all groups."""
+        rows, inputs = (*index, *[slice(None)] * (2 - len(index)))
+        code_NK = self._codes.read(rows, inputs)
+        return FourBitMatrix(code_NK, self.scale_NX[rows], self.zero_NX[rows], self.group_K[inputs])
+
+
+def find_packed(published: Collection[str], packing: Packing) -> dict[str, PackedNames]:
+    """Return what each 4-bit weight consists of, by the weight's name in a model that is not quantised."""
+    suffixes, found = SUFFIXES[packing], dict[str, PackedNames]()
+    for name in published:
+        module, _, kind = name.rpartition(".")
+        if kind == suffixes["codes"] and module:
+            names = {key: f"{module}.{suffix}" for key, suffix in suffixes.items()}
+            found[f"{module}.weight"] = {key: part for key, part in names.items() if part in published}
+    return found
+
+
+def is_empty_bias(name: str, packed: Mapping[str, PackedNames], holders: Holders) -> bool:
+    """Return whether a tensor is a bias of zeros beside a 4-bit weight: some files have it for layers without one."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in packed and not bool(holders[name].get(name).any())
+
+
+def group_size(scales: Sequence[int], shape: tuple[int, ...], quantization: FourBit) -> int | None:
+    """Return how many inputs of a matrix share a scale; None: the published scales have another shape.
+
+    Args:
+        scales: the shape of the published scales.
+    """
+    num_rows, num_inputs = shape
+    sizes = (size or num_inputs for size in quantization.group_sizes)
+    is_by_row = quantization.packing == "compressed-tensors"
+    for size in sizes:
+        count = -(-num_inputs // size)
+        if tuple(scales) == ((num_rows, count) if is_by_row else (count, num_rows)):
+            return size
+    return None
+
+
+def is_in_order(names: PackedNames, size: int, holders: Holders) -> bool:
+    """Return whether groups of ``size`` inputs follow one another."""
+    if "groups" not in names:
+        return True
+    group_K = holders[names["groups"]].get(names["groups"])
+    # Published so where inputs have not been sorted.
+    return bool((group_K == -1).all()) or torch.equal(group_K, (torch.arange(len(group_K)) // size).to(group_K.dtype))
+
+
+def open_packed(
+    names: PackedNames,
+    shape: tuple[int, ...],
+    quantization: FourBit,
+    holders: Holders,
+    device: torch.device | str,
+) -> PackedMatrix:
+    """Check one weight, and read all of it but the codes.
+
+    Args:
+        shape: that the model asks for.
+        device: of the result.
+
+    Raises:
+        WeightsError: something is missing, misshapen, of another dtype or out of range.
+    """
+    codes, suffixes = names["codes"], SUFFIXES[quantization.packing]
+    if len(shape) != 2:
+        raise WeightsError(f"{codes} stands for a weight of shape {list(shape)}; only matrices have 4 bits")
+    required = {"scales": True, "zeros": quantization.has_zeros, "groups": quantization.is_ordered}
+    for key in (key for key, is_required in required.items() if is_required and key not in names):
+        raise WeightsError(f"{codes.removesuffix(suffixes['codes'])}{suffixes[key]} is missing beside {codes}")
+    parts = _Parts(names, shape, quantization, holders)
+    scale_NX = parts.scales().to(device)
+    zero_NX = parts.zeros(scale_NX.shape[1], device)
+    group_K = parts.groups(scale_NX.shape[1])
+    parts.check_shape()
+    return PackedMatrix(scale_NX, zero_NX, group_K.to(device), parts.codes(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Reads codes of a matrix ``[N, K]``, to a device."""
+
+    name: str
+    file: WeightsFile
+    shape: tuple[int, ...]
+    packing: Packing
+    device: torch.device | str
+
+    def read(self, rows: slice, inputs: slice) -> Tensor:
+        """Return the codes of some rows and inputs."""
+        num_rows, num_inputs = self.shape
+        row_range, input_range = range(num_rows)[rows], range(num_inputs)[inputs]
+        match self.packing:
+            case "compressed-tensors":
+                codes = self._unpacked((_slice(row_range), _numbers_of(input_range)))
+                return codes[:, _places_of(input_range)]
+            case "gptq":
+                codes = self._unpacked((_numbers_of(input_range), _slice(row_range)), is_transposed=True)
+                return codes[:, _places_of(input_range)]
+            case "awq":
+                codes = self._unpacked((_slice(input_range), _numbers_of(row_range)), AWQ_PLACES)
+                return codes[:, _places_of(row_range)].t()
+
+    def _unpacked(self, index: Index, places: Collection[int] | None = None, *, is_transposed: bool = False) -> Tensor:
+        packed = self.file.get(self.name, index).to(self.device)
+        return _unpack(packed.t() if is_transposed else packed, places)
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)
+
+
+def _numbers_of(codes: range) -> slice:
+    """Return which int32 hold a range of codes."""
+    return slice(codes.start // PER_NUMBER, _numbers(codes.stop))
+
+
+def _places_of(codes: range) -> slice:
+    """Return where a range of codes lies in these numbers."""
+    first = codes.start % PER_NUMBER
+    return slice(first, first + len(codes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Reads and checks what a weight consists of."""
+
+    names: PackedNames
+    shape: tuple[int, ...]
+    quantization: FourBit
+    holders: Holders
+
+    def _checked(self, key: str, *shapes: tuple[int, ...], dtype: str | None = None) -> tuple[str, WeightsFile]:
+        """Return the name and the file of a tensor that has one of these shapes."""
+        name = self.names[key]
+        file = self.holders[name]
+        found = tuple(file.shape(name))
+        if found not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            asks = f"a weight of {list(self.shape)} in {self.quantization} asks for {wanted}"
+            raise WeightsError(f"{name} has shape {list(found)}; {asks}")
+        if dtype is not None and file.dtype(name) != dtype:
+            raise WeightsError(f"{name} is stored as {file.dtype(name)}; 4-bit weights are packed into int32 ({dtype})")
+        return name, file
+
+    def _read(self, key: str, *shapes: tuple[int, ...]) -> Tensor:
+        name, file = self._checked(key, *shapes)
+        return file.get(name)
+
+    def _packed(self, key: str, shape: tuple[int, int]) -> Tensor:
+        name, file = self._checked(key, shape, dtype=PACKED_DTYPE)
+        return file.get(name)
+
+    def codes(self, device: torch.device | str) -> _Codes:
+        num_rows, num_inputs = self.shape
+        shape = {
+            "compressed-tensors": (num_rows, _numbers(num_inputs)),
+            "gptq": (_numbers(num_inputs), num_rows),
+            "awq": (num_inputs, _numbers(num_rows)),
+        }[self.quantization.packing]
+        name, file = self._checked("codes", shape, dtype=PACKED_DTYPE)
+        return _Codes(name, file, self.shape, self.quantization.packing, device)
+
+    def scales(self) -> Tensor:
+        """Return ``[N, X]``."""
+        num_rows, num_inputs = self.shape
+        counts = [-(-num_inputs // (size or num_inputs)) for size in self.quantization.group_sizes]
+        is_by_row = self.quantization.packing == "compressed-tensors"
+        scales = self._read("scales", *((num_rows, count) if is_by_row else (count, num_rows) for count in counts))
+        check_scale(self.names["scales"], scales)
+        return scales if is_by_row else scales.t()
+
+    def zeros(self, num_groups: int, device: torch.device | str) -> Tensor:
+        """Return ``[N, X]``."""
+        num_rows = self.shape[0]
+        if "zeros" not in self.names:
+            return torch.full((num_rows, num_groups), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
+        if self.quantization.packing == "compressed-tensors":
+            packed = self._packed("zeros", (_numbers(num_rows), num_groups)).to(device).t()
+        else:
+            packed = self._packed("zeros", (num_groups, _numbers(num_rows))).to(device)
+        zero_XN = _unpack(packed, AWQ_PLACES if self.quantization.packing == "awq" else None)[:, :num_rows]
+        return (zero_XN + self.quantization.zero_offset).bitwise_and_(15).t()
+
+    def groups(self, num_groups: int) -> Tensor:
+        """Return the group of each input."""
+        num_inputs = self.shape[1]
+        sizes = [size or num_inputs for size in self.quantization.group_sizes]
+        size = next(size for size in sizes if -(-num_inputs // size) == num_groups)
+        in_order_K = torch.arange(num_inputs) // size
+        if "groups" not in self.names:
+            return in_order_K
+        group_K, name = self._read("groups", (num_inputs,)), self.names["groups"]
+        if group_K.is_floating_point():
+            raise WeightsError(f"{name} is stored as {group_K.dtype}; groups are whole numbers")
+        if self.quantization.packing == "compressed-tensors" and bool((group_K == -1).all()):
+            return in_order_K  # written where inputs have not been sorted
+        for wrong in group_K[(group_K < 0) | (group_K >= num_groups)].tolist():
+            raise WeightsError(f"{name} names group {wrong}; there are {num_groups}")
+        return group_K.long()
+
+    def check_shape(self) -> None:
+        if "shape" in self.names:
+            found = tuple(self._read("shape", (2,)).tolist())
+            if found != self.shape:
+                raise WeightsError(f"{self.names['shape']} says {list(found)}, the model asks for {list(self.shape)}")
+
+
+def _numbers(num_codes: int) -> int:
+    return -(-num_codes // PER_NUMBER)
+
+
+def _unpack(packed: Tensor, places: Collection[int] | None = None) -> Tensor:
+    """Return the codes of each row of int32, those of a number in the order of ``places``."""
+    # Parts of files may be strided; and little-endian, as safetensors is.
+    pairs = packed.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(packed), -1)
+    return codes if places is None else codes.unflatten(1, (-1, PER_NUMBER))[..., list(places)].flatten(1)
+
+
+def companions(packed: Mapping[str, PackedNames]) -> Iterator[str]:
+    """Yield the published names of all that 4-bit weights consist of."""
+    for names in packed.values():
+        yield from names.values()

@@ -1,0 +1,248 @@
+"""Triton's products with weights in 4 bits are as exact as those of dequantised weights, whichever way is taken.
+
+The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels.gemm.linear import stacked_linear
+from strandline.kernels.gemm.weights import GROUPS_FOUR_BIT, DenseWeight, FourBitWeight, StackedWeight
+from strandline.kernels.rowwise.activation import swiglu
+from tests.cpu.kernels.gemm.test_four_bit import SIZES, error, exact, four_bit_weight
+from tests.interpreter import multiply_bfloat16, subtract_bfloat16, take_loop_bounds_from_memory
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels.gemm import four_bit_launches, four_bit_triton, stacked_linear_triton
+from strandline.kernels.gemm.four_bit_launches import Gemv, Tile
+
+take_loop_bounds_from_memory()
+multiply_bfloat16()
+subtract_bfloat16()
+
+TOLERANCE = 1e-4
+"""``|out - expected| / |expected|`` of float32 rows: sums of few rows have 2,048 times an input too much."""
+
+WORSE = 1.02
+"""Most that an error may be of that of the product in float32 with the weight in bfloat16, both rounded to bfloat16."""
+
+ROUNDED = 1e-2
+"""Most that an error may be in 16 bits on a CPU, where Triton's interpreter cuts off bits that a GPU rounds, and of few
+numbers."""
+
+MIN_NUMBERS, MIN_NUMBERS_GATED = 1_000, 10_000
+"""Fewest numbers whose errors are compared: rounding may favour either of a few, and gated ones are rounded thrice."""
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_x(num_rows: int, num_inputs: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Return rows with a mean, as a view of wider ones, which are NaN beside it."""
+    wide = torch.full((num_rows, num_inputs + 16), torch.nan, dtype=dtype, device=device)
+    view = wide[:, 8 : 8 + num_inputs]
+    view.copy_(torch.randn(num_rows, num_inputs) + 0.3)
+    return view
+
+
+def check(
+    found: Tensor, x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, *, is_gated: bool = False
+) -> None:
+    """Compare a product with that in float64, and its error with that of the dequantised weight's product."""
+    exact_OI = exact(weight)
+    added = 0.0 if bias is None else bias.double()
+    expected = x.double() @ exact_OI.t() + added
+    if is_gated:
+        expected = swiglu.reference(expected)
+    assert (found.shape, found.dtype) == (expected.shape, x.dtype)
+    if x.dtype == torch.float32:
+        assert error(found, expected) < (1 + is_gated) * TOLERANCE
+        return
+    assert error(found, expected) < (1 + is_gated) * ROUNDED
+    if x.device.type == "cpu" or found.numel() < (MIN_NUMBERS_GATED if is_gated else MIN_NUMBERS):
+        return
+    theirs = (x.float() @ exact_OI.to(x.dtype).float().t() + added).to(x.dtype)
+    if is_gated:
+        theirs = swiglu.reference(theirs)
+    assert error(found, expected) <= WORSE * error(theirs, expected)
+
+
+def check_linear(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str, **weight_options: Any
+) -> None:
+    x = make_x(num_rows, num_inputs, dtype, device)
+    weight = four_bit_weight(num_outputs, num_inputs, device=device, **weight_options)
+    for bias in (torch.randn(num_outputs).to(device, dtype), None):
+        for multiply in (four_bit_triton.four_bit_linear, four_bit_triton.four_bit_linear_invariant):
+            with poisoned_memory():
+                found = multiply(x, weight, bias)
+            check(found, x, weight, bias)
+
+
+def check_tile(
+    tile: Tile,
+    spans: int,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    dtype: torch.dtype,
+    device: str,
+    group: int,
+) -> None:
+    """Check one way of tiling."""
+    x, bias = make_x(num_rows, num_inputs, dtype, device), torch.randn(num_outputs).to(device, dtype)
+    for symmetric in (True, False):
+        weight = four_bit_weight(num_outputs, num_inputs, group=group, symmetric=symmetric, device=device)
+        with poisoned_memory():
+            found = torch.empty(num_rows, num_outputs, dtype=dtype, device=device)
+            four_bit_triton.launch_tile(found, x, weight, bias, tile, spans)
+        check(found, x, weight, bias)
+
+
+def check_gemv(
+    gemv: Gemv, num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str, group: int
+) -> None:
+    """Check one way to multiply few rows, gated and not, symmetric and not."""
+    x = make_x(num_rows, num_inputs, dtype, device)
+    for symmetric in (True, False):
+        for is_gated in (False, True):
+            shape = ((1 + is_gated) * num_outputs, num_inputs)
+            weight = four_bit_weight(*shape, group=group, symmetric=symmetric, device=device)
+            with poisoned_memory():
+                found = torch.empty(num_rows, num_outputs, dtype=dtype, device=device)
+                four_bit_triton.launch_gemv(found, x, weight, None, gemv, is_gated=is_gated)
+            check(found, x, weight, is_gated=is_gated)
+
+
+def check_gated(num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str) -> None:
+    x, weight = make_x(num_rows, num_inputs, dtype, device), four_bit_weight(2 * size, num_inputs, device=device)
+    for multiply in (four_bit_triton.four_bit_gated_linear, four_bit_triton.four_bit_gated_linear_invariant):
+        with poisoned_memory():
+            check(multiply(x, weight), x, weight, is_gated=True)
+
+
+def check_dequantized(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str) -> None:
+    """Check what many rows are multiplied with, to the bit, and the product."""
+    for group in GROUPS_FOUR_BIT:
+        weight = four_bit_weight(num_outputs, num_inputs, group=group, symmetric=group == 64, device=device)
+        x, bias = make_x(num_rows, num_inputs, dtype, device), torch.randn(num_outputs).to(device, dtype)
+        with poisoned_memory():
+            found = torch.empty(num_outputs, num_inputs, dtype=dtype, device=device)
+            four_bit_triton.dequantize_into(found, weight)
+            product = torch.empty(num_rows, num_outputs, dtype=dtype, device=device)
+            four_bit_triton.multiply_dequantized(product, x, weight, bias)
+        is_exact = device != "cpu" or dtype == torch.float32
+        torch.testing.assert_close(found, weight.dequantize().to(dtype), rtol=0 if is_exact else ROUNDED, atol=0)
+        assert error(product, torch.nn.functional.linear(x, found, bias).double()) < ROUNDED
+
+
+def check_parts(num_rows: int, num_inputs: int, sizes: list[int], dtype: torch.dtype, device: str) -> None:
+    """Compare weights of parts, in 4 bits and ordinary ones in turn, with the reference implementation."""
+    x = make_x(num_rows, num_inputs, dtype, device)
+    parts = [
+        DenseWeight((torch.randn(size, num_inputs) * num_inputs**-0.5).to(device, dtype))
+        if index % 2
+        else four_bit_weight(size, num_inputs, device=device)
+        for index, size in enumerate(sizes)
+    ]
+    weight, whole_bias = StackedWeight(tuple(parts)), torch.randn(sum(sizes)).to(device, dtype)
+    for bias in (whole_bias, None):
+        expected = stacked_linear.reference(x, weight, bias)
+        for multiply in (stacked_linear_triton.stacked_linear, stacked_linear_triton.stacked_linear_invariant):
+            with poisoned_memory():
+                found = multiply(x, weight, bias)
+            assert (found.shape, found.dtype) == (expected.shape, dtype)
+            assert num_rows == 0 or error(found, expected.double()) < {torch.float32: TOLERANCE}.get(dtype, ROUNDED)
+
+
+def check_invariant(num_rows: int, num_inputs: int, num_outputs: int, device: str) -> None:
+    """Compare the bits of one row alone, and among others."""
+    weight = four_bit_weight(num_outputs, num_inputs, symmetric=False, device=device)
+    x = make_x(num_rows, num_inputs, torch.bfloat16, device)
+    whole = four_bit_triton.four_bit_linear_invariant(x, weight)
+    for rows in (1, 2, 5, num_rows // 2):
+        assert torch.equal(four_bit_triton.four_bit_linear_invariant(x[:rows], weight), whole[:rows])
+        assert torch.equal(four_bit_triton.four_bit_linear_invariant(x[-rows:], weight), whole[-rows:])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs", "dtype"),
+    [(*size, DTYPES[index % 2]) for index, size in enumerate(SIZES)],
+)
+def test_products_are_as_exact_as_dequantised(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+) -> None:
+    check_linear(num_rows, num_inputs, num_outputs, dtype, "cpu")
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_scales_may_have_any_dtype(num_rows: int, scale_dtype: torch.dtype) -> None:
+    x, weight = make_x(num_rows, 200, torch.float32, "cpu"), four_bit_weight(70, 200, scale_dtype=scale_dtype)
+    check(four_bit_triton.four_bit_linear(x, weight), x, weight)
+
+
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_scales_of_whole_rows_may_be_repeated(num_rows: int) -> None:
+    x, weight = make_x(num_rows, 300, torch.float32, "cpu"), four_bit_weight(70, 300)
+    scales = weight.scales[:, :1].expand(-1, 3)
+    repeated = FourBitWeight(weight.words, scales, None, 300, 128)
+    check(four_bit_triton.four_bit_linear(x, repeated), x, repeated)
+
+
+@pytest.mark.parametrize("group", GROUPS_FOUR_BIT)
+@pytest.mark.parametrize(("tile", "spans"), [(Tile(64, 16, 4, 1), 3), (Tile(32, 64, 4, 1), 1)])
+def test_tiles_are_as_exact_as_dequantised(tile: Tile, spans: int, group: int) -> None:
+    check_tile(tile, spans, 70, 520, 100, DTYPES[group == 64], "cpu", group)
+
+
+@pytest.mark.parametrize(
+    ("gemv", "num_rows", "group"), [(Gemv(4, 128, 1), 1, 32), (Gemv(4, 128, 1), 1, 128), (Gemv(2, 512, 2), 3, 64)]
+)
+def test_few_rows_are_as_exact_as_dequantised(gemv: Gemv, num_rows: int, group: int) -> None:
+    check_gemv(gemv, num_rows, 640, 33, DTYPES[group == 32], "cpu", group)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_gated_products_are_as_exact_as_dequantised(num_rows: int) -> None:
+    check_gated(num_rows, 260, 20, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_multiply_the_dequantised_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(four_bit_triton, "SCRATCH_CODES", 30 * 200)
+    check_dequantized(9, 200, 70, dtype, "cpu")
+
+
+def test_ways_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    for name in ("launch_gemv", "launch_tile", "multiply_dequantized"):
+        monkeypatch.setattr(four_bit_triton, name, lambda *_, name=name, **__: taken.append(name))
+    weight = four_bit_weight(64, 128)
+    for num_rows in (0, 1, 16, four_bit_launches.MAX_ROWS_NARROW + 1):
+        four_bit_triton.four_bit_linear(torch.zeros(num_rows, 128), weight)
+    assert taken == ["launch_gemv", "launch_tile", "multiply_dequantized"]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 9, 65])
+def test_weights_of_two_parts_equal_the_reference(num_rows: int) -> None:
+    check_parts(num_rows, 260, [130, 7], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_weights_of_more_parts_equal_the_reference(num_rows: int) -> None:
+    check_parts(num_rows, 260, [130, 7, 20], torch.float32, "cpu")
+
+
+def test_invariant_products_depend_on_their_row_alone() -> None:
+    check_invariant(70, 260, 40, "cpu")
+
+
+def test_products_of_no_rows_are_empty() -> None:
+    x, weight = torch.zeros(0, 300), four_bit_weight(130, 300)
+    assert four_bit_triton.four_bit_linear(x, weight).shape == (0, 130)
+    assert four_bit_triton.four_bit_gated_linear(x, weight).shape == (0, 65)

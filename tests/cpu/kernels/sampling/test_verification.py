@@ -1,0 +1,203 @@
+"""Triton's tables of steps that verify drafts, and what it accepts, against torch's: all integers, of any step.
+
+The ``check_`` functions run on any device. Shape suffixes as in ``kernels/sampling/verification.py``.
+"""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken
+from strandline.kernels.sampling import verification
+from strandline.kernels.sampling.verification import (
+    AcceptedDrafts,
+    LastVerification,
+    PlannedVerification,
+    Verdict,
+    VerificationTables,
+)
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels.sampling.verification_triton import BLOCK_SEQUENCES, accept_drafts, complete_verification
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
+
+MOST_BLOCKS = 5
+TOKENS = st.integers(NO_TOKEN, 4)
+"""Few, so that drafts agree and stop."""
+
+
+SIZES = st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 3)).map(lambda x: (x[0], x[1], x[1] + x[2]))
+
+
+class Step(NamedTuple):
+    """A step, and what the one before left."""
+
+    planned: PlannedVerification
+    last: LastVerification
+    stop_ids_XS: Tensor
+    log_tokens: int
+    tokens_T: Tensor
+    block_table_NM: Tensor
+
+    def to(self, device: str) -> "Step":
+        """Return a copy."""
+        planned, last = (
+            kind(*(tensor.clone().to(device) for tensor in tensors))
+            for kind, tensors in ((PlannedVerification, self.planned), (LastVerification, self.last))
+        )
+        others = (self.tokens_T.clone().to(device), self.block_table_NM.clone().to(device))
+        return Step(planned, last, self.stop_ids_XS.to(device), self.log_tokens, *others)
+
+    @property
+    def outcome(self) -> tuple[PlannedVerification, Tensor, LastVerification, Tensor, Tensor]:
+        """What ``accept_drafts`` takes."""
+        return self.planned, self.tokens_T, self.last, self.stop_ids_XS, self.block_table_NM
+
+
+@st.composite
+def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZES) -> Step:
+    """Draw a step of any padding, drafts and logs, behind a step of at least as many.
+
+    Args:
+        sizes: of sequences, drafts of each, and places of a log.
+    """
+    count, depth, log_tokens = draw(sizes)
+    num_real = draw(st.integers(0, count))
+    # What is drawn for each of many sequences would be too much.
+    numbers = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+
+    def random(most: int | Tensor, *shape: int, least: int = 0) -> Tensor:
+        """Return integers from ``least`` to ``most``."""
+        most_X = torch.as_tensor(most).expand(shape)
+        return least + (torch.rand(shape, generator=numbers, dtype=torch.float64) * (most_X + 1 - least)).long()
+
+    is_real_N = torch.arange(count) < num_real
+    num_drafts_N = random(depth, count) * is_real_N
+    num_rows = count * (1 + depth)
+    ends_N = ((1 + num_drafts_N) * is_real_N).cumsum(0)
+    query_starts = torch.cat((torch.tensor([0]), ends_N, torch.tensor([num_rows])))
+    num_before = count + 3
+    last = LastVerification(
+        random(log_tokens, num_before),
+        random(4, num_before, least=NO_TOKEN),
+        random(4, num_before, log_tokens, least=NO_TOKEN),
+    )
+    pending = random(1, count) * PendingToken.MAY_STOP * is_real_N
+    source_row = torch.randperm(num_before, generator=numbers)[:count] * is_real_N
+    num_logged = random(log_tokens - last.num_accepted_P[source_row] * (pending > 0), count) * is_real_N
+    start = (num_logged + random(150, count)) * is_real_N
+    verdicts = random(2, num_rows)
+    verdicts[query_starts[1:-1] - 1] = Verdict.COMPARE
+    verdicts[-1] = Verdict.COMPARE
+    planned = PlannedVerification(
+        token_ids=random(4, num_rows),
+        verdicts=verdicts,
+        query_starts=query_starts,
+        start=start,
+        end=start + ends_N.diff(prepend=torch.tensor([0])),
+        state_dst=random(9, count) * is_real_N,
+        log=(1 + torch.randperm(count, generator=numbers)) * is_real_N,
+        num_logged=num_logged,
+        num_drafts=num_drafts_N,
+        next_drafts=random(depth, count) * is_real_N,
+        pending=pending,
+        source_row=source_row,
+        stop_set=random(2, count) * is_real_N,
+    )
+    tokens_T = random(4, num_rows, least=NO_TOKEN)
+    if draw(st.booleans()):
+        # Most drafts agree.
+        tokens_T = torch.where(random(3, num_rows) > 0, planned.token_ids.roll(-1), tokens_T)
+    stop_ids_XS = torch.tensor([[NO_TOKEN, NO_TOKEN], [3, NO_TOKEN], [0, 2]])
+    block_table_NM = random(10**6, count + 1, MOST_BLOCKS, least=1).to(torch.int32)
+    return Step(planned, last, stop_ids_XS, log_tokens, tokens_T, block_table_NM)
+
+
+def check_tables(step: Step, device: str) -> None:
+    expected_of, found_of = step.to("cpu"), step.to(device)
+    expected = verification.complete_verification.reference(*expected_of[:4])
+    with poisoned_memory():
+        found = complete_verification(*found_of[:4])
+    assert_equal_steps(found_of, expected_of)
+    assert_equal_tables(found, expected)
+
+
+def assert_equal_tables(found: VerificationTables, expected: VerificationTables) -> None:
+    """Check that all tables are equal, but for rows in no chunk where these are undefined."""
+    is_row_R = torch.zeros(len(expected.source_rows), dtype=torch.bool)
+    for start, length in zip(expected.starts.tolist(), expected.lengths.tolist(), strict=True):
+        is_row_R[start : start + length] = True
+    undefined = ("source_rows", "log_places")
+    for name in VerificationTables._fields:
+        mask = is_row_R if name in undefined else slice(None)
+        assert torch.equal(getattr(found, name).cpu()[mask], getattr(expected, name)[mask]), name
+
+
+def check_accepted(step: Step, device: str) -> None:
+    expected_of, found_of = step.to("cpu"), step.to(device)
+    expected = verification.accept_drafts.reference(*expected_of.outcome)
+    with poisoned_memory():
+        found = accept_drafts(*found_of.outcome)
+    assert_equal_steps(found_of, expected_of)
+    for name in AcceptedDrafts._fields:
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+
+
+def assert_equal_steps(found: Step, expected: Step) -> None:
+    """Check that all tensors are equal, those that were changed in place among them."""
+    for kind in ("planned", "last"):
+        for name in getattr(expected, kind)._fields:
+            assert torch.equal(getattr(getattr(found, kind), name).cpu(), getattr(getattr(expected, kind), name)), name
+    assert torch.equal(found.tokens_T.cpu(), expected.tokens_T)
+
+
+@interpreted
+@given(steps())
+@settings(max_examples=settings().max_examples // 2)
+def test_tables_and_corrections_are_torchs(step: Step) -> None:
+    check_tables(step, "cpu")
+
+
+@interpreted
+@given(steps())
+@settings(max_examples=settings().max_examples // 2)
+def test_accepted_drafts_are_torchs(step: Step) -> None:
+    check_accepted(step, "cpu")
+
+
+@interpreted
+@given(steps(st.just((BLOCK_SEQUENCES + 7, 2, 3))))
+@settings(max_examples=settings().max_examples // 50)
+def test_many_sequences_give_torchs_tables(step: Step) -> None:
+    check_tables(step, "cpu")
+
+
+def test_further_drafts_are_written_where_blocks_are_reserved() -> None:
+    zero, position = torch.zeros(1, dtype=torch.int64), BLOCK_TOKENS - 1
+    planned = PlannedVerification(
+        torch.tensor([5, 6, 0, 0, 0]),
+        torch.zeros(5, dtype=torch.int64),
+        torch.tensor([0, 2, 5]),
+        *(zero + value for value in (position - 1, position + 1, 7, 1, 0, 1, 3, 0, 0, 0)),
+    )
+    tokens_T = torch.tensor([6, NO_TOKEN, 1, 2, 3])
+    table_NM = torch.tensor([[11, 12], [0, 0]], dtype=torch.int32)
+    last = LastVerification.empty(1, 4, torch.device("cpu"))
+    accepted = verification.accept_drafts.reference(planned, tokens_T, last, torch.tensor([[NO_TOKEN]]), table_NM)
+    assert accepted.num_accepted_N.tolist() == [1]
+    assert accepted.last_row_N.tolist() == [1]
+    assert accepted.next_tokens_T.tolist() == [6, 0, 1, 2, 3]
+    # Three drafts are wanted, so two of them precede another.
+    assert accepted.positions_FN[:, 0].tolist() == [position + 1, position + 2, position + 2]
+    assert accepted.context_lens_FN[:, 0].tolist() == [position + 2, position + 3, position + 3]
+    assert accepted.write_blocks_FN[:, 0].tolist() == [12, 12, 0]
+    assert accepted.write_offsets_FN[:, 0].tolist() == [0, 1, 1]
+    assert (last.num_accepted_P.tolist(), last.tokens_P.tolist()) == ([1], [NO_TOKEN])

@@ -1,0 +1,220 @@
+"""Models whose weights stay in 4 bits hold the published numbers, and answer as the dequantised ones."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, StackedWeight
+from strandline.model_config import read_model_config
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.shard import Shard
+from strandline.models.storage import four_bit_storage
+from strandline.models.storage.weights_files import WeightsFile
+from strandline.models.weights import load_model
+from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.models import families, four_bit, fp8
+from tests.cpu.models.four_bit import SCHEMES, Scheme, awq_config, compressed_config, gptq_config
+from tests.cpu.models.rank_threads import RankThread, RankThreads
+from tests.cpu.models.storage.test_fp8_storage import logits
+from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
+
+GROUP = 32
+
+
+def of_group(name: str, config: dict[str, Any], size: int = GROUP) -> Scheme:
+    return replace(SCHEMES[name], config=config, size=size)
+
+
+KEPT = {
+    "compressed": of_group("compressed", compressed_config(GROUP)),
+    "compressed channels": SCHEMES["compressed channels"],
+    "compressed wide groups": of_group("compressed", compressed_config(256), 256),
+    "compressed asymmetric": of_group("compressed asymmetric", compressed_config(GROUP, symmetric=False)),
+    "gptq": of_group("gptq", gptq_config(GROUP)),
+    "gptq channels": SCHEMES["gptq channels"],
+    "gptq v2": of_group("gptq v2", gptq_config(64, checkpoint_format="gptq_v2"), 64),
+    "awq": of_group("awq", awq_config(GROUP)),
+}
+
+TOLERANCE = 2e-5
+"""``|logits - those of the dequantised model|`` over the latter, both in float32."""
+
+
+def save(name: str, directory: Path, scheme: str = "compressed", **options: Any) -> Path:
+    """Write a family with its experts one by one, in 4 bits."""
+    source = fp8.change_tensors(families.save(name, directory), unfuse_experts)
+    return four_bit.convert(source, directory, KEPT[scheme], **options)[0]
+
+
+def load(directory: Path, *, keeps_quantized: bool, **options: Any) -> Any:
+    return load_model(directory, dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
+
+
+def values_of(weight: Any) -> Tensor:
+    """Return what a weight of any form stands for."""
+    if isinstance(weight, StackedWeight):
+        return torch.cat([values_of(part) for part in weight.parts])
+    if isinstance(weight, FourBitWeight):
+        return weight.dequantize()
+    assert isinstance(weight, DenseWeight)
+    return weight.values_OI
+
+
+def assert_same_weights(kept: Any, dequantized: Any) -> None:
+    """Compare all weights, bit by bit."""
+    rest = dict(dequantized.named_parameters())
+    for name, parameter in kept.named_parameters():
+        assert torch.equal(parameter, rest.pop(name)), name
+    modules = dict(kept.named_modules())
+    for name, expected in rest.items():
+        owner, _, attribute = name.rpartition(".")
+        module = modules[owner]
+        if isinstance(module, Projection):
+            found = values_of(module.weight)
+        else:
+            found = module._four_bit_experts[attribute == "down_XEF"].dequantize()
+        assert torch.equal(found, expected), name
+
+
+def check(directory: Path) -> Any:
+    """Compare a model that stays in 4 bits with the dequantised one; return it."""
+    kept, dequantized = (load(directory, keeps_quantized=keeps) for keeps in (True, False))
+    assert_same_weights(kept, dequantized)
+    found, expected = logits(kept), logits(dequantized)
+    assert float((found - expected).norm() / expected.norm()) < TOLERANCE
+    return kept
+
+
+@pytest.mark.parametrize("scheme", sorted(KEPT))
+def test_weights_of_every_format_stay(scheme: str, tmp_path: Path) -> None:
+    report = check(save("qwen3_5", tmp_path, scheme)).weights_report
+    assert report.num_kept == report.num_quantized > 10
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5-odd-tied", "qwen3_5_moe", "qwen3_next-odd", "granite_hybrid", "kimi_linear", "falcon_h1"]
+)
+def test_weights_of_every_layer_stay(name: str, tmp_path: Path) -> None:
+    report = check(save(name, tmp_path, "gptq")).weights_report
+    # Latent attention multiplies with parts of one projection, head by head.
+    assert report.num_kept == report.num_quantized - (name == "kimi_linear") > 0
+
+
+def test_experts_in_one_tensor_are_not_quantised(tmp_path: Path) -> None:
+    source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path), fuse_experts)
+    model = check(four_bit.convert(source, tmp_path, KEPT["compressed"])[0])
+    assert model.weights_report.num_kept < model.weights_report.num_quantized  # a shared expert, which is as the others
+
+
+def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:
+    def is_converted(name: str, tensor: Tensor) -> bool:
+        return fp8.is_projection(name, tensor) and crc32(name.encode()) % 3 > 0
+
+    model = check(save("qwen3_5_moe", tmp_path, is_converted=is_converted))
+    forms = {type(module.weight) for module in model.modules() if isinstance(module, Projection)}
+    assert forms == {DenseWeight, FourBitWeight, StackedWeight}
+
+
+def test_symmetric_weights_have_no_zero_points(tmp_path: Path) -> None:
+    for scheme in ("compressed", "gptq channels"):
+        model = load(save("qwen3_5", tmp_path / scheme, scheme), keeps_quantized=True)
+        assert model.decoder.layers[0].mlp.down.weight.zeros is None
+
+
+def test_scales_of_channels_are_repeated_without_memory(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "source", intermediate_size=256)
+    model = check(four_bit.convert(source, tmp_path, KEPT["gptq channels"])[0])
+    scales = model.decoder.layers[0].mlp.down.weight.scales
+    assert (scales.dtype, scales.stride(), scales.shape[1]) == (torch.float16, (1, 0), 2)
+
+
+@pytest.mark.parametrize("scheme", ["compressed act-order", "gptq act-order", "compressed partial groups", "awq"])
+def test_what_kernels_do_not_take_is_dequantised(scheme: str, tmp_path: Path) -> None:
+    """The last has groups of 16."""
+    source = families.save("qwen3_5", tmp_path)
+    directory = four_bit.convert(source, tmp_path, SCHEMES[scheme])[0]
+    if scheme.endswith("act-order"):
+        directory = four_bit.convert(source, tmp_path / "wide", replace(SCHEMES[scheme], size=GROUP))[0]
+        config = SCHEMES[scheme].config
+        config = (
+            gptq_config(GROUP, desc_act=True)
+            if "gptq" in scheme
+            else compressed_config(GROUP, symmetric=False, actorder="group")
+        )
+        fp8.change_json(directory / "config.json", quantization_config=config)
+    model, dequantized = (load(directory, keeps_quantized=keeps) for keeps in (True, False))
+    # Inputs of one group are in order.
+    assert model.weights_report.num_kept < model.weights_report.num_quantized
+    assert_same_weights(model, dequantized)
+
+
+@pytest.mark.parametrize("scheme", ["compressed asymmetric", "awq", "gptq channels"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "falcon_h1"])
+def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path: Path) -> None:
+    directory = save(name, tmp_path, scheme)
+    for index in range(2):
+        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
+        assert_same_weights(kept, dequantized)
+        assert kept.weights_report.num_kept > 0
+
+
+def test_shards_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, get, read = save("qwen3_5_moe", tmp_path, "gptq"), WeightsFile.get, list[int]()
+
+    def counted(file: WeightsFile, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        tensor = get(file, name, index)
+        read.append(tensor.numel() * name.endswith("qweight"))
+        return tensor
+
+    monkeypatch.setattr(WeightsFile, "get", counted)
+    amounts = []
+    for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2)):
+        read.clear()
+        load(directory, keeps_quantized=True, shard=shard)
+        amounts.append(sum(read))
+    whole, *parts = amounts
+    assert all(0.4 * whole < part < 0.6 * whole for part in parts)
+
+
+@pytest.mark.parametrize(("size", "form"), [(192, FourBitWeight), (176, DenseWeight)])
+def test_inputs_are_cut_between_groups(size: int, form: type, tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "source", intermediate_size=size)
+    directory = four_bit.convert(source, tmp_path, KEPT["awq"])[0]
+    shards = [load(directory, keeps_quantized=True, shard=Shard(index, 2)) for index in range(2)]
+    downs = [shard.decoder.layers[0].mlp.down.weight for shard in shards]
+    assert {type(down) for down in downs} == {form}
+    whole = load(directory, keeps_quantized=True).decoder.layers[0].mlp.down.weight
+    assert torch.equal(torch.cat([values_of(down) for down in downs], dim=1), values_of(whole))
+
+
+def test_shards_compute_what_the_whole_computes(tmp_path: Path) -> None:
+    directory = save("qwen3_5_moe", tmp_path)
+    expected = logits(load(directory, keeps_quantized=True))
+
+    def run(ranks: RankThread) -> Tensor:
+        return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
+
+    for found in RankThreads(2).run(run):
+        assert float((found - expected).norm() / expected.norm()) < TOLERANCE
+
+
+def test_weights_are_packed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save("qwen3_5", tmp_path, "gptq")
+    monkeypatch.setattr(four_bit_storage, "CHUNK_ELEMENTS", 100)
+    check(directory)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("scheme", ["compressed", "awq"])
+def test_random_weights_stay_in_4_bits(name: str, scheme: str, tmp_path: Path) -> None:
+    config = read_model_config(save(name, tmp_path, scheme))
+    model = load(Path("nowhere"), keeps_quantized=True, config=config, load_format="dummy")
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
+    assert 0.5 < float(spread) < 1.5
+    assert bool(logits(model).isfinite().all())

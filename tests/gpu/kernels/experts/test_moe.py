@@ -1,0 +1,95 @@
+"""The Triton experts on a GPU, at odd shapes and at those of Qwen3.5-35B-A3B."""
+
+import pytest
+import torch
+
+from strandline.kernels.experts import moe_many_triton, moe_triton
+from strandline.kernels.experts.expert_tiles import Few
+from strandline.kernels.experts.moe_many_triton import Tile
+from tests.cpu.kernels.experts.test_moe_triton import (
+    check_experts,
+    check_experts_without_gate,
+    check_list,
+    check_mixture,
+    inputs,
+)
+
+FEW = Few(2, 1024, 1, 4, 4)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden_size", "size"),
+    [(1, 8, 3, 12, 7), (5, 16, 2, 48, 32), (65, 3, 2, 130, 63), (130, 40, 6, 96, 80)],
+)
+def test_experts_equal_a_loop_in_float64(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
+) -> None:
+    arguments = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cuda")
+    check_experts(arguments, moe_many_triton.TILES_FLOAT32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 65, 1000, 5000])
+@pytest.mark.parametrize(
+    "tiles",
+    [moe_many_triton.TILES_DECODE, moe_many_triton.TILES_MIDDLE, moe_many_triton.TILES_PREFILL],
+    ids=["decode", "middle", "prefill"],
+)
+def test_experts_equal_a_float64_loop_at_model_shape(num_tokens: int, tiles: tuple[Tile, Tile]) -> None:
+    arguments = inputs(num_tokens, 256, 8, 2048, 512, torch.bfloat16, "cuda")
+    check_experts(arguments, tiles)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 1000, 4000])
+def test_experts_without_gate_equal_a_float64_loop_at_model_shape(num_tokens: int) -> None:
+    check_experts_without_gate(inputs(num_tokens, 128, 6, 2688, 1856, torch.bfloat16, "cuda"))
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "shape"),
+    [(1, (8, 3, 12, 7, 5)), (3, (16, 2, 48, 32, 16)), (7, (20, 6, 130, 63, 70)), (70, (20, 6, 130, 63, 70))],
+)
+def test_the_mixture_equals_a_loop_in_float64(
+    num_tokens: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype, is_gated: bool
+) -> None:
+    check_mixture(num_tokens, shape, FEW, dtype, "cuda", is_gated=is_gated)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 16, 300])
+@pytest.mark.parametrize(
+    ("shape", "is_gated"),
+    [((256, 8, 2048, 512, 512), True), ((128, 6, 2688, 1856, 3712), False)],
+    ids=["Qwen3.5-35B-A3B", "Nemotron-3-Nano"],
+)
+def test_mixture_equals_a_float64_loop_at_model_shape(
+    num_tokens: int, shape: tuple[int, int, int, int, int], is_gated: bool
+) -> None:
+    check_mixture(num_tokens, shape, FEW, torch.bfloat16, "cuda", is_gated=is_gated)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize(
+    "tiles", [(1, 512, 1, 1, 1), (1, 2048, 1, 2, 2), (2, 512, 1, 2, 1), (2, 512, 1, 1, 4)], ids=str
+)
+def test_other_tiles_of_few_tokens_equal_a_float64_loop(num_tokens: int, tiles: tuple[int, int, int, int, int]) -> None:
+    check_mixture(num_tokens, (256, 8, 2048, 512, 512), Few(*tiles), torch.bfloat16, "cuda", is_gated=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 65, 1000, 8192])
+def test_choices_are_listed_by_expert(num_tokens: int) -> None:
+    check_list(torch.rand(num_tokens, 256, device="cuda").topk(8).indices, 256)
+
+
+def test_experts_run_in_a_graph() -> None:
+    for num_tokens in (1, 40):
+        arguments = inputs(num_tokens, 16, 4, 256, 128, torch.bfloat16, "cuda")
+        expected_TD = moe_triton.experts(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out_TD = moe_triton.experts(*arguments)
+        out_TD.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out_TD, expected_TD)

@@ -1,0 +1,156 @@
+"""Products and experts in 4 bits on a GPU: the shapes of the CPU's tests, and those of published models."""
+
+import pytest
+import torch
+
+from strandline.device.dtypes import PRODUCT_CAPABILITY
+from strandline.kernels.expert_choices import added_up
+from strandline.kernels.experts import four_bit_moe_launches, four_bit_moe_triton
+from strandline.kernels.experts.expert_tiles import ExpertTile
+from strandline.kernels.gemm import four_bit_launches, four_bit_triton
+from strandline.kernels.gemm.four_bit_launches import Gemv, Tile
+from strandline.kernels.gemm.weights import GROUPS_FOUR_BIT
+from tests.cpu.kernels.experts import test_four_bit_moe as moe
+from tests.cpu.kernels.gemm.test_four_bit import SIZES, four_bit_weight
+from tests.cpu.kernels.gemm.test_four_bit_triton import (
+    check_dequantized,
+    check_gated,
+    check_gemv,
+    check_invariant,
+    check_linear,
+    check_parts,
+    check_tile,
+    make_x,
+)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.get_device_capability() < PRODUCT_CAPABILITY, reason="no products in 4 bits on this GPU"
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+MODELS = [(1, 2048, 12288), (4, 4096, 2048), (16, 2048, 4096), (33, 5120, 1280), (300, 2048, 1024), (700, 512, 2048)]
+TILES = {
+    *four_bit_launches.TILES_NARROW.values(),
+    *four_bit_launches.TILES_WIDE.values(),
+    four_bit_launches.TILE_MANY,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [*SIZES, *MODELS])
+def test_products_are_as_exact_as_dequantised(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+) -> None:
+    check_linear(num_rows, num_inputs, num_outputs, dtype, "cuda")
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", GROUPS_FOUR_BIT)
+@pytest.mark.parametrize("num_rows", [1, 16, 65])
+def test_groups_are_as_exact_as_dequantised(num_rows: int, group: int, *, symmetric: bool) -> None:
+    check_linear(
+        num_rows, 2048, 384, torch.bfloat16, "cuda", group=group, symmetric=symmetric, scale_dtype=torch.float16
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_float16_rows_are_as_exact_as_dequantised(num_rows: int) -> None:
+    check_linear(num_rows, 2048, 384, torch.float16, "cuda", symmetric=False)
+
+
+@pytest.mark.parametrize("group", GROUPS_FOUR_BIT)
+@pytest.mark.parametrize("spans", [1, 4])
+@pytest.mark.parametrize("tile", [*sorted(TILES), Tile(64, 16, 2, 3)], ids=str)
+def test_tiles_are_as_exact_as_dequantised(tile: Tile, spans: int, group: int) -> None:
+    check_tile(tile, spans, 200, 1032, 392, torch.bfloat16, "cuda", group)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("num_inputs", [520, 2048, 4104])
+@pytest.mark.parametrize("gemv", [Gemv(4, 1024, 1), Gemv(2, 4096, 4), Gemv(1, 2048, 2)], ids=str)
+def test_few_rows_are_as_exact_as_dequantised(gemv: Gemv, num_inputs: int, num_rows: int, group: int) -> None:
+    check_gemv(gemv, num_rows, num_inputs, 1153, torch.bfloat16, "cuda", group)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 20, 300])
+@pytest.mark.parametrize("size", [100, 1024])
+def test_gated_products_are_as_exact_as_dequantised(num_rows: int, size: int) -> None:
+    check_gated(num_rows, 2048, size, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_multiply_the_dequantised_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(four_bit_triton, "SCRATCH_CODES", 500 * 1000)
+    check_dequantized(900, 1000, 1200, dtype, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [[130, 7], [12288, 64], [1024, 264], [256, 40, 384]], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 64, 300])
+def test_weights_of_parts_equal_the_reference(num_rows: int, sizes: list[int]) -> None:
+    check_parts(num_rows, 2048, sizes, torch.bfloat16, "cuda")
+
+
+def test_invariant_products_depend_on_their_row_alone() -> None:
+    check_invariant(300, 2056, 1000, "cuda")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int, *, symmetric: bool) -> None:
+    moe.check_mixture(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", group=128, symmetric=symmetric)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16])
+@pytest.mark.parametrize("shape", moe.SHAPES, ids=str)
+def test_mixture_equals_a_float64_loop_at_odd_sizes(num_tokens: int, shape: moe.Shape) -> None:
+    moe.check_mixture(num_tokens, shape, torch.bfloat16, "cuda", is_shared_dense=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
+def test_the_experts_of_two_ranks_add_up_to_all(num_tokens: int) -> None:
+    moe.check_ranks(num_tokens, (32, 8, 2048, 512, 256), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [four_bit_moe_launches.EXPERTS_DECODE, four_bit_moe_launches.EXPERTS_MIDDLE, four_bit_moe_launches.EXPERTS_PREFILL],
+    ids=["decode", "middle", "prefill"],
+)
+@pytest.mark.parametrize("num_tokens", [1, 65, 500])
+def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: tuple[ExpertTile, ExpertTile]) -> None:
+    moe.check_experts(num_tokens, (16, 4, 1024, 384, 128), tiles, torch.bfloat16, "cuda", group=128)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 400])
+def test_invariant_mixture_depends_on_its_token_alone(num_tokens: int) -> None:
+    case = moe.Case(400, (16, 4, 512, 256, 128), torch.bfloat16, "cuda")
+    mixture = four_bit_moe_triton.four_bit_mixture_invariant
+    rows, weights = case.arguments[:4], case.arguments[4:]
+    whole = added_up(mixture(*rows, *weights, case.routing))
+    part = added_up(mixture(*(x[:num_tokens] for x in rows if x is not None), *weights, case.routing))
+    assert torch.equal(part, whole[:num_tokens])
+
+
+def test_mixture_runs_in_a_graph() -> None:
+    for num_tokens in (1, 40):
+        case = moe.Case(num_tokens, (16, 4, 512, 256, 128), torch.bfloat16, "cuda")
+        expected_TD = added_up(four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out_TD = added_up(four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing))
+        out_TD.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out_TD, expected_TD)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 600])
+def test_products_run_in_a_graph(num_rows: int) -> None:
+    x, weight = make_x(num_rows, 2048, torch.bfloat16, "cuda"), four_bit_weight(4096, 2048, device="cuda")
+    expected = four_bit_triton.four_bit_linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = four_bit_triton.four_bit_linear(x, weight)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)

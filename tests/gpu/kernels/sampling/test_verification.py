@@ -1,0 +1,55 @@
+"""Triton's tables of steps that verify drafts, and what it accepts, on a GPU; also in replayed CUDA graphs."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strandline.kernels.sampling import verification
+from strandline.kernels.sampling.verification_triton import accept_drafts, complete_verification
+from tests.cpu.kernels.sampling.test_verification import (
+    Step,
+    assert_equal_steps,
+    assert_equal_tables,
+    check_accepted,
+    check_tables,
+    steps,
+)
+
+SIZES = st.tuples(st.integers(1, 512), st.integers(0, 5), st.integers(0, 3)).map(lambda x: (x[0], x[1], x[1] + x[2]))
+
+
+@given(steps(SIZES))
+def test_tables_and_corrections_are_torchs(step: Step) -> None:
+    check_tables(step, "cuda")
+
+
+@given(steps(SIZES))
+def test_accepted_drafts_are_torchs(step: Step) -> None:
+    check_accepted(step, "cuda")
+
+
+@given(st.lists(steps(st.just((4, 2, 3))), min_size=4, max_size=4))
+@settings(max_examples=5)
+def test_replayed_graphs_read_what_lies_at_their_addresses(drawn: list[Step]) -> None:
+    captured = drawn[0].to("cuda")
+
+    def run() -> tuple[verification.VerificationTables, verification.AcceptedDrafts]:
+        return complete_verification(*captured[:4]), accept_drafts(*captured.outcome)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tables, accepted = run()
+    for step in drawn[1:]:
+        for own, other in zip(captured.planned + captured.last, step.planned + step.last, strict=True):
+            own.copy_(other)
+        captured.tokens_T.copy_(step.tokens_T)
+        captured.block_table_NM.copy_(step.block_table_NM)
+        expected_of = step.to("cpu")
+        expected_tables = verification.complete_verification.reference(*expected_of[:4])
+        expected = verification.accept_drafts.reference(*expected_of.outcome)
+        graph.replay()
+        assert_equal_steps(captured, expected_of)
+        assert_equal_tables(tables, expected_tables)
+        assert all(torch.equal(own.cpu(), other) for own, other in zip(accepted, expected, strict=True))
