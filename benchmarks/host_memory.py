@@ -102,7 +102,7 @@ def measure_return(llm: LLM, options: argparse.Namespace) -> None:
 
 def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int) -> float:
     """Return the time to the first token of a prompt."""
-    for tier in llm.engine.core.cache.loads.tiers:
+    for tier in llm.engine.core.scheduler.loading.loads.tiers:
         tier.costs.token_s = None
     [output] = llm.generate([prompt], params_for(1), use_tqdm=False)
     if output.num_cached_tokens != num_cached or output.times.ttft_s is None:
@@ -111,7 +111,7 @@ def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int) -> float:
 
 
 def num_loads_of(llm: LLM) -> int:
-    [host] = llm.engine.core.cache.loads.tiers
+    [host] = llm.engine.core.scheduler.loading.loads.tiers
     return host.num_loads
 
 

@@ -10,6 +10,7 @@ import time
 from random import Random
 
 from strandline.cache import PrefixCache
+from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
@@ -43,7 +44,8 @@ def main() -> None:
 
 def fill(num_running: int, prompt_tokens: int) -> Scheduler:
     """Return a scheduler with requests that differ from their first token."""
-    scheduler = Scheduler(PrefixCache(4000, 50), max_num_seqs=num_running, max_num_batched_tokens=10**6)
+    cache = PrefixCache(4000, 50)
+    scheduler = Scheduler(cache, Loads(cache), max_num_seqs=num_running, max_num_batched_tokens=10**6)
     params = SamplingParams(max_tokens=10**6)
     rng = Random(0)
     for index in range(num_running):

@@ -17,6 +17,7 @@ from statistics import mean, median
 import numpy as np
 
 from strandline.cache import PrefixCache
+from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
@@ -83,8 +84,10 @@ def main() -> None:
         "| hit |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
     for workload in workloads(Random(0)):
+        cache = PrefixCache(NUM_SLABS, BLOCKS_PER_SLAB, enabled=workload.is_cached)
         scheduler = Scheduler(
-            PrefixCache(NUM_SLABS, BLOCKS_PER_SLAB, enabled=workload.is_cached),
+            cache,
+            Loads(cache),
             max_num_seqs=256,
             max_num_batched_tokens=options.max_num_batched_tokens,
             long_prefill_token_threshold=options.long_prefill_token_threshold,

@@ -15,6 +15,7 @@ print(json.dumps(files))
 """
 
 MAX_LINES = {
+    "strandline.cache": 5000,
     "strandline.routing.snapshot_router": 3000,
     "strandline.routing.names": 3000,
     "strandline.records.plan": 3000,

@@ -14,8 +14,8 @@ from strandline.bench.load_notes import LoadNote, LoadNotes
 from strandline.bench.replay import Replay
 from strandline.bench.replay_setup import ReplaySetup
 from strandline.bench.replica import Machine, Replica
-from strandline.cache.explanation import explain_admission, resting_tokens
-from strandline.cache.lookups import Lookup
+from strandline.cache.inspection.explanation import explain_admission, resting_tokens
+from strandline.cache.inspection.lookups import Lookup
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Account, Reason
 from strandline.records.cache_questions import CacheAnswer

@@ -51,7 +51,7 @@ class LoadNotes:
     def complete(self, ended: Iterable[EndedTransfer]) -> None:
         """Let the scheduler take in transfers that have ended."""
         for transfer in ended:
-            lease = self._cache.loads.find_lease(transfer.completion.transfer)
+            lease = self._scheduler.loading.loads.find_lease(transfer.completion.transfer)
             if lease is None:
                 self._scheduler.loading.complete([transfer.completion])
             else:

@@ -1,10 +1,11 @@
 """Named cache policies to compare: placement, eviction and the division of memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from strandline.cache import LowerMemory, Placement, PrefixCache, ResumeRule
+from strandline.cache import Placement, PrefixCache, ResumeRule
+from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import LeastRecentlyUsed
 from strandline.cache.placement import Align, EveryBoundary, NoSnapshots
@@ -59,8 +60,7 @@ def make_cache(
     clock: Clock,
     rule: ResumeRule = AT_SNAPSHOTS,
     *,
-    emits_events: bool = False,
-    lower: Sequence[LowerMemory] = (),
+    announcer: Announcer | None = None,
 ) -> PrefixCache:
     """Return an empty cache with a policy."""
     return PrefixCache(
@@ -72,6 +72,5 @@ def make_cache(
         max_slots=None if chosen.slot_share is None else int(chosen.slot_share * num_slabs),
         enabled=chosen.is_enabled,
         clock=clock,
-        emits_events=emits_events,
-        lower=lower,
+        announcer=announcer,
     )

@@ -12,8 +12,10 @@ from strandline.bench.load_notes import LoadNotes
 from strandline.bench.policies import make_cache, policy
 from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStores
 from strandline.bench.traces import Call
-from strandline.cache import LoadCosts, LowerMemory, resume_rule
-from strandline.cache.spills import spare_blocks
+from strandline.cache.announcing.announcer import Announcer
+from strandline.cache.resume_rules import resume_rule
+from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
+from strandline.cache.tiers.spills import spare_blocks
 from strandline.config import BUFFER_SLABS
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -146,19 +148,23 @@ class Replica:
         self.machine = machine
         self.clock = SimulatedClock()
         spec = machine.spec
+        rule = resume_rule(spec)
+        announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
         self.cache = make_cache(
             policy(policy_name),
             machine.memory_bytes // spec.slab_bytes,
             spec.blocks_per_slab,
             self.clock,
-            resume_rule(spec),
-            emits_events=emits_events,
-            lower=_lower_memories(machine),
+            rule,
+            announcer=announcer,
         )
         rates = {"host": machine.host_bytes_per_s, "disk": machine.disk_bytes_per_s}
         self.store = SimulatedStores(spec.at_rest(machine.snapshot_dtype), rates)
         self.scheduler = Scheduler(
-            self.cache, max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
+            self.cache,
+            Loads(self.cache, _lower_memories(machine), announcer=announcer),
+            max_num_seqs=machine.max_num_seqs,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
         )
         self.load_notes: LoadNotes | None = None
         """Notes what loads bring for each request, if that is to be explained."""

@@ -3,23 +3,18 @@
 from strandline.cache.core import PrefixCache
 from strandline.cache.counters import CacheCounters
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
-from strandline.cache.load_costs import LoadCosts
-from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.placement import OnGrid, Placement, placement
-from strandline.cache.resume import ResumeRule, resume_rule
+from strandline.cache.resume import ResumeRule
 
 __all__ = [
     "CacheCounters",
     "Cut",
     "Lead",
     "Lease",
-    "LoadCosts",
-    "LowerMemory",
     "OnGrid",
     "Placement",
     "PrefixCache",
     "ResumeRule",
     "StepGrant",
     "placement",
-    "resume_rule",
 ]

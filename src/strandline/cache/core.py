@@ -5,8 +5,8 @@ what a step reads and writes, ``commit`` records what was computed, ``leave_snap
 on the way, and ``release`` takes the lease back. The cache never touches device memory: it issues actions
 (``take_actions``), to be carried out in order before the next step.
 
-Invariants, held by ``strandline.cache.invariants.check``: a published slot is never a lease's ``dst``; a block
-has one owner; the path of a lease is never evicted; byte accounting is exact.
+Invariants, held by ``cache/inspection/invariants.py``: a published slot is never a lease's ``dst``; a block has one
+owner; the path of a lease is never evicted; byte accounting is exact.
 
 A request that resumes at ``p`` reads the shared snapshot at ``p`` in place and shares all whole blocks that
 match, including those beyond ``p``, where it recomputes the state but not the keys and values. When ``p`` lies
@@ -16,21 +16,19 @@ For a model that keeps no states (``AtTokens``), there are no snapshots and no s
 resumes wherever keys and values are cached, and its last, partly filled block is published as well.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from strandline.cache.announcer import Announcer
+from strandline.cache.announcements import Announces
+from strandline.cache.below import Below
 from strandline.cache.counters import CacheCounters
 from strandline.cache.eviction import Entry, EvictionOrder, ReuseRate, WorthPerByte
 from strandline.cache.hits import record_hit, record_use
-from strandline.cache.holds import Holds
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
 from strandline.cache.leaders import Leaders
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
-from strandline.cache.loads import Loads
 from strandline.cache.logs import LogPool
-from strandline.cache.lower_memory import LowerMemory
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.own_states import OwnStates
@@ -72,8 +70,7 @@ class PrefixCache:
         clock: returns seconds, to learn inter-arrival times; None: time is counted in admissions alone.
         num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
         log_tokens: capacity of a log, in decoded tokens.
-        emits_events: collect events for ``take_events``.
-        lower: memories below the device, where evicted entries rest, nearest first: none, one or two.
+        announcer: collects events for ``take_events``; None: there are none.
     """
 
     def __init__(
@@ -89,8 +86,7 @@ class PrefixCache:
         clock: Clock | None = None,
         num_logs: int = 0,
         log_tokens: int = 0,
-        emits_events: bool = False,
-        lower: Sequence[LowerMemory] = (),
+        announcer: Announces | None = None,
     ) -> None:
         self.is_enabled = enabled
         self._rule = rule
@@ -100,21 +96,17 @@ class PrefixCache:
         self._reuse = ReuseHistory(clock)
         if order is None:
             order = WorthPerByte(blocks_per_slab, self._reuse) if rule.needs_slots else ReuseRate(self._reuse)
-        self._announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
-        self._memory = CacheMemory(self._allocator, order, self._leases.values, self._announcer)
+        self._announcer = announcer
+        self._memory = CacheMemory(self._allocator, order, self._leases.values, announcer)
         self._index = PrefixIndex(self._memory, self._leases.values, rule)
         self._counters = CacheCounters()
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
-        self.loads = Loads(self._memory, self._index, self._publisher, self._counters, self._leases, rule)
-        """Prefixes that are being loaded from stores."""
-        self.holds = Holds(self._memory, self._index, self._leases, rule)
-        """Prefixes that are kept as they are."""
-        if lower and enabled:
-            self._memory.lower = self.loads.add_tiers(lower, self._reuse, self.holds)
+        self._below: Below | None = None
+        self._reasons = MissReasons(self._index, self._leases.values(), rule)
         self._windows = Windows(self._memory, self._leases.values, rule.window_tokens)
         kept = placement if enabled else None
         self._states = OwnStates(self._memory, self._publisher, self._windows, kept, needs_slots=rule.needs_slots)
-        self._leaders = Leaders(self._index, self._leases, self.loads, placement, rule)
+        self._leaders = Leaders(self._index, self._leases, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
         self._logs = LogPool(num_logs)
@@ -122,14 +114,18 @@ class PrefixCache:
         self._slot_tokens = blocks_per_slab * BLOCK_TOKENS
         self._log_tokens = log_tokens
 
+    def attach(self, below: Below) -> None:
+        """Offer what is evicted to these tiers, and find what is loaded from them or from elsewhere. Called once."""
+        self._below = self._leaders.below = self._reasons.below = below
+        self._memory.lower = below.first_tier
+
     # Looking up
 
     def lookup(self, tokens: TokenBuffer, salt: str = "") -> Account:
         """Return what a request with these tokens would hit, and why the rest would miss. Changes nothing."""
         if not self.is_enabled:
             return Account.not_asked(len(tokens))
-        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.tiers)
-        return reasons.account(tokens, salt, self._index.match(salt, tokens.data))
+        return self._reasons.account(tokens, salt, self._index.match(salt, tokens.data))
 
     def hit_tokens(self, tokens: TokenBuffer, salt: str = "") -> int:
         """Return how many tokens a request would hit, without the reasons. Changes nothing."""
@@ -212,8 +208,7 @@ class PrefixCache:
         is_asked = read and self.is_enabled
         match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
         upper = self._index.split_at(match.shared)
-        reasons = MissReasons(self._index.roots, self._leases.values(), self._rule, self.loads.tiers)
-        account = reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
+        account = self._reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
         account = account.blaming(Reason.LOAD_FAILED, load_failed_end)
         if not is_counted:
             account = UNCOUNTED
@@ -446,7 +441,8 @@ class PrefixCache:
 
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""
-        self.loads.pass_on()
+        if self._below is not None:
+            self._below.pass_on()
         actions = self._memory.actions
         self._memory.actions = []
         return actions
@@ -463,6 +459,11 @@ class PrefixCache:
 
     # Reading
 
+    @property
+    def holds_for_others(self) -> bool:
+        """Whether loads or holds keep memory that they will free, which no running request uses."""
+        return any(not lease.is_request for lease in self._leases.values())
+
     def memory_use(self) -> MemoryUse:
         """Return how much memory is allocated. Cheap enough for every step."""
         return self._memory.use()
@@ -472,7 +473,7 @@ class PrefixCache:
         counters, memory = self._counters, self._memory
         return CacheStats(
             memory=self.memory_use(),
-            num_leases=len(self._leases) - len(self.loads) - len(self.holds),
+            num_leases=sum(lease.is_request for lease in self._leases.values()),
             num_snapshots=self._allocator.num_slots - sum(lease.num_slots for lease in self._leases.values()),
             num_snapshots_evicted=memory.num_snapshots_evicted,
             num_blocks_evicted=memory.num_blocks_evicted,
@@ -484,7 +485,7 @@ class PrefixCache:
             hits_by_kind=dict(counters.hits_by_kind),
             snapshots_taken=dict(counters.snapshots_taken),
             loads=replace(counters.loads),
-            tiers=tuple(tier.stats() for tier in self.loads.tiers),
+            tiers=() if self._below is None else self._below.stats(),
         )
 
     def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
@@ -493,7 +494,8 @@ class PrefixCache:
 
     def internals(self) -> Internals:
         """Return the parts of the cache, for the checks, views and tests of this package."""
-        memory, index, rule = self._memory, self._index, self._rule
+        memory, leases, index, reuse, rule = self._memory, self._leases, self._index, self._reuse, self._rule
+        placement, publisher, counters, logs = self._placement, self._publisher, self._counters, self._logs
         return Internals(
-            self._allocator, memory, self._leases, self._placement, index, self._expected, self._reuse, self._logs, rule
+            memory, leases, placement, index, self._expected, reuse, logs, rule, publisher, counters, self._below
         )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from strandline.cache.outcomes import next_bin_edge
-from strandline.cache.resting import RestingSnapshot
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run, Snapshot, deepest_stub_in, num_continuations, snapshot_above
 from strandline.ids import BLOCK_TOKENS
@@ -119,9 +118,15 @@ class WorthPerByte:
         return rate * saved_tokens / size
 
 
-def reuse_rate(
-    reuse: ReuseHistory, snapshot: Snapshot | RestingSnapshot, continuations: int, past_bin: int, age: int
-) -> float:
+class Reusable(Protocol):
+    """A snapshot, on the device or below it."""
+
+    kind: SnapshotKind
+    is_shared: bool
+    is_superseded: bool
+
+
+def reuse_rate(reuse: ReuseHistory, snapshot: Reusable, continuations: int, past_bin: int, age: int) -> float:
     """Return how often a snapshot is expected to be used per unit of time.
 
     Args:
@@ -135,35 +140,6 @@ def reuse_rate(
     if snapshot.kind is SnapshotKind.PROMPT_END and not snapshot.is_superseded:
         return reuse.prompt_rate(past_bin, age)
     return reuse.interior_rate(past_bin, age)
-
-
-class RestingWorth:
-    """Ranks what rests below the device as ``WorthPerByte`` ranks what the device holds.
-
-    Args:
-        slot_blocks: the size of a snapshot, in blocks; 0: without states, a snapshot is the end of its blocks.
-    """
-
-    def __init__(self, slot_blocks: int, reuse: ReuseHistory) -> None:
-        self._slot_tokens = slot_blocks * BLOCK_TOKENS
-        self._reuse = reuse
-
-    @property
-    def now(self) -> int:
-        """The time of the reuse history."""
-        return self._reuse.now
-
-    def worth(self, entry: RestingSnapshot) -> float:
-        worth, _ = self.appraise(entry)
-        return worth
-
-    def appraise(self, entry: RestingSnapshot) -> tuple[float, int | None]:
-        used_at, past_bin = entry.use
-        age = self._reuse.now - used_at
-        continuations = entry.num_continuations
-        rate = reuse_rate(self._reuse, entry, continuations, past_bin, age)
-        size = self._slot_tokens + (0 if continuations and self._slot_tokens else entry.saved_tokens)
-        return rate * entry.saved_tokens / size, used_at + next_bin_edge(age)
 
 
 class ReuseRate:

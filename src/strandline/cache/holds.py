@@ -10,10 +10,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from strandline.cache.index import PrefixIndex
+from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Lease
-from strandline.cache.memory import CacheMemory
-from strandline.cache.resume import ResumeRule
 from strandline.cache.tree import Snapshot, path_blocks, snapshot_above
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.errors import CacheInvariantError
@@ -26,15 +24,14 @@ SHARED_KINDS: Final = (SnapshotKind.MARK, SnapshotKind.BRANCH)
 
 
 class Holds:
-    """The holds of a cache."""
+    """Holds of a cache: those that one part of the engine has."""
 
-    def __init__(
-        self, memory: CacheMemory, index: PrefixIndex, leases: dict[RequestId, Lease], rule: ResumeRule
-    ) -> None:
-        self._memory = memory
-        self._index = index
-        self._leases = leases
-        self._rule = rule
+    def __init__(self, cache: PrefixCache) -> None:
+        parts = cache.internals()
+        self._memory = parts.memory
+        self._index = parts.index
+        self._leases = parts.leases
+        self._rule = parts.rule
         self._holds: dict[RequestId, array[int]] = {}
         """The blocks of each that are not moved."""
 

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+from strandline.cache.below import Below
+from strandline.cache.counters import CacheCounters
 from strandline.cache.eviction import Entry
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
+from strandline.cache.publish import Publisher
 from strandline.cache.resume import ResumeRule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
@@ -18,7 +21,6 @@ from strandline.ids import RequestId
 class Internals:
     """The parts of a cache, which no module outside this package uses."""
 
-    allocator: SlabAllocator
     memory: CacheMemory
     leases: dict[RequestId, Lease]
     placement: Placement
@@ -28,3 +30,11 @@ class Internals:
     reuse: ReuseHistory
     logs: LogPool
     rule: ResumeRule
+    publisher: Publisher
+    counters: CacheCounters
+    below: Below | None
+    """What is attached to the cache."""
+
+    @property
+    def allocator(self) -> SlabAllocator:
+        return self.memory.allocator

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from strandline.cache.below import Below
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lead, Lease
-from strandline.cache.loads import Loads
 from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
@@ -19,13 +19,13 @@ class Leaders:
         self,
         index: PrefixIndex,
         leases: Mapping[RequestId, Lease],
-        loads: Loads,
         placement: Placement,
         rule: ResumeRule,
     ) -> None:
         self._index = index
         self._leases = leases
-        self._loads = loads
+        self.below: Below | None = None
+        """Loads under way; None: nothing is loaded."""
         self._placement = placement
         self._rule = rule
 
@@ -33,8 +33,10 @@ class Leaders:
         """Find a leader for a prompt, as ``PrefixCache.find_leader`` says."""
         match = self._index.match(salt, tokens.data)
         known = match.position if match else 0
-        if len(self._loads) and (lead := self._loads.find(self._index.roots.get(salt), tokens, known)) is not None:
-            return lead
+        if self.below is not None:
+            lead = self.below.find(self._index.roots.get(salt), tokens, known)
+            if lead is not None:
+                return lead
         known = max(known, beyond)
         if not self._placement.takes_branches():
             return None
@@ -43,7 +45,7 @@ class Leaders:
             for lease in self._leases.values()
             if lease.computed + 1 < len(lease.tokens) and lease.transfer is None
         ]
-        found = MissReasons(self._index.roots, prefilling, self._rule).most_shared_lease(tokens, salt, known)
+        found = MissReasons(self._index, prefilling, self._rule).most_shared_lease(tokens, salt, known)
         if found is None:
             return None
         lease, position = found

@@ -8,11 +8,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from strandline.cache.announcer import Announcer
+from strandline.cache.announcements import Announces
+from strandline.cache.below import FirstTier
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
 from strandline.cache.last_blocks import run_of_last_block, stubs_that_need
 from strandline.cache.lease import Lease
-from strandline.cache.lower_tier import LowerTier
 from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
 from strandline.cache.slab_allocator import SlabAllocator
@@ -51,7 +51,7 @@ class CacheMemory:
         allocator: SlabAllocator,
         order: EvictionOrder,
         leases: Callable[[], Iterable[Lease]],
-        announcer: Announcer | None = None,
+        announcer: Announces | None = None,
     ) -> None:
         self.allocator = allocator
         self.announcer = announcer
@@ -60,7 +60,7 @@ class CacheMemory:
         """Called with each snapshot that was removed from the index."""
         self.on_ended: Callable[[Lease], None] = _ignore
         """Called with each lease that was taken back."""
-        self.lower: LowerTier | None = None
+        self.lower: FirstTier | None = None
         """The tier below the device, which takes in what is evicted; None: there is none."""
         self.num_evictable_blocks = 0
         self.num_evictable_slots = 0
@@ -414,7 +414,7 @@ class CacheMemory:
         if parent.positions:
             self.offer(parent.snapshots[parent.positions[-1]])
 
-    def _demote_snapshot(self, lower: LowerTier, snapshot: Snapshot) -> None:
+    def _demote_snapshot(self, lower: FirstTier, snapshot: Snapshot) -> None:
         """Let a snapshot rest below the device; it is still in the index."""
         last = run_of_last_block(snapshot)
         if last is None:
@@ -432,7 +432,7 @@ class CacheMemory:
             is_interior=num_continuations(snapshot) > 0,
         )
 
-    def _demote_blocks(self, lower: LowerTier, run: Run, kept: int) -> None:
+    def _demote_blocks(self, lower: FirstTier, run: Run, kept: int) -> None:
         """Let the whole blocks of a childless run from ``kept`` on rest below the device, as far as they are needed."""
         if not run.is_tail:
             salt, data = path_to(run)

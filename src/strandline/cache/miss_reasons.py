@@ -1,13 +1,13 @@
 """The reasons for misses, from which accounts are made. Reads the index and the running leases; changes nothing."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Final
 
+from strandline.cache.below import Below
+from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
-from strandline.cache.lower_tier import LowerTier
 from strandline.cache.resume import NO_MATCH, Match, ResumeRule
-from strandline.cache.tree import Run
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import Account, Miss, Reason
@@ -21,25 +21,21 @@ class MissReasons:
     """Finds out why tokens of a prompt are not cached.
 
     Args:
-        roots: the root of every salt's tree.
         leases: leases of running requests.
         rule: where prompts resume.
-        tiers: those below the device.
     """
 
-    def __init__(
-        self, roots: dict[str, Run], leases: Collection[Lease], rule: ResumeRule, tiers: Sequence[LowerTier] = ()
-    ) -> None:
-        self._roots = roots
+    def __init__(self, index: PrefixIndex, leases: Collection[Lease], rule: ResumeRule) -> None:
+        self._index = index
         self._leases = leases
         self._rule = rule
-        self._tiers = tiers
+        self.below: Below | None = None
+        """The tiers below the device; None: there are none."""
 
     def account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         """Return the account of a lookup; None: nothing is cached under its salt."""
         account = self._account(tokens, salt, match)
-        found = [tier.find(salt, tokens.data, match or NO_MATCH) for tier in self._tiers]
-        end = max((position for _, _, position in filter(None, found)), default=0)
+        end = 0 if self.below is None else self.below.resumable_tokens(salt, tokens.data, match or NO_MATCH)
         return account.blaming(Reason.DEMOTED, end) if end else account
 
     def _account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
@@ -80,7 +76,7 @@ class MissReasons:
         leases = self._leases
         if not leases:
             return None
-        root = self._roots.get(salt)
+        root = self._index.roots.get(salt)
         place, size = start * TOKEN_BYTES, (start + 1) * TOKEN_BYTES
         token = tokens.data[place:size]
         alike = [lease for lease in leases if lease.root is root and lease.tokens.data[place:size] == token]
@@ -97,7 +93,8 @@ class MissReasons:
 
     def _cached_for_others(self, tokens: TokenBuffer, salt: str) -> int:
         """Return how many of the tokens are cached under another salt, among the newest ones."""
-        newest = islice((root for name, root in reversed(self._roots.items()) if name != salt), MAX_OTHER_SALTS)
+        others = (root for name, root in reversed(self._index.roots.items()) if name != salt)
+        newest = islice(others, MAX_OTHER_SALTS)
         return max((walk(root, tokens.data).kv_tokens for root in newest), default=0)
 
 

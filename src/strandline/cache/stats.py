@@ -6,16 +6,6 @@ from typing import NamedTuple
 
 from strandline.cache.counters import LoadCounters
 from strandline.records.account import Reason, SnapshotKind
-from strandline.specs import ModelSpec
-
-
-class TenantBytes(NamedTuple):
-    """Allocated bytes of the arena, by use."""
-
-    slots_in_use: int
-    slots_evictable: int
-    blocks_in_use: int
-    blocks_evictable: int
 
 
 class MemoryUse(NamedTuple):
@@ -33,15 +23,6 @@ class MemoryUse(NamedTuple):
     """Slots that eviction could free: snapshots that no running request reads."""
     num_evictable_blocks: int
     """Blocks that eviction could free: those that no running request uses."""
-
-    def tenant_bytes(self, spec: ModelSpec) -> TenantBytes:
-        """Return the sizes of slots and blocks in bytes."""
-        return TenantBytes(
-            (self.num_slots - self.num_evictable_slots) * spec.slab_bytes,
-            self.num_evictable_slots * spec.slab_bytes,
-            (self.num_blocks - self.num_evictable_blocks) * spec.block_bytes,
-            self.num_evictable_blocks * spec.block_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from hashlib import blake2s
 from typing import Final
 
 from strandline.cache import PrefixCache
-from strandline.cache.explanation import explain_lookup, explain_prompt
-from strandline.cache.lookups import Lookup, LookupLog
-from strandline.cache.stats import TenantBytes
-from strandline.cache.view import view
+from strandline.cache.inspection.explanation import explain_lookup, explain_prompt
+from strandline.cache.inspection.lookups import Lookup, LookupLog
+from strandline.cache.inspection.view import view
 from strandline.clock import SYSTEM_CLOCK, Clock
+from strandline.engine.memory_report import TenantBytes, tenant_bytes
 from strandline.engine.scheduler import Scheduler
 from strandline.records.account import Account
 from strandline.records.cache_questions import (
@@ -187,7 +187,7 @@ class CacheWatch:
         return blake2s(salt.encode(), digest_size=LABEL_BYTES, key=self._key).hexdigest() if salt else ""
 
     def _held_bytes(self) -> TenantBytes:
-        return self._cache.memory_use().tenant_bytes(self._spec)
+        return tenant_bytes(self._cache.memory_use(), self._spec)
 
 
 def _for_callers(explanation: Explanation) -> Explanation:

@@ -9,9 +9,11 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Final
 
-from strandline.cache import LowerMemory, OnGrid, PrefixCache, placement, resume_rule
-from strandline.cache.invariants import check
-from strandline.cache.stats import MemoryUse
+from strandline.cache import OnGrid, PrefixCache, placement
+from strandline.cache.announcing.announcer import Announcer
+from strandline.cache.inspection.invariants import check
+from strandline.cache.resume_rules import resume_rule
+from strandline.cache.tiers import Loads, LowerMemory
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
@@ -22,6 +24,7 @@ from strandline.engine.disk_flush import flush
 from strandline.engine.drafting import new_draft_depth, new_drafter
 from strandline.engine.event_feed import EventFeed
 from strandline.engine.hand_over import HandOver
+from strandline.engine.memory_report import bytes_by_tenant
 from strandline.engine.model_identity import weights_digest
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -76,7 +79,7 @@ class EngineCore:
             emits_events=emits_events,
             lower=lower_memories(facts, config.snapshot_dtype),
         )
-        self.cache = self.scheduler.cache
+        self.cache, self._loads = self.scheduler.cache, self.scheduler.loading.loads
         self.event_feed: EventFeed | None = None
         """Says what the cache can resume; None: neither publishing nor routing needs it."""
         if emits_events:
@@ -182,7 +185,7 @@ class EngineCore:
         self._settle(StepEvents())
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.scheduler.finish(request.request_id, FinishReason.ABORT)
-        return flush(self.cache, self.executor, self.scheduler.loading, is_stopped)
+        return flush(self.cache, self._loads, self.executor, self.scheduler.loading, is_stopped)
 
     def close(self) -> None:
         """Release the device, and stop publishing events and handing over; no step follows."""
@@ -198,7 +201,7 @@ class EngineCore:
         if self._is_closing:
             return False
         is_settled = self._in_flight is None and not self._late_events.tokens
-        return len(self.scheduler) > 0 or not is_settled or self._auditor.is_due or len(self.cache.loads) > 0
+        return len(self.scheduler) > 0 or not is_settled or self._auditor.is_due or len(self._loads) > 0
 
     @property
     def audits(self) -> Audits:
@@ -215,7 +218,7 @@ class EngineCore:
         events, self._late_events, start_s = self._late_events, StepEvents(), SYSTEM_CLOCK()
         if self.hand_over is not None:
             self.hand_over.turn()
-        if self.cache.loads:
+        if self._loads:
             # Not only with the step's result: what has been loaded by now can be in the next step.
             self.scheduler.loading.complete(self.executor.poll_transfers())
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
@@ -251,10 +254,10 @@ class EngineCore:
         if self._in_flight is not None:
             self._settle(events)
             return
-        is_full = len(self.scheduler) > 0 and not self.cache.loads
+        is_full = len(self.scheduler) > 0 and not self._loads
         if is_full and self.hand_over is not None and self.hand_over.give_up():
             return
-        if self.cache.loads or self.cache.holds:
+        if self.cache.holds_for_others:
             self.executor.carry_out(self.cache.take_actions())
             self.scheduler.loading.complete(self.executor.wait_for_transfers(MAX_WAIT_S))
 
@@ -267,7 +270,7 @@ class EngineCore:
         result = launched.result()
         start_s, self._settled_s = max(start_s, self._settled_s), SYSTEM_CLOCK()
         num_prefilled, seconds = _num_prefilled(plan), self._settled_s - self._begun_s
-        self.cache.loads.observe_prefill(num_prefilled, seconds)
+        self._loads.observe_prefill(num_prefilled, seconds)
         if self.hand_over is not None:
             self.hand_over.observe_prefill(num_prefilled, seconds)
         self.scheduler.loading.complete(result.completions)
@@ -383,7 +386,7 @@ class EngineCore:
             num_snapshots=stats.num_snapshots,
             num_snapshots_evicted=stats.num_snapshots_evicted,
             num_blocks_evicted=stats.num_blocks_evicted,
-            tenant_bytes=_tenant_bytes(stats.memory, self.spec),
+            tenant_bytes=bytes_by_tenant(stats.memory, self.spec),
             num_audited=self.audits.num_requests,
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,
@@ -414,17 +417,18 @@ def new_scheduler(
     """
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
+    rule = resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=facts.spec.window_tokens)
+    announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
     cache = PrefixCache(
         facts.num_slabs,
         facts.spec.blocks_per_slab,
-        rule=resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=facts.spec.window_tokens),
+        rule=rule,
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,
         num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
         log_tokens=facts.log_tokens,
-        emits_events=emits_events,
-        lower=lower,
+        announcer=announcer,
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)
     threshold = config.long_prefill_token_threshold
@@ -432,6 +436,7 @@ def new_scheduler(
         threshold = max(max_num_batched_tokens // 4, BLOCK_TOKENS)
     return Scheduler(
         cache,
+        Loads(cache, lower, announcer=announcer),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_token_threshold=threshold,
@@ -492,8 +497,3 @@ def _describe_snapshots(spec: ModelSpec) -> str:
     if not spec.has_states:
         return "no snapshots are needed, as the model keeps no recurrent state"
     return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"
-
-
-def _tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:
-    held = memory.tenant_bytes(spec)
-    return {**held._asdict(), "free": memory.num_slabs * spec.slab_bytes - sum(held)}

@@ -6,6 +6,7 @@ from typing import Final
 from tqdm import tqdm
 
 from strandline.cache import PrefixCache
+from strandline.cache.tiers import Loads
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.executor import Executor
 from strandline.engine.load_queue import LoadQueue
@@ -17,6 +18,7 @@ WAIT_S: Final = 0.1
 
 def flush(
     cache: PrefixCache,
+    loads: Loads,
     executor: Executor,
     loading: LoadQueue,
     is_stopped: Callable[[], bool],
@@ -30,10 +32,10 @@ def flush(
     Returns:
         None: there is no disk cache.
     """
-    writing = cache.loads.begin_flush()
+    writing = loads.begin_flush()
     if writing is None:
         return None
-    start_s, before = SYSTEM_CLOCK(), _written_blocks(cache)
+    start_s, before = SYSTEM_CLOCK(), _written_blocks(loads)
     text, num_sources = "writing to the disk cache", writing.num_left
     with tqdm(desc=text, total=num_sources, disable=None, unit="snapshot", leave=False, delay=1) as bar:
         while writing.num_left and not is_stopped() and SYSTEM_CLOCK() < start_s + limit_s:
@@ -41,12 +43,12 @@ def flush(
             bar.update(num_sources - writing.num_left - bar.n)
             if writing.num_left:
                 loading.complete(executor.wait_for_transfers(WAIT_S))
-    num_bytes = (_written_blocks(cache) - before) * cache.loads.tiers[-1].block_bytes * executor.facts.num_ranks
+    num_bytes = (_written_blocks(loads) - before) * loads.tiers[-1].block_bytes * executor.facts.num_ranks
     seconds = SYSTEM_CLOCK() - start_s
     return FlushReport(num_bytes, writing.num_left, seconds, writing.num_failed, writing.failure)
 
 
-def _written_blocks(cache: PrefixCache) -> int:
+def _written_blocks(loads: Loads) -> int:
     """Return how much has been written to the disk since the start, in blocks."""
-    disk = cache.loads.tiers[-1]
+    disk = loads.tiers[-1]
     return disk.num_blocks_demoted + disk.slot_blocks * disk.num_snapshots_demoted

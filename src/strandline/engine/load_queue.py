@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Final
 
 from strandline.cache import PrefixCache
+from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.waiting import WaitingQueue
 from strandline.records.actions import Completion
@@ -32,8 +33,9 @@ class LoadState(Enum):
 class LoadQueue:
     """Begins the loads of waiting requests, and ends them."""
 
-    def __init__(self, cache: PrefixCache, waiting: WaitingQueue) -> None:
+    def __init__(self, cache: PrefixCache, loads: Loads, waiting: WaitingQueue) -> None:
         self._cache = cache
+        self.loads = loads
         self._waiting = waiting
 
     def try_load(self, request: Request, step_tokens: int) -> LoadState:
@@ -48,12 +50,12 @@ class LoadQueue:
         if offer is None:
             return LoadState.NOTHING
         beyond = request.lead.position if request.lead else 0
-        shared = self._cache.loads.find_shared(request.tokens, offer, request.salt, beyond=beyond)
+        shared = self.loads.find_shared(request.tokens, offer, request.salt, beyond=beyond)
         if shared is not None:
             request.lead = shared
             self._waiting.block(request)
             return LoadState.BEGUN
-        lead = self._cache.loads.begin(request.tokens, offer, request.salt, step_tokens=step_tokens)
+        lead = self.loads.begin(request.tokens, offer, request.salt, step_tokens=step_tokens)
         if lead is None:
             return LoadState.NO_ROOM
         request.offer, request.lead = None, lead
@@ -66,8 +68,8 @@ class LoadQueue:
         cache = self._cache
         if not cache.is_enabled or request.params.prompt_logprobs is not None or request.num_loads >= MAX_LOADS:
             return None
-        own, resting = request.offer, cache.loads.resting_offer(request.tokens, request.salt)
-        if own is not None and not cache.loads.is_lacking(request.tokens, own, request.salt):
+        own, resting = request.offer, self.loads.resting_offer(request.tokens, request.salt)
+        if own is not None and not self.loads.is_lacking(request.tokens, own, request.salt):
             own = request.offer = None
         if own is None or (resting is not None and resting.position >= own.position):
             return resting
@@ -75,17 +77,17 @@ class LoadQueue:
 
     def is_worth_waiting(self, state: LoadState, running: Sequence[Request]) -> bool:
         """Return whether a load waits for memory that running requests or other loads will free."""
-        return state is LoadState.NO_ROOM and (bool(running) or len(self._cache.loads) > 0)
+        return state is LoadState.NO_ROOM and (bool(running) or len(self.loads) > 0)
 
     def forget(self, request: Request) -> None:
         """Cancel the load of a request that has been removed from the queue, unless others wait for it."""
         if request.lead is not None and request.lead.is_pending and not self._waiting.followers(request.lead.lease):
-            self._cache.loads.cancel(request.lead)
+            self.loads.cancel(request.lead)
 
     def complete(self, completions: Iterable[Completion]) -> None:
         """Take in transfers that have ended. Between steps only; a step may be in flight."""
         for completion in completions:
-            ended = self._cache.loads.complete(completion)
+            ended = self.loads.complete(completion)
             if ended is None:
                 continue
             for request in self._waiting.followers(ended.lease):

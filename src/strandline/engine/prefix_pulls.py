@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Final
 
-from strandline.cache import LoadCosts, PrefixCache
+from strandline.cache import PrefixCache
 from strandline.cache.holds import useful_positions
 from strandline.cache.placement import RESERVE_SHARE
+from strandline.cache.tiers import LoadCosts
 from strandline.device.peer_store import PEERS, PeerStore
 from strandline.engine.request import Request, Status
 from strandline.engine.scheduler import Scheduler
@@ -171,7 +172,7 @@ class PrefixPulls:
 
     def _pays(self, request: Request, offer: Offer) -> bool:
         """Return whether fetching what an offer brings takes less time than computing it."""
-        lacking = self._cache.loads.count_lacking(request.tokens, offer, request.salt)
+        lacking = self._scheduler.loading.loads.count_lacking(request.tokens, offer, request.salt)
         if lacking is None:
             return True  # the request finds out when it is its turn
         counts = self._store.counters.read()

@@ -13,7 +13,7 @@ from secrets import token_hex
 from typing import Final
 
 from strandline.cache import Lease, PrefixCache
-from strandline.cache.holds import slots_at
+from strandline.cache.holds import Holds, slots_at
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.device.arena_copies import Copies, Fence
 from strandline.ids import NULL_BLOCK, RequestId, SlotId
@@ -76,6 +76,7 @@ class PrefixSource:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._cache = cache
+        self._holds = Holds(cache)
         self._copies = copies
         self._carry_out = carry_out
         self._blocks_per_slab = blocks_per_slab
@@ -179,7 +180,7 @@ class PrefixSource:
         """Release it now or, if not everything has arrived, when its lease expires."""
         kept = hold.kept
         if kept is None:
-            self._cache.holds.drop(hold.hold)
+            self._holds.drop(hold.hold)
             return
         kept.num_readers -= 1
         kept.is_fetched |= is_done
@@ -189,7 +190,7 @@ class PrefixSource:
 
     def _hold(self, tokens: TokenBuffer, salt: str) -> Lease | None:
         self._num_holds += 1
-        return self._cache.holds.keep(RequestId(f"hold {self._num_holds}"), tokens, salt)
+        return self._holds.keep(RequestId(f"hold {self._num_holds}"), tokens, salt)
 
     def _oldest(self) -> Kept | None:
         """Return the oldest lease that is not being read."""
@@ -197,7 +198,7 @@ class PrefixSource:
 
     def _end(self, kept: Kept, how: str) -> None:
         del self._kept[kept.lease_id]
-        self._cache.holds.drop(kept.hold)
+        self._holds.drop(kept.hold)
         self.ended[how] += 1
 
     def _kept_slabs(self) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from strandline.cache.joined_kept import join_kept
+from strandline.cache.tiers.joined_kept import join_kept
 from strandline.device.executor import ExecutorFacts
 from strandline.device.lower_stores import DiskFacts
 from strandline.errors import EngineError

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache
+from strandline.cache.tiers import Loads
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter
 from strandline.engine.drafts import Drafts
@@ -53,6 +54,7 @@ class Scheduler:
     def __init__(
         self,
         cache: PrefixCache,
+        loads: Loads,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -68,6 +70,7 @@ class Scheduler:
     ) -> None:
         """
         Args:
+            loads: those of the cache.
             long_prefill_token_threshold: prefills of more tokens are long; 0: none is.
             fixed_step_tokens: how many tokens of prompts take as long as what a step costs beside (``PromptGroups``).
             drafter: proposes tokens that decoding requests may generate next; None: no drafts.
@@ -82,8 +85,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._long_prefills = LongPrefills(long_prefill_token_threshold, max_num_batched_tokens)
         self._prompt_groups = PromptGroups(fixed_step_tokens)
-        self.waiting = WaitingQueue(self._hit_tokens if cache.is_enabled else None)
-        self.loading = LoadQueue(cache, self.waiting)
+        self.waiting = WaitingQueue((lambda x: cache.hit_tokens(x.tokens, x.salt)) if cache.is_enabled else None)
+        self.loading = LoadQueue(cache, loads, self.waiting)
         self.running: list[Request] = []  # in order of priority, then of admission
         self.num_preemptions = 0
         self._is_exact = deterministic
@@ -219,7 +222,7 @@ class Scheduler:
             sequences = list(map(with_next, sequences, spans, next_drafts))
             has_drafts = len(drafts_of.unsettled) > 0 or not all(sequence.is_plain for sequence in sequences)
         if not sequences:
-            if self._planned or self.cache.loads or self.cache.holds:
+            if self._planned or self.cache.holds_for_others:
                 return None
             memory = self.cache.memory_use()
             raise EngineError(
@@ -332,9 +335,6 @@ class Scheduler:
                 continue
             spans.append((request, lease, start, end, NO_DRAFTS))
             budget -= end - start
-
-    def _hit_tokens(self, request: Request) -> int:
-        return self.cache.hit_tokens(request.tokens, request.salt)
 
     def _find_leader(self, request: Request) -> Lead | None:
         """Find a running request that is about to compute a prefix of a waiting request. Changes nothing.

@@ -1,8 +1,8 @@
 """The tiers below the device in the core: their memory for the cache, and their contents for reports."""
 
-from strandline.cache import LoadCosts, LowerMemory
-from strandline.cache.spills import spare_blocks
 from strandline.cache.stats import CacheStats
+from strandline.cache.tiers import LoadCosts, LowerMemory
+from strandline.cache.tiers.spills import spare_blocks
 from strandline.device.disk_store import DISK_STORE
 from strandline.device.executor import ExecutorFacts
 from strandline.device.host_store import HOST_STORE

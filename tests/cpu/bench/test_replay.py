@@ -16,7 +16,7 @@ from strandline.bench.replay import Replay, Result
 from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, Conversations, synthetic_lanes
 from strandline.bench.traces import Lane, random_tokens, read_trace
-from strandline.cache.invariants import check
+from strandline.cache.inspection.invariants import check
 from strandline.cli import main
 from strandline.errors import ConfigError
 from strandline.records.tokens import encode

@@ -6,12 +6,13 @@ device: writing one overwrites the other. Whatever is free holds poison, so that
 found at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import assert_never
 
 from strandline.cache import Lease, PrefixCache, StepGrant
-from strandline.cache.resume import BehindWindows
+from strandline.cache.resume_rules import BehindWindows
+from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
 from strandline.records.actions import (
@@ -233,7 +234,7 @@ class Device:
         self._states[slot] = tokens
         self.num_writes[slot] += 1
 
-    def verify(self, cache: PrefixCache) -> None:
+    def verify(self, cache: PrefixCache, tiers: Iterable[LowerTier]) -> None:
         """Check the content of everything published and of everything that leases hold."""
         for _, key, snapshot in cache.snapshots():
             assert self.state(snapshot.slot) == tokens_of(key), f"slot {snapshot.slot} is not what it claims"
@@ -245,15 +246,15 @@ class Device:
             ready = tokens[: max(lease.kv_start, lease.computed)]
             for block, _, expected in _by_block(lease, ready, cache):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
-        self._verify_resting(cache)
+        self._verify_resting(tiers)
         for run in runs(cache):
             for index, block in _held(run):
                 known = decode(run.tokens[index * BLOCK_TOKENS * 4 : (index + 1) * BLOCK_TOKENS * 4])
                 assert self._cells[block][: len(known)] == known, f"the index's block {block} is wrong"
 
-    def _verify_resting(self, cache: PrefixCache) -> None:
+    def _verify_resting(self, tiers: Iterable[LowerTier]) -> None:
         """Check the content of all that rests below the device."""
-        for root in (root for tier in cache.loads.tiers for root in tier.roots.values()):
+        for root in (root for tier in tiers for root in tier.roots.values()):
             for snapshot in root.below():
                 blocks = [] if snapshot.block is None else list(snapshot.block.ancestry())
                 path = b"".join(block.key for block in reversed(blocks)) + snapshot.key

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 
-from strandline.cache import Lead, Lease, LoadCosts, LowerMemory, Placement, PrefixCache, StepGrant
+from strandline.cache import Lead, Lease, Placement, PrefixCache, StepGrant
+from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
-from strandline.cache.invariants import check
-from strandline.cache.loads import EndedLoad
+from strandline.cache.holds import Holds
+from strandline.cache.inspection.invariants import check
 from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
+from strandline.cache.tiers.loads import EndedLoad
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
 from strandline.records.account import Account, Miss, Reason, SnapshotKind
 from strandline.records.actions import Completion
@@ -39,6 +42,7 @@ class Driver:
         kept: Kept = NOTHING,
     ) -> None:
         slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
+        announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
         self.cache = PrefixCache(
             num_slabs,
             blocks_per_slab,
@@ -48,9 +52,11 @@ class Driver:
             enabled=enabled,
             num_logs=num_slabs - 1 if rule.needs_slots else 0,
             log_tokens=LOG_TOKENS,
-            emits_events=emits_events,
-            lower=tiers(lower_blocks, disk_blocks, slot_blocks if rule.needs_slots else 0, kept),
+            announcer=announcer,
         )
+        memories = tiers(lower_blocks, disk_blocks, slot_blocks if rule.needs_slots else 0, kept)
+        self.loads = Loads(self.cache, memories, announcer=announcer)
+        self.holds = Holds(self.cache)
         self.device = Device(num_slabs, blocks_per_slab)
         self._num_requests = 0
 
@@ -98,7 +104,7 @@ class Driver:
     def flush(self) -> None:
         """Apply the cache's actions, and compare the device with the cache."""
         self.device.apply(self.cache.take_actions())
-        self.device.verify(self.cache)
+        self.device.verify(self.cache, self.loads.tiers)
 
     def prefill(self, lease: Lease, chunk: int = 10**6, *, leave: bool = True) -> None:
         """Compute all known tokens and leave a snapshot at their end."""
@@ -142,14 +148,14 @@ class Driver:
 
     def load(self, tokens: Iterable[int], offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:
         """Begin a load, if the device lacks something and memory suffices."""
-        lead = self.cache.loads.begin(TokenBuffer(tokens), offer, salt, step_tokens=step_tokens)
+        lead = self.loads.begin(TokenBuffer(tokens), offer, salt, step_tokens=step_tokens)
         check(self.cache)
         self.flush()
         return lead
 
     def load_resting(self, tokens: Iterable[int], salt: str = "") -> Lead | None:
         """Begin to load what rests of a prompt below the device."""
-        offer = self.cache.loads.resting_offer(TokenBuffer(tokens), salt)
+        offer = self.loads.resting_offer(TokenBuffer(tokens), salt)
         return None if offer is None else self.load(tokens, offer, salt)
 
     def bring_back(self, tokens: Iterable[int], salt: str = "") -> bool:
@@ -161,7 +167,7 @@ class Driver:
 
     def transfers_of(self, lease: Lease) -> list[TransferId]:
         """Return the transfers of a load that are under way."""
-        return [transfer for transfer in self.device.loading if self.cache.loads.find_lease(transfer) is lease]
+        return [transfer for transfer in self.device.loading if self.loads.find_lease(transfer) is lease]
 
     def end_load(self, transfer: TransferId, *, is_done: bool) -> EndedLoad | None:
         """End a transfer of a load, well or badly; return what it ended."""
@@ -176,9 +182,9 @@ class Driver:
         return self._complete(Completion(transfer, is_done=False, lost=lost))
 
     def _complete(self, completion: Completion) -> EndedLoad | None:
-        lease = self.cache.loads.find_lease(completion.transfer)
+        lease = self.loads.find_lease(completion.transfer)
         assert lease is not None
-        ended = self.cache.loads.complete(completion)
+        ended = self.loads.complete(completion)
         assert ended is None or ended.lease is lease
         assert (ended is None) == bool(self.transfers_of(lease))
         check(self.cache)
@@ -192,7 +198,7 @@ class Driver:
             return False
         transfer = list(spilling)[index % len(spilling)]
         self.device.end_spill(transfer, is_done=is_done)
-        assert self.cache.loads.complete(Completion(transfer, is_done)) is None
+        assert self.loads.complete(Completion(transfer, is_done)) is None
         check(self.cache)
         self.flush()
         return True
@@ -214,7 +220,7 @@ class Driver:
             self.end_load(transfer, is_done=False)
         while self.end_spill(is_done=False):
             pass
-        self.cache.loads.spills = None
+        self.loads.spills = None
         for lease in list(self.cache.internals().leases.values()):
             self.release(lease, SnapshotKind.PREEMPTION)
         memory, allocator = self.cache.internals().memory, self.cache.internals().allocator
@@ -238,6 +244,11 @@ def tiers(lower_blocks: int, disk_blocks: int, slot_blocks: int, kept: Kept = NO
     if disk_blocks:
         memories.append(LowerMemory("disk", disk_blocks, 1, slot_blocks, LoadCosts(), key=b"secret", kept=kept))
     return memories
+
+
+def num_holds(cache: PrefixCache) -> int:
+    """Return how many prefixes are held."""
+    return sum(lease.held is not None for lease in cache.internals().leases.values())
 
 
 def published(cache: PrefixCache) -> set[tuple[str, Tokens]]:

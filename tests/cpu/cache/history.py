@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from strandline.cache import Lead, Lease
-from strandline.cache.invariants import check
-from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, BehindWindows, ResumeRule
+from strandline.cache.inspection.invariants import check
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.resume_rules import AtTokens, BehindWindows
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
 from strandline.records.account import Account, Reason, SnapshotKind
@@ -53,7 +54,7 @@ class History:
             lower_blocks=lower_blocks,
             disk_blocks=disk_blocks,
         )
-        self.cache = self.driver.cache
+        self.cache, self.loads = self.driver.cache, self.driver.loads
         self.prompts: list[Tokens] = [()]
         self.running: list[tuple[str, Lease]] = []
         self._num_waiters = 0
@@ -102,7 +103,7 @@ class History:
             return None
         if read and Reason.NO_ROOM in reasons(lease.account):
             assert not self.running, "others could have made room"
-            assert not len(self.cache.loads), "a load could have made room"
+            assert not len(self.loads), "a load could have made room"
             assert lease.account.hit < expected.hit
             assert lease.account.hit == 0 or not self.rule.needs_slots
         elif read:
@@ -212,9 +213,7 @@ class History:
         again = self.admit(tokens, salt)
         num_blocks = -(-len(tokens) // BLOCK_TOKENS)
         fits = self.rule.needs_slots or num_blocks <= self.cache.memory_use().max_blocks
-        assert again is not None or self.running or self.cache.loads or not fits, (
-            "a request that is alone can always go on"
-        )
+        assert again is not None or self.running or self.loads or not fits, "a request that is alone can always go on"
         if had_state and again is not None and Reason.NO_ROOM not in reasons(again.account):
             assert again.computed >= min(lease.computed, self.rule.last(len(tokens))) // self._grid * self._grid
 
@@ -240,7 +239,7 @@ class History:
         offer = self.driver.offer(tokens, positions if self.rule.needs_slots else (), first_block=first_block)
         prompt = (*tokens, *pattern(pattern_seed, 3))
         before = fingerprint(self.driver)
-        is_lacking = self.cache.loads.is_lacking(TokenBuffer(prompt), offer, salt)
+        is_lacking = self.loads.is_lacking(TokenBuffer(prompt), offer, salt)
         assert fingerprint(self.driver) == before
         found = published(self.cache)
         lead = self.driver.load(prompt, offer, salt)
@@ -260,7 +259,7 @@ class History:
         tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
         tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
         before = fingerprint(self.driver)
-        offer = self.cache.loads.resting_offer(TokenBuffer(tokens), salt)
+        offer = self.loads.resting_offer(TokenBuffer(tokens), salt)
         account = self.driver.lookup(tokens, salt)
         assert fingerprint(self.driver) == before, "an offer changed something"
         assert (Reason.DEMOTED in reasons(account)) == (offer is not None), "before costs are known, every load pays"
@@ -268,8 +267,8 @@ class History:
             return
         assert offer.position > account.hit
         buffer = TokenBuffer(tokens)
-        if not self.cache.loads.is_lacking(buffer, offer, salt):
-            assert self.cache.loads.find_shared(buffer, offer, salt) is not None, "what is offered can be loaded"
+        if not self.loads.is_lacking(buffer, offer, salt):
+            assert self.loads.find_shared(buffer, offer, salt) is not None, "what is offered can be loaded"
         self.driver.load(tokens, offer, salt)
         self._is_flushed = True
 
@@ -279,7 +278,7 @@ class History:
         if not loading:
             return
         transfer = list(loading)[index % len(loading)]
-        lease = self.cache.loads.find_lease(transfer)
+        lease = self.loads.find_lease(transfer)
         assert lease is not None
         salt = lease.salt
         wanted = {(salt, tuple(decode(lease.tokens.slice(0, cut.position)))) for cut in lease.cuts}
@@ -303,7 +302,7 @@ class History:
 
     def flush(self) -> None:
         """Write entries that are only in memory to the persistent tier, and go on as if the process had not ended."""
-        loads = self.cache.loads
+        loads = self.loads
         flush = loads.begin_flush()
         self.driver.flush()
         while self.driver.end_spill():
@@ -317,9 +316,9 @@ class History:
         loading = self.driver.device.loading
         if loading:
             transfer = list(loading)[index % len(loading)]
-            lease = self.cache.loads.find_lease(transfer)
+            lease = self.loads.find_lease(transfer)
             assert lease is not None
-            self.cache.loads.cancel(Lead(lease, len(lease.tokens)))
+            self.loads.cancel(Lead(lease, len(lease.tokens)))
             self.driver.flush()
             assert transfer in self.driver.device.cancelled
 
@@ -358,7 +357,7 @@ class History:
         taken += self.cache.stats().loads.num_snapshots
         assert len(published(self.cache)) == taken - self.cache.internals().memory.num_snapshots_evicted
         if self._is_flushed:
-            self.driver.device.verify(self.cache)
+            self.driver.device.verify(self.cache, self.loads.tiers)
             self._check_that_published_slots_stand_still()
         self._check_lookups()
 

@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from strandline.cache import Lease
 from strandline.cache.holds import slots_at, useful_positions
-from strandline.cache.invariants import check
-from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
+from strandline.cache.inspection.invariants import check
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.resume_rules import AtTokens
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer, decode
-from tests.cpu.cache.driver import Driver
+from tests.cpu.cache.driver import Driver, num_holds
 from tests.cpu.cache.history import pattern
 
 NAME = RequestId("hold")
@@ -20,14 +21,14 @@ RULES = [AT_SNAPSHOTS, AtTokens()]
 
 
 def keep(driver: Driver, tokens: list[int], salt: str = "", name: RequestId = NAME) -> Lease | None:
-    hold = driver.cache.holds.keep(name, TokenBuffer(tokens), salt)
+    hold = driver.holds.keep(name, TokenBuffer(tokens), salt)
     check(driver.cache)
     driver.flush()
     return hold
 
 
 def drop(driver: Driver, hold: Lease) -> None:
-    driver.cache.holds.drop(hold)
+    driver.holds.drop(hold)
     check(driver.cache)
     driver.flush()
 
@@ -117,7 +118,7 @@ def test_a_hold_is_neither_counted_nor_followed() -> None:
     stats = driver.cache.stats()
     assert (stats.queries, stats.num_leases, stats.num_snapshots) == (1, 0, before.num_snapshots)
     assert hold is not None
-    assert len(driver.cache.holds) == 1
+    assert num_holds(driver.cache) == 1
 
 
 def test_names_and_drops_are_checked() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from strandline.cache import Lease, PrefixCache
 from strandline.cache.eviction import Entry, EvictionQueue, LeastRecentlyUsed
-from strandline.cache.invariants import check
+from strandline.cache.inspection.invariants import check
 from strandline.cache.memory import resolve
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError, ConfigError

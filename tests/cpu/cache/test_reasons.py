@@ -2,7 +2,7 @@
 
 from strandline.cache.eviction import Entry, LeastRecentlyUsed
 from strandline.cache.miss_reasons import MAX_OTHER_SALTS
-from strandline.cache.resume import AtTokens
+from strandline.cache.resume_rules import AtTokens
 from strandline.cache.tree import Snapshot
 from strandline.ids import RequestId
 from strandline.records.account import Account, Miss, Reason, SnapshotKind

@@ -4,11 +4,11 @@ from array import array
 
 import pytest
 
-from strandline.cache import resume_rule
 from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, ReuseRate
-from strandline.cache.explanation import explain_prompt
+from strandline.cache.inspection.explanation import explain_prompt
 from strandline.cache.placement import NoSnapshots
-from strandline.cache.resume import AtSnapshots, AtTokens
+from strandline.cache.resume import AtSnapshots
+from strandline.cache.resume_rules import AtTokens, resume_rule
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run
 from strandline.cache.use import NO_INTERARRIVAL, Use

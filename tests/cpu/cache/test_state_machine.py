@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from strandline.cache import loads, resting
-from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.resume_rules import AtTokens
+from strandline.cache.tiers import loads, resting
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.history import History, TakeOrder
 
@@ -154,12 +155,12 @@ class LoadingCacheMachine(CacheMachine):
     ) -> None:
         self.history.begin_load(base, kept, seed, num_more, first_block, num_snapshots, salt)
 
-    @precondition(lambda self: self.history.cache.loads)
+    @precondition(lambda self: self.history.loads)
     @rule(index=st.integers(0, 3), is_done=st.sampled_from([True, True, False]))
     def end_load(self, index: int, is_done: bool) -> None:
         self.history.end_load(index, is_done=is_done)
 
-    @precondition(lambda self: self.history.cache.loads)
+    @precondition(lambda self: self.history.loads)
     @rule(index=st.integers(0, 3))
     def cancel_load(self, index: int) -> None:
         self.history.cancel_load(index)
@@ -206,7 +207,7 @@ class DiskCacheMachine(TieredCacheMachine):
     def start(self, shape: tuple[int, int], lower_blocks: int = 1, disk_blocks: int = 1) -> None:
         self.history = History(*shape, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
 
-    @precondition(lambda self: self.history.cache.loads.spills)
+    @precondition(lambda self: self.history.loads.spills)
     @rule(index=st.integers(0, 3), is_done=st.sampled_from([True, True, True, False]))
     def end_spill(self, index: int, is_done: bool) -> None:
         self.history.end_spill(index, is_done=is_done)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from strandline.cache.evict_all import evict_all
-from strandline.cache.invariants import check
+from strandline.cache.inspection.invariants import check
 from strandline.cache.placement import placement
-from strandline.cache.resume import BehindWindows, first_block_seen
+from strandline.cache.resume import first_block_seen
+from strandline.cache.resume_rules import BehindWindows
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -184,7 +185,7 @@ def positions(of: Driver) -> set[int]:
 def test_hold_keeps_the_windows_of_its_snapshots() -> None:
     talk = driver()
     talk.serve(pattern(0, 700))
-    hold = talk.cache.holds.keep(RequestId("hold"), TokenBuffer([*pattern(0, 700), 1]))
+    hold = talk.holds.keep(RequestId("hold"), TokenBuffer([*pattern(0, 700), 1]))
     assert hold is not None
     assert hold.held
     check(talk.cache)
@@ -196,7 +197,7 @@ def test_hold_keeps_the_windows_of_its_snapshots() -> None:
     check(talk.cache)
     talk.flush()
     assert num_blocks(talk) > 0
-    talk.cache.holds.drop(hold)
+    talk.holds.drop(hold)
     check(talk.cache)
     talk.flush()
     talk.drain()
@@ -205,7 +206,7 @@ def test_hold_keeps_the_windows_of_its_snapshots() -> None:
 @pytest.mark.parametrize("disk_blocks", [0, 100])
 def test_a_window_rests_and_returns_without_what_lies_behind_it(disk_blocks: int) -> None:
     talk = Driver(rule=BehindWindows(100), lower_blocks=100, disk_blocks=disk_blocks)
-    for tier in talk.cache.loads.tiers[: disk_blocks > 0]:
+    for tier in talk.loads.tiers[: disk_blocks > 0]:
         tier.num_spare_blocks = tier.num_blocks
     prompt = pattern(0, 700)
     talk.serve(prompt)
@@ -213,7 +214,7 @@ def test_a_window_rests_and_returns_without_what_lies_behind_it(disk_blocks: int
     talk.flush()
     while talk.end_spill():
         pass
-    tier = talk.cache.loads.tiers[-1]
+    tier = talk.loads.tiers[-1]
     assert num_blocks(talk) == 0
     windows = {p: range(first_block_seen(p, 100), p // BLOCK_TOKENS) for p in (s.position for s in tier.snapshots())}
     resting = set().union(*windows.values())

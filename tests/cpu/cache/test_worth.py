@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strandline.cache import Placement, PrefixCache
 from strandline.cache.core import AUTO
 from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, WorthPerByte
-from strandline.cache.invariants import check
+from strandline.cache.inspection.invariants import check
 from strandline.cache.placement import NoSnapshots
 from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Snapshot, num_continuations

@@ -10,9 +10,9 @@ from weakref import finalize
 import pytest
 
 from strandline import LLM
-from strandline.cache import LoadCosts
 from strandline.cache.evict_all import evict_all
 from strandline.cache.stats import LowerStats
+from strandline.cache.tiers import LoadCosts
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Reason
 from strandline.specs import SNAPSHOT_DTYPES
@@ -31,7 +31,7 @@ def disk_of(llm: LLM) -> LowerStats:
 def settle(llm: LLM) -> None:
     """Wait until nothing is on its way to the disk."""
     core = llm.engine.core
-    spills = core.cache.loads.spills
+    spills = core.scheduler.loading.loads.spills
     assert spills is not None
     for _ in range(1000):
         core.executor.carry_out(core.cache.take_actions())

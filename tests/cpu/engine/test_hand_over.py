@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.cache import LoadCosts
+from strandline.cache.tiers import LoadCosts
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor
 from strandline.device.uni_executor import UniExecutor
@@ -38,6 +38,7 @@ from strandline.text.vocabulary import load_frontend, load_vocabulary
 from strandline.transfer.connection import Connection
 from strandline.transfer.layout import layout_of
 from strandline.transfer.messages import Ask, Hello, Offer, Piece, Want
+from tests.cpu.cache.driver import num_holds
 from tests.cpu.engine.tiny import VOCAB_SIZE, save_tiny_model
 from tests.cpu.transfer.killed_consumer import STAGES as CONSUMER_STAGES
 from tests.cpu.transfer.killed_consumer import consumer_at
@@ -156,8 +157,8 @@ class Node:
 
     def check_nothing_leaks(self) -> None:
         """Check that requests and transfers keep nothing, once peers' connections have ended."""
-        run([self], lambda: not len(self.cache.holds))
-        assert len(self.cache.loads) == 0
+        run([self], lambda: not num_holds(self.cache))
+        assert not self.cache.holds_for_others
         memory = self.cache.memory_use()
         assert (memory.num_slots, memory.num_blocks) == (memory.num_evictable_slots, memory.num_evictable_blocks)
 
@@ -334,7 +335,7 @@ def test_a_prompt_that_is_cached_here_is_not_fetched(make_node: MakeNode, alone:
     answer = decode(producer, consumer, prompt, prefill(producer, prompt))
     assert (answer.tokens, answer.hit) == (alone(prompt), 300)
     assert consumer.cache.stats().loads.num_done == 0
-    run([producer, consumer], lambda: not len(producer.cache.holds))
+    run([producer, consumer], lambda: not num_holds(producer.cache))
 
 
 def test_a_shared_prefix_is_fetched_once(make_node: MakeNode, alone: Alone) -> None:
@@ -682,8 +683,8 @@ def test_a_lease_pulled_twice_ends_when_one_pull_is_done(make_node: MakeNode, al
         run([producer], lambda: _is_read(producer))
         answer = decode(producer, consumer, prompt, params)
         assert (answer.tokens, answer.hit) == (alone(prompt), 300)
-        assert len(producer.cache.holds) == 1
-    run([producer], lambda: not len(producer.cache.holds))
+        assert num_holds(producer.cache) == 1
+    run([producer], lambda: not num_holds(producer.cache))
     assert hand_over_stats(producer).leases_ended == {"fetched": 1}
     for node in (producer, consumer):
         node.check_nothing_leaks()
@@ -705,7 +706,7 @@ def test_an_expired_lease_gives_what_is_still_cached(make_node: MakeNode, alone:
     producer, consumer = make_node("p", extra={"lease_s": 0.001}), make_node("d")
     prompt = prompt_of(300)
     params = prefill(producer, prompt)
-    run([producer], lambda: not len(producer.cache.holds))
+    run([producer], lambda: not num_holds(producer.cache))
     answer = decode(producer, consumer, prompt, params)
     assert (answer.tokens, answer.hit) == (alone(prompt), 300)
 
@@ -738,7 +739,7 @@ def test_leases_are_given_up_for_requests_that_could_not_run(make_node: MakeNode
     for seed in range(5):
         producer.submit(f"kept {seed}", prompt_of(300, seed), KEEP)
         run([producer])
-    assert len(producer.cache.holds) > 0
+    assert num_holds(producer.cache) > 0
     prompt = prompt_of(380, seed=9)
     producer.submit("long", prompt)
     run([producer])

@@ -6,6 +6,7 @@ from statistics import mean
 import pytest
 
 from strandline.cache import PrefixCache
+from strandline.cache.tiers import Loads
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -15,8 +16,10 @@ from strandline.records.sampling_params import SamplingParams
 
 
 def make_scheduler(fixed_step_tokens: int, *, max_num_seqs: int = 64) -> Scheduler:
+    cache = PrefixCache(256, 4)
     return Scheduler(
-        PrefixCache(256, 4),
+        cache,
+        Loads(cache),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2048,
         fixed_step_tokens=fixed_step_tokens,

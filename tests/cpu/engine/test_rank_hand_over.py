@@ -19,6 +19,7 @@ from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor
 from strandline.env import DEBUG_CACHE
 from strandline.text.vocabulary import load_frontend, load_vocabulary
+from tests.cpu.cache.driver import num_holds
 from tests.cpu.engine.test_hand_over import NUM_TOKENS, Node, decode, hand_over_stats, prefill, prompt_of, run
 from tests.cpu.engine.threaded_executor import ThreadedExecutor
 from tests.cpu.models import families
@@ -178,7 +179,7 @@ def test_a_prompt_is_computed_where_a_rank_cannot_copy(
     assert (answer.tokens, answer.hit, answer.lost) == (expected, 0, 300)
     assert hand_over_stats(consumer).pulls == {"no_room": 1}
     for node in (producer, consumer):
-        run([node], lambda node=node: node.core.hand_over.give_up() or not len(node.cache.holds))
+        run([node], lambda node=node: node.core.hand_over.give_up() or not num_holds(node.cache))
         node.check_nothing_leaks()
 
 
@@ -205,7 +206,7 @@ def test_a_prompt_is_continued_once_all_ranks_have_it(engines: Engines, monkeypa
     params = prefill(producer, prompt)
     consumer.submit("decode", prompt, params)
     run([producer, consumer], lambda: num_written[0] > 0)
-    assert len(consumer.cache.loads) == 1
+    assert len(consumer.core.scheduler.loading.loads) == 1
     assert consumer.cache.stats().loads.num_done == 0
     may_end.set()
     run([producer, consumer])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM
-from strandline.cache import LoadCosts
+from strandline.cache.tiers import LoadCosts
 from strandline.device.host_store import HOST_STORE
 from strandline.device.transfers import Store, Transfers
 from strandline.errors import ConfigError

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.cache import PrefixCache, placement
-from strandline.cache.invariants import check
+from strandline.cache.inspection.invariants import check
+from strandline.cache.tiers import Loads
 from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -53,8 +54,10 @@ def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, priority:
 def make_scheduler(
     num_slabs: int = 64, blocks_per_slab: int = 4, max_num_seqs: int = 8, max_tokens: int = 128, long_from: int = 0
 ) -> Scheduler:
+    cache = PrefixCache(num_slabs, blocks_per_slab)
     return Scheduler(
-        PrefixCache(num_slabs, blocks_per_slab),
+        cache,
+        Loads(cache),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens,
         long_prefill_token_threshold=long_from,
@@ -470,7 +473,9 @@ def test_known_tokens_are_refused_without_room_or_during_a_step() -> None:
 def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
     rng, num_moved = Random(0), 0
     cache = PrefixCache(12, 4, placement=placement("all", 64))
-    scheduler = Scheduler(cache, max_num_seqs=6, max_num_batched_tokens=400, long_prefill_token_threshold=150)
+    scheduler = Scheduler(
+        cache, Loads(cache), max_num_seqs=6, max_num_batched_tokens=400, long_prefill_token_threshold=150
+    )
     for index in range(300):
         prompt = rng.choices(range(10, 14), k=1) * rng.randrange(40, 400)
         scheduler.add(make_request(str(index), prompt, max_tokens=rng.randrange(1, 90)))

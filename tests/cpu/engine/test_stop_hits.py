@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
-from strandline.cache.invariants import check
+from strandline.cache.inspection.invariants import check
 from strandline.records.plan import NewRequest
 from strandline.text.stop_finder import TextStopFinder
 

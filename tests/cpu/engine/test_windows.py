@@ -9,7 +9,8 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache.evict_all import evict_all
-from strandline.cache.resume import AT_SNAPSHOTS, BehindWindows, first_block_seen
+from strandline.cache.resume import AT_SNAPSHOTS, first_block_seen
+from strandline.cache.resume_rules import BehindWindows
 from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.resume_rules import AtTokens
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from tests.cpu.cache.driver import published

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from strandline.cache.evict_all import evict_all as evict_unused
-from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, BehindWindows, ResumeRule
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.resume_rules import AtTokens, BehindWindows
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import BlocksRemoved, BlocksStored, Cleared, SnapshotRemoved, SnapshotStored
@@ -16,8 +17,8 @@ from strandline.records.path_hashes import num_blocks_before
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, encode
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import SALTS, History, pattern
-from tests.cpu.cache.test_spills import end_spills, restarted, spilled
 from tests.cpu.cache.test_state_machine import KEPT, LENGTHS, SHAPES, DiskCacheMachine, random_event
+from tests.cpu.cache.tiers.test_spills import end_spills, restarted, spilled
 from tests.cpu.events.reader import Reader, apply_all
 
 PROMPT = pattern(7, 400)
@@ -82,7 +83,7 @@ def check_bounds(history: History, reader: Reader) -> None:
     for prompt in (*history.prompts[-4:], *history.prompts[1:3]):
         for salt in SALTS:
             account = history.driver.lookup(prompt, salt)
-            offer = history.cache.loads.resting_offer(TokenBuffer(prompt), salt)
+            offer = history.loads.resting_offer(TokenBuffer(prompt), salt)
             predicted = reader.index.hit_tokens(PromptHashes(prompt, salt))
             if history.rule.needs_slots:
                 assert predicted >= account.hit
@@ -101,7 +102,7 @@ def check_bounds(history: History, reader: Reader) -> None:
 def held(history: History) -> set[int]:
     """Return the hashes of the snapshots on the device and at rest."""
     found = {(salt, encode(tokens)) for salt, tokens in published(history.cache)}
-    for tier in history.cache.loads.tiers:
+    for tier in history.loads.tiers:
         names = {tier.tree_name(salt): salt for salt in SALTS}
         found |= {(names[resting.salt], resting.path()) for resting in tier.snapshots()}
     return {snapshot_key(salt, data) for salt, data in found}
@@ -109,7 +110,7 @@ def held(history: History) -> set[int]:
 
 def loading(history: History) -> set[int]:
     """Return the hashes of the snapshots that are being loaded, from a tier or from elsewhere."""
-    return {snapshot_key(lease.salt, bytes(lease.tokens.data)) for lease in history.cache.loads}
+    return {snapshot_key(lease.salt, bytes(lease.tokens.data)) for lease in history.loads}
 
 
 def snapshot_key(salt: str, data: bytes) -> int:
@@ -148,7 +149,7 @@ def test_return_to_the_device_announces_nothing(rule: ResumeRule) -> None:
 def test_what_loads_stays_announced_until_that_fails() -> None:
     driver = evicted()
     assert driver.load_resting(PROMPT) is not None
-    assert driver.cache.loads.tiers[0].num_snapshots == 0
+    assert driver.loads.tiers[0].num_snapshots == 0
     assert driver.cache.take_events() == []
     assert any(isinstance(event, SnapshotStored) for event in driver.cache.restate_events())
     [transfer] = driver.device.loading
@@ -163,7 +164,7 @@ def test_what_loads_stays_announced_until_that_fails() -> None:
 def test_what_leaves_the_last_tier_is_removed_deepest_first() -> None:
     driver = evicted()
     stored = [event for event in driver.cache.restate_events() if isinstance(event, BlocksStored)]
-    [tier] = driver.cache.loads.tiers
+    [tier] = driver.loads.tiers
     [resting] = tier.snapshots()
     tier.evict(resting)
     snapshot, blocks = driver.cache.take_events()
@@ -204,11 +205,11 @@ def test_restarted_cache_announces_a_salt_with_its_first_request() -> None:
 
 def test_spill_announces_nothing() -> None:
     driver = Driver(lower_blocks=13, disk_blocks=100, emits_events=True)
-    driver.cache.loads.tiers[0].num_spare_blocks = 13
+    driver.loads.tiers[0].num_spare_blocks = 13
     driver.serve(PROMPT)
     assert isinstance(driver.cache.take_events()[0], Cleared)
     evict_unused(driver.cache)
     end_spills(driver)
-    host, disk = driver.cache.loads.tiers
+    host, disk = driver.loads.tiers
     assert (host.num_snapshots, disk.num_snapshots) == (0, 1)
     assert driver.cache.take_events() == []

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.resume_rules import AtTokens
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.routing.fleet_index import FleetIndex

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from strandline.cache import PrefixCache
-from strandline.cache import view as view_module
-from strandline.cache.view import MAX_SNAPSHOTS_PER_RUN, view
+from strandline.cache.inspection import view as view_module
+from strandline.cache.inspection.view import MAX_SNAPSHOTS_PER_RUN, view
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BEFORE_TOKENS, TokenBuffer

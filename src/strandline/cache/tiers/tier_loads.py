@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from strandline.cache.lease import Lease
-from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, find_block
-from strandline.cache.resting_announcer import Claim
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.resting import NO_PLACE, RestingBlock, RestingSnapshot, find_block
+from strandline.cache.tiers.resting_announcer import Claim
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.actions import Completion

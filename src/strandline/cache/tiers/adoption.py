@@ -8,9 +8,9 @@ the files have not been used.
 from collections import defaultdict
 from collections.abc import Iterator
 
-from strandline.cache.lower_tier import CERTAIN, LowerTier
-from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, nodes_from
 from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
+from strandline.cache.tiers.lower_tier import CERTAIN, LowerTier
+from strandline.cache.tiers.resting import NO_PLACE, RestingBlock, RestingSnapshot, nodes_from
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind

@@ -13,7 +13,7 @@ Memory is counted in blocks; a slot takes as many as its bytes at rest need. The
 
 Where attention has windows, a snapshot needs the blocks of its window alone, and no others rest.
 
-Invariants, held by ``strandline.cache.invariants.check``: every block that a resting snapshot needs is at rest, on the
+Invariants, held by ``cache/inspection/invariants.py``: every block that a resting snapshot needs is at rest, on the
 device or on its way there, in a persistent tier at rest or on its way there; accounting is exact.
 """
 
@@ -22,9 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-from strandline.cache.eviction import EvictionQueue, RestingWorth
-from strandline.cache.lower_memory import LowerMemory
-from strandline.cache.resting import (
+from strandline.cache.eviction import EvictionQueue
+from strandline.cache.resume import Match, first_block_seen
+from strandline.cache.stats import LowerStats
+from strandline.cache.tiers.lower_memory import LowerMemory
+from strandline.cache.tiers.resting import (
     NO_PLACE,
     RestingBlock,
     RestingSnapshot,
@@ -34,10 +36,9 @@ from strandline.cache.resting import (
     next_below,
     nodes_from,
 )
-from strandline.cache.resting_announcer import RestingAnnouncer
-from strandline.cache.resting_lookups import RestingEnd, find_end, position_above
-from strandline.cache.resume import Match, first_block_seen
-from strandline.cache.stats import LowerStats
+from strandline.cache.tiers.resting_announcer import RestingAnnouncer
+from strandline.cache.tiers.resting_lookups import RestingEnd, find_end, position_above
+from strandline.cache.tiers.worth import RestingWorth
 from strandline.cache.tree import Snapshot, first_gap, path_blocks
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId

@@ -2,7 +2,7 @@
 
 import pytest
 
-from strandline.cache.lookups import Lookup, LookupLog
+from strandline.cache.inspection.lookups import Lookup, LookupLog
 from strandline.ids import RequestId
 from strandline.records.account import Account
 

@@ -11,8 +11,8 @@ known: at the start for prompts without one, else with the first request under i
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from strandline.cache.resting import RestingBlock, RestingSnapshot
-from strandline.cache.stored_events import blocks_stored, snapshot_stored
+from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
+from strandline.cache.tiers.resting import RestingBlock, RestingSnapshot
 from strandline.records.cache_events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
 from strandline.records.path_hashes import block_hashes, root_hash
 

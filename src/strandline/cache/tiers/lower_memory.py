@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from strandline.cache.load_costs import LoadCosts
+from strandline.cache.tiers.load_costs import LoadCosts
 from strandline.records.kept import NOTHING, Kept
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from strandline.cache import Lease
-from strandline.cache.invariants import check
+from strandline.cache.inspection.invariants import check
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
 from strandline.records.account import SnapshotKind

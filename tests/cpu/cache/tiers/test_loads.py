@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from strandline.cache.resume import AtTokens
+from strandline.cache.resume_rules import AtTokens
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, TransferId
 from strandline.records.account import Miss, Reason, SnapshotKind
@@ -36,7 +36,7 @@ def test_only_what_the_device_lacks_is_loaded() -> None:
     driver = Driver()
     driver.serve(PROMPT[:200])
     offer = driver.offer(PROMPT, [200, 390])
-    driver.cache.loads.begin(TokenBuffer(PROMPT), offer)
+    driver.loads.begin(TokenBuffer(PROMPT), offer)
     [action] = [action for action in driver.cache.take_actions() if isinstance(action, LoadIn)]
     assert [place for _, place in action.blocks] == list(offer.blocks[200 // BLOCK_TOKENS :])
     assert [place for _, place in action.slots] == [offer.snapshots[1].place]
@@ -62,7 +62,7 @@ def test_useless_offers_are_refused() -> None:
         "longer than the prompt": driver.offer([*PROMPT, 1, 2], [402]),
     }
     for name, offer in cases.items():
-        assert not driver.cache.loads.is_lacking(TokenBuffer(PROMPT), offer), name
+        assert not driver.loads.is_lacking(TokenBuffer(PROMPT), offer), name
         assert driver.load(PROMPT, offer) is None, name
 
 
@@ -72,7 +72,7 @@ def test_failed_loads_leave_nothing_behind() -> None:
     before = driver.cache.memory_use()
     lead = driver.load(PROMPT, driver.offer(PROMPT, [300, 390]))
     assert lead is not None
-    driver.cache.loads.cancel(lead)
+    driver.loads.cancel(lead)
     assert driver.cache.memory_use() != before, "its memory is held until the transfer has ended"
     driver.flush()
     driver.end_load(TransferId(1), is_done=False)
@@ -127,7 +127,7 @@ def test_a_prompt_without_states_hits_to_the_last_loaded_token() -> None:
 
 def test_completions_of_unknown_transfers_are_refused() -> None:
     with pytest.raises(CacheInvariantError, match="transfer 1 ended but had not begun"):
-        Driver().cache.loads.complete(Completion(TransferId(1), is_done=True))
+        Driver().loads.complete(Completion(TransferId(1), is_done=True))
 
 
 def test_loaded_snapshots_keep_their_kind() -> None:

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
-from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block, nodes_from
-from strandline.cache.resting_lookups import position_above
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block, nodes_from
+from strandline.cache.tiers.resting_lookups import position_above
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
 from strandline.records.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Iterator
 
 from strandline.cache.index import PrefixIndex
-from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resting import RestingSnapshot
-from strandline.cache.spills import MAX_SPILLS, DeviceEntry, Spills
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.resting import RestingSnapshot
+from strandline.cache.tiers.spills import MAX_SPILLS, DeviceEntry, Spills
 from strandline.cache.tree import Run, Snapshot, held_child, num_continuations, path_blocks, path_to, snapshot_above
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
 from strandline.records.account import SnapshotKind

@@ -7,17 +7,19 @@ times.
 from collections import Counter
 from itertools import chain
 
-from strandline.cache.announcer import Announcer
+from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
-from strandline.cache.lower_tier import LowerTier
 from strandline.cache.memory import resolve
 from strandline.cache.probation import max_probes
-from strandline.cache.resting import NO_PLACE
-from strandline.cache.resume import BehindWindows, first_block_seen
-from strandline.cache.spills import OnTheirWay
+from strandline.cache.resume import first_block_seen
+from strandline.cache.resume_rules import BehindWindows
+from strandline.cache.tiers.loads import Loads
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.resting import NO_PLACE
+from strandline.cache.tiers.spills import OnTheirWay
 from strandline.cache.tree import (
     Run,
     Snapshot,
@@ -46,7 +48,7 @@ def check(checked: PrefixCache) -> None:
     for run in runs:
         _check_run(run)
     snapshots = [snapshot for run in runs for snapshot in chain(run.snapshots.values(), run.stubs.values())]
-    if cache.memory.announcer is not None:
+    if isinstance(cache.memory.announcer, Announcer):
         _check_announced(cache.memory.announcer, runs, cache.index.roots)
     _check_users(cache, runs)
     _check_owners(cache, runs, snapshots)
@@ -62,9 +64,10 @@ def check(checked: PrefixCache) -> None:
         for lease in cache.leases.values():
             _check_kept_window(cache.rule, lease)
     _require(all(run.num_gaps == run.blocks.count(NULL_BLOCK) for run in runs), "gaps miscounted")
-    for tier in checked.loads.tiers:
-        spills = checked.loads.spills if tier.is_persistent else None
-        _check_tier(cache, tier, OnTheirWay(0, set(), set()) if spills is None else spills.on_their_way())
+    if isinstance(cache.below, Loads):
+        for tier in cache.below.tiers:
+            spills = cache.below.spills if tier.is_persistent else None
+            _check_tier(cache, tier, OnTheirWay(0, set(), set()) if spills is None else spills.on_their_way())
 
 
 def _require(condition: bool, message: str) -> None:

@@ -2,18 +2,17 @@
 
 A block is *announced* while a snapshot lies at its end or below, so the announced blocks of a run are its first ones,
 and the blocks above an announced block are announced too. Without states, every whole block is announced. What tiers
-below the device hold is announced beside it (``cache/resting_announcer.py``), and nothing twice (``cache/copies.py``).
+below the device hold is announced beside it (``cache/tiers/resting_announcer.py``), and nothing twice (``copies.py``).
 
-Invariants, held by ``strandline.cache.invariants.check``: ``Run.num_announced`` is right for every run, and
+Invariants, held by ``strandline.cache.inspection.invariants.check``: ``Run.num_announced`` is right for every run, and
 ``Run.hashes`` has at least those blocks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
-from strandline.cache.copies import Copies
-from strandline.cache.resting import RestingBlock
-from strandline.cache.resting_announcer import RestingAnnouncer
-from strandline.cache.stored_events import blocks_stored, snapshot_stored
+from strandline.cache.announcing.copies import Copies
+from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import (
@@ -28,6 +27,16 @@ from strandline.records.path_hashes import block_hashes, num_blocks_before, root
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
+class TierEvents(Protocol):
+    """Announces what is in one tier, by ``Announcer.emit``."""
+
+    def meet(self, salt: str) -> None:
+        """Announce what is stored under a salt, if it was not known."""
+
+    def state(self) -> Iterator[CacheEvent]:
+        """Yield events that announce everything anew."""
+
+
 class Announcer:
     """Collects events. Called after a snapshot is attached to the tree, and after it is detached.
 
@@ -38,24 +47,23 @@ class Announcer:
     def __init__(self, *, needs_snapshots: bool = True) -> None:
         self._needs_snapshots = needs_snapshots
         self._events: list[CacheEvent] = [Cleared()]
-        self._tiers: list[RestingAnnouncer] = []
+        self._tiers: list[TierEvents] = []
         self.copies: Copies | None = None
         """Counts what the device and tiers below it hold; None: there is no tier, and every event counts."""
 
-    def add_tier(self, roots: Mapping[str, RestingBlock], tree_name: Callable[[str], str]) -> RestingAnnouncer:
-        """Return the announcer of a tier, whose entries stay announced as long as they rest there."""
+    def add(self, tier: "TierEvents") -> None:
+        """Add a tier, whose entries stay announced as long as they are there."""
         self.copies = self.copies or Copies()
-        tier = RestingAnnouncer(self._emit, roots, tree_name, needs_snapshots=self._needs_snapshots)
         self._tiers.append(tier)
         tier.meet("")
-        return tier
 
     def meet(self, salt: str) -> None:
         """Learn of a salt, from the first request under it."""
         for tier in self._tiers:
             tier.meet(salt)
 
-    def _emit(self, event: CacheEvent) -> None:
+    def emit(self, event: CacheEvent) -> None:
+        """Take an event of the device or of a tier."""
         if self.copies is None:
             self._events.append(event)
         else:
@@ -63,7 +71,7 @@ class Announcer:
 
     def _emit_all(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
-            self._emit(event)
+            self.emit(event)
 
     def take(self) -> list[CacheEvent]:
         """Return the events since the last call, in order."""
@@ -110,11 +118,11 @@ class Announcer:
             self._emit_all(_blocks_stored(added[::-1], salt))
         event = _snapshot_stored(snapshot, salt)
         snapshot.path_hash = event.path_hash
-        self._emit(event)
+        self.emit(event)
 
     def remove(self, snapshot: Snapshot) -> None:
         """Announce that a snapshot is gone, and the blocks of its path that no other snapshot needs."""
-        self._emit(SnapshotRemoved(snapshot.path_hash))
+        self.emit(SnapshotRemoved(snapshot.path_hash))
         removed = list[bytes]()
         run = snapshot.home
         while run.parent is not None and (kept := _num_above_snapshots(run)) < run.num_announced:
@@ -122,7 +130,7 @@ class Announcer:
             run.num_announced = kept
             run = run.parent
         if removed:
-            self._emit(BlocksRemoved(tuple(removed)))
+            self.emit(BlocksRemoved(tuple(removed)))
 
     def store_blocks(self, run: Run, salt: str) -> None:
         """Announce the blocks that were appended to a run, if they are resumable without a snapshot."""
@@ -136,7 +144,7 @@ class Announcer:
     def remove_blocks(self, run: Run, num_kept: int) -> None:
         """Announce that a run's blocks after the first ``num_kept`` are evicted; no event if a snapshot implies it."""
         if not self._needs_snapshots and num_kept < run.num_announced:
-            self._emit(BlocksRemoved(tuple(run.hashes[num_kept : run.num_announced][::-1])))
+            self.emit(BlocksRemoved(tuple(run.hashes[num_kept : run.num_announced][::-1])))
             run.num_announced = num_kept
 
     def num_resumable(self, run: Run) -> int:

@@ -2,18 +2,18 @@
 
 import pytest
 
-from strandline.cache.explanation import explain_admission, explain_lookup, explain_prompt, resting_tokens
-from strandline.cache.lookups import Lookup
+from strandline.cache.inspection.explanation import explain_admission, explain_lookup, explain_prompt, resting_tokens
+from strandline.cache.inspection.lookups import Lookup
 from strandline.cache.placement import NoSnapshots
 from strandline.ids import RequestId
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.explanation import Advice, Explanation, Help
 from strandline.records.tokens import TokenBuffer, encode
 from tests.cpu.cache.driver import Driver, only_miss
+from tests.cpu.cache.inspection.test_view import fingerprint
 from tests.cpu.cache.test_lookup import prompt
-from tests.cpu.cache.test_lower_tier import evict_all, tier
 from tests.cpu.cache.test_reasons import SnapshotsFirst
-from tests.cpu.cache.test_view import fingerprint
+from tests.cpu.cache.tiers.test_lower_tier import evict_all, tier
 
 MIB = 2**20
 

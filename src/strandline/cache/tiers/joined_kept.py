@@ -7,7 +7,7 @@ one rank alone: only what all ranks hold is of use. Files are matched by the pat
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, takewhile
 
-from strandline.cache.resting import NO_PLACE
+from strandline.cache.tiers.resting import NO_PLACE
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes
 from strandline.records.tokens import BLOCK_KEY_BYTES

@@ -2,11 +2,12 @@
 
 import pytest
 
-from strandline.cache import LoadCosts, loads
 from strandline.cache.evict_all import evict_all as evict_unused
-from strandline.cache.load_costs import PREFILLS_PER_LOSS
-from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resume import AT_SNAPSHOTS, AtTokens, ResumeRule
+from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.resume_rules import AtTokens
+from strandline.cache.tiers import LoadCosts, loads
+from strandline.cache.tiers.load_costs import PREFILLS_PER_LOSS
+from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.ids import TransferId
 from strandline.records.account import Miss, Reason
 from strandline.records.tokens import TokenBuffer
@@ -67,7 +68,7 @@ def test_what_takes_longer_to_load_is_computed() -> None:
     costs = tier(driver).costs
     costs.observe_load(1000, 1.0)
     costs.observe_prefill(1000, 1e-6)
-    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
     assert driver.serve(PROMPT).misses == (Miss(Reason.DEMOTED, 0, 400),)
     assert driver.cache.stats().missed_tokens[Reason.DEMOTED] == 400
 
@@ -77,7 +78,7 @@ def test_failed_loads_are_forgotten() -> None:
     assert driver.load_resting(PROMPT) is not None
     driver.end_load(tier_transfer(driver), is_done=False)
     assert (tier(driver).num_used, tier(driver).num_snapshots) == (0, 0)
-    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
     assert driver.serve(PROMPT).hit == 0
 
 
@@ -89,7 +90,7 @@ def tier_transfer(driver: Driver) -> TransferId:
 
 def test_other_salts_do_not_see_what_rests() -> None:
     driver = evicted()
-    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT), "other") is None
+    assert driver.loads.resting_offer(TokenBuffer(PROMPT), "other") is None
     assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
 
 
@@ -204,10 +205,10 @@ def test_nothing_is_published_if_a_piece_fails(failing: int, monkeypatch: pytest
 def test_what_needs_returning_blocks_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = loading_in_pieces(monkeypatch)
     tokens = TokenBuffer(FORK)
-    offer = driver.cache.loads.resting_offer(tokens)
+    offer = driver.loads.resting_offer(tokens)
     assert offer is not None
     assert driver.load(FORK, offer) is None, "some of its blocks are nowhere"
-    lead = driver.cache.loads.find_shared(tokens, offer)
+    lead = driver.loads.find_shared(tokens, offer)
     assert lead is not None
     assert lead.position >= 320
     for transfer in list(driver.device.loading):
@@ -222,7 +223,7 @@ def test_all_pieces_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lead is not None
     first, *others = driver.device.loading
     driver.end_load(first, is_done=True)
-    driver.cache.loads.cancel(lead)
+    driver.loads.cancel(lead)
     driver.flush()
     assert driver.device.cancelled == set(others)
 
@@ -308,12 +309,12 @@ def test_tiers_that_were_slow_once_are_measured_again(index: int) -> None:
     evict_all(driver)
     while driver.end_spill():
         pass
-    measured = driver.cache.loads.tiers[index]
+    measured = driver.loads.tiers[index]
     measured.costs.observe_load(1, 1.0)
-    driver.cache.loads.observe_prefill(1000, 1.0)
-    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    driver.loads.observe_prefill(1000, 1.0)
+    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
     for _ in range(1000 * PREFILLS_PER_LOSS):
-        driver.cache.loads.observe_prefill(1000, 1.0)
+        driver.loads.observe_prefill(1000, 1.0)
     assert driver.bring_back(PROMPT)
     assert measured.num_loads == 1
 

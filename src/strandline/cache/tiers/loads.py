@@ -15,21 +15,21 @@ from functools import partial
 from itertools import count
 from typing import Final, NamedTuple
 
-from strandline.cache.adoption import adopt, last_place
-from strandline.cache.counters import CacheCounters
-from strandline.cache.eviction import RestingWorth
-from strandline.cache.flush import Flush
+from strandline.cache.announcing.announcer import Announcer
+from strandline.cache.core import PrefixCache
 from strandline.cache.holds import Holds
-from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import NO_FILLS, Cut, Lead, Lease
-from strandline.cache.lower_memory import LowerMemory
-from strandline.cache.lower_tier import LowerTier
-from strandline.cache.memory import CacheMemory
-from strandline.cache.publish import Publisher
-from strandline.cache.resume import NO_MATCH, ResumeRule, first_block_seen
+from strandline.cache.resume import NO_MATCH, Match, first_block_seen
 from strandline.cache.reuse import ReuseHistory
-from strandline.cache.spills import Spills
-from strandline.cache.tier_loads import TierLoads
+from strandline.cache.stats import LowerStats
+from strandline.cache.tiers.adoption import adopt, last_place
+from strandline.cache.tiers.flush import Flush
+from strandline.cache.tiers.lower_memory import LowerMemory
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.resting_announcer import RestingAnnouncer
+from strandline.cache.tiers.spills import Spills
+from strandline.cache.tiers.tier_loads import TierLoads
+from strandline.cache.tiers.worth import RestingWorth
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
@@ -46,38 +46,47 @@ MIN_PIECE_BLOCKS: Final = 16
 
 
 class Loads:
-    """The loads under way, of a cache that is enabled."""
+    """The tiers of a cache, and the loads under way from them and from other stores.
+
+    Args:
+        lower: memories below the device, nearest first: none, one or two.
+        announcer: that of the cache, which collects the tiers' events as well; None: there are no events.
+    """
 
     def __init__(
-        self,
-        memory: CacheMemory,
-        index: PrefixIndex,
-        publisher: Publisher,
-        counters: CacheCounters,
-        leases: dict[RequestId, Lease],
-        rule: ResumeRule,
+        self, cache: PrefixCache, lower: Sequence[LowerMemory] = (), *, announcer: Announcer | None = None
     ) -> None:
-        self._memory = memory
-        self._index = index
-        self._publisher = publisher
-        self._counters = counters.loads
-        self._leases = leases
-        self._num_slots = int(rule.needs_slots)
-        """Slots that a request needs beside what is loaded for it."""
-        self._window_tokens = rule.window_tokens
+        parts = cache.internals()
+        self._memory = parts.memory
+        self._index = parts.index
+        self._publisher = parts.publisher
+        self._counters = parts.counters.loads
+        self._leases = parts.leases
+        self._num_slots = int(parts.rule.needs_slots)
+        """Slots that a request needs in addition to those that are loaded for it."""
+        self._window_tokens = parts.rule.window_tokens
         self._loads: dict[RequestId, _Load] = {}
         """By the name of the lease."""
         self._load_of: dict[TransferId, _Load] = {}
         """By transfer under way."""
         self._num_transfers = 0
-        self.tiers: tuple[LowerTier, ...] = ()
+        self.tiers = self._new_tiers(lower if cache.is_enabled else (), parts.reuse, announcer)
         """Those below the device, nearest first."""
-        self._tier_loads: dict[str, TierLoads] = {}
+        self._tier_loads = {tier.store: TierLoads(tier) for tier in self.tiers}
         """The loads from each of them, by the name of its store."""
         self.spills: Spills | None = None
         """Those from the first tier to the second; None: there are not two."""
         self.flush: Flush | None = None
         """Takes their place before the process ends."""
+        if len(self.tiers) > 1:
+            upper, persistent = self.tiers
+            self.spills = Spills(upper, persistent, self._memory.issue, Holds(cache), self.next_transfer)
+        cache.attach(self)
+
+    @property
+    def first_tier(self) -> LowerTier | None:
+        """The tier that takes in what the device evicts; None: there are no tiers."""
+        return self.tiers[0] if self.tiers else None
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -102,25 +111,35 @@ class Loads:
                         best = Lead(lease, position)
         return best
 
-    def add_tiers(self, memories: Sequence[LowerMemory], reuse: ReuseHistory, holds: Holds) -> LowerTier:
-        """Create the tiers below the device; return the first."""
+    def _new_tiers(
+        self, memories: Sequence[LowerMemory], reuse: ReuseHistory, announcer: Announcer | None
+    ) -> tuple[LowerTier, ...]:
+        """Return the tiers below the device, with what their memories hold from an earlier process."""
         places = partial(next, count(1 + max((last_place(memory.kept) for memory in memories), default=0)))
         issue, next_transfer = self._memory.issue, self.next_transfer
-        self.tiers = tuple(
+        tiers = tuple(
             LowerTier(
                 memory, RestingWorth(memory.slot_blocks, reuse), issue, next_transfer, places, self._window_tokens
             )
             for memory in memories
         )
-        for tier, memory in zip(self.tiers, memories, strict=True):
+        for tier, memory in zip(tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
-            if self._memory.announcer is not None:
-                tier.announcer = self._memory.announcer.add_tier(tier.roots, tier.tree_name)
-        self._tier_loads = {tier.store: TierLoads(tier) for tier in self.tiers}
-        if len(self.tiers) > 1:
-            upper, lower = self.tiers
-            self.spills = Spills(upper, lower, issue, holds, next_transfer)
-        return self.tiers[0]
+            if announcer is not None:
+                tier.announcer = RestingAnnouncer(
+                    announcer.emit, tier.roots, tier.tree_name, needs_snapshots=self._num_slots > 0
+                )
+                announcer.add(tier.announcer)
+        return tiers
+
+    def resumable_tokens(self, salt: str, data: bytearray, match: Match) -> int:
+        """Return the deepest position at which a prompt could resume after a load from a tier, or 0."""
+        found = [tier.find(salt, data, match) for tier in self.tiers]
+        return max((position for _, _, position in filter(None, found)), default=0)
+
+    def stats(self) -> tuple[LowerStats, ...]:
+        """Return the figures of the tiers, nearest first."""
+        return tuple(tier.stats() for tier in self.tiers)
 
     def resting_offer(self, tokens: TokenBuffer, salt: str = "") -> Offer | None:
         """Return what rests of a prompt below the device, if loading it is faster than computing. Changes nothing.

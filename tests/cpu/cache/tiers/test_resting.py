@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import resting
-from strandline.cache.resting import RestingBlock, add_block, descend, find_block, nodes_from
+from strandline.cache.tiers import resting
+from strandline.cache.tiers.resting import RestingBlock, add_block, descend, find_block, nodes_from
 from strandline.records.tokens import BLOCK_KEY_BYTES, encode
 
 Path = tuple[int, ...]

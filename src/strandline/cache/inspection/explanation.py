@@ -10,13 +10,16 @@ from itertools import islice
 from typing import Final
 
 from strandline.cache.core import PrefixCache
-from strandline.cache.lookups import Lookup
+from strandline.cache.inspection.lookups import Lookup
 from strandline.cache.resume import NO_MATCH
+from strandline.cache.tiers.loads import Loads
+from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tree import Run, Snapshot, snapshot_above
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import Account, Miss, Reason
 from strandline.records.explanation import Advice, Explanation, Help, Parting, PathSnapshot
+from strandline.records.offer import Offer
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens, decode
 
 MAX_SNAPSHOTS: Final = 64
@@ -75,7 +78,7 @@ def resting_tokens(cache: PrefixCache, prompt: bytes, salt: str = "") -> dict[st
     """Return how many tokens of a prompt rest in each tier, by its store, where that is more than would be hit."""
     data = bytearray(prompt)
     match = cache.internals().index.match(salt, data) or NO_MATCH
-    found = {tier.store: tier.find(salt, data, match) for tier in cache.loads.tiers}
+    found = {tier.store: tier.find(salt, data, match) for tier in _tiers(cache)}
     return {store: end.position for store, end in found.items() if end is not None}
 
 
@@ -306,7 +309,7 @@ def _advice_on_miss(
 
 def _on_resting(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:
     """Return what becomes of those tokens of a prompt that rest below the device, if it is sent now."""
-    if cache.loads.resting_offer(tokens, salt) is not None:
+    if _resting_offer(cache, tokens, salt) is not None:
         return Help.LOAD, "nothing to do: the request waits until these tokens have been loaded, and hits them"
     return Help.LOAD, "nothing to do: computing these tokens takes less time than loading them"
 
@@ -314,7 +317,7 @@ def _on_resting(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Hel
 def _on_demoted_now(cache: PrefixCache, tokens: TokenBuffer, lookup: Lookup) -> tuple[Help, str]:
     """Return what would have helped a request that was admitted just now; what rested then may be gone already."""
     misses = [miss for miss in cache.lookup(tokens, lookup.salt).misses if miss.reason is Reason.DEMOTED]
-    if lookup.account.misses[:1] == tuple(misses) and cache.loads.resting_offer(tokens, lookup.salt) is None:
+    if lookup.account.misses[:1] == tuple(misses) and _resting_offer(cache, tokens, lookup.salt) is None:
         return Help.LOAD, "nothing to do: computing these tokens takes less time than loading them"
     return _on_rested(cache, tokens, lookup.salt)
 
@@ -322,16 +325,31 @@ def _on_demoted_now(cache: PrefixCache, tokens: TokenBuffer, lookup: Lookup) -> 
 def _on_rested(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:
     """Return what would have helped a request that computed what rested below the device."""
     no_room = "there was no memory to load these tokens into; raise --memory or lower --max-num-seqs"
-    if cache.loads.resting_offer(tokens, salt) is not None:
+    if _resting_offer(cache, tokens, salt) is not None:
         return Help.MEMORY, f"more memory: {no_room}"
     return Help.LOAD, f"nothing to do if computing these tokens took less time than loading them; else {no_room}"
 
 
+def _loads(cache: PrefixCache) -> Loads | None:
+    below = cache.internals().below
+    return below if isinstance(below, Loads) else None
+
+
+def _tiers(cache: PrefixCache) -> tuple[LowerTier, ...]:
+    loads = _loads(cache)
+    return () if loads is None else loads.tiers
+
+
+def _resting_offer(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> Offer | None:
+    loads = _loads(cache)
+    return None if loads is None else loads.resting_offer(tokens, salt)
+
+
 def _more_memory(cache: PrefixCache) -> str:
     """Return which flags keep more."""
-    if any(tier.is_persistent for tier in cache.loads.tiers):
+    if any(tier.is_persistent for tier in _tiers(cache)):
         return "raise --memory, --host-memory or --disk-cache-size"
-    return "raise --memory or --host-memory" if cache.loads.tiers else "raise --memory, or add --host-memory"
+    return "raise --memory or --host-memory" if _tiers(cache) else "raise --memory, or add --host-memory"
 
 
 def _slot_bytes(cache: PrefixCache, block_bytes: int) -> int:

@@ -4,19 +4,20 @@ from typing import NoReturn
 
 import pytest
 
-from strandline.cache import LoadCosts
-from strandline.cache.lower_tier import LowerTier
-from strandline.cache.resting import RestingSnapshot
-from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, AtTokens, BehindWindows, ResumeRule
-from strandline.cache.spills import MAX_BEGUN, spare_blocks
+from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, ResumeRule
+from strandline.cache.resume_rules import AtTokens, BehindWindows
+from strandline.cache.tiers import LoadCosts
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.resting import RestingSnapshot
+from strandline.cache.tiers.spills import MAX_BEGUN, spare_blocks
 from strandline.records.account import Miss, Reason
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.offer import Offer
 from strandline.records.path_hashes import block_hashes, root_hash
 from strandline.records.tokens import TokenBuffer
-from tests.cpu.cache.driver import Driver
+from tests.cpu.cache.driver import Driver, num_holds
 from tests.cpu.cache.history import pattern
-from tests.cpu.cache.test_lower_tier import evict_all
+from tests.cpu.cache.tiers.test_lower_tier import evict_all
 
 PROMPT = pattern(7, 400)
 NEXT_TURN = [*PROMPT, *pattern(9, 200)]
@@ -24,7 +25,7 @@ NEXT_TURN = [*PROMPT, *pattern(9, 200)]
 
 def tiers(driver: Driver) -> tuple[LowerTier, LowerTier]:
     """Return the tier in host memory and the persistent one."""
-    host, disk = driver.cache.loads.tiers
+    host, disk = driver.loads.tiers
     return host, disk
 
 
@@ -39,7 +40,7 @@ def spilled(
 ) -> Driver:
     """Return a driver that has served and evicted prompts, until all that fits is at rest in the persistent tier."""
     driver = Driver(lower_blocks=host, disk_blocks=disk, rule=rule)
-    driver.cache.loads.tiers[0].num_spare_blocks = host
+    driver.loads.tiers[0].num_spare_blocks = host
     for prompt in prompts or (PROMPT,):
         driver.serve(prompt, salt=salt)
         evict_all(driver)
@@ -117,9 +118,9 @@ def test_blocks_still_on_the_device_are_stored_with_the_snapshot() -> None:
     driver.flush()
     [spill] = driver.device.spilling.values()
     assert (len(spill.blocks), len(spill.stored)) == (6, 2), "whole blocks; the slot and the block that it lies in"
-    assert len(driver.cache.holds) == 1
+    assert num_holds(driver.cache) == 1
     driver.end_spill()
-    assert (len(driver.cache.holds), positions(disk), positions(host)) == (0, [400], [])
+    assert (num_holds(driver.cache), positions(disk), positions(host)) == (0, [400], [])
 
 
 def test_the_next_turn_adds_only_what_is_new() -> None:
@@ -133,12 +134,12 @@ def test_the_next_turn_adds_only_what_is_new() -> None:
 
 def test_nothing_that_is_on_its_way_can_be_loaded() -> None:
     driver = Driver(lower_blocks=13, disk_blocks=100)
-    driver.cache.loads.tiers[0].num_spare_blocks = 13
+    driver.loads.tiers[0].num_spare_blocks = 13
     driver.serve(PROMPT)
     evict_all(driver)
     host, disk = tiers(driver)
     assert disk.find("", TokenBuffer(PROMPT).data, NO_MATCH) is None
-    offer = driver.cache.loads.resting_offer(TokenBuffer(PROMPT))
+    offer = driver.loads.resting_offer(TokenBuffer(PROMPT))
     assert offer is not None
     assert offer.store == "host"
     assert driver.load(PROMPT, offer) is not None
@@ -156,7 +157,7 @@ def test_failed_spills_leave_nothing_behind() -> None:
     end_spills(driver, is_done=False)
     assert (positions(host), positions(disk), disk.num_used) == ([], [], 0)
     assert driver.lookup(PROMPT).hit == 0
-    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
 
 
 def test_lost_blocks_take_along_what_needs_them() -> None:
@@ -167,7 +168,7 @@ def test_lost_blocks_take_along_what_needs_them() -> None:
     [(transfer, action)] = driver.device.loading.items()
     driver.fail(transfer, lost=(action.blocks[2][1],))
     assert [position for position in positions(disk) if position >= 192] == []
-    assert driver.cache.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None
+    assert driver.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None
 
 
 class Lost(tuple[int, ...]):
@@ -229,7 +230,7 @@ def test_what_would_not_be_loaded_costs_no_walk(monkeypatch: pytest.MonkeyPatch)
 
 def flush(driver: Driver) -> None:
     """Write all that only memory has to the persistent tier, as a process does before it ends."""
-    flush = driver.cache.loads.begin_flush()
+    flush = driver.loads.begin_flush()
     assert flush is not None
     end_spills(driver)
     assert flush.num_left == 0
@@ -277,7 +278,7 @@ def test_a_flush_writes_nothing_twice() -> None:
 def test_a_flush_that_fails_leaves_nothing_behind() -> None:
     driver = Driver(lower_blocks=13, disk_blocks=300)
     driver.serve(PROMPT)
-    assert driver.cache.loads.begin_flush() is not None
+    assert driver.loads.begin_flush() is not None
     end_spills(driver, is_done=False)
     _, disk = tiers(driver)
     assert (positions(disk), disk.num_used) == ([], 0)
@@ -285,7 +286,7 @@ def test_a_flush_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_without_a_persistent_tier_there_is_no_flush() -> None:
-    assert Driver(lower_blocks=13).cache.loads.begin_flush() is None
+    assert Driver(lower_blocks=13).loads.begin_flush() is None
 
 
 class Untouchable(dict[bytes, RestingSnapshot]):
@@ -305,7 +306,7 @@ def test_lookups_visit_only_what_the_device_lacks() -> None:
     for node in [*deepest.last_blocks(9)[:5], *disk.roots.values()]:
         node.snapshots = Untouchable(node.snapshots)
     assert driver.lookup(NEXT_TURN).misses[0] == Miss(Reason.DEMOTED, 400, 600)
-    offer = driver.cache.loads.resting_offer(TokenBuffer(NEXT_TURN))
+    offer = driver.loads.resting_offer(TokenBuffer(NEXT_TURN))
     assert offer is not None
     assert offer.position == 600
 
@@ -321,7 +322,7 @@ def test_few_spills_begin_between_two_steps() -> None:
     host.num_spare_blocks = 200
     for num_steps in (1, 2):
         driver.cache.take_actions()
-        assert len(driver.cache.loads.spills or ()) == MAX_BEGUN * num_steps
+        assert len(driver.loads.spills or ()) == MAX_BEGUN * num_steps
 
 
 @pytest.mark.parametrize("host_blocks", [120, 200])
@@ -360,7 +361,7 @@ def test_the_tier_that_saves_most_time_is_read() -> None:
     stores = []
     for host_rate, disk_rate in ((1000, 100), (100, 1000)):
         host.costs, disk.costs = LoadCosts(0.0, host_rate, 1.0), LoadCosts(0.0, disk_rate, 1.0)
-        offer = driver.cache.loads.resting_offer(TokenBuffer(PROMPT))
+        offer = driver.loads.resting_offer(TokenBuffer(PROMPT))
         assert isinstance(offer, Offer)
         stores.append(offer.store)
     assert stores == ["host", "disk"]
@@ -387,12 +388,12 @@ def test_a_restart_drops_paths_that_are_not_whole() -> None:
     assert disk.num_used == sum(5 + (position % 64 > 0) for position in positions(disk)) + (
         max(positions(disk), default=0) // 64
     )
-    assert driver.cache.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None or positions(disk)
+    assert driver.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None or positions(disk)
 
 
 def test_a_restart_with_less_memory_keeps_what_is_worth_most() -> None:
     driver = spilled(pattern(1, 130), PROMPT, host=40)
-    driver.cache.loads.tiers[1].num_blocks = 12
+    driver.loads.tiers[1].num_blocks = 12
     driver = restarted(driver)
     _, disk = tiers(driver)
     assert positions(disk) == [400]
@@ -402,7 +403,7 @@ def test_salts_hold_after_a_restart() -> None:
     driver = restarted(spilled(salt="tenant"))
     _, disk = tiers(driver)
     assert "tenant" not in str(list(disk.roots))
-    assert driver.cache.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
     assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
     assert driver.bring_back(PROMPT, "tenant")
     assert driver.lookup(PROMPT, "tenant").hit == 400
@@ -420,7 +421,7 @@ def test_a_restart_needs_the_blocks_of_a_window_alone(lose: int, is_kept: bool) 
 
 def test_blocks_of_a_window_are_stored_eight_together_at_most() -> None:
     driver = Driver(100, lower_blocks=60, disk_blocks=100, rule=BehindWindows(700))
-    driver.cache.loads.tiers[0].num_spare_blocks = 60
+    driver.loads.tiers[0].num_spare_blocks = 60
     driver.serve(pattern(3, 1200))
     evict_all(driver)
     driver.flush()

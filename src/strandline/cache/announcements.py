@@ -1,0 +1,32 @@
+"""What the core of the cache tells about changes of its index, for events. ``cache/announcing/`` implements it."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from strandline.cache.tree import Run, Snapshot
+from strandline.records.cache_events import CacheEvent
+
+
+class Announces(Protocol):
+    """Collects events. Called after a change of the index."""
+
+    def meet(self, salt: str) -> None:
+        """Learn of a salt, from the first request under it."""
+
+    def store(self, snapshot: Snapshot, salt: str) -> None:
+        """Announce a snapshot, and the blocks of its path that are not announced yet."""
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """Announce that a snapshot is gone, and the blocks of its path that no other snapshot needs."""
+
+    def store_blocks(self, run: Run, salt: str) -> None:
+        """Announce the blocks that were appended to a run, if they are resumable without a snapshot."""
+
+    def remove_blocks(self, run: Run, num_kept: int) -> None:
+        """Announce that a run's blocks after the first ``num_kept`` are evicted."""
+
+    def take(self) -> list[CacheEvent]:
+        """Return the events since the last call, in order."""
+
+    def restate(self, roots: Mapping[str, Run]) -> list[CacheEvent]:
+        """Return events that announce everything anew, and discard those not taken yet."""

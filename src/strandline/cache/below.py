@@ -1,0 +1,62 @@
+"""What the core of the cache asks of the tiers below the device and of loads into it.
+
+``cache/tiers/`` implements these protocols and attaches to a cache (``PrefixCache.attach``). The core imports none of
+it, and works without.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from strandline.cache.lease import Lead
+from strandline.cache.resume import Match
+from strandline.cache.stats import LowerStats
+from strandline.cache.tree import Run, Snapshot
+from strandline.cache.use import Use
+from strandline.records.tokens import TokenBuffer
+
+
+class FirstTier(Protocol):
+    """The tier that what the device evicts is offered to."""
+
+    def demote_snapshot(
+        self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None, above: int, *, is_interior: bool
+    ) -> None:
+        """Take in a snapshot that the device evicts, if it is worth it.
+
+        Args:
+            data: the tokens before it, encoded.
+            tail: the device's block that contains its position; None: the position is at a block's end.
+            above: the position of the nearest snapshot above on the device, or 0.
+        """
+
+    def demote_blocks(
+        self, salt: str, data: bytes, first: int, blocks: Sequence[int], *, use: Use, is_shared: bool
+    ) -> None:
+        """Take in those blocks of a path that the device evicts and that the tier needs.
+
+        Args:
+            data: the tokens of the path to the end of the blocks, encoded.
+            first: the index of the first block in the path.
+            blocks: null blocks stand for those that stay on the device or are not there.
+            use, is_shared: those of the run that they belong to.
+        """
+
+
+class Below(Protocol):
+    """All tiers of a cache, and the loads under way."""
+
+    @property
+    def first_tier(self) -> FirstTier | None:
+        """None: there are no tiers."""
+
+    def resumable_tokens(self, salt: str, data: bytearray, match: Match) -> int:
+        """Return the deepest position at which a prompt could resume after a load from a tier, or 0."""
+
+    def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:
+        """Return the load that brings the longest prefix of a prompt, if longer than ``beyond``. Changes nothing."""
+
+    def pass_on(self) -> None:
+        """Issue the actions that free memory in the tiers before it is needed."""
+
+    def stats(self) -> tuple[LowerStats, ...]:
+        """Return the figures of the tiers, nearest first."""

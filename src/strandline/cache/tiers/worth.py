@@ -1,0 +1,36 @@
+"""What a snapshot in a tier below the device is worth."""
+
+from strandline.cache.eviction import reuse_rate
+from strandline.cache.outcomes import next_bin_edge
+from strandline.cache.reuse import ReuseHistory
+from strandline.cache.tiers.resting import RestingSnapshot
+from strandline.ids import BLOCK_TOKENS
+
+
+class RestingWorth:
+    """Ranks what rests below the device as ``WorthPerByte`` ranks what the device holds.
+
+    Args:
+        slot_blocks: the size of a snapshot, in blocks; 0: without states, a snapshot is the end of its blocks.
+    """
+
+    def __init__(self, slot_blocks: int, reuse: ReuseHistory) -> None:
+        self._slot_tokens = slot_blocks * BLOCK_TOKENS
+        self._reuse = reuse
+
+    @property
+    def now(self) -> int:
+        """The time of the reuse history."""
+        return self._reuse.now
+
+    def worth(self, entry: RestingSnapshot) -> float:
+        worth, _ = self.appraise(entry)
+        return worth
+
+    def appraise(self, entry: RestingSnapshot) -> tuple[float, int | None]:
+        used_at, past_bin = entry.use
+        age = self._reuse.now - used_at
+        continuations = entry.num_continuations
+        rate = reuse_rate(self._reuse, entry, continuations, past_bin, age)
+        size = self._slot_tokens + (0 if continuations and self._slot_tokens else entry.saved_tokens)
+        return rate * entry.saved_tokens / size, used_at + next_bin_edge(age)
