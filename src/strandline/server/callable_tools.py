@@ -91,9 +91,7 @@ class _Trials:
         """The last one of a single tool: those of several tools would show the schemas of all."""
 
     async def accept(self, schemas: Schemas) -> bool:
-        """Return whether the compiler accepts schemas together; False if no trial is left."""
-        if self._num_left == 0:
-            return False
+        """Return whether the compiler accepts schemas together. It is a trial; one must be left."""
         self._num_left -= 1
         try:
             await self._check(schemas)
@@ -105,10 +103,13 @@ class _Trials:
         return True
 
     async def most(self, items: Sequence[Item], schemas_of: Callable[[Sequence[Item]], Schemas]) -> list[Item]:
-        """Return items that are accepted together: each one unless it is refused with those before it."""
+        """Return items that are accepted together: each one unless it is refused with those before it.
+
+        Items that no trial is left for are not among them.
+        """
         kept: list[Item] = []
         pending = [list(items)] if items else []
-        while pending:
+        while pending and self._num_left:
             chunk = pending.pop()
             if await self.accept(schemas_of([*kept, *chunk])):
                 kept += chunk

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from strandline.errors import RequestError
 from strandline.records.events import Limits
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
+from strandline.server import callable_tools
 from strandline.server.callable_tools import MAX_TRIALS, CallableTools
 from strandline.server.engine_client import Prompt
 from strandline.server.output_parser import OutputFormat
 from strandline.server.service import Service
 from strandline.server.structured_fields import structure_of_format
 from strandline.server.tools import toolbox
+from strandline.text import schema_parts
 from strandline.text.frontend import Frontend
 from tests.cpu.engine.tokenizers import CALLS_IN_JSON, byte_tokenizer, chat_template
 
@@ -150,18 +152,26 @@ def test_left_out_parts_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-def test_number_of_trials_is_bounded() -> None:
-    asked = 0
+def test_number_of_trials_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = reduced = 0
 
     async def check(schemas: Mapping[str, Any]) -> None:
         nonlocal asked
         asked += 1
         raise RequestError("no")
 
+    def without_parts(*args: Any) -> Any:
+        nonlocal reduced
+        reduced += 1
+        return schema_parts.without_parts(*args)
+
+    monkeypatch.setattr(callable_tools, "without_parts", without_parts)
     schema = {"properties": {str(i): {"type": "string", "pattern": "("} for i in range(2000)}}
     with pytest.raises(RequestError, match="cannot be called: no"):
         asyncio.run(CallableTools().accepted({str(i): schema for i in range(100)}, check))
     assert asked <= 10 * MAX_TRIALS
+    # A schema is reduced for a trial, or as the result: it takes time, and other requests wait.
+    assert reduced <= 9 * MAX_TRIALS
 
 
 NUMBER: Final = StructuredOutputsParams(
