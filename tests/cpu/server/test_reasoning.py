@@ -184,11 +184,12 @@ def test_anthropics_budget_ends_reasoning(server: ServerProcess, tag_server: Ser
 
 
 def test_budget_is_refused_where_no_reasoning_is_parsed(server: ServerProcess, tag_server: ServerProcess) -> None:
-    for path, body in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
-        ("/v1/completions", {"prompt": "Hi"}),
-        ("/v1/responses", {"input": "Hi"}),
-    ):
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+        "/v1/completions": {"prompt": "Hi", "max_tokens": 1},
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+    }
+    for path, body in bodies.items():
         refused = server.post(path, thinking_token_budget=3, **body)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "thinking_token_budget"
