@@ -14,6 +14,7 @@ from strandline import LLM, SamplingParams
 from strandline.device import runner, verification_graphs
 from strandline.device.kept_pairs import KeptRun
 from strandline.device.runner import Runner
+from strandline.device.sizing import slabs_for
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafts import Drafts
@@ -23,6 +24,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 from tests.cpu.engine.eager_graphs import EagerGraphs, replay_eagerly, single_rows_on_the_host, verify_eagerly
+from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_draft_layer import Alternating
 
 MAX_NUM_SEQS = 6
@@ -43,7 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         }
         if num_drafts:
             settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False}
-        llm = LLM("demo", **{"async_scheduling": True, **settings, **options})
+        llm = LLM(small_demo(), **{"async_scheduling": True, **settings, **options})
         if num_drafts:
             executor = llm.engine.core.executor
             assert isinstance(executor, UniExecutor)
@@ -81,7 +83,7 @@ class Steps:
 
 
 def some_requests(llm: LLM, seed: int, stop: Sequence[str] = ()) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share beginnings, with answers of any length, ended by tokens that the demo model often chooses."""
+    """Prompts that share beginnings, with answers of any length, ended by tokens that the prompts have."""
     rng = random.Random(seed)
     text = "What is seven times eight? And who wrote the letter that the teacher read in the old archive? " * 3
     tokens = list(llm.get_tokenizer().encode(text))
@@ -226,8 +228,8 @@ def test_step_that_no_graph_can_complete_is_an_error(make: Callable[..., LLM], m
 @pytest.mark.parametrize("seed", [5])
 def test_preempted_requests_give_the_same_answers(make: Callable[..., LLM], seed: int) -> None:
     expected = {name: answer[:2] for name, answer in serve(make(0), seed).items()}
-    slab = make(2).engine.core.spec.slab_bytes
-    llm = make(2, memory=5 * slab, max_model_len=256)
+    spec = make(2).engine.core.spec
+    llm = make(2, memory=(slabs_for(spec, 192) + 1) * spec.slab_bytes, max_model_len=192)
     assert {name: answer[:2] for name, answer in serve(llm, seed).items()} == expected
     assert llm.engine.scheduler.num_preemptions > 0
 

@@ -11,6 +11,7 @@ from strandline import LLM, SamplingParams
 from strandline.cache.inspection.invariants import check
 from strandline.records.plan import NewRequest
 from strandline.text.stop_finder import TextStopFinder
+from tests.cpu.engine.small_demo import small_demo
 
 QUESTION: Final = [{"role": "user", "content": "Tell me of the teacher."}]
 NEXT: Final = {"role": "user", "content": "And now?"}
@@ -19,7 +20,7 @@ GREEDY: Final = SamplingParams(temperature=0, max_tokens=40)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", device="cpu", memory="64MiB", max_model_len=512) as llm:
+    with LLM(small_demo(), device="cpu", memory="64MiB", max_model_len=512) as llm:
         yield llm
 
 
@@ -56,7 +57,7 @@ def test_next_turn_hits_all_that_was_returned(llm: LLM, num_others: int) -> None
     """Without logs, and with them: four sequences or more keep them."""
     question = [{"role": "user", "content": f"Tell me of the teacher, {num_others}."}]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for number, (start, end) in enumerate([(9, 10), (8, 14), (3, 12), (12, 33), (17, 20), (1, 9)]):
+    for number, (start, end) in enumerate([(9, 10), (8, 14), (3, 12), (12, 33), (17, 20), (6, 9)]):
         messages = [{"role": "system", "content": str(number)}, *question]
         whole = chat(llm, messages, params)[0].outputs[0].text
         stop = whole[start:end]
@@ -105,7 +106,7 @@ def test_stop_string_that_is_returned_is_hit_too(llm: LLM) -> None:
 
 def test_states_before_stop_strings_are_right(llm: LLM) -> None:
     """What resumes behind them answers as what is computed from the beginning."""
-    cold = LLM("demo", device="cpu", memory="64MiB", max_model_len=512, enable_prefix_caching=False)
+    cold = LLM(small_demo(), device="cpu", memory="64MiB", max_model_len=512, enable_prefix_caching=False)
     for num_others in (0, 5):
         messages = [{"role": "system", "content": f"States {num_others}."}, *QUESTION]
         whole = chat(llm, messages)[0].outputs[0].text
@@ -125,7 +126,7 @@ def test_states_before_stop_strings_are_right(llm: LLM) -> None:
 def test_states_before_stop_strings_are_right_with_drafts(llm: LLM, method: str, is_async: bool) -> None:
     config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     options: dict[str, Any] = {"speculative_config": config, "async_scheduling": is_async}
-    drafting = LLM("demo", device="cpu", memory="64MiB", max_model_len=512, **options)
+    drafting = LLM(small_demo(), device="cpu", memory="64MiB", max_model_len=512, **options)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     num_hit = num_returned = 0
     for number in range(6):
@@ -150,8 +151,8 @@ def test_states_before_stop_strings_are_right_with_drafts(llm: LLM, method: str,
 @pytest.mark.parametrize("is_async", [False, True])
 def test_beginnings_of_stop_strings_change_nothing(is_async: bool) -> None:
     """Every second token begins one, and memory is short."""
-    plain = LLM("demo", device="cpu", memory="8MiB", max_model_len=256)
-    stopping = LLM("demo", device="cpu", memory="8MiB", max_model_len=256, async_scheduling=is_async)
+    plain = LLM(small_demo(), device="cpu", memory="8MiB", max_model_len=256)
+    stopping = LLM(small_demo(), device="cpu", memory="8MiB", max_model_len=256, async_scheduling=is_async)
     talks = [[{"role": "user", "content": f"Tell me of {number}."}] for number in range(6)]
     params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     expected = chat(plain, talks, SamplingParams(**params))
