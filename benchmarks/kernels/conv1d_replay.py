@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from linear import time_us
+from timing import gpu_time_us as time_us
 
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.chunk_table import Chunks, ChunkTable

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from linear import time_us
+from timing import gpu_time_us as time_us
 from torch import Tensor
 
 from strandline.kernels.batch import ReplayBatch

@@ -1,227 +1,213 @@
-"""Time products of few rows at the shapes of Qwen3.5-4B and 35B-A3B on a GPU, against torch's.
+"""Matrix products with weights of every format, at the shapes of Qwen3.5-4B, 27B and 35B-A3B.
 
-Run: ``PYTHONPATH=src python3 benchmarks/kernels/linear.py [--sweep]``. Every product follows a norm, as in the model;
-the norm's time alone is taken off. Times are medians of graph replays; weights take turns, so that none is found in
-the cache. The floor is the weight's bytes over 4.3 TB/s.
+Every product follows a norm, as in the model, which quantises for products in FP8; the norm's time alone is taken off.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from case import FLOPS, FLOPS_FP8, Launch, Work, case, device_type, parse_launches, random, turns
+from operands import FORMATS, GROUPS, bind_norm, bind_product, bind_reference, num_bytes, random_weight
 from torch import Tensor
 
-from strandline.kernels.gemm import linear_triton
-from strandline.kernels.gemm.linear_triton import Gemv, Skinny
-from strandline.kernels.rowwise.activation_triton import swiglu
-from strandline.kernels.rowwise.norm_triton import rms_norm_zero_centered
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.rowwise.quantized_rows import plain_rows
 
-BYTES_PER_S = 4.3e12
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 3, 4, 8, 16, 64, 256, 512, 2048, 8192)
 
 
 class Shape(NamedTuple):
     """A projection of one of the models."""
 
-    name: str
     num_inputs: int
     num_outputs: int
     is_gated: bool = False
+    num_dense: int = 0
+    """Outputs of ordinary weights in the same fused weight, where the others are quantised."""
 
 
-SHAPES = (
-    Shape("4B in", 2560, 12352),
-    Shape("4B out", 4096, 2560),
-    Shape("4B gate_up", 2560, 18432, is_gated=True),
-    Shape("4B down", 9216, 2560),
-    Shape("35B in", 2048, 12352),
-    Shape("35B out", 4096, 2048),
-    Shape("35B shared in", 2048, 1288),
-    Shape("35B attention in, of two ranks", 2048, 4608),
-    Shape("35B out, of two ranks", 2048, 2048),
-    Shape("35B shared in, of two ranks", 2048, 776),
-    Shape("35B head", 2048, 248320),
-    Shape("35B head, of two ranks", 2048, 124160),
-)
-GEMVS = [
-    Gemv(*v)
-    for v in [
-        (1, 1024, 1),
-        (1, 2048, 1),
-        (2, 512, 1),
-        (2, 1024, 1),
-        (4, 256, 1),
-        (4, 512, 1),
-        (1, 1024, 2),
-        (2, 512, 2),
-        (2, 1024, 2),
-        (4, 512, 2),
-        (1, 1024, 4),
-        (1, 2048, 4),
-        (2, 1024, 4),
-        (4, 1024, 4),
-        (2, 2048, 4),
-        (8, 1024, 4),
-        (4, 2048, 8),
-    ]
-]
-SKINNIES = [
-    Skinny(*v)
-    for v in [
-        (16, 256, 2, 4),
-        (32, 128, 4, 5),
-        (64, 128, 4, 4),
-        (32, 128, 4, 4, 2),
-        (32, 128, 4, 4, 4),
-        (32, 128, 4, 4, 8),
-        (64, 128, 4, 4, 4),
-        (64, 128, 4, 4, 8),
-        (64, 128, 4, 3, 8),
-        (32, 256, 4, 3, 4),
-        (16, 256, 4, 3, 2),
-    ]
-]
+QUANTIZED_SHAPES = {
+    "4B-gate-up": Shape(2560, 18432, is_gated=True),
+    "4B-down": Shape(9216, 2560),
+    "35B-in-qkvz": Shape(2048, 12288, num_dense=64),
+    "35B-out": Shape(4096, 2048),
+    "35B-shared": Shape(2048, 1024, num_dense=264),
+    "27B-gate-up": Shape(5120, 34816),
+    "27B-down": Shape(17408, 5120),
+}
+SHAPES = QUANTIZED_SHAPES | {
+    "4B-in": Shape(2560, 12352),
+    "4B-out": Shape(4096, 2560),
+    "35B-in": Shape(2048, 12352),
+    "35B-shared-in": Shape(2048, 1288),
+    "35B-attention-in-of-2-ranks": Shape(2048, 4608),
+    "35B-out-of-2-ranks": Shape(2048, 2048),
+    "35B-shared-in-of-2-ranks": Shape(2048, 776),
+    "35B-head": Shape(2048, 248320),
+    "35B-head-of-2-ranks": Shape(2048, 124160),
+}
+TINY = {"shape": Shape(256, 128, num_dense=8), "rows": 3}
 
-Product = Callable[[Tensor, Tensor], Tensor]
+DENSE_GEMVS = "1,1024,1 1,2048,1 2,512,1 2,1024,1 4,256,1 4,512,1 1,1024,2 2,512,2 2,1024,2 4,512,2 1,1024,4"
+DENSE_GEMVS += " 1,2048,4 2,1024,4 4,1024,4 2,2048,4 8,1024,4 4,2048,8"
+SKINNIES = "16,256,2,4 32,128,4,5 64,128,4,4 32,128,4,4,2 32,128,4,4,4 32,128,4,4,8 64,128,4,4,4 64,128,4,4,8"
+SKINNIES += " 64,128,4,3,8 32,256,4,3,4 16,256,4,3,2"
+"""Outputs and inputs of a program, warps, stages and spans of the inputs; the first three also of gated products."""
+FP8_GEMVS = "1,2048,1 2,1024,1 2,2048,1 4,512,1 4,1024,1 2,4096,2 4,1024,2 4,512,2 8,512,2 2,1024,2 4,512,4 4,1024,4"
+FP8_GEMVS += " 4,2048,4 8,512,4 8,1024,4 1,1024,1 1,2048,2 2,2048,4"
+INT4_GEMVS = "1,1024,1 2,1024,1 4,1024,1 8,1024,1 2,2048,1 4,2048,1 1,2048,2 2,2048,2 4,2048,2 8,2048,2 4,1024,2"
+INT4_GEMVS += " 1,4096,4 2,4096,4 4,4096,4 4,2048,4 8,2048,4 8,1024,4 2,8192,8"
+FP8_TILES = "64,16,4,4 64,16,4,6 128,16,4,4 64,32,4,5 64,64,4,4 128,64,4,4 128,64,4,3 128,128,8,3 128,128,8,4"
+FP8_TILES += " 64,128,4,4 128,128,4,3 256,128,8,3"
+INT4_TILES = "64,16,4,3 64,16,4,4 64,16,4,6 64,16,4,8 128,16,4,3 128,16,4,4 128,16,8,4 64,16,2,4 32,16,2,4 32,16,1,4"
+INT4_TILES += " 64,32,4,4 64,32,4,5 128,32,4,3 128,32,8,4 64,64,4,3 64,64,4,4 128,64,4,3 128,64,8,3 128,64,8,4"
+INT4_TILES += " 64,128,4,3 128,128,8,2 128,128,8,3 256,64,8,3 64,256,8,2 128,256,8,2"
+"""Outputs and rows of a tile, warps and stages."""
 
 
-def torch_product(shape: Shape) -> Product:
-    """Return torch's product, and the gate after it."""
-    if shape.is_gated:
-        return lambda x, weight: swiglu(torch.nn.functional.linear(x, weight))
-    return torch.nn.functional.linear
+def product(weight_format: str, shape: Shape, rows: int, group: int = 128) -> Work:
+    """Return products with one format of weight."""
+    is_gated, is_fp8 = shape.is_gated, weight_format == "fp8"
+    weight_bytes = shape.num_inputs * shape.num_outputs * {"dense": 2.0, "fp8": 1.0}.get(weight_format, 0.5)
+    count = turns(weight_bytes, at_least=4, at_most=200)
+    sizes = (shape.num_outputs, shape.num_inputs)
+    weights = [random_weight(weight_format, *sizes, group=group) for _ in range(count)]
+    x_TI = random(rows, shape.num_inputs)
+    norm = partial(bind_norm(weight_format, random(shape.num_inputs)), x_TI)
+    variants: dict[str, Any] = {
+        "strandline": partial(multiply, is_gated=is_gated),
+        "deterministic": partial(multiply, is_gated=is_gated, is_deterministic=True),
+    }
+    further = {"dense": dense_variants, "fp8": fp8_variants}.get(weight_format, int4_variants)
+    peers, partial_variants = further(shape, rows, variants)
+    return Work(
+        variants,
+        [(weight,) for weight in weights],
+        num_bytes=num_bytes(weights[0]),
+        num_flops=2.0 * rows * shape.num_inputs * shape.num_outputs,
+        flops_per_s=FLOPS_FP8 if is_fp8 else FLOPS,
+        reference=lambda x, weight: bind_reference(weight, is_gated=is_gated)(x),
+        before=lambda _: norm(),
+        peers=peers,
+        partial=partial_variants,
+        launches=partial(launches, weight_format, shape, rows),
+    )
 
 
-def launch(
-    launcher: Callable[..., Tensor], tiling: Gemv | Skinny, x: Tensor, weight: Tensor, *, is_gated: bool
-) -> Tensor:
-    """Compute a product without a bias in one way of tiling."""
-    return launcher(x, weight, None, tiling, is_gated=is_gated)
+def multiply(x: Any, weight: Any, *, is_gated: bool, is_deterministic: bool = False) -> Tensor:
+    """Multiply as a layer does."""
+    out: Tensor = bind_product(weight, is_gated=is_gated, is_deterministic=is_deterministic)(x)
+    return out
 
 
-def variants(shape: Shape, num_rows: int, *, is_sweep: bool) -> Iterator[tuple[str, Product]]:
-    """Yield the ways to compute one product, by name."""
-    gated = shape.is_gated
-    yield "torch", torch_product(shape)
-    if not is_sweep:
-        yield "chosen", linear_triton.gated_linear if gated else linear_triton.linear
-        return
-    if num_rows <= linear_triton.MAX_ROWS_GEMV:
-        for gemv in GEMVS:
-            if gemv.block_n * gemv.block_k * num_rows <= 8192 * gemv.warps // 2:
-                yield str(tuple(gemv)), partial(launch, linear_triton.launch_gemv, gemv, is_gated=gated)
-    if num_rows > 2:
-        for tile in SKINNIES[:3] if gated else SKINNIES:
-            yield str(tuple(tile)), partial(launch, linear_triton.launch_skinny, tile, is_gated=gated)
+Names = tuple[set[str], set[str]]
+"""Names of variants by others, and of those that compute something else."""
 
 
-def time_us(steps: Sequence[Callable[[], object]]) -> float:
-    """Return the median time of one step, of replays of a graph of them all."""
-    steps[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for step in steps:
-            step()
-    graph.replay()
-    times = list[float]()
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(20_000)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(steps))
-    return sorted(times)[len(times) // 2]
+def dense_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
+    """Add torch's product."""
+    del rows
+
+    def in_torch(x: Tensor, weight: DenseWeight) -> Tensor:
+        out = F.linear(x, weight.values_OI)
+        return F.silu(out.chunk(2, dim=-1)[0]) * out.chunk(2, dim=-1)[1] if shape.is_gated else out
+
+    variants["torch"] = in_torch
+    return {"torch"}, set()
 
 
-class Case:
-    """Weights of one shape, more than the cache holds, and inputs."""
+def fp8_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
+    """Add the product that quantises its rows, that with ordinary rows in the same weight, and torch's."""
+    strandline, others = variants["strandline"], {"quantising alone"}
+    variants["of plain rows"] = lambda x, weight: strandline(plain_rows(x), weight)
+    if shape.num_dense:
+        variants[f"with {shape.num_dense} dense outputs"] = with_dense_outputs(shape)
+        others.add(f"with {shape.num_dense} dense outputs")
+    if rows < 16 or device_type() != "cuda":
+        return set(), others
+    from strandline.kernels.gemm import block_scaled_triton
+    from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
-    def __init__(self, shape: Shape, num_rows: int) -> None:
-        self.shape = shape
-        self.weight_bytes = 2 * shape.num_inputs * shape.num_outputs
-        count = max(4, -(-300_000_000 // self.weight_bytes))
-        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        scale = shape.num_inputs**-0.5
-        make = (torch.randn(shape.num_outputs, shape.num_inputs, **options).mul_(scale) for _ in range(count))
-        self.weights = list(make)
-        self.x = torch.randn(num_rows, shape.num_inputs, **options)
-        self.norm = torch.randn(shape.num_inputs, **options)
-        self.floor_us = 1e6 * self.weight_bytes / BYTES_PER_S
-        self.norm_us = time_us([self.normed] * 24)
+    def in_torch(x: Any, weight: ScaledWeight) -> Tensor:
+        out_TO = torch.empty(len(x), len(weight.values), dtype=torch.bfloat16, device=x.device)
+        block_scaled_triton.multiply_in_torch(out_TO, x, weight, None)
+        return out_TO
 
-    def normed(self) -> Tensor:
-        return rms_norm_zero_centered(self.x, self.norm, 1e-6)
-
-    def time_us(self, product: Product) -> float:
-        """Return the time that the product takes behind a norm."""
-        steps = [partial(self.step, product, weight) for weight in self.weights * 2]
-        return time_us(steps) - self.norm_us
-
-    def step(self, product: Product, weight: Tensor) -> Tensor:
-        return product(self.normed(), weight)
-
-    def error(self, product: Product) -> float:
-        actual = product(self.x, self.weights[0]).double()
-        expected = self.x.double() @ self.weights[0].double().t()
-        if self.shape.is_gated:
-            gate, up = expected.chunk(2, dim=-1)
-            expected = gate * gate.sigmoid() * up
-        return float((actual - expected).norm() / expected.norm())
+    variants["torch FP8"] = in_torch
+    variants["quantising alone"] = lambda x, _: quantize_rows(plain_rows(x))
+    return {"torch FP8"}, others | ({"torch FP8"} if shape.is_gated else set())
 
 
-def measure(shape: Shape, num_rows: int, *, is_sweep: bool) -> None:
-    """Check and time all ways of one product, and print a line per way and the best of all."""
-    case = Case(shape, num_rows)
-    found = []
-    for name, product in variants(shape, num_rows, is_sweep=is_sweep):
-        try:
-            error, taken_us = case.error(product), case.time_us(product)
-        except Exception as problem:  # noqa: BLE001 - a variant that does not compile must not end the sweep
-            print(f"{shape.name} rows={num_rows} {name}: {type(problem).__name__}: {str(problem)[:80]!r}", flush=True)
-            continue
-        verdict = "" if error < 1e-2 else f" ERROR {error:.1e}"
-        found.append((taken_us, name))
-        share = 100 * case.floor_us / taken_us
-        print(f"{shape.name} rows={num_rows} {name}: {taken_us:.2f} us, {share:.0f} % of floor{verdict}", flush=True)
-    if is_sweep:
-        best = ", ".join(f"{name} {taken_us:.2f}" for taken_us, name in sorted(found)[:4])
-        bounds = f"floor {case.floor_us:.1f}, torch {found[0][0]:.2f}"
-        print(f"BEST {shape.name} rows={num_rows} ({bounds}): {best}", flush=True)
+def int4_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
+    """Add the product with the dequantised weight, and that with ordinary rows in the same weight."""
+    if shape.num_dense:
+        variants[f"with {shape.num_dense} dense outputs"] = with_dense_outputs(shape)
+    if rows >= 64:
+        dequantised = Launch("dequantised", {"gemm.four_bit_triton.uses_tiles": False})
+        strandline = variants["strandline"]
+
+        def multiply_dequantised(x: Tensor, weight: Any) -> Any:
+            with dequantised.in_force():
+                return strandline(x, weight)
+
+        if device_type() == "cuda":
+            variants["dequantised"] = multiply_dequantised
+    return set(), {f"with {shape.num_dense} dense outputs"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try the launch variants")
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    parser.add_argument("--compile", metavar="I/N", help="only compile every N-th variant, from the I-th on")
-    arguments = parser.parse_args()
-    if arguments.compile:
-        index, count = map(int, arguments.compile.split("/"))
-        compile_share(index, count, arguments.rows)
-        return
-    for num_rows in arguments.rows:
-        for shape in SHAPES:
-            measure(shape, num_rows, is_sweep=arguments.sweep)
+def with_dense_outputs(shape: Shape) -> Any:
+    """Return the product with a fused weight, the last part of which is in no format."""
+    dense = DenseWeight(random(shape.num_dense, shape.num_inputs))
+    return lambda x, weight: multiply(x, StackedWeight((weight, dense)), is_gated=False)
 
 
-def compile_share(index: int, count: int, rows: list[int]) -> None:
-    """Run variants once, so that another process finds them compiled."""
-    cases = [(s, n, v) for n in rows for s in SHAPES for _, v in variants(s, n, is_sweep=True)]
-    for shape, num_rows, product in cases[index::count]:
-        x = torch.ones(num_rows, shape.num_inputs, device="cuda", dtype=torch.bfloat16)
-        try:
-            product(x, torch.ones(shape.num_outputs, shape.num_inputs, device="cuda", dtype=torch.bfloat16))
-        except Exception as problem:  # noqa: BLE001 - the sweep says it again
-            print(f"{shape.name} rows={num_rows}: {type(problem).__name__}", flush=True)
+def launches(weight_format: str, shape: Shape, rows: int) -> Iterator[Launch]:
+    """Yield the tilings that make sense for a shape."""
+    if weight_format == "dense":
+        yield from dense_launches(shape, rows)
+    elif weight_format == "fp8":
+        from strandline.kernels.gemm.block_scaled_triton import Gemv, Tile
+
+        yield from quantized_launches("gemm.block_scaled_triton", (Gemv, FP8_GEMVS), (Tile, FP8_TILES), rows, 128)
+    else:
+        from strandline.kernels.gemm import four_bit_launches as kinds
+
+        gemvs, tiles = (kinds.Gemv, INT4_GEMVS), (kinds.Tile, INT4_TILES)
+        yield from quantized_launches("gemm.four_bit_triton", gemvs, tiles, rows, 256)
 
 
-if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        sys.exit("needs a CUDA device")
-    main()
+def dense_launches(shape: Shape, rows: int) -> Iterator[Launch]:
+    from strandline.kernels.gemm.linear_triton import MAX_ROWS_GEMV, MAX_ROWS_SKINNY, Gemv, Skinny
+
+    tilings: list[Any] = []
+    if rows <= MAX_ROWS_GEMV:
+        gemvs = parse_launches(Gemv, DENSE_GEMVS)
+        tilings += [gemv for gemv in gemvs if gemv.block_n * gemv.block_k * rows <= 8192 * gemv.warps // 2]
+    if 2 < rows <= MAX_ROWS_SKINNY:
+        tilings += parse_launches(Skinny, SKINNIES)[: 3 if shape.is_gated else None]
+    yield from (Launch(str(tuple(tiling)), {"gemm.linear_triton.plan_product": tiling}) for tiling in tilings)
+
+
+def quantized_launches(
+    module: str, gemvs: tuple[Any, str], tiles: tuple[Any, str], rows: int, largest: int
+) -> Iterator[Launch]:
+    """Yield the matrix-vector tilings of up to four rows, and tiles of about as many rows as there are."""
+    if rows <= 4:
+        for gemv in parse_launches(*gemvs):
+            if gemv.block_n * rows <= 16:
+                yield Launch(f"gemv {tuple(gemv)}", {f"{module}.uses_gemv": True, f"{module}.choose_gemv": gemv})
+    for tile in parse_launches(*tiles):
+        if rows > 1 and max(16, min(rows, largest)) / 2 <= tile.block_m < 2 * max(16, rows):
+            ways = {f"{module}.uses_gemv": False, f"{module}.choose_tile": tile}
+            ways |= {f"{module}.uses_tiles": True} if "four" in module else {f"{module}.MAX_ROWS_TILES": 1 << 30}
+            for spans in (1, 2, 4, 8) if rows <= 64 else (1,):
+                yield Launch(f"tile {tuple(tile)}, {spans} spans", {**ways, f"{module}.choose_spans": spans})
+
+
+for _format in FORMATS:
+    _shapes = SHAPES if _format == "dense" else QUANTIZED_SHAPES
+    _axes: dict[str, Any] = {"group": GROUPS} if _format == "int4" else {}
+    case(f"linear/{_format}", shape=_shapes, rows=ROWS, **_axes, tiny=TINY)(partial(product, _format))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from linear import time_us
+from timing import gpu_time_us as time_us
 
 from strandline.ids import NO_TOKEN, PendingToken
 from strandline.kernels.sampling import verification, verification_triton

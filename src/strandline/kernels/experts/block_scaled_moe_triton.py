@@ -37,7 +37,7 @@ from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quanti
 from strandline.kernels.sizes import cdiv
 
 FEW = (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4))
-"""For one token, and for more (benchmarks/kernels/block_scaled_moe.py). A program of one warp needs no barrier. Of the
+"""For one token, and for more (benchmarks/kernels, `experts/fp8`). A program of one warp needs no barrier. Of the
 second product of one token every warp has one of eight choices."""
 
 MAX_TOKENS_JOINED = 256

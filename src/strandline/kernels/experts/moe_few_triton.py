@@ -43,7 +43,7 @@ MAX_ELEMENTS_DOWN = 32768
 """Most numbers of a row of the second GEMM: 64 KiB."""
 
 DOWN, DOWN_DIVIDED = Down(16384, 4), Down(16384, 4, 2)
-"""32 KiB; for several tokens and some of the experts two of these in turn (benchmarks/kernels/moe.py)."""
+"""32 KiB; for several tokens and some of the experts two of these in turn (benchmarks/kernels, `experts/dense`)."""
 
 UP, UP_RELU = (4, 512, 2), (4, 512, 1)
 UP_ONE, UP_ONE_RELU = (2, 1024, 1), (4, 1024, 1)

@@ -69,7 +69,7 @@ class Beside(NamedTuple):
 
 GEMV_WIDE = Gemv(4, 512, 1)
 GEMV_NARROW = Gemv(4, 2048, 4)
-"""For many and few outputs (benchmarks/kernels/block_scaled.py). Where a chunk of the rows has 16 numbers per thread,
+"""For many and few outputs (benchmarks/kernels, `linear/fp8`). Where a chunk of the rows has 16 numbers per thread,
 as of one row here, sums have the same order whether rows come quantised or not."""
 
 WIDE_OUTPUTS = 8192

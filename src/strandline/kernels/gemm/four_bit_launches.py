@@ -1,6 +1,6 @@
 """How products with weights in 4 bits are tiled, and from which sizes on which way is taken.
 
-Measured by ``benchmarks/kernels/four_bit.py --sweep``. All that depends on the GPU is here.
+Measured by ``python benchmarks/kernels --case '*/int4' --sweep``. All that depends on the GPU is here.
 """
 
 from typing import Final, NamedTuple

@@ -1,0 +1,146 @@
+"""Weights of every format with random numbers, and products with them, taken as layers of models take them.
+
+All that cases of matrix products and of experts know about formats is here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from case import bound, kernels_of, random
+from torch import Tensor
+
+from strandline.kernels.binding import Kernels, reference_kernels
+from strandline.kernels.expert_choices import added_up
+from strandline.kernels.experts.block_scaled_moe import block_scaled_experts_glu, block_scaled_mixture
+from strandline.kernels.experts.four_bit_moe import four_bit_experts_glu, four_bit_mixture
+from strandline.kernels.experts.moe import mixture, mixture_relu_squared
+from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, Linear, bind_gated_linear, bind_linear
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
+from strandline.kernels.operation import Operation
+from strandline.kernels.rowwise.activation import swiglu
+from strandline.kernels.rowwise.norm import rms_norm_zero_centered
+from strandline.kernels.rowwise.quantized_rows import GROUP, Rows
+from strandline.kernels.rowwise.quantizing import rms_norm_zero_centered_quantized, swiglu_quantized
+
+FORMATS = ("dense", "fp8", "int4")
+GROUPS = (128, 32)
+"""Inputs that share a scale in 4 bits."""
+
+EXPERT_OPERATIONS = (
+    mixture,
+    mixture_relu_squared,
+    block_scaled_mixture,
+    block_scaled_experts_glu,
+    four_bit_mixture,
+    four_bit_experts_glu,
+    route,
+    *LINEAR_OPERATIONS,
+)
+
+
+def random_weight(weight_format: str, *shape: int, group: int = 128) -> Any:
+    """Return a random weight, or several of one shape, ``[..., O, I]``, whose products have the size of their inputs.
+
+    Args:
+        group: inputs that share a scale in 4 bits; codes are symmetric.
+    """
+    num_inputs = shape[-1]
+    if weight_format == "dense":
+        return DenseWeight(random(*shape, scale=num_inputs**-0.5))
+    if weight_format == "fp8":
+        values = torch.empty(shape, dtype=torch.float8_e4m3fn)
+        for rows in values.view(-1, num_inputs).split(2**14):
+            rows.copy_(random(*rows.shape, scale=100).clamp_(-448, 448))
+        scales = torch.rand(*shape[:-2], -(-shape[-2] // GROUP), -(-num_inputs // GROUP)).add_(0.5)
+        return ScaledWeight(values, scales.mul_(num_inputs**-0.5 / 100))
+    words = torch.randint(-(2**31), 2**31, (*shape[:-1], num_inputs // 8), dtype=torch.int32)
+    group_scales = torch.rand(*shape[:-1], num_inputs // group).add_(0.5).mul_(num_inputs**-0.5 / 4.6)
+    return FourBitWeight(words, group_scales.bfloat16(), None, num_inputs, group)
+
+
+def num_bytes(weight: Any) -> int:
+    """Return the bytes of a weight and its scales."""
+    match weight:
+        case DenseWeight(values):
+            return values.nbytes
+        case ScaledWeight():
+            return weight.values.nbytes + weight.scales.nbytes
+        case FourBitWeight():
+            return weight.words.nbytes + weight.scales.nbytes
+    raise TypeError(type(weight))
+
+
+def bind_product(weight: Weight, *, is_gated: bool = False, is_deterministic: bool = False) -> Linear:
+    """Return the product with a weight, or its gated linear unit."""
+    return _bind(kernels_of(LINEAR_OPERATIONS, is_deterministic=is_deterministic), weight, is_gated=is_gated)
+
+
+def bind_reference(weight: Weight, *, is_gated: bool = False) -> Linear:
+    """Return the same by reference implementations."""
+    return _bind(reference_kernels(LINEAR_OPERATIONS), weight, is_gated=is_gated)
+
+
+def _bind(kernels: Kernels, weight: Weight, *, is_gated: bool) -> Linear:
+    return bind_gated_linear(kernels, weight) if is_gated else bind_linear(kernels, weight)
+
+
+def bind_norm(weight_format: str, weight_I: Tensor) -> Callable[[Tensor], Rows]:
+    """Return the norm before a product: it quantises for one in FP8, and keeps the plain rows."""
+    norm = bound(rms_norm_zero_centered_quantized if weight_format == "fp8" else rms_norm_zero_centered)
+    return lambda x_TI: cast(Rows, norm(x_TI, weight_I, 1e-6))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts of one layer."""
+
+    up: Any
+    """With the gate's rows first, if it has a gate."""
+    down: Any
+    shared_down: Weight
+    routing: Routing
+    bias_E: Tensor | None
+    is_gated: bool
+    held: range | None = None
+    """As in ``experts_glu``."""
+
+
+Projected = tuple[Tensor, Tensor, Tensor | None]
+"""Products of tokens with the shared expert's first weight and with the router's, and the shared expert's gate."""
+
+
+def bind_experts(experts: Experts, *, is_deterministic: bool = False) -> Callable[[Rows, Projected], Tensor]:
+    """Return the mixture of experts, of tokens and ``Projected``."""
+    return _bind_experts(kernels_of(EXPERT_OPERATIONS, is_deterministic=is_deterministic), experts)
+
+
+def bind_reference_experts(experts: Experts) -> Callable[[Rows, Projected], Tensor]:
+    """Return the same by reference implementations."""
+    return _bind_experts(reference_kernels(EXPERT_OPERATIONS), experts)
+
+
+def _bind_experts(kernels: Kernels, experts: Experts) -> Callable[[Rows, Projected], Tensor]:
+    up, down, shared_down, routing = experts.up, experts.down, experts.shared_down, experts.routing
+    function = cast(Callable[[Operation[..., Any]], Callable[..., Any]], kernels.__getitem__)
+    if isinstance(up, DenseWeight):
+        mix = function(mixture if experts.is_gated else mixture_relu_squared)
+        dense = (up.values_OI, down.values_OI, shared_down, routing, experts.bias_E, experts.held)
+        num_projected = 3 if experts.is_gated else 2
+        return lambda x, projected: added_up(mix(x, *projected[:num_projected], *dense))
+    is_scaled = isinstance(up, ScaledWeight)
+    if experts.bias_E is None:
+        mix = function(block_scaled_mixture if is_scaled else four_bit_mixture)
+        return lambda x, projected: added_up(mix(x, *projected, up, down, shared_down, routing, experts.held))
+    compute = function(block_scaled_experts_glu if is_scaled else four_bit_experts_glu)
+    activate = function(swiglu_quantized if isinstance(shared_down, ScaledWeight) else swiglu)
+    multiply_shared = bind_linear(kernels, shared_down)
+
+    def routed(x: Rows, projected: Projected) -> Tensor:
+        shared_TD = multiply_shared(activate(projected[0]))
+        chosen = kernels[route](projected[1], experts.bias_E, routing)
+        return added_up(compute(x, up, down, *chosen, shared_TD, projected[2], experts.held))
+
+    return routed
