@@ -2,8 +2,8 @@
 
 A case is a function, registered with ``@case``, that returns the ``Work`` of one shape. Its axes are the named values
 of the function's arguments; every combination is one shape. Tensors are made on the default device, which the runner
-sets. Operations are taken by ``bound``, as an engine takes them, so that a case runs before and after a change of the
-kernels.
+sets while a case makes its work. Operations are taken by ``bound``, as an engine takes them, so that a case runs before
+and after a change of the kernels.
 """
 
 import os

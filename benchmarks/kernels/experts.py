@@ -12,7 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from case import FLOPS, FLOPS_FP8, Launch, Work, bound, case, parse_launches, random, turns
-from operands import FORMATS, GROUPS, Experts, Projected, bind_experts, bind_reference_experts, num_bytes, random_weight
+from operands import (
+    FORMATS,
+    GROUPS,
+    Experts,
+    Projected,
+    bind_norm,
+    mixture_of_experts,
+    num_bytes,
+    random_weight,
+    reference_mixture,
+)
 from torch import Tensor
 
 from strandline.kernels.experts import block_scaled_moe_triton, four_bit_moe_launches, moe_many_triton
@@ -22,7 +32,6 @@ from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import linear, linear_and_logits
 from strandline.kernels.gemm.linear_triton import Gemv
 from strandline.kernels.gemm.weights import DenseWeight
-from strandline.kernels.rowwise.quantized_rows import quantize
 
 TOKENS = (1, 2, 3, 4, 8, 16, 64, 256, 1024, 2048, 8192)
 
@@ -110,17 +119,24 @@ def mixture(weight_format: str, model: Model, tokens: int, ranks: int = 1, group
     layers = [make_experts(weight_format, model, ranks, group) for _ in range(turns(1, at_most=3))]
     x: Any = random(tokens, model.hidden)
     if weight_format == "fp8":
-        x = quantize(x, plain_TI=x)
+        x = bind_norm(weight_format, random(model.hidden))(x)
     arguments = [(x, make_projected(model, tokens), layer) for layer in layers]
     experts_TK = bound(route)(arguments[0][1][1], layers[0].bias_E, model.routing)[1]
     held_A = experts_TK[experts_TK < model.num_experts // ranks]
     num_chosen, num_choices = len(held_A.unique()), held_A.numel()
     first = layers[0]
     expert_bytes = (num_bytes(first.up) + num_bytes(first.down)) * ranks / model.num_experts
-    mix = _mix if model.is_gated else _mix_ungated
-    variants: dict[str, Any] = {"strandline": mix, "deterministic": partial(mix, is_deterministic=True)}
+    variants: dict[str, Any] = {
+        "strandline": mixture_of_experts(),
+        "deterministic": mixture_of_experts(is_deterministic=True),
+    }
+    reference = reference_mixture()
+    if not model.is_gated:
+        # The shared expert's products are overwritten: a copy comes first.
+        variants = {name: partial(with_copy, mix) for name, mix in variants.items()}
+        reference = partial(with_copy, reference)
     if weight_format == "dense" and model.is_gated and ranks == 1:
-        variants["torch grouped_mm"] = partial(grouped_in_torch, model)
+        variants["torch grouped_mm"] = partial(grouped_in_torch, model, bound(route))
     num_weights = (2 + model.is_gated) * model.size * num_choices + model.shared_size * tokens
     return Work(
         variants,
@@ -128,10 +144,9 @@ def mixture(weight_format: str, model: Model, tokens: int, ranks: int = 1, group
         num_bytes=num_chosen * expert_bytes + num_bytes(first.shared_down),
         num_flops=2.0 * model.hidden * num_weights,
         flops_per_s=FLOPS_FP8 if weight_format == "fp8" else FLOPS,
-        reference=partial(mix, bind=bind_reference_experts),
+        reference=reference,
         # Hidden features of quantised weights are rounded, some of them in another way.
         limit=3e-2 if weight_format == "fp8" else 1e-2,
-        # Experts without a gate overwrite the shared expert's products.
         before=None if model.is_gated else lambda _, projected, __: projected[0].clone(),
         peers={"torch grouped_mm"},
         launches=partial(launches, weight_format, model, tokens),
@@ -139,18 +154,16 @@ def mixture(weight_format: str, model: Model, tokens: int, ranks: int = 1, group
     )
 
 
-def _mix(x: Any, projected: Projected, layer: Experts, *, bind: Any = bind_experts, **options: bool) -> Any:
-    return bind(layer, **options)(x, projected)
+def with_copy(mix: Any, shared_TS: Tensor, x: Any, projected: Projected, layer: Experts) -> Tensor:
+    """Compute a mixture with other products of the shared expert."""
+    out: Tensor = mix(x, (shared_TS, *projected[1:]), layer)
+    return out
 
 
-def _mix_ungated(shared_TS: Tensor, x: Any, projected: Projected, layer: Experts, **options: Any) -> Any:
-    return _mix(x, (shared_TS, *projected[1:]), layer, **options)
-
-
-def grouped_in_torch(model: Model, x_TD: Tensor, projected: Projected, layer: Experts) -> Tensor:
+def grouped_in_torch(model: Model, choose: Any, x_TD: Tensor, projected: Projected, layer: Experts) -> Tensor:
     """Do the same by torch's grouped product, a sort, and passes between."""
     shared_TS, logits_TE, gate_T1 = projected
-    weights_TK, experts_TK = bound(route)(logits_TE, layer.bias_E, model.routing)
+    weights_TK, experts_TK = choose(logits_TE, layer.bias_E, model.routing)
     expert_A, order_A = experts_TK.flatten().sort()
     expert_E = torch.arange(model.num_experts, device=x_TD.device)
     ends_E = torch.searchsorted(expert_A, expert_E, right=True).to(torch.int32)
@@ -254,10 +267,11 @@ def projections(model: Model, tokens: int) -> Work:
         (x_TD, make(model.shared_size, model.hidden), None, make(model.num_experts, model.hidden, dtype=torch.float32))
         for _ in range(count)
     ]
+    multiply = bound(linear)
     variants = {
         "strandline": bound(linear_and_logits),
         "deterministic": bound(linear_and_logits, is_deterministic=True),
-        "apart": lambda x, up, _, router: (bound(linear)(x, up), F.linear(x.float(), router)),
+        "apart": lambda x, up, _, router: (multiply(x, up), F.linear(x.float(), router)),
         "logits in torch": lambda x, _, __, router: F.linear(x.float(), router),
     }
     return Work(

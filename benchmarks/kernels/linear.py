@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from case import FLOPS, FLOPS_FP8, Launch, Work, case, device_type, parse_launches, random, turns
-from operands import FORMATS, GROUPS, bind_norm, bind_product, bind_reference, num_bytes, random_weight
+from operands import FORMATS, GROUPS, bind_norm, num_bytes, product, random_weight, reference_product
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
@@ -68,7 +68,7 @@ INT4_TILES += " 64,128,4,3 128,128,8,2 128,128,8,3 256,64,8,3 64,256,8,2 128,256
 """Outputs and rows of a tile, warps and stages."""
 
 
-def product(weight_format: str, shape: Shape, rows: int, group: int = 128) -> Work:
+def work(weight_format: str, shape: Shape, rows: int, group: int = 128) -> Work:
     """Return products with one format of weight."""
     is_gated, is_fp8 = shape.is_gated, weight_format == "fp8"
     weight_bytes = shape.num_inputs * shape.num_outputs * {"dense": 2.0, "fp8": 1.0}.get(weight_format, 0.5)
@@ -78,8 +78,8 @@ def product(weight_format: str, shape: Shape, rows: int, group: int = 128) -> Wo
     x_TI = random(rows, shape.num_inputs)
     norm = partial(bind_norm(weight_format, random(shape.num_inputs)), x_TI)
     variants: dict[str, Any] = {
-        "strandline": partial(multiply, is_gated=is_gated),
-        "deterministic": partial(multiply, is_gated=is_gated, is_deterministic=True),
+        "strandline": product(is_gated=is_gated),
+        "deterministic": product(is_gated=is_gated, is_deterministic=True),
     }
     further = {"dense": dense_variants, "fp8": fp8_variants}.get(weight_format, int4_variants)
     peers, partial_variants = further(shape, rows, variants)
@@ -89,18 +89,12 @@ def product(weight_format: str, shape: Shape, rows: int, group: int = 128) -> Wo
         num_bytes=num_bytes(weights[0]),
         num_flops=2.0 * rows * shape.num_inputs * shape.num_outputs,
         flops_per_s=FLOPS_FP8 if is_fp8 else FLOPS,
-        reference=lambda x, weight: bind_reference(weight, is_gated=is_gated)(x),
+        reference=reference_product(is_gated=is_gated),
         before=lambda _: norm(),
         peers=peers,
         partial=partial_variants,
         launches=partial(launches, weight_format, shape, rows),
     )
-
-
-def multiply(x: Any, weight: Any, *, is_gated: bool, is_deterministic: bool = False) -> Tensor:
-    """Multiply as a layer does."""
-    out: Tensor = bind_product(weight, is_gated=is_gated, is_deterministic=is_deterministic)(x)
-    return out
 
 
 Names = tuple[set[str], set[str]]
@@ -161,7 +155,8 @@ def int4_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
 def with_dense_outputs(shape: Shape) -> Any:
     """Return the product with a fused weight, the last part of which is in no format."""
     dense = DenseWeight(random(shape.num_dense, shape.num_inputs))
-    return lambda x, weight: multiply(x, StackedWeight((weight, dense)), is_gated=False)
+    multiply = product()
+    return lambda x, weight: multiply(x, StackedWeight((weight, dense)))
 
 
 def launches(weight_format: str, shape: Shape, rows: int) -> Iterator[Launch]:
@@ -210,4 +205,4 @@ def quantized_launches(
 for _format in FORMATS:
     _shapes = SHAPES if _format == "dense" else QUANTIZED_SHAPES
     _axes: dict[str, Any] = {"group": GROUPS} if _format == "int4" else {}
-    case(f"linear/{_format}", shape=_shapes, rows=ROWS, **_axes, tiny=TINY)(partial(product, _format))
+    case(f"linear/{_format}", shape=_shapes, rows=ROWS, **_axes, tiny=TINY)(partial(work, _format))

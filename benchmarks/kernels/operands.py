@@ -5,6 +5,7 @@ All that cases of matrix products and of experts know about formats is here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from strandline.kernels.experts.block_scaled_moe import block_scaled_experts_glu
 from strandline.kernels.experts.four_bit_moe import four_bit_experts_glu, four_bit_mixture
 from strandline.kernels.experts.moe import mixture, mixture_relu_squared
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, Linear, bind_gated_linear, bind_linear
+from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.activation import swiglu
@@ -73,18 +74,23 @@ def num_bytes(weight: Any) -> int:
     raise TypeError(type(weight))
 
 
-def bind_product(weight: Weight, *, is_gated: bool = False, is_deterministic: bool = False) -> Linear:
-    """Return the product with a weight, or its gated linear unit."""
-    return _bind(kernels_of(LINEAR_OPERATIONS, is_deterministic=is_deterministic), weight, is_gated=is_gated)
+Product = Callable[[Any, Any], Any]
+"""Takes rows and a weight."""
 
 
-def bind_reference(weight: Weight, *, is_gated: bool = False) -> Linear:
+def product(*, is_gated: bool = False, is_deterministic: bool = False) -> Product:
+    """Return the product with weights of any format, or its gated linear unit."""
+    return partial(_multiply, kernels_of(LINEAR_OPERATIONS, is_deterministic=is_deterministic), is_gated)
+
+
+def reference_product(*, is_gated: bool = False) -> Product:
     """Return the same by reference implementations."""
-    return _bind(reference_kernels(LINEAR_OPERATIONS), weight, is_gated=is_gated)
+    return partial(_multiply, reference_kernels(LINEAR_OPERATIONS), is_gated)
 
 
-def _bind(kernels: Kernels, weight: Weight, *, is_gated: bool) -> Linear:
-    return bind_gated_linear(kernels, weight) if is_gated else bind_linear(kernels, weight)
+def _multiply(kernels: Kernels, is_gated: bool, x: Rows, weight: Weight) -> Any:
+    bind = bind_gated_linear if is_gated else bind_linear
+    return bind(kernels, weight)(x)
 
 
 def bind_norm(weight_format: str, weight_I: Tensor) -> Callable[[Tensor], Rows]:
@@ -112,35 +118,34 @@ Projected = tuple[Tensor, Tensor, Tensor | None]
 """Products of tokens with the shared expert's first weight and with the router's, and the shared expert's gate."""
 
 
-def bind_experts(experts: Experts, *, is_deterministic: bool = False) -> Callable[[Rows, Projected], Tensor]:
-    """Return the mixture of experts, of tokens and ``Projected``."""
-    return _bind_experts(kernels_of(EXPERT_OPERATIONS, is_deterministic=is_deterministic), experts)
+Mixture = Callable[[Any, Projected, Experts], Tensor]
+"""Takes tokens, products of them, and a layer's experts."""
 
 
-def bind_reference_experts(experts: Experts) -> Callable[[Rows, Projected], Tensor]:
+def mixture_of_experts(*, is_deterministic: bool = False) -> Mixture:
+    """Return the mixture of experts of any format."""
+    return partial(_mix, kernels_of(EXPERT_OPERATIONS, is_deterministic=is_deterministic))
+
+
+def reference_mixture() -> Mixture:
     """Return the same by reference implementations."""
-    return _bind_experts(reference_kernels(EXPERT_OPERATIONS), experts)
+    return partial(_mix, reference_kernels(EXPERT_OPERATIONS))
 
 
-def _bind_experts(kernels: Kernels, experts: Experts) -> Callable[[Rows, Projected], Tensor]:
+def _mix(kernels: Kernels, x: Rows, projected: Projected, experts: Experts) -> Tensor:
     up, down, shared_down, routing = experts.up, experts.down, experts.shared_down, experts.routing
     function = cast(Callable[[Operation[..., Any]], Callable[..., Any]], kernels.__getitem__)
     if isinstance(up, DenseWeight):
-        mix = function(mixture if experts.is_gated else mixture_relu_squared)
         dense = (up.values_OI, down.values_OI, shared_down, routing, experts.bias_E, experts.held)
-        num_projected = 3 if experts.is_gated else 2
-        return lambda x, projected: added_up(mix(x, *projected[:num_projected], *dense))
+        if experts.is_gated:
+            return added_up(function(mixture)(x, *projected, *dense))
+        return added_up(function(mixture_relu_squared)(x, *projected[:2], *dense))
     is_scaled = isinstance(up, ScaledWeight)
     if experts.bias_E is None:
         mix = function(block_scaled_mixture if is_scaled else four_bit_mixture)
-        return lambda x, projected: added_up(mix(x, *projected, up, down, shared_down, routing, experts.held))
-    compute = function(block_scaled_experts_glu if is_scaled else four_bit_experts_glu)
+        return added_up(mix(x, *projected, up, down, shared_down, routing, experts.held))
     activate = function(swiglu_quantized if isinstance(shared_down, ScaledWeight) else swiglu)
-    multiply_shared = bind_linear(kernels, shared_down)
-
-    def routed(x: Rows, projected: Projected) -> Tensor:
-        shared_TD = multiply_shared(activate(projected[0]))
-        chosen = kernels[route](projected[1], experts.bias_E, routing)
-        return added_up(compute(x, up, down, *chosen, shared_TD, projected[2], experts.held))
-
-    return routed
+    shared_TD = bind_linear(kernels, shared_down)(activate(projected[0]))
+    chosen = kernels[route](projected[1], experts.bias_E, routing)
+    compute = function(block_scaled_experts_glu if is_scaled else four_bit_experts_glu)
+    return added_up(compute(x, up, down, *chosen, shared_TD, projected[2], experts.held))

@@ -180,8 +180,10 @@ def measure(shape: Shape, options: argparse.Namespace, references: Mapping[tuple
         return
     torch.manual_seed(crc32(shape.name.encode()))
     try:
-        with torch.device(device), torch.inference_mode():
-            yield from Measurement(shape.work(), device, options, references).rows(shape.name)
+        with torch.inference_mode():
+            with torch.device(device):
+                work = shape.work()
+            yield from Measurement(work, device, options, references).rows(shape.name)
     except Skipped as reason:
         yield Row(shape.name, "*", problem=f"skipped: {reason}")
     if device == "cuda":
