@@ -7,6 +7,7 @@ reference implementations. If a backend cannot run a workload, the reason is rec
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -15,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
-from strandline.kernels.operation import Backend, Operation, Workload
+from strandline.kernels.operation import Backend, Launches, Operation, Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
 
 P = ParamSpec("P")
@@ -128,4 +129,6 @@ def _load(operation: Operation[..., Any], backend: Backend, workload: Workload) 
     if workload.is_deterministic and backend.invariant_module is not None:
         module, name = backend.invariant_module, f"{name}_invariant"
     function: Callable[..., Any] = getattr(import_module(f"strandline.kernels.{module}"), name)
+    if workload.is_deterministic and backend.takes_launches:
+        return partial(function, launches=Launches.FIXED)
     return function

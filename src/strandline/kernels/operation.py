@@ -2,7 +2,8 @@
 
 An operation is a torch function that runs on every device, its reference implementation, and the backends that
 implement it faster: functions of the same name and signature in other modules of this package. A backend declares what
-it supports, so that ``bind_kernels`` (``binding.py``) can choose once per engine, before the first step::
+it supports, so that ``bind_kernels`` (``binding.py``) can choose once per engine, before the first step. A backend
+whose results depend on how it is launched also takes ``launches``, a keyword that ``bind_kernels`` gives::
 
     @operation(triton("attention.attention_triton"), numba("attention.attention_numba", memory={"key": ("float32",)}))
     def paged_attention(...) -> Tensor:
@@ -11,6 +12,7 @@ it supports, so that ``bind_kernels`` (``binding.py``) can choose once per engin
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final, Generic, ParamSpec, TypeVar
 
 from strandline.specs import E4M3, TensorSpec
@@ -23,6 +25,15 @@ FLOATS: Final = ("float32", "bfloat16")
 
 KEYS_AND_VALUES: Final = dict.fromkeys(("key", "value"), (*FLOATS, E4M3))
 """Dtypes of keys and values that Numba kernels read and write."""
+
+
+class Launches(Enum):
+    """How a backend chooses the sizes of its launches."""
+
+    MEASURED = "measured"
+    """The fastest launch for each number of rows."""
+    FIXED = "fixed"
+    """Launches that add in one order for any number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +63,10 @@ class Backend:
     """Supported dtypes of tensors that a layer keeps, by name; names not listed support all."""
     channel_multiples: Mapping[str, int] = field(default_factory=dict)
     """Required multiple of the last dimension of tensors that a layer keeps, by name."""
+    takes_launches: bool = False
+    """Whether the function takes ``launches``; if not, its results do not depend on how it is launched."""
     invariant_module: str | None = None
-    """Module of ``<operation>_invariant``, for deterministic engines; None: the ordinary function is invariant."""
+    """Module of ``<operation>_invariant``, for deterministic engines; replaced by ``takes_launches``."""
 
     def limit(self, workload: Workload) -> str | None:
         """Return why this backend does not support a workload; None: it does."""
@@ -68,13 +81,9 @@ class Backend:
         return None
 
 
-def triton(module: str, *, invariant: str | None = None) -> Backend:
-    """Declare a Triton version, for GPUs.
-
-    Args:
-        invariant: module of the version for deterministic engines, if it differs.
-    """
-    return Backend("Triton", module, invariant_module=invariant)
+def triton(module: str, *, takes_launches: bool = False, invariant: str | None = None) -> Backend:
+    """Declare a Triton version, for GPUs; arguments as the attributes of ``Backend``."""
+    return Backend("Triton", module, takes_launches=takes_launches, invariant_module=invariant)
 
 
 def numba(

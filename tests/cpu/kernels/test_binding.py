@@ -2,6 +2,7 @@
 
 import inspect
 import pkgutil
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -10,9 +11,10 @@ import torch
 
 from strandline import kernels
 from strandline.kernels.attention.attention import paged_attention
+from strandline.kernels.attention.qkv import prepare_qkv
 from strandline.kernels.binding import bind_kernels, why_unavailable
 from strandline.kernels.gemm.linear import linear
-from strandline.kernels.operation import Operation, Workload, operation, triton
+from strandline.kernels.operation import Launches, Operation, Workload, operation, triton
 from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.specs import TensorSpec
@@ -31,12 +33,14 @@ OPERATIONS = {
 }
 
 FUNCTIONS = [
-    (name, module, function)
+    (name, module, function, backend.takes_launches)
     for name, declared in sorted(OPERATIONS.items())
     for backend in declared.backends
     for module, function in ((backend.module, name), (backend.invariant_module, f"{name}_invariant"))
     if module is not None
 ]
+
+LAUNCHES = ("launches", inspect.Parameter.KEYWORD_ONLY, Launches.MEASURED)
 
 HAS_NUMBA = why_unavailable("Numba", "cpu") is None
 NEEDS_NUMBA = pytest.mark.skipif(not HAS_NUMBA, reason="Numba is not installed, or torch's threads are not GNU's")
@@ -47,12 +51,16 @@ def state(dtype: str) -> tuple[TensorSpec, ...]:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the backends' files import Triton, which is not installed")
-@pytest.mark.parametrize(("name", "module", "function"), FUNCTIONS)
-def test_backend_has_the_signature_of_the_reference(name: str, module: str, function: str) -> None:
+@pytest.mark.parametrize(("name", "module", "function", "takes_launches"), FUNCTIONS)
+def test_backend_has_the_signature_of_the_reference(
+    name: str, module: str, function: str, takes_launches: bool
+) -> None:
     backend = getattr(import_module(f"strandline.kernels.{module}"), function)
-    parameters = [list(inspect.signature(x).parameters.values()) for x in (backend, OPERATIONS[name].reference)]
-    names = [[(p.name, p.kind, p.default) for p in signature] for signature in parameters]
-    assert names[0] == names[1]
+    own, expected = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for function in (backend, OPERATIONS[name].reference)
+    )
+    assert own == [*expected, LAUNCHES] if takes_launches else own == expected
 
 
 @pytest.mark.parametrize("device_type", ["xpu", "cuda"])
@@ -87,7 +95,7 @@ def test_operations_that_read_the_host_stay_out_of_graphs() -> None:
 
 
 def test_cpu_never_loads_triton_versions() -> None:
-    @operation(triton("no_such_module", invariant="no_such_module"))
+    @operation(triton("no_such_module", takes_launches=True))
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
@@ -144,11 +152,15 @@ def test_deterministic_and_ordinary_kernels_coexist(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("STRANDLINE_TRITON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     ordinary, invariant = (
-        bind_kernels([linear, rms_norm_zero_centered], Workload("cuda", "bfloat16", is_deterministic=is_deterministic))
+        bind_kernels(
+            [prepare_qkv, rms_norm_zero_centered], Workload("cuda", "bfloat16", is_deterministic=is_deterministic)
+        )
         for is_deterministic in (False, True)
     )
-    assert ordinary[linear] is import_module("strandline.kernels.gemm.linear_triton").linear
-    assert invariant[linear] is import_module("strandline.kernels.gemm.matmul_triton").linear_invariant
+    function, fixed = import_module("strandline.kernels.attention.qkv_triton").prepare_qkv, invariant[prepare_qkv]
+    assert ordinary[prepare_qkv] is function
+    assert isinstance(fixed, partial)
+    assert (fixed.func, fixed.args, fixed.keywords) == (function, (), {"launches": Launches.FIXED})
     assert ordinary[rms_norm_zero_centered] is invariant[rms_norm_zero_centered]
 
 

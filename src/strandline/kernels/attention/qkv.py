@@ -35,7 +35,7 @@ class HeadNorm(NamedTuple):
 
 
 @operation(
-    triton("attention.qkv_triton", invariant="attention.qkv_triton"),
+    triton("attention.qkv_triton", takes_launches=True),
     numba("attention.qkv_numba", memory=KEYS_AND_VALUES),
 )
 def prepare_qkv(

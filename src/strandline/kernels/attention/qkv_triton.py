@@ -19,6 +19,7 @@ from torch import Tensor
 
 from strandline.kernels.attention.qkv import HeadNorm
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise import quantized_rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -159,39 +160,14 @@ def prepare_qkv(
     rotary: tuple[Tensor, Tensor] | None,
     memory: KVMemory,
     batch: AttentionBatch,
+    *,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """Normalise and rotate queries and keys, store keys and values in their blocks; return ``q_THD``.
 
-    Needs channels that lie together, in the inputs' rows and in the tables'; rows may lie apart. No two rows
-    may name one place to be written to, as in every step.
+    Needs contiguous channels, in the inputs' rows and in the tables'; rows may have any stride. No two rows may
+    name the same row of a block, as in every step. Launches of other sizes add a head's squares in another order.
     """
-    launch = FEW_TOKENS_LAUNCH if len(q_TO) <= FEW_TOKENS else MANY_TOKENS_LAUNCH
-    return _prepare(q_TO, k_TO, v_TO, norm, rotary, memory, batch, launch)
-
-
-def prepare_qkv_invariant(
-    q_TO: Tensor,
-    k_TO: Tensor,
-    v_TO: Tensor,
-    norm: HeadNorm | None,
-    rotary: tuple[Tensor, Tensor] | None,
-    memory: KVMemory,
-    batch: AttentionBatch,
-) -> Tensor:
-    """As :func:`prepare_qkv`, with one launch for any number of tokens: others add a head's squares differently."""
-    return _prepare(q_TO, k_TO, v_TO, norm, rotary, memory, batch, MANY_TOKENS_LAUNCH)
-
-
-def _prepare(
-    q_TO: Tensor,
-    k_TO: Tensor,
-    v_TO: Tensor,
-    norm: HeadNorm | None,
-    rotary: tuple[Tensor, Tensor] | None,
-    memory: KVMemory,
-    batch: AttentionBatch,
-    launch: tuple[int, int],
-) -> Tensor:
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
     _, _, num_kv_heads, head_dim = k_BPGD.shape
     num_tokens, num_heads = len(q_TO), q_TO.shape[1] // head_dim
@@ -200,7 +176,8 @@ def _prepare(
         return q_THD
     cos_T12F, sin_T12F = rotary or (q_TO[..., :0], q_TO[..., :0])
     q_norm_D, k_norm_D, eps, is_zero_centered = norm or (q_TO, q_TO, 0.0, False)
-    block_w, num_warps = launch
+    is_small = num_tokens <= FEW_TOKENS and launches is Launches.MEASURED
+    block_w, num_warps = FEW_TOKENS_LAUNCH if is_small else MANY_TOKENS_LAUNCH
     grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, block_w))
     _prepare_kernel[grid](
         q_TO,
