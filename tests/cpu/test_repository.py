@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -91,9 +92,15 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """Parse a module; several checks read it."""
+    return ast.parse(text)
+
+
 def lengths(name: str, text: str) -> tuple[Lengths, Lengths]:
     """Return the lines of a file and of each function in it. Triton kernels and tables of constants count nothing."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     functions = {
         f"{name}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
         for node in ast.walk(tree)
@@ -123,7 +130,7 @@ def compiler_faults(name: str, text: str) -> list[str]:
     """
     imports = {
         (alias.name if isinstance(node, ast.Import) else str(node.module)).split(".")[0]
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
@@ -139,9 +146,11 @@ def compiler_faults(name: str, text: str) -> list[str]:
 
 def attributes_checked_at_run_time(text: str) -> list[str]:
     """Return the attributes of protocols for ``isinstance``, which from Python 3.12 on finds no module's parameters."""
+    if "runtime_checkable" not in text:
+        return []
     return [
         f"{protocol.name}.{ast.unparse(member.target)}"
-        for protocol in ast.walk(ast.parse(text))
+        for protocol in ast.walk(parsed(text))
         if isinstance(protocol, ast.ClassDef) and "runtime_checkable" in map(ast.unparse, protocol.decorator_list)
         for member in protocol.body
         if isinstance(member, ast.AnnAssign)
@@ -158,19 +167,19 @@ def test_every_kind_of_file_is_read() -> None:
     assert expected <= set(TEXTS)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_file_names_no_registry_and_no_machine(name: str) -> None:
-    assert forbidden_names(TEXTS[name]) == []
+def test_files_name_no_registry_and_no_machine() -> None:
+    found = {name: forbidden_names(text) for name, text in TEXTS.items()}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if name.endswith(".md")])
-def test_relative_links_lead_somewhere(name: str) -> None:
-    assert broken_links(ROOT / name, TEXTS[name]) == []
+def test_relative_links_lead_somewhere() -> None:
+    found = {name: broken_links(ROOT / name, text) for name, text in TEXTS.items() if name.endswith(".md")}
+    assert {name: targets for name, targets in found.items() if targets} == {}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TEXTS if name.endswith(".md")))
-def test_commands_can_be_copied(name: str) -> None:
-    assert wrapped_commands(TEXTS[name]) == []
+def test_commands_can_be_copied() -> None:
+    found = {name: wrapped_commands(text) for name, text in TEXTS.items() if name.endswith(".md")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_functions_and_files_are_short_or_say_why_not() -> None:
@@ -178,14 +187,14 @@ def test_functions_and_files_are_short_or_say_why_not() -> None:
     assert found == set(LONG_FOR_A_REASON), "cut it up, or give the reason; strike out what is short again"
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_compilers_stay_in_files_that_say_so(name: str) -> None:
-    assert compiler_faults(name, SOURCES[name]) == []
+def test_compilers_stay_in_files_that_say_so() -> None:
+    assert [fault for name, text in SOURCES.items() for fault in compiler_faults(name, text)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if "runtime_checkable" in SOURCES[name]])
-def test_protocols_checked_at_run_time_have_methods_and_properties_alone(name: str) -> None:
-    assert attributes_checked_at_run_time(SOURCES[name]) == []
+def test_protocols_checked_at_run_time_have_methods_and_properties_alone() -> None:
+    found = {name: attributes_checked_at_run_time(text) for name, text in SOURCES.items()}
+    assert any("runtime_checkable" in text for text in SOURCES.values())
+    assert {name: attributes for name, attributes in found.items() if attributes} == {}
 
 
 def test_decisions_are_numbered_without_gaps() -> None:
