@@ -1,95 +1,113 @@
-"""Time the decode and the prefill of recurrences without logs on a GPU, at the shapes of published models.
+"""Recurrences and convolutions at the shapes of published models: decode steps and prefills.
 
-    PYTHONPATH=src python3 benchmarks/kernels/recurrences.py [--kinds mamba2] [--sweep]
-
-Decode: a graph holds a call for each of several layers, whose states together are larger than the cache; a time is the
-median of its replays over the calls. Every slot is read and written in place; the floor is these bytes. Prefill: one
-call; the floor is the larger of the time for all inputs, outputs and states, and that for the chunks' products.
-``--sweep`` tries how the kernels are launched.
+Every slot of a decode is read and written in place; several layers' states take turns. Prompts are equal. Their cuts,
+which save states on the way, are 5 tokens past a chunk's end or, on the grid, at one, where they add no chunk. Inputs
+are parts of the rows of one tensor, as projections leave them.
 """
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
+from case import Call, Launch, Work, bound, case, parse_launches, random, turns
 from torch import Tensor
-from triton.testing import do_bench
 
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
+from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences import (
+    delta_rule_triton,
+    gdn_prefill_triton,
     head_decay_triton,
-    kda_triton,
-    lightning_triton,
     mamba1_prefill_triton,
     mamba1_triton,
-    mamba2_triton,
     rglru_triton,
 )
+from strandline.kernels.recurrences.conv1d import causal_conv1d_prefill, causal_conv1d_update
+from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.recurrences.gdn_decode_triton import Launch as GdnLaunch
+from strandline.kernels.recurrences.kda import kda_decode, kda_prefill
+from strandline.kernels.recurrences.lightning import lightning_decode, lightning_prefill
+from strandline.kernels.recurrences.mamba1 import mamba1_decode, mamba1_prefill
+from strandline.kernels.recurrences.mamba2 import mamba2_decode, mamba2_prefill
+from strandline.kernels.recurrences.rglru import rglru_decode, rglru_prefill
 from strandline.kernels.recurrences.segments_triton import Division
 from strandline.kernels.sizes import NUM_SMS
 
-COPY_BYTES_PER_S = {"H200": 4.28e12, "H100": 2.9e12}
-BF16_FLOPS_PER_S = 700e12
-TOUCHED_BYTES = 400 << 20
-"""Bytes of the states of all calls of one graph: several times the cache."""
-
-BATCHES = (1, 4, 8, 16, 64, 256)
-PROMPTS = ((8192, 1, 0), (8192, 1, 8), (8192, 8, 0), (65536, 8, 0), (512, 1, 0))
-"""Tokens of all sequences together, sequences, cuts of each."""
-
-WORK_OF_LAUNCHES: dict[str, tuple[tuple[int, ...], ...]] = {
-    "FEW": ((1,), (8,)),
-    "MANY": ((64,), (256,)),
-    "NARROW": (PROMPTS[0], PROMPTS[2]),
-    "WIDE": (PROMPTS[0], PROMPTS[2]),
-    "WANTED_PROGRAMS": (PROMPTS[0], (2048, 1, 0), (16384, 4, 0)),
-    "PREPARE_WARPS": (PROMPTS[2],),
-    "PREPARE_REGISTERS": (PROMPTS[2],),
-    "SLICE": (PROMPTS[2],),
-    "LAUNCH": (PROMPTS[0], PROMPTS[2], PROMPTS[3]),
-    "DIVISION": (PROMPTS[0], PROMPTS[2], PROMPTS[4], (2048, 1, 0)),
-    "WIDENED_TOKENS": (PROMPTS[0], PROMPTS[4], (2048, 1, 0)),
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROMPTS = {
+    **{f"{tokens}x1": (tokens, 1, 0, 0) for tokens in (128, 512, 2048, 8192, 65536)},
+    **{f"{tokens}x{n}": (tokens, n, 0, 0) for tokens, n in ((2048, 16), (8192, 2), (8192, 8), (16384, 4), (32768, 4))},
+    "65536x8": (65536, 8, 0, 0),
+    "8192x1-8-cuts": (8192, 1, 8, 5),
+    "8192x1-8-cuts-on-grid": (8192, 1, 8, 0),
+    "8192x8-8-cuts": (8192, 8, 1, 5),
+    "8192x8-8-cuts-on-grid": (8192, 8, 1, 0),
 }
-"""What each launch is for."""
+"""Tokens of all sequences together, sequences, cuts of each, tokens of a cut past a chunk's end."""
+MAX_CHECKED_TOKENS = 16384
+"""Reference implementations of more take longer than all that is measured."""
+
+Inputs = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Kind:
     """A recurrence at the shape of a model."""
 
-    prefill: Callable[..., Tensor]
-    decode: Callable[..., Tensor]
+    prefill: Operation[..., Any]
+    decode: Operation[..., Any]
     tokens: tuple[tuple[int, ...], ...]
     """Shapes of a token's inputs."""
-    parameters: Callable[[], tuple[Any, ...]]
+    parameters: Callable[[], Inputs]
     state: tuple[int, ...]
-    chunk_flops: int
+    chunk_flops: int = 0
     """Operations of the matrix products of a chunk."""
-    launches: tuple[tuple[Any, str, tuple[Any, ...]], ...] = ()
-    """Module, constant, and the values that a sweep tries."""
+    decode_launches: Callable[[], Iterable[Launch]] = tuple
+    prefill_launches: Callable[[], Iterable[Launch]] = tuple
     state_dtype: torch.dtype = torch.float32
+    is_convolution: bool = False
+    """Whether only the first input of a token takes part, before a weight and no bias."""
 
     @property
     def state_bytes(self) -> int:
-        return torch.Size(self.state).numel() * self.state_dtype.itemsize
+        return prod(self.state) * self.state_dtype.itemsize
 
-    def inputs(self, num_tokens: int) -> tuple[Any, ...]:
-        """Return random inputs, parts of one wide tensor's rows, and parameters."""
-        sizes = [torch.Size(shape).numel() for shape in self.tokens]
-        parts = torch.randn(num_tokens, sum(sizes), device="cuda").bfloat16().split(sizes, dim=1)
+    @property
+    def token_sizes(self) -> list[int]:
+        return [prod(shape) for shape in self.tokens]
+
+    def inputs(self, num_tokens: int) -> Inputs:
+        """Return random inputs and parameters."""
+        parts = random(num_tokens, sum(self.token_sizes)).split(self.token_sizes, dim=1)
         return (*(x.unflatten(1, shape) for x, shape in zip(parts, self.tokens, strict=True)), *self.parameters())
 
+    def states(self, num_slots: int, num_layers: int) -> Tensor:
+        """Return slots of several layers' random states, and the null slot before them."""
+        return random(num_slots + 1, num_layers, *self.state, dtype=self.state_dtype)
 
-def decay_rates(num_heads: int) -> Tensor:
-    return torch.empty(num_heads, device="cuda").uniform_(0.001, 16).log()
+    def call(self, function: Call) -> Call:
+        """Return a function of inputs, states, slots and chunks."""
+        return partial(_convolve, function) if self.is_convolution else function
+
+    def bound(self, operation: Operation[..., Any], *, is_deterministic: bool = False) -> Call:
+        return self.call(bound(operation, is_deterministic=is_deterministic))
+
+
+def _convolve(function: Call, x: Tensor, rest: Tensor, weight: Tensor, *memory: Any) -> Any:
+    del rest
+    return function(x, weight, None, *memory, "silu")
+
+
+def decay_rates(num_heads: int, largest: float = 16) -> Tensor:
+    return torch.empty(num_heads).uniform_(0.001, largest).log()
 
 
 def per_head(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda")
+    return torch.randn(shape)
 
 
 def linear_flops(num_heads: int, num_groups: int, key_dim: int, value_dim: int) -> int:
@@ -98,218 +116,304 @@ def linear_flops(num_heads: int, num_groups: int, key_dim: int, value_dim: int) 
     return 2 * rows * (num_groups * rows * key_dim + num_heads * (2 * key_dim + rows) * value_dim)
 
 
-PREFILL_LAUNCHES = tuple(
-    head_decay_triton.Launch(*launch)
-    for launch in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3))
-)
+def constants(*names: str, values: Iterable[Any]) -> Iterator[Launch]:
+    """Yield values of constants of ``kernels.recurrences`` that are one and the same."""
+    for value in values:
+        yield Launch(f"{names[0].partition('.')[2]} {value}", {f"recurrences.{name}": value for name in names})
+
+
+DECODE_TILES = "8,1 16,1 16,2 32,1 32,2 32,4 64,2 64,4 64,8"
 SEGMENTED = (1, 2 * NUM_SMS, 4 * NUM_SMS, 8 * NUM_SMS)
-DECODE_LAUNCHES = tuple(
-    head_decay_triton.DecodeLaunch(*launch)
-    for launch in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8))
-)
-
-RGLRU_LAUNCHES = tuple(
-    rglru_triton.Launch(*launch)
-    for launch in ((32, 1, 8), (64, 1, 8), (64, 2, 8), (64, 2, 16), (64, 2, 32), (128, 2, 4), (128, 2, 8), (128, 4, 16))
-)
-MAMBA1_LAUNCHES = tuple(
-    mamba1_prefill_triton.Launch(*launch) for launch in ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2), (4, 4))
-)
-MAMBA1_DECODE_LAUNCHES = tuple(
-    mamba1_triton.Launch(*launch)
-    for launch in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
-)
 
 
-def divisions(division: Division, *per_sm: int) -> tuple[Division, ...]:
-    """Return others, and none, that want so many programs per multiprocessor."""
-    wanted = tuple(count * NUM_SMS for count in per_sm)
-    return (division._replace(max_segments=1), *(division._replace(wanted_programs=count) for count in wanted))
+def head_decay_decodes() -> Iterator[Launch]:
+    tiles = parse_launches(head_decay_triton.DecodeLaunch, DECODE_TILES)
+    return constants("head_decay_triton.FEW", "head_decay_triton.MANY", values=tiles)
 
 
-KINDS = {
-    "mamba2": Kind(  # Nemotron-3-Nano-30B-A3B
-        mamba2_triton.mamba2_prefill,
-        mamba2_triton.mamba2_decode,
-        ((64, 64), (8, 128), (8, 128), (64,)),
-        lambda: (decay_rates(64), per_head(64), per_head(64), (0.0, torch.inf)),
-        (64, 128, 64),
-        linear_flops(64, 8, 128, 64),
-        (
-            (head_decay_triton, "NARROW", PREFILL_LAUNCHES[:5]),
-            (head_decay_triton, "WANTED_PROGRAMS", SEGMENTED),
-            (head_decay_triton, "FEW", DECODE_LAUNCHES),
-            (head_decay_triton, "MANY", DECODE_LAUNCHES),
-        ),
-    ),
-    "kda": Kind(  # Kimi-Linear-48B-A3B
-        kda_triton.kda_prefill,
-        kda_triton.kda_decode,
-        ((32, 128), (32, 128), (32, 128), (32, 128), (32,)),
-        lambda: (decay_rates(32), per_head(32, 128) - 4.0, None),  # decays as moderate as published models' are
-        (32, 128, 128),
-        32 * 2 * 64 * (3 * 128 * 128 + 4 * 64 * 128 + 64 * 64),
-        (
-            (head_decay_triton, "FEW", DECODE_LAUNCHES),
-            (head_decay_triton, "MANY", DECODE_LAUNCHES),
-            (kda_triton, "PREPARE_WARPS", (4, 8)),
-            (kda_triton, "SLICE", (32, 64)),
-            (kda_triton, "PREPARE_REGISTERS", (128, 168, None)),
-        ),
-    ),
-    "lightning": Kind(  # MiniMax-Text-01
-        lightning_triton.lightning_prefill,
-        lightning_triton.lightning_decode,
-        ((64, 128), (64, 128), (64, 128)),
-        lambda: (-torch.rand(64, device="cuda"),),
-        (64, 128, 128),
-        linear_flops(64, 64, 128, 128),
-        (
-            (head_decay_triton, "WIDE", PREFILL_LAUNCHES),
-            (head_decay_triton, "WANTED_PROGRAMS", SEGMENTED),
-        ),
-    ),
-    "rglru": Kind(  # RecurrentGemma-9B
-        rglru_triton.rglru_prefill,
-        rglru_triton.rglru_decode,
-        ((4096,), (4096,), (4096,), (1,)),
-        lambda: (per_head(4096),),
-        (4096,),
-        0,
-        (
-            (rglru_triton, "LAUNCH", RGLRU_LAUNCHES),
-            (rglru_triton, "DIVISION", divisions(rglru_triton.DIVISION, 6, 12, 24, 32)),
-        ),
-    ),
-    "mamba1": Kind(  # Falcon-Mamba-7B
-        mamba1_prefill_triton.mamba1_prefill,
-        mamba1_triton.mamba1_decode,
-        ((8192,), (8192,), (16,), (16,), (8192,)),
-        lambda: (per_head(8192), per_head(8192), per_head(8192, 16)),
-        (8192, 16),
-        0,
-        (
-            (mamba1_triton, "FEW", MAMBA1_DECODE_LAUNCHES),
-            (mamba1_triton, "MANY", MAMBA1_DECODE_LAUNCHES),
-            (mamba1_prefill_triton, "LAUNCH", MAMBA1_LAUNCHES),
-            (mamba1_prefill_triton, "DIVISION", divisions(mamba1_prefill_triton.DIVISION, 4, 8, 12, 16, 24)),
-            (mamba1_prefill_triton, "WIDENED_TOKENS", (0, 1 << 30)),
-        ),
-    ),
-}
+def head_decay_prefills(name: str) -> Iterator[Launch]:
+    tiles = parse_launches(head_decay_triton.Launch, "64,4,1 64,4,2 64,4,3 64,8,2 64,8,3 128,8,2 128,8,3")
+    yield from constants(f"head_decay_triton.{name}", values=tiles)
+    yield from constants("head_decay_triton.WANTED_PROGRAMS", values=SEGMENTED)
 
 
-def bytes_per_s() -> float:
-    name = torch.cuda.get_device_name()
-    return next((rate for key, rate in COPY_BYTES_PER_S.items() if key in name), COPY_BYTES_PER_S["H200"])
+def kda_prefills() -> Iterator[Launch]:
+    yield from constants("kda_triton.PREPARE_WARPS", values=(4, 8))
+    yield from constants("kda_triton.SLICE", values=(32, 64))
+    yield from constants("kda_triton.PREPARE_REGISTERS", values=(128, 168, None))
 
 
-def decode_us(kind: Kind, batch_size: int) -> float:
-    """Return the time of one layer's call."""
-    num_layers = min(30, max(4, TOUCHED_BYTES // (batch_size * kind.state_bytes)))
-    arena = torch.randn(batch_size + 1, num_layers, *kind.state, device="cuda").to(kind.state_dtype)
-    slots = torch.randperm(batch_size, device="cuda") + 1
-    return replayed_us(
-        [partial(kind.decode, *kind.inputs(batch_size), arena[:, i], slots, slots) for i in range(num_layers)]
+def divisions(module: str, division: Division, *per_sm: int) -> Iterator[Launch]:
+    """Yield other divisions into segments, and none, that want so many programs per multiprocessor."""
+    wanted = (division._replace(wanted_programs=count * NUM_SMS) for count in per_sm)
+    yield from constants(f"{module}.DIVISION", values=(division._replace(max_segments=1), *wanted))
+
+
+def rglru_prefills() -> Iterator[Launch]:
+    tiles = parse_launches(rglru_triton.Launch, "32,1,8 64,1,8 64,2,8 64,2,16 64,2,32 128,2,4 128,2,8 128,4,16")
+    yield from constants("rglru_triton.LAUNCH", values=tiles)
+    yield from divisions("rglru_triton", rglru_triton.DIVISION, 6, 12, 24, 32)
+
+
+def mamba1_decodes() -> Iterator[Launch]:
+    tiles = parse_launches(mamba1_triton.Launch, f"{DECODE_TILES} 128,4 128,8")
+    return constants("mamba1_triton.FEW", "mamba1_triton.MANY", values=tiles)
+
+
+def mamba1_prefills() -> Iterator[Launch]:
+    tiles = parse_launches(mamba1_prefill_triton.Launch, "1,2 1,4 1,8 2,2 2,4 4,2 4,4")
+    yield from constants("mamba1_prefill_triton.LAUNCH", values=tiles)
+    yield from divisions("mamba1_prefill_triton", mamba1_prefill_triton.DIVISION, 4, 8, 12, 16, 24)
+    yield from constants("mamba1_prefill_triton.WIDENED_TOKENS", values=(0, 1 << 30))
+
+
+def gdn_decodes() -> Iterator[Launch]:
+    tiles = [GdnLaunch(v, w) for v in (8, 16, 32, 64, 128) for w in (1, 2, 4, 8) if v <= 64 * w]
+    return constants("gdn_decode_triton.FEW", "gdn_decode_triton.MANY", values=tiles)
+
+
+def gdn_prefills() -> Iterator[Launch]:
+    """Yield registers of the first kernel; columns, stages and segments of the second, and stages without outputs."""
+    yield from constants("gdn_prefill_triton.PREPARE_REGISTERS", values=(None, 168, 128))
+    launches = product((64, 128), (2, 3), (1, 2, 3, 4, 5, 6, 8), (2, 3))
+    for columns, stages, segments, partial_stages in launches:
+        launch = delta_rule_triton.Advance(columns, columns // 16, stages, segments)
+        values = {"gdn_prefill_triton.choose_launch": launch, "delta_rule_triton.PARTIAL_STAGES": partial_stages}
+        named = {f"recurrences.{name}": value for name, value in values.items()}
+        yield Launch(f"{tuple(launch)}, {partial_stages} without outputs", named)
+
+
+def conv_prefills() -> Iterator[Launch]:
+    names = ("BLOCK_T", "BLOCK_C", "NUM_WARPS")
+    for tokens, channels, warps in ((t, c, w) for t in (4, 8, 16, 32) for c in (4, 8, 16) for w in (1, 2, 4)):
+        if tokens * channels <= 256:
+            values = dict(zip(names, (tokens, channels * 32 * warps, warps), strict=True))
+            yield Launch(str(tuple(values.values())), {f"recurrences.conv1d_triton.{n}": v for n, v in values.items()})
+
+
+def conv_updates() -> Iterator[Launch]:
+    for n, c, warps in ((n, c, w) for n in (1, 2, 4, 8) for c in (64, 128, 256, 512, 1024, 2048) for w in (1, 2, 4, 8)):
+        if 128 <= n * c // warps * 4 <= 8192:
+            values = {"UPDATE_LAUNCHES": (), "UPDATE_LARGEST": (n, c, warps)}
+            yield Launch(f"{n, c, warps}", {f"recurrences.conv1d_triton.{name}": v for name, v in values.items()})
+
+
+def gdn(num_heads: int, head_dim: int = 128, state_dtype: torch.dtype = torch.float32) -> Kind:
+    """Return Qwen3.5's recurrence, whose value heads are twice as many as its key heads."""
+    keys, rows = num_heads // 2, CHUNK_TOKENS
+    flops_of_head = 2 * rows * (3 * head_dim**2 + 2 * rows * head_dim + rows**2)
+    return Kind(
+        gdn_prefill,
+        gdn_decode,
+        ((keys, head_dim), (keys, head_dim), (num_heads, head_dim), (num_heads,), (num_heads,)),
+        lambda: (decay_rates(num_heads, 4), per_head(num_heads)),
+        (num_heads, head_dim, head_dim),
+        num_heads * flops_of_head + keys * 4 * rows * rows * head_dim,
+        gdn_decodes,
+        gdn_prefills,
+        state_dtype,
     )
 
 
-def replayed_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time of one of these calls in a graph of all of them."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = list[float]()
-    for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return sorted(times[3:])[6]
+def mamba2(num_heads: int, head_dim: int, num_groups: int, state_dim: int) -> Kind:
+    group = (num_groups, state_dim)
+    return Kind(
+        mamba2_prefill,
+        mamba2_decode,
+        ((num_heads, head_dim), group, group, (num_heads,)),
+        lambda: (decay_rates(num_heads), per_head(num_heads), per_head(num_heads), (0.0, torch.inf)),
+        (num_heads, state_dim, head_dim),
+        linear_flops(num_heads, num_groups, state_dim, head_dim),
+        head_decay_decodes,
+        partial(head_decay_prefills, "NARROW"),
+    )
 
 
-def decode_floor_us(kind: Kind, batch_size: int) -> float:
-    return 2e6 * batch_size * kind.state_bytes / bytes_per_s()
+def kda(num_heads: int, head_dim: int = 128) -> Kind:
+    heads, rows = (num_heads, head_dim), CHUNK_TOKENS
+    return Kind(
+        kda_prefill,
+        kda_decode,
+        (heads, heads, heads, heads, (num_heads,)),
+        lambda: (decay_rates(num_heads), per_head(*heads) - 4.0, None),  # decays as moderate as published models' are
+        (num_heads, head_dim, head_dim),
+        num_heads * 2 * rows * (3 * head_dim**2 + 4 * rows * head_dim + rows**2),
+        head_decay_decodes,
+        kda_prefills,
+    )
 
 
-def table_of(num_tokens: int, num_sequences: int, num_cuts: int) -> ChunkTable:
-    """Return equal prompts whose cuts lie off the grid."""
+def lightning(num_heads: int, head_dim: int = 128) -> Kind:
+    return Kind(
+        lightning_prefill,
+        lightning_decode,
+        ((num_heads, head_dim),) * 3,
+        lambda: (-torch.rand(num_heads),),
+        (num_heads, head_dim, head_dim),
+        linear_flops(num_heads, num_heads, head_dim, head_dim),
+        prefill_launches=partial(head_decay_prefills, "WIDE"),
+    )
+
+
+def rglru(width: int) -> Kind:
+    tokens, parameters = ((width,), (width,), (width,), (1,)), lambda: (per_head(width),)
+    return Kind(rglru_prefill, rglru_decode, tokens, parameters, (width,), prefill_launches=rglru_prefills)
+
+
+def mamba1(width: int, state_dim: int = 16) -> Kind:
+    return Kind(
+        mamba1_prefill,
+        mamba1_decode,
+        ((width,), (width,), (state_dim,), (state_dim,), (width,)),
+        lambda: (per_head(width), per_head(width), per_head(width, state_dim)),
+        (width, state_dim),
+        0,
+        mamba1_decodes,
+        mamba1_prefills,
+    )
+
+
+def convolution(channels: int, num_others: int) -> Kind:
+    """Return a short convolution, between other columns of the fused projection."""
+    return Kind(
+        causal_conv1d_prefill,
+        causal_conv1d_update,
+        ((channels,), (num_others,)),
+        lambda: (random(channels, 4),),
+        (3, channels),
+        0,
+        conv_updates,
+        conv_prefills,
+        torch.bfloat16,
+        is_convolution=True,
+    )
+
+
+KINDS = {
+    "gdn": gdn(32),  # Qwen3.5-35B-A3B
+    "gdn-of-2-ranks": gdn(16),
+    "gdn-bfloat16-states": gdn(32, state_dtype=torch.bfloat16),
+    "mamba2": mamba2(64, 64, 8, 128),  # Nemotron-3-Nano-30B-A3B
+    "kda": kda(32),  # Kimi-Linear-48B-A3B
+    "lightning": lightning(64),  # MiniMax-Text-01
+    "rglru": rglru(4096),  # RecurrentGemma-9B
+    "mamba1": mamba1(8192),  # Falcon-Mamba-7B
+    "convolution": convolution(8192, 4160),  # Qwen3.5-35B-A3B
+}
+TINY_KINDS = {
+    "gdn": gdn(2, 16),
+    "gdn-of-2-ranks": gdn(2, 16),
+    "gdn-bfloat16-states": gdn(2, 16, torch.bfloat16),
+    "mamba2": mamba2(2, 16, 1, 16),
+    "kda": kda(1, 16),
+    "lightning": lightning(1, 16),
+    "rglru": rglru(32),
+    "mamba1": mamba1(32),
+    "convolution": convolution(32, 16),
+}
+
+
+def decode(kind: Kind, batch: int) -> Work:
+    """Return the decode steps of several layers."""
+    num_layers = turns(batch * kind.state_bytes, at_least=4, at_most=30)
+    state_SLX, slots = kind.states(batch, num_layers), torch.randperm(batch) + 1
+    return Work(
+        _variants(kind, kind.decode),
+        [(*kind.inputs(batch), state_SLX[:, layer], slots, slots) for layer in range(num_layers)],
+        num_bytes=2.0 * batch * (kind.state_bytes + (2 * 8192 if kind.is_convolution else 0)),
+        reference=kind.call(kind.decode.reference),
+        limit=2e-2,
+        memory=lambda *arguments: [arguments[-3][1:]],
+        launches=kind.decode_launches,
+    )
+
+
+def _variants(kind: Kind, operation: Operation[..., Any]) -> dict[str, Call]:
+    found = {"strandline": kind.bound(operation), "deterministic": kind.bound(operation, is_deterministic=True)}
+    has_other = any(backend.invariant_module for backend in operation.backends)
+    return found if has_other else {"strandline": found["strandline"]}
+
+
+def table_of(num_tokens: int, num_sequences: int, num_cuts: int = 0, past_grid: int = 0) -> ChunkTable:
+    """Return equal prompts, each with cuts so many tokens past a chunk's end."""
     length = num_tokens // num_sequences
-    cuts = [
-        [(length * (i + 1) // (num_cuts + 1) + 5, 2 * num_sequences + 1 + n * num_cuts + i) for i in range(num_cuts)]
-        for n in range(num_sequences)
-    ]
-    return build_chunk_table([(0, length)] * num_sequences, cuts, "cuda")
+    positions = [length * (i + 1) // (num_cuts + 1) // CHUNK_TOKENS * CHUNK_TOKENS + past_grid for i in range(num_cuts)]
+    first_slot = 2 * num_sequences + 1
+    cuts = [[(p, first_slot + n * num_cuts + i) for i, p in enumerate(positions)] for n in range(num_sequences)]
+    return build_chunk_table([(0, length)] * num_sequences, cuts, torch.get_default_device())
 
 
-def prefill_us(kind: Kind, num_tokens: int, num_sequences: int, num_cuts: int) -> float:
-    state = torch.randn((2 + num_cuts) * num_sequences + 1, *kind.state, device="cuda").to(kind.state_dtype)
-    slots = torch.arange(1, 2 * num_sequences + 1, device="cuda").chunk(2)
-    arguments = (*kind.inputs(num_tokens), state, *slots, table_of(num_tokens, num_sequences, num_cuts))
-    return 1000 * float(do_bench(lambda: kind.prefill(*arguments), warmup=10, rep=40, return_mode="median"))
+def prefill(kind: Kind, prompt: tuple[int, int, int, int]) -> Work:
+    """Return the prefills of several layers, each sequence from one slot to another."""
+    num_tokens, num_sequences, num_cuts, _ = prompt
+    table = table_of(*prompt)
+    num_slots = (2 + num_cuts) * num_sequences
+    # A convolution reads and writes its own channels only.
+    features = [2 * kind.token_sizes[0]] if kind.is_convolution else [*kind.token_sizes, max(kind.token_sizes)]
+    num_bytes = 2.0 * num_tokens * sum(features) + num_slots * kind.state_bytes
+    num_layers = turns(num_bytes, at_most=16)
+    state_SLX, slots = kind.states(num_slots, num_layers), torch.arange(1, 2 * num_sequences + 1)
+    return Work(
+        _variants(kind, kind.prefill),
+        [(*kind.inputs(num_tokens), state_SLX[:, layer], *slots.chunk(2), table) for layer in range(num_layers)],
+        num_bytes=num_bytes,
+        num_flops=float(len(table.starts) * kind.chunk_flops),
+        reference=kind.call(kind.prefill.reference) if num_tokens <= MAX_CHECKED_TOKENS else None,
+        limit=2e-2,
+        memory=lambda *arguments: [arguments[-4][1:]],
+        launches=kind.prefill_launches,
+    )
 
 
-def prefill_floor_us(kind: Kind, num_tokens: int, num_sequences: int, num_cuts: int) -> float:
-    of_inputs = sum(torch.Size(shape).numel() for shape in kind.tokens)
-    out = max(torch.Size(shape).numel() for shape in kind.tokens)
-    num_bytes = 2 * num_tokens * (of_inputs + out) + (2 + num_cuts) * num_sequences * kind.state_bytes
-    num_chunks = len(table_of(num_tokens, num_sequences, num_cuts).starts)
-    return 1e6 * max(num_bytes / bytes_per_s(), num_chunks * kind.chunk_flops / BF16_FLOPS_PER_S)
+for _name, _kind in KINDS.items():
+    _tiny = TINY_KINDS[_name]
+    case(f"{_name}/decode", batch=BATCHES, tiny={"kind": _tiny, "batch": 2})(partial(decode, kind=_kind))
+    case(f"{_name}/prefill", prompt=PROMPTS, tiny={"kind": _tiny, "prompt": (80, 1, 1, 5)})(
+        partial(prefill, kind=_kind)
+    )
 
 
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+@case("gdn-parts/prefill", prompt=PROMPTS, tiny={"prompt": (80, 1, 0, 0), "kind": gdn(4, 16)})
+def gdn_parts(prompt: tuple[int, int, int, int], kind: Kind = KINDS["gdn"]) -> Work:
+    """Return the two kernels of Gated DeltaNet's prefill, each alone."""
+    work = prefill(kind, prompt)
+
+    def prepare(q: Any, k: Any, _: Any, a: Any, b: Any, rate: Any, bias: Any, *memory: Any) -> Any:
+        return gdn_prefill_triton.prepare(q, k, a, b, rate, bias, memory[-1])
+
+    prepared = prepare(*work.arguments[0])
+
+    def advance(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        state, src, dst, chunks = others[4:]
+        launch = delta_rule_triton.choose_launch(chunks, *v.shape[1:])
+        return delta_rule_triton.advance(q, k, v, prepared, state, src, dst, chunks, launch)
+
+    return Work({"prepare": prepare, "advance": advance}, work.arguments, partial=("prepare", "advance"))
 
 
-def sweep(kind: Kind) -> None:
-    """Print the four best values of every constant, for each batch or step."""
-    for module, name, values in kind.launches:
-        is_decode = name in ("FEW", "MANY")
-        for case in WORK_OF_LAUNCHES[name]:
-            found = []
-            for value in values:
-                with replaced(module, name, value):
-                    try:
-                        found.append((decode_us(kind, *case) if is_decode else prefill_us(kind, *case), value))
-                    except Exception as error:  # noqa: BLE001 - a variant that does not compile is a result, too
-                        print(f"    {value}: {type(error).__name__} {str(error).splitlines()[:1]}")
-            for us, value in sorted(found)[:4]:
-                print(f"  {name} {case}: {us:8.1f} us {value}", flush=True)
+CPU_SHAPES = {"granite-4.0-h-tiny": mamba2(48, 64, 1, 128), "nemotron-3-nano-30b-a3b": mamba2(64, 64, 8, 128)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--sweep", action="store_true")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()} · torch {torch.__version__}")
-    for name in options.kinds.split(","):
-        kind = KINDS[name]
-        for batch_size in BATCHES:
-            us, floor = decode_us(kind, batch_size), decode_floor_us(kind, batch_size)
-            print(f"{name} decode at {batch_size:3}: {us:8.1f} us, floor {floor:6.1f} ({floor / us:.0%})", flush=True)
-        for case in PROMPTS:
-            us, floor = prefill_us(kind, *case), prefill_floor_us(kind, *case)
-            print(
-                f"{name} prefill of {case[0]} in {case[1]}, {case[2]} cuts each: {us:8.1f} us, "
-                f"floor {floor:6.1f} ({floor / us:.0%})",
-                flush=True,
-            )
-        if options.sweep:
-            sweep(kind)
-
-
-if __name__ == "__main__":
-    main()
+@case(
+    "mamba2-cpu/prefill",
+    device="cpu",
+    kind=CPU_SHAPES,
+    tokens=(16, 512, 2048),
+    dtype=DTYPES,
+    tiny={"kind": TINY_KINDS["mamba2"], "tokens": 16, "dtype": torch.float32},
+)
+def prefill_on_cpu(kind: Kind, tokens: int, dtype: torch.dtype) -> Work:
+    """Return one layer's prefill of a sequence that resumes from a state."""
+    work = prefill(kind, (tokens, 1, 0, 0))
+    [arguments] = work.arguments
+    typed = [x.to(dtype) for x in arguments[: len(kind.tokens)]]
+    return replace(
+        work,
+        variants={"strandline": bound(mamba2_prefill), "torch": mamba2_prefill.reference},
+        arguments=[(*typed, *arguments[len(kind.tokens) :])],
+        num_bytes=0.0,
+        num_flops=0.0,
+        peers={"torch"},
+        launches=tuple,
+    )

@@ -32,7 +32,7 @@ from report import Row, bytes_per_s, compare, load, save
 from timing import checksum, cpu_times_us, gpu_time_us, recorded_kernels, relative_error, tensors_of
 from torch import Tensor
 
-CASE_FILES = ("linear", "experts", "norms")
+CASE_FILES = ("linear", "experts", "norms", "recurrences", "recurrence_peers", "logs")
 """Modules that register cases."""
 
 RETRIES = 2
@@ -79,10 +79,10 @@ class Measurement:
 
     def rows_on_cpu(self, checked: list[tuple[Row, Callable[..., Any]]]) -> Iterator[Row]:
         """Time variants in turns, and yield their rows."""
-        if not self.options.untimed:
+        if checked and not self.options.untimed:
             calls = [partial(self._call, call, self.work.arguments[0]) for _, call in checked]
-            for (row, _), us in zip(checked, cpu_times_us(calls) if calls else [], strict=True):
-                row.us = us
+            for (row, _), (least_us, median_us) in zip(checked, cpu_times_us(calls), strict=True):
+                row.us, row.notes = least_us, {**row.notes, "median": f"{median_us:.2f} us"}
         yield from (row for row, _ in checked)
 
     def check(self, row: Row, call: Callable[..., Any]) -> None:
@@ -92,7 +92,8 @@ class Measurement:
         if row.variant in self.work.partial:
             return
         if self.expected is not None:
-            row.error, row.limit = relative_error(results, self.expected), self.work.limit
+            row.error = relative_error(results, self.expected)
+            row.limit = None if row.variant in self.work.peers else self.work.limit
         if self.options.digest and row.variant not in self.work.peers:
             row.digest = checksum(results)
         del returned

@@ -61,12 +61,12 @@ def _replay_us(run: Run, scratch: Tensor) -> float:
     return float(start.elapsed_time(end)) * 1000
 
 
-def cpu_times_us(variants: Sequence[Run], repeats: int = 9) -> list[float]:
-    """Return the least time of each call; calls take turns, so that all meet the same neighbours."""
+def cpu_times_us(variants: Sequence[Run], repeats: int = 9) -> list[tuple[float, float]]:
+    """Return the least and the median time of each call; calls take turns, so that all meet the same neighbours."""
     for call in variants:
         call()
     rounds = [[_elapsed_us(call) for call in variants] for _ in range(repeats)]
-    return [min(times) for times in zip(*rounds, strict=True)]
+    return [(min(times), median(times)) for times in zip(*rounds, strict=True)]
 
 
 def _elapsed_us(call: Run) -> float:

@@ -48,7 +48,7 @@ FEW_SEQUENCES = 32
 
 MANY = Short(block_v=16, num_warps=1, registers=128, skips_logged=False)
 """128 registers hold the tile and what is under way without spills, and let 16 programs share a multiprocessor; the
-branch would take 168 (benchmarks/kernels/gdn_short.py)."""
+branch would take 168 (benchmarks/kernels, `gdn/verify`)."""
 
 
 def choose_launch(num_sequences: int) -> Short:
