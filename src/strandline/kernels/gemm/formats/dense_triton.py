@@ -1,0 +1,75 @@
+"""Ordinary weights in kernels, of any strides.
+
+Shape suffixes: M rows of x, N outputs, K inputs.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from strandline.kernels.gemm.weights import DenseWeight
+
+
+class DenseLayout(NamedTuple):
+    """Nothing of an ordinary weight is compiled in."""
+
+
+def data(weight: DenseWeight) -> tuple:
+    """Return the tensor, and the strides of matrices, rows and inputs."""
+    values = weight.values_OI
+    return values, values.stride(0) if values.dim() == 3 else 0, values.stride(-2), values.stride(-1)
+
+
+def layout(_: DenseWeight) -> DenseLayout:
+    return DenseLayout()
+
+
+@triton.jit
+def tile(
+    x,
+    weight,
+    matrix,
+    read_M,
+    is_row_M,
+    col_N,
+    first,
+    end,
+    N,
+    K,
+    LAYOUT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply as ``operand_triton.py`` says."""
+    x_ptr, _, stride_x, _ = x
+    weight_ptr, stride_matrix, stride_row, stride_input = weight
+    offset_K = tl.arange(0, BLOCK_K)
+    is_col_N = col_N < N
+    x_MK_ptr = x_ptr + read_M[:, None].to(tl.int64) * stride_x + offset_K[None, :]
+    first_ptr = weight_ptr + tl.cast(matrix, tl.int64) * stride_matrix
+    weight_KN_ptr = first_ptr + offset_K[:, None] * stride_input + col_N[None, :].to(tl.int64) * stride_row
+    up_KN_ptr = weight_KN_ptr + N * stride_row
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc_up_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(first * BLOCK_K, end * BLOCK_K, BLOCK_K):
+        if IS_EVEN:
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start * stride_input)
+            if IS_GATED:
+                up_KN = tl.load(up_KN_ptr + start * stride_input)
+        else:
+            is_K = start + offset_K < K
+            is_KN = is_K[:, None] & is_col_N[None, :]
+            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
+            weight_KN = tl.load(weight_KN_ptr + start * stride_input, mask=is_KN, other=0.0)
+            if IS_GATED:
+                up_KN = tl.load(up_KN_ptr + start * stride_input, mask=is_KN, other=0.0)
+        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+        if IS_GATED:
+            acc_up_MN = tl.dot(x_MK, up_KN, acc_up_MN, input_precision="ieee")
+    return acc_MN, acc_up_MN
