@@ -6,7 +6,7 @@ and values, and for weights while they are loaded. Afterwards, weights that floa
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,9 +20,9 @@ from strandline.kernels.gemm.linear import has_fast_gemms
 from strandline.model_config import ModelConfig
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.registry import builder_for
+from strandline.models.storage.formats import WeightFormat, read_formats
 from strandline.models.storage.published_names import DRAFT_PREFIXES
-from strandline.models.storage.quantization_config import FourBit, Quantization, read_quantization
-from strandline.models.weights import WeightsReport, can_stay, published_dtype
+from strandline.models.weights import WeightsReport, published_dtype
 from strandline.specs import E4M3
 
 E4M3_CAPABILITY: Final = (8, 9)
@@ -115,30 +115,36 @@ def choose_storage(
     Raises:
         ConfigError: the weights are quantised in a way that is not supported.
     """
-    quantization = read_quantization(model_config)
-    if quantization is None:
+    formats = read_formats(model_config)
+    if not formats:
         return StorageChoice(False)
+    scheme = " and ".join(str(format.scheme) for format in formats)
     name = str(dtype).removeprefix("torch.")
-    obstacle = "--dequantize" if config.dequantize else why_dequantized(quantization, device)
+    obstacle = "--dequantize" if config.dequantize else why_dequantized(formats, device)
     if obstacle is None:
-        kind, bits = ("4 bits", 4) if isinstance(quantization, FourBit) else ("FP8", 8)
-        note = f"weights: {quantization}, kept in {kind}; those that are not published so are in {name}"
+        bits = min(format.bits for format in formats)
+        note = f"weights: {scheme}, kept in {_kinds(formats)}; those that are not published so are in {name}"
         return StorageChoice(True, note, bits)
     num_bytes = count_weights(model_config) * dtype.itemsize
-    note = f"weights: {quantization}, dequantised to {name} one by one as they load ({obstacle}); they take"
+    note = f"weights: {scheme}, dequantised to {name} one by one as they load ({obstacle}); they take"
     return StorageChoice(False, f"{note} {_size(num_bytes)}")
 
 
-def why_dequantized(quantization: Quantization | FourBit, device: torch.device) -> str | None:
+def why_dequantized(formats: Sequence[WeightFormat], device: torch.device) -> str | None:
     """Return why weights cannot stay quantised on a device; None: they can."""
-    kind = "4 bits" if isinstance(quantization, FourBit) else "FP8"
+    kind = _kinds(formats)
     if device.type != "cuda":
         return f"no GEMMs in {kind} on {device.type}"
-    if not can_stay(quantization):
-        return f"no GEMMs with {quantization}"
+    for format in formats:
+        if not format.can_stay:
+            return f"no GEMMs with {format.scheme}"
     if torch.cuda.get_device_capability(device) < PRODUCT_CAPABILITY:
         return f"GEMMs in {kind} need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
     return why_unavailable("Triton", device.type)
+
+
+def _kinds(formats: Sequence[WeightFormat]) -> str:
+    return " and ".join(format.kind for format in formats)
 
 
 def kept_note(report: WeightsReport) -> str | None:

@@ -3,8 +3,8 @@
 Every published tensor is accounted for: it is copied to its target, or recognised and skipped, or it is an error. A
 tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
 
-Quantised tensors stay so (``fp8_storage.py``, ``four_bit_storage.py``), or are dequantised one by one, on the device
-that they go to: beside the model there is never more than one of them.
+Quantised tensors stay so (``storage/stored_rows.py``), or are dequantised one by one, on the device that they go to:
+beside the model there is never more than one of them.
 """
 
 import math
@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,42 +25,21 @@ from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.parameters import Gain, matrices_without_memory
 from strandline.models.layers.protocol import LoadableModel
 from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.layers.targets import Index, Read, Target
+from strandline.models.layers.targets import Target
 from strandline.models.registry import builder_for
-from strandline.models.storage.four_bit import (
-    Holders,
-    PackedNames,
-    companions,
-    find_packed,
-    is_empty_bias,
-    open_packed,
-)
-from strandline.models.storage.four_bit_storage import (
-    FourBitStorage,
-    Scheme,
-    can_keep_four_bit,
-    find_keepable,
-    scheme_of,
-)
+from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
 from strandline.models.storage.fp8_conversion import is_converted
-from strandline.models.storage.fp8_storage import Fp8Storage, can_keep
+from strandline.models.storage.published import Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
-from strandline.models.storage.quantization import (
-    QUANTIZED_DTYPE,
-    check_activation_scale,
-    dequantize,
-    find_kv_scale,
-    find_scales,
-    read_kv_scale,
-    scale_grid,
-)
-from strandline.models.storage.quantization_config import Block, FourBit, Quantization, read_quantization
-from strandline.models.storage.weights_files import WeightsFile, list_unread, open_files
-
-STORED_DTYPES: Final = ("F32", "BF16", "F16")
+from strandline.models.storage.scales import find_kv_scale, read_kv_scale
+from strandline.models.storage.stored_rows import QuantizedStorage
+from strandline.models.storage.weights_files import list_unread, open_files
 
 MAX_HOST_ELEMENTS = 2**22
 """The largest tensor of random weights that is drawn on the host for a GPU."""
+
+QuantizedWeights = Mapping[str, tuple[int, PublishedWeight]]
+"""Quantised weights in files, by their names as if they were not, each with the index of its format."""
 
 MAX_NAMES = 5
 """Maximum number of tensors listed in an error; further ones are counted."""
@@ -128,8 +106,8 @@ def load_model(
         WeightsError: a file or tensor is missing, unreadable, unexpected or misshapen.
     """
     config = read_model_config(Path(path)) if config is None else config
-    quantization = read_quantization(config)
-    keeps_quantized = keeps_quantized and can_stay(quantization)
+    formats = read_formats(config)
+    keeps_quantized = keeps_quantized and can_stay(formats)
     with matrices_without_memory() if keeps_quantized else nullcontext():
         model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
         if with_draft_layer:
@@ -138,12 +116,12 @@ def load_model(
         model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":
         if keeps_quantized:
-            _fill_kept_randomly(model, quantization, published_dtype(config), seed, device)
+            _fill_kept_randomly(model, formats, published_dtype(config), seed, device)
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
         model.weights_report = _fill_from_files(
-            model, Path(path), quantization, rounded_to, device if keeps_quantized else None, progress=progress
+            model, Path(path), formats, rounded_to, device if keeps_quantized else None, progress=progress
         )
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
@@ -151,14 +129,9 @@ def load_model(
     return filled
 
 
-def can_stay(quantization: Quantization | FourBit | None) -> bool:
-    """Return whether kernels multiply with weights as they are published."""
-    match quantization:
-        case Quantization():
-            return can_keep(quantization)
-        case FourBit():
-            return can_keep_four_bit(quantization)
-    return False
+def can_stay(formats: Collection[WeightFormat]) -> bool:
+    """Return whether there are quantised weights, and kernels multiply with all of them as they are published."""
+    return bool(formats) and all(format.can_stay for format in formats)
 
 
 def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype) -> None:
@@ -221,7 +194,7 @@ def published_dtype(config: ModelConfig) -> torch.dtype:
 def _fill_from_files(
     model: Any,
     directory: Path,
-    quantization: Quantization | FourBit | None,
+    formats: tuple[WeightFormat, ...],
     rounded_to: torch.dtype | None,
     kept_device: torch.device | str | None,
     *,
@@ -233,71 +206,104 @@ def _fill_from_files(
         own_names = text_names(name for file in files for name in file.names())
         files = [file.renamed(own_names) for file in files]
         holders = {name: file for file in files for name in file.names()}
-        packed = find_packed(holders, quantization.packing) if isinstance(quantization, FourBit) else {}
-        names = frozenset(holders).difference(companions(packed)).union(packed)
-        _check_packed(directory, packed, holders)
-        targets = dict(model.targets(names))
-        in_fp8 = isinstance(quantization, Quantization)
-        quantized = [x for x in targets if x in holders and in_fp8 and holders[x].dtype(x) == QUANTIZED_DTYPE]
-        scales = {name: find_scales(name, names) for name in quantized}
-        prefixes = skipped_prefixes(*model.skipped_prefixes)
-        kv_scales = _set_kv_scales(model, holders, prefixes)
-        empty_biases = [name for name in names - targets.keys() if is_empty_bias(name, packed, holders)]
-        known = {*targets, *kv_scales, *empty_biases, *(scale for found in scales.values() for scale in found)}
-        unused = _find_unused(names - known, holders, prefixes)
-        skipped, unread = dict(Counter(unused.values())), tuple(list_unread(directory))
-        _check_names(directory, names.difference(unused), targets, known, own_names)
-        storage: Fp8Storage | FourBitStorage | None = None
+        quantized = find_weights(formats, holders)
+        skipped = _account_for_names(model, directory, holders, quantized, own_names)
+        targets = dict(model.targets(_names(holders, quantized)))
+        plain = {name: PlainWeight(name, holders[name]) for name in targets if name not in quantized}
+        weights = {name: plain.get(name) or quantized[name][1] for name in targets}
+        storage = None
         if kept_device is not None:
-            if isinstance(quantization, FourBit):
-                keepable = frozenset(find_keepable(packed, holders, quantization, targets))
-                scheme = scheme_of(packed, keepable, holders, quantization)
-                storage = FourBitStorage(model, targets, keepable, scheme, kept_device)
-            else:
-                storage = Fp8Storage(model, targets, quantized, kept_device)
-            targets = dict(model.targets(names))  # where memory now is
-        held = {names["codes"]: name for name, names in packed.items()}
+            storage = _new_storage(model, targets, formats, quantized, kept_device)
+            targets = dict(model.targets(_names(holders, quantized)))  # where memory now is
+        by_tensor = {weight.tensors[0]: name for name, weight in weights.items()}
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
-            for name in filter(targets.__contains__, (held.get(published, published) for published in file.names())):
-                if isinstance(quantization, FourBit) and name in packed:
-                    parts = (name, targets[name], packed[name], holders)
-                    assert not isinstance(storage, Fp8Storage)
-                    _fill_packed(*parts, quantization, rounded_to, storage)
-                    continue
-                _check_tensor(file, name, targets[name], is_quantized=name in scales)
-                if not targets[name].pieces:
-                    continue  # its scales are another rank's, too
-                read: Read = partial(file.get, name)
-                found = {scale: holders[scale].get(scale) for scale in scales.get(name, ())}
-                if isinstance(storage, FourBitStorage) and name in storage.names:
-                    storage.fill(name, read)
-                    continue
-                if isinstance(storage, Fp8Storage) and name in storage.names:
-                    assert isinstance(quantization, Quantization)
-                    storage.fill(name, read, _read_scales(found, targets[name], quantization) if found else None)
-                    continue
-                if isinstance(quantization, Quantization) and name in scales:
-                    read = _dequantized(read, found, targets[name], quantization, rounded_to)
-                targets[name].copy_from(read)
-        used = {name for name in (*scales, *packed) if name in targets and targets[name].pieces}
-        if storage is None:
-            return WeightsReport(len(targets), len(used), skipped, unread=unread)
-        storage.finish()
-        return WeightsReport(len(targets), len(used), skipped, len(storage.kept & used), unread)
+            for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
+                _fill(name, weights[name], targets[name], storage, rounded_to)
+        if storage is not None:
+            storage.finish()
+    used = {name for name in quantized if name in targets and targets[name].pieces}
+    num_kept = 0 if storage is None else len(storage.kept & used)
+    return WeightsReport(len(targets), len(used), skipped, num_kept, tuple(list_unread(directory)))
+
+
+def _names(holders: Holders, quantized: QuantizedWeights) -> frozenset[str]:
+    """Return the names of published weights, those of quantised ones as if they were not."""
+    packed = {tensor for name, (_, weight) in quantized.items() if name not in holders for tensor in weight.tensors}
+    return frozenset(holders.keys() - packed | quantized.keys())
+
+
+def _account_for_names(
+    model: Any, directory: Path, holders: Holders, quantized: QuantizedWeights, own_names: Mapping[str, str]
+) -> dict[str, int]:
+    """Return how many tensors are skipped, by what they belong to; set the model's scales of keys and values.
+
+    Raises:
+        WeightsError: weights are missing, or not known.
+    """
+    names = _names(holders, quantized)
+    targets, prefixes = dict(model.targets(names)), skipped_prefixes(*model.skipped_prefixes)
+    parts = {tensor for name, (_, weight) in quantized.items() if name in targets for tensor in weight.tensors}
+    empty_biases = {name for name in names - targets.keys() if _is_empty_bias(name, quantized, holders)}
+    known = {*targets, *parts, *empty_biases, *_set_kv_scales(model, holders, prefixes)}
+    unused = _find_unused(names - known, holders, prefixes)
+    _check_names(directory, names.difference(unused), targets, known, own_names)
+    return dict(Counter(unused.values()))
+
+
+def _is_empty_bias(name: str, quantized: QuantizedWeights, holders: Holders) -> bool:
+    """Return whether a tensor is a bias of zeros of a quantised weight: some files have it for layers without one."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in quantized and not bool(holders[name].get(name).any())
+
+
+def _new_storage(
+    model: Any,
+    targets: Mapping[str, Target],
+    formats: tuple[WeightFormat, ...],
+    quantized: QuantizedWeights,
+    device: torch.device | str,
+) -> QuantizedStorage:
+    """Return memory for what stays quantised of published weights, and allocate the other matrices."""
+    stored = {
+        name: index
+        for name, (index, weight) in quantized.items()
+        if name in targets and formats[index].can_store(weight, targets[name])
+    }
+    found = [
+        format.stored({name: quantized[name][1] for name, number in stored.items() if number == index})
+        for index, format in enumerate(formats)
+    ]
+    return QuantizedStorage(model, targets, found, stored, device)
+
+
+def _fill(
+    name: str,
+    weight: PublishedWeight,
+    target: Target,
+    storage: QuantizedStorage | None,
+    rounded_to: torch.dtype | None,
+) -> None:
+    """Copy what is used of a weight, quantised or dequantised."""
+    weight.check(target)
+    view = target.place
+    if view is None:
+        return
+    is_stored = storage is not None and name in storage.names
+    dtype = rounded_to or view.dtype
+    opened = weight.open(target, storage.device if storage is not None and is_stored else view.device)
+    if storage is not None and is_stored:
+        storage.fill(name, opened, dtype)
+    else:
+        target.copy_from(lambda index: opened.read(index, dtype))
 
 
 def _fill_kept_randomly(
-    model: Any, quantization: Quantization | FourBit | None, dtype: torch.dtype, seed: int, device: torch.device | str
+    model: Any, formats: tuple[WeightFormat, ...], dtype: torch.dtype, seed: int, device: torch.device | str
 ) -> None:
-    """Fill what published models have in FP8 or 4 bits; scales of the latter have a dtype."""
+    """Fill what published models have quantised."""
     targets = dict(model.targets(frozenset()))
-    quantized = [name for name, target in targets.items() if is_converted(name, target.shape)]
-    storage: Fp8Storage | FourBitStorage
-    if isinstance(quantization, FourBit):
-        scheme = Scheme.of(quantization, dtype, has_zeros=quantization.has_zeros)
-        storage = FourBitStorage(model, targets, quantized, scheme, device)
-    else:
-        storage = Fp8Storage(model, targets, quantized, device)
+    stored = {name: 0 for name, target in targets.items() if is_converted(name, target.shape)}
+    storage = QuantizedStorage(model, targets, [formats[0].stored_randomly(dtype)], stored, device)
     storage.fill_randomly(seed)
     storage.finish()
 
@@ -310,9 +316,7 @@ def _find_unused(names: Collection[str], holders: Holders, prefixes: Sequence[st
     return {name: what for name, what in found.items() if what is not None}
 
 
-def _set_kv_scales(
-    model: LoadableModel, holders: Mapping[str, WeightsFile], skipped_prefixes: tuple[str, ...]
-) -> list[str]:
+def _set_kv_scales(model: LoadableModel, holders: Holders, skipped_prefixes: tuple[str, ...]) -> list[str]:
     """Give the model the published scales of keys and values; return their names.
 
     A model that keeps something else instead of keys and values has no use for them.
@@ -328,80 +332,6 @@ def _set_kv_scales(
             setattr(model.kv_scales[layer], part, scale)
         names.append(name)
     return names
-
-
-def _read_scales(scales: Mapping[str, Tensor], target: Target, quantization: Quantization) -> tuple[Block, Tensor]:
-    """Return what one of a tensor's scales covers, and the scales, the first of ``scales``; all are checked."""
-    (name, scale), *activation = scales.items()
-    for extra, value in activation:
-        check_activation_scale(extra, value, target.shape)
-    return scale_grid(name, scale, target.shape, quantization)
-
-
-def _dequantized(
-    read: Read,
-    scales: Mapping[str, Tensor],
-    target: Target,
-    quantization: Quantization,
-    rounded_to: torch.dtype | None,
-) -> Read:
-    """Return what reads a quantised tensor times its scales, the first of ``scales``, on the device of its target."""
-    block, scale_YX = _read_scales(scales, target, quantization)
-    place = target.place
-    if place is None:
-        return read
-    scale_YX, dtype = scale_YX.to(place.device), rounded_to or place.dtype
-
-    def read_dequantized(index: Index) -> Tensor:
-        return dequantize(read(index).to(place.device), block, scale_YX, dtype, target.shape, index)
-
-    return read_dequantized
-
-
-def _fill_packed(
-    name: str,
-    target: Target,
-    names: PackedNames,
-    holders: Holders,
-    quantization: FourBit,
-    rounded_to: torch.dtype | None,
-    storage: FourBitStorage | None,
-) -> None:
-    """Keep or dequantise a weight in 4 bits, on the device of its target."""
-    place = target.place
-    if place is None:
-        return
-    is_stored = storage is not None and name in storage.names
-    device = storage.device if storage is not None and is_stored else place.device
-    matrix, dtype = open_packed(names, target.shape, quantization, holders, device), rounded_to or place.dtype
-    if storage is not None and name in storage.kept:
-        storage.fill_packed(name, matrix)
-        return
-
-    def read_dequantized(index: Index) -> Tensor:
-        return matrix.part(index).dequantize(dtype)
-
-    if storage is not None and is_stored:
-        storage.fill(name, read_dequantized)
-    else:
-        target.copy_from(read_dequantized)
-
-
-def _check_packed(directory: Path, packed: Mapping[str, PackedNames], holders: Collection[str]) -> None:
-    for name, names in packed.items():
-        if name in holders:
-            raise WeightsError(f"{directory}: {name} is published twice, as it is and as {names['codes']}")
-
-
-def _check_tensor(file: WeightsFile, name: str, target: Target, *, is_quantized: bool) -> None:
-    shape, dtype = file.shape(name), file.dtype(name)
-    if tuple(shape) != target.shape:
-        wanted = list(target.shape)
-        raise WeightsError(f"{file.path}: {name} has shape {shape}, the configuration asks for {wanted}")
-    if target.pieces and not is_quantized and dtype not in STORED_DTYPES:
-        stored = ", ".join(STORED_DTYPES)
-        hint = f"; {QUANTIZED_DTYPE} with a quantization_config in config.json" if dtype.startswith("F8") else ""
-        raise WeightsError(f"{file.path}: {name} is stored as {dtype}; supported: {stored}{hint}")
 
 
 def _check_names(

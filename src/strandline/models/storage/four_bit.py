@@ -19,7 +19,7 @@ Source: the published layouts ``pack-quantized`` of ``compressed-tensors``, ``gp
 Shape suffixes: N rows, K inputs, X groups of inputs.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.models.layers.targets import Index
-from strandline.models.storage.quantization import CHUNK_ELEMENTS, check_scale
-from strandline.models.storage.quantization_config import FourBit, Packing
+from strandline.models.layers.targets import Index, Target
+from strandline.models.storage.fp8 import CHUNK_ELEMENTS
+from strandline.models.storage.published import Holders
+from strandline.models.storage.quantization_config import FourBitScheme, Packing
+from strandline.models.storage.scales import check_scale
 from strandline.models.storage.weights_files import WeightsFile
 
 PER_NUMBER: Final = 8
@@ -57,9 +59,6 @@ SUFFIXES: Final[Mapping[Packing, Mapping[str, str]]] = {
 
 PackedNames = Mapping[str, str]
 """The published names of what a weight consists of, by the keys of ``SUFFIXES``."""
-
-Holders = Mapping[str, WeightsFile]
-"""The file that holds each published tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,33 +101,61 @@ class PackedMatrix:
         code_NK = self._codes.read(rows, inputs)
         return FourBitMatrix(code_NK, self.scale_NX[rows], self.zero_NX[rows], self.group_K[inputs])
 
+    def read(self, index: Index, dtype: torch.dtype) -> Tensor:
+        """See ``OpenWeight``."""
+        return self.part(index).dequantize(dtype)
 
-def find_packed(published: Collection[str], packing: Packing) -> dict[str, PackedNames]:
-    """Return what each 4-bit weight consists of, by the weight's name in a model that is not quantised."""
-    suffixes, found = SUFFIXES[packing], dict[str, PackedNames]()
-    for name in published:
+
+def find_four_bit(holders: Holders, scheme: FourBitScheme) -> dict[str, "PublishedFourBit"]:
+    """Return the weights in 4 bits, by their names in a model that is not quantised."""
+    suffixes, found = SUFFIXES[scheme.packing], dict[str, PublishedFourBit]()
+    for name in holders:
         module, _, kind = name.rpartition(".")
         if kind == suffixes["codes"] and module:
             names = {key: f"{module}.{suffix}" for key, suffix in suffixes.items()}
-            found[f"{module}.weight"] = {key: part for key, part in names.items() if part in published}
+            held = {key: part for key, part in names.items() if part in holders}
+            found[f"{module}.weight"] = PublishedFourBit(held, scheme, holders)
     return found
 
 
-def is_empty_bias(name: str, packed: Mapping[str, PackedNames], holders: Holders) -> bool:
-    """Return whether a tensor is a bias of zeros beside a 4-bit weight: some files have it for layers without one."""
-    module, _, kind = name.rpartition(".")
-    return kind == "bias" and f"{module}.weight" in packed and not bool(holders[name].get(name).any())
+@dataclass(frozen=True, slots=True)
+class PublishedFourBit:
+    """A weight in 4 bits, and its scales, zero points and groups."""
+
+    names: PackedNames
+    scheme: FourBitScheme
+    holders: Holders
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """See ``PublishedWeight``."""
+        return tuple(self.names.values())
+
+    def check(self, target: Target) -> None:
+        """See ``PublishedWeight``; ``open`` checks the shapes."""
+
+    def open(self, target: Target, device: torch.device | str) -> "PackedMatrix":
+        """See ``PublishedWeight``."""
+        return open_packed(self.names, target.shape, self.scheme, self.holders, device)
+
+    def group_size(self, shape: tuple[int, ...]) -> int | None:
+        """Return how many inputs share a scale, in a weight of this shape; None if it is not known, or has no order."""
+        if len(shape) != 2 or "scales" not in self.names:
+            return None  # opening it will name the fault
+        scales = self.names["scales"]
+        size = group_size(self.holders[scales].shape(scales), shape, self.scheme)
+        return size if size is not None and is_in_order(self.names, size, self.holders) else None
 
 
-def group_size(scales: Sequence[int], shape: tuple[int, ...], quantization: FourBit) -> int | None:
+def group_size(scales: Sequence[int], shape: tuple[int, ...], scheme: FourBitScheme) -> int | None:
     """Return how many inputs of a matrix share a scale; None: the published scales have another shape.
 
     Args:
         scales: the shape of the published scales.
     """
     num_rows, num_inputs = shape
-    sizes = (size or num_inputs for size in quantization.group_sizes)
-    is_by_row = quantization.packing == "compressed-tensors"
+    sizes = (size or num_inputs for size in scheme.group_sizes)
+    is_by_row = scheme.packing == "compressed-tensors"
     for size in sizes:
         count = -(-num_inputs // size)
         if tuple(scales) == ((num_rows, count) if is_by_row else (count, num_rows)):
@@ -148,7 +175,7 @@ def is_in_order(names: PackedNames, size: int, holders: Holders) -> bool:
 def open_packed(
     names: PackedNames,
     shape: tuple[int, ...],
-    quantization: FourBit,
+    scheme: FourBitScheme,
     holders: Holders,
     device: torch.device | str,
 ) -> PackedMatrix:
@@ -161,13 +188,13 @@ def open_packed(
     Raises:
         WeightsError: something is missing, misshapen, of another dtype or out of range.
     """
-    codes, suffixes = names["codes"], SUFFIXES[quantization.packing]
+    codes, suffixes = names["codes"], SUFFIXES[scheme.packing]
     if len(shape) != 2:
         raise WeightsError(f"{codes} stands for a weight of shape {list(shape)}; only matrices have 4 bits")
-    required = {"scales": True, "zeros": quantization.has_zeros, "groups": quantization.is_ordered}
+    required = {"scales": True, "zeros": scheme.has_zeros, "groups": scheme.is_ordered}
     for key in (key for key, is_required in required.items() if is_required and key not in names):
         raise WeightsError(f"{codes.removesuffix(suffixes['codes'])}{suffixes[key]} is missing beside {codes}")
-    parts = _Parts(names, shape, quantization, holders)
+    parts = _Parts(names, shape, scheme, holders)
     scale_NX = parts.scales().to(device)
     zero_NX = parts.zeros(scale_NX.shape[1], device)
     group_K = parts.groups(scale_NX.shape[1])
@@ -226,7 +253,7 @@ class _Parts:
 
     names: PackedNames
     shape: tuple[int, ...]
-    quantization: FourBit
+    scheme: FourBitScheme
     holders: Holders
 
     def _checked(self, key: str, *shapes: tuple[int, ...], dtype: str | None = None) -> tuple[str, WeightsFile]:
@@ -236,7 +263,7 @@ class _Parts:
         found = tuple(file.shape(name))
         if found not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            asks = f"a weight of {list(self.shape)} in {self.quantization} asks for {wanted}"
+            asks = f"a weight of {list(self.shape)} in {self.scheme} asks for {wanted}"
             raise WeightsError(f"{name} has shape {list(found)}; {asks}")
         if dtype is not None and file.dtype(name) != dtype:
             raise WeightsError(f"{name} is stored as {file.dtype(name)}; 4-bit weights are packed into int32 ({dtype})")
@@ -256,15 +283,15 @@ class _Parts:
             "compressed-tensors": (num_rows, _numbers(num_inputs)),
             "gptq": (_numbers(num_inputs), num_rows),
             "awq": (num_inputs, _numbers(num_rows)),
-        }[self.quantization.packing]
+        }[self.scheme.packing]
         name, file = self._checked("codes", shape, dtype=PACKED_DTYPE)
-        return _Codes(name, file, self.shape, self.quantization.packing, device)
+        return _Codes(name, file, self.shape, self.scheme.packing, device)
 
     def scales(self) -> Tensor:
         """Return ``[N, X]``."""
         num_rows, num_inputs = self.shape
-        counts = [-(-num_inputs // (size or num_inputs)) for size in self.quantization.group_sizes]
-        is_by_row = self.quantization.packing == "compressed-tensors"
+        counts = [-(-num_inputs // (size or num_inputs)) for size in self.scheme.group_sizes]
+        is_by_row = self.scheme.packing == "compressed-tensors"
         scales = self._read("scales", *((num_rows, count) if is_by_row else (count, num_rows) for count in counts))
         check_scale(self.names["scales"], scales)
         return scales if is_by_row else scales.t()
@@ -274,17 +301,17 @@ class _Parts:
         num_rows = self.shape[0]
         if "zeros" not in self.names:
             return torch.full((num_rows, num_groups), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
-        if self.quantization.packing == "compressed-tensors":
+        if self.scheme.packing == "compressed-tensors":
             packed = self._packed("zeros", (_numbers(num_rows), num_groups)).to(device).t()
         else:
             packed = self._packed("zeros", (num_groups, _numbers(num_rows))).to(device)
-        zero_XN = _unpack(packed, AWQ_PLACES if self.quantization.packing == "awq" else None)[:, :num_rows]
-        return (zero_XN + self.quantization.zero_offset).bitwise_and_(15).t()
+        zero_XN = _unpack(packed, AWQ_PLACES if self.scheme.packing == "awq" else None)[:, :num_rows]
+        return (zero_XN + self.scheme.zero_offset).bitwise_and_(15).t()
 
     def groups(self, num_groups: int) -> Tensor:
         """Return the group of each input."""
         num_inputs = self.shape[1]
-        sizes = [size or num_inputs for size in self.quantization.group_sizes]
+        sizes = [size or num_inputs for size in self.scheme.group_sizes]
         size = next(size for size in sizes if -(-num_inputs // size) == num_groups)
         in_order_K = torch.arange(num_inputs) // size
         if "groups" not in self.names:
@@ -292,7 +319,7 @@ class _Parts:
         group_K, name = self._read("groups", (num_inputs,)), self.names["groups"]
         if group_K.is_floating_point():
             raise WeightsError(f"{name} is stored as {group_K.dtype}; groups are whole numbers")
-        if self.quantization.packing == "compressed-tensors" and bool((group_K == -1).all()):
+        if self.scheme.packing == "compressed-tensors" and bool((group_K == -1).all()):
             return in_order_K  # written where inputs have not been sorted
         for wrong in group_K[(group_K < 0) | (group_K >= num_groups)].tolist():
             raise WeightsError(f"{name} names group {wrong}; there are {num_groups}")
@@ -315,9 +342,3 @@ def _unpack(packed: Tensor, places: Collection[int] | None = None) -> Tensor:
     pairs = packed.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(packed), -1)
     return codes if places is None else codes.unflatten(1, (-1, PER_NUMBER))[..., list(places)].flatten(1)
-
-
-def companions(packed: Mapping[str, PackedNames]) -> Iterator[str]:
-    """Yield the published names of all that 4-bit weights consist of."""
-    for names in packed.values():
-        yield from names.values()

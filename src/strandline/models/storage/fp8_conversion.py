@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import check_architecture, read_json_object, read_recipe
-from strandline.models.storage.quantization import CHUNK_ELEMENTS
+from strandline.models.storage.fp8 import CHUNK_ELEMENTS
 from strandline.models.storage.weights_files import INDEX_NAME, open_files
 
 BLOCK: Final = 128

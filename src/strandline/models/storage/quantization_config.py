@@ -63,7 +63,7 @@ MIXED: Final = "MIXED_PRECISION"
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class Fp8Scheme:
     """How a model's FP8 weights are scaled: each in one of these ways."""
 
     blocks: tuple[Block, ...]
@@ -73,7 +73,7 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
-class FourBit:
+class FourBitScheme:
     """How a model's 4-bit weights are published: integers from 0 to 15, with zero points and scales per group."""
 
     packing: Packing
@@ -91,17 +91,26 @@ class FourBit:
         return f"4 bits ({self.packing}, {', '.join(sizes)})"
 
 
-def read_quantization(config: ModelConfig) -> Quantization | FourBit | None:
-    """Return how the weights of a model are quantised; None: they are not.
+Scheme = Fp8Scheme | FourBitScheme
+"""How some of a model's weights are quantised."""
+
+
+def read_schemes(config: ModelConfig) -> tuple[Scheme, ...]:
+    """Return how the weights of a model are quantised; the files say which of them are, and in which of these ways.
 
     Raises:
         ConfigError: they are, in a way that is not supported.
     """
     values = config.quantization
     if values is None:
-        return None
+        return ()
     if not isinstance(values, Mapping):
         _reject("is no JSON object")
+    scheme = _read_scheme(values)
+    return () if scheme is None else (scheme,)
+
+
+def _read_scheme(values: Mapping[str, Any]) -> Scheme | None:
     fields = Fields(values, "config.json: quantization_config.")
     match values.get("quant_method"):
         case "fp8":
@@ -112,11 +121,11 @@ def read_quantization(config: ModelConfig) -> Quantization | FourBit | None:
             _require_four_bits(values)
             format = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
             offset, is_ordered = 1 if format == "gptq" else 0, fields.flag("desc_act", default=False)
-            return FourBit("gptq", (_read_group_size(fields),), offset, is_ordered=is_ordered)
+            return FourBitScheme("gptq", (_read_group_size(fields),), offset, is_ordered=is_ordered)
         case "awq":
             _require_four_bits(values)
             fields.choice("version", ["gemm", "GEMM"], default="gemm")
-            return FourBit("awq", (_read_group_size(fields),))
+            return FourBitScheme("awq", (_read_group_size(fields),))
         case str(method) if method.startswith("modelopt"):
             return _read_modelopt(values)
         case None if "quant_algo" in values or "quantization" in values:
@@ -138,15 +147,15 @@ def _read_group_size(fields: Fields) -> int | None:
     return None if fields.value("group_size") == -1 else fields.size("group_size")
 
 
-def _read_fp8(fields: Fields) -> Quantization:
+def _read_fp8(fields: Fields) -> Fp8Scheme:
     fields.choice("fmt", ["e4m3"], default="e4m3")
     fields.choice("activation_scheme", ["dynamic", "static"], default="dynamic")
     if fields.value("weight_block_size") is None:
-        return Quantization((CHANNEL, TENSOR))
-    return Quantization((_read_block(fields, "weight_block_size"),))
+        return Fp8Scheme((CHANNEL, TENSOR))
+    return Fp8Scheme((_read_block(fields, "weight_block_size"),))
 
 
-def _read_modelopt(values: Mapping[str, Any]) -> Quantization | None:
+def _read_modelopt(values: Mapping[str, Any]) -> Fp8Scheme | None:
     """Return what scales cover in any layer; None: weights are not quantised, at most keys and values are."""
     recipe = values.get("quantization", values)
     if not isinstance(recipe, Mapping) or "quant_algo" not in recipe:
@@ -159,7 +168,7 @@ def _read_modelopt(values: Mapping[str, Any]) -> Quantization | None:
             _reject(fault, MODELOPT_FILES)
         layers = {f" of {name}": layer.get("quant_algo") for name, layer in listed.items()}
     blocks = [_modelopt_block(name, algorithm) for name, algorithm in layers.items() if algorithm is not None]
-    return Quantization(tuple(dict.fromkeys(blocks))) if blocks else None
+    return Fp8Scheme(tuple(dict.fromkeys(blocks))) if blocks else None
 
 
 def _modelopt_block(layer: str, algorithm: object) -> Block:
@@ -176,7 +185,7 @@ def _read_block(fields: Fields, name: str) -> Block:
     return Block(*sizes)
 
 
-def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization | FourBit:
+def _read_compressed_tensors(values: Mapping[str, Any]) -> Fp8Scheme | FourBitScheme:
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         _reject("config_groups names no group of weights")
@@ -188,8 +197,8 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> Quantization | FourBi
         has_zeros = not any(group.flag("symmetric", default=True) for group in fields)
         is_ordered = all(group.value("actorder") in (True, *ORDERED) for group in fields)
         sizes = tuple(dict.fromkeys(map(_read_group, fields)))
-        return FourBit("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
-    return Quantization(tuple(dict.fromkeys(map(_read_float_group, fields))))
+        return FourBitScheme("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
+    return Fp8Scheme(tuple(dict.fromkeys(map(_read_float_group, fields))))
 
 
 def _check_group(name: str, group: Any, default_format: object) -> tuple[Fields, bool]:

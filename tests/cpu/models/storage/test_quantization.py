@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
-from strandline.models.storage import quantization
-from strandline.models.storage.quantization import scale_grid
-from strandline.models.storage.quantization_config import CHANNEL, TENSOR, Block, Quantization
+from strandline.models.storage import fp8 as reader
+from strandline.models.storage.fp8 import scale_grid
+from strandline.models.storage.quantization_config import CHANNEL, TENSOR, Block, Fp8Scheme
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
@@ -301,7 +301,7 @@ def test_weights_are_dequantised_in_parts(
     converted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     directory, plain = converted("qwen3_5_moe")
-    monkeypatch.setattr(quantization, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(reader, "CHUNK_ELEMENTS", elements)
     assert_equal(load(directory), load(plain))
 
 
@@ -398,11 +398,11 @@ def test_scales_of_any_other_shape_are_refused(
     sizes = sorted({1, 2, rows, columns, *outer, *(size for shape in right for size in shape)})
     shape = tuple(data.draw(st.lists(st.sampled_from(sizes), max_size=5)))
     if shape in right:
-        block, scale = scale_grid("scale", torch.ones(shape), weight, Quantization(blocks))
+        block, scale = scale_grid("scale", torch.ones(shape), weight, Fp8Scheme(blocks))
         assert (*outer, *block.grid(rows, columns)) == scale.shape
     else:
         with pytest.raises(WeightsError, match=r"^scale has shape .*a weight of .* asks for"):
-            scale_grid("scale", torch.ones(shape), weight, Quantization(blocks))
+            scale_grid("scale", torch.ones(shape), weight, Fp8Scheme(blocks))
 
 
 @pytest.mark.parametrize("keeps_quantized", [False, True])

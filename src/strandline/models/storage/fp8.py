@@ -9,16 +9,18 @@ Source: the published layouts ``fp8`` (``transformers``, ``finegrained_fp8``) an
 Shape suffixes: N rows, K columns, Y and X rows and columns of the grid of scales.
 """
 
-import re
-from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.models.storage.quantization_config import TENSOR, Block, Quantization
+from strandline.models.layers.targets import Index, Target
+from strandline.models.storage.published import Holders, check_shape
+from strandline.models.storage.quantization_config import TENSOR, Block, Fp8Scheme
+from strandline.models.storage.scales import check_scale
+from strandline.models.storage.weights_files import WeightsFile
 
 QUANTIZED_DTYPE: Final = "F8_E4M3"
 """What safetensors calls the dtype of quantised weights."""
@@ -29,50 +31,79 @@ SCALE_SUFFIXES: Final = ("_scale_inv", "_scale")
 ACTIVATION_SCALES: Final = ("input_scale", "activation_scale")
 """Published beside ``weight`` where activations have static scales; products with dequantised weights need none."""
 
-SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-
-KV_SCALE: Final = re.compile(
-    r".*\.layers\.(\d+)\.(?:self_attn|mixer)\.(?:(?:attn\.|[kv]_proj\.)?(kv?|v)_scale|([kv])_proj\.output_scale)"
-)
-"""Names under which scales of keys and values are published; ``kv_scale`` is that of both."""
-
-KV_SCALED: Final[Mapping[str, tuple[Literal["key", "value"], ...]]] = {
-    "k": ("key",),
-    "v": ("value",),
-    "kv": ("key", "value"),
-}
-
 CHUNK_ELEMENTS = 2**22
 """Weights that are dequantised at a time: bounds what float32 takes beside the result."""
 
 
+def find_fp8(holders: Holders, scheme: Fp8Scheme) -> dict[str, "PublishedFp8"]:
+    """Return the weights in FP8, by their names."""
+    return {
+        name: PublishedFp8(name, scheme, holders)
+        for name, file in holders.items()
+        if file.dtype(name) == QUANTIZED_DTYPE
+    }
+
+
 @dataclass(frozen=True, slots=True)
-class ScaleNames:
-    """The names of a quantised tensor's scales."""
+class PublishedFp8:
+    """A weight in FP8, and its scales."""
 
-    weight: str
-    activation: tuple[str, ...] = ()
+    name: str
+    scheme: Fp8Scheme
+    holders: Holders
 
-    def __iter__(self) -> Iterator[str]:
-        return iter((self.weight, *self.activation))
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """See ``PublishedWeight``. Activations' scales may be among them."""
+        module, _, kind = self.name.rpartition("weight")
+        extras = [module + scale for scale in ACTIVATION_SCALES] if kind == "" and module else []
+        scale = self._scale
+        return (self.name, *([] if scale is None else [scale]), *(extra for extra in extras if extra in self.holders))
+
+    @property
+    def _scale(self) -> str | None:
+        return next((self.name + suffix for suffix in SCALE_SUFFIXES if self.name + suffix in self.holders), None)
+
+    def check(self, target: Target) -> None:
+        """See ``PublishedWeight``."""
+        if self._scale is None:
+            either = " nor ".join(self.name + suffix for suffix in SCALE_SUFFIXES)
+            raise WeightsError(f"{self.name} is stored as {QUANTIZED_DTYPE}, but neither {either} is published")
+        check_shape(self.holders[self.name], self.name, target)
+
+    def open(self, target: Target, device: torch.device | str) -> "OpenFp8Weight":
+        """See ``PublishedWeight``."""
+        _, scale, *activation = self.tensors
+        for extra in activation:
+            check_activation_scale(extra, self.holders[extra].get(extra), target.shape)
+        block, scale_YX = scale_grid(scale, self.holders[scale].get(scale), target.shape, self.scheme)
+        return OpenFp8Weight(self.name, self.holders[self.name], block, scale_YX, target.shape, device)
 
 
-def find_scales(name: str, names: Container[str]) -> ScaleNames:
-    """Return the names of a quantised tensor's scales among all published names.
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenFp8Weight:
+    """A weight in FP8 whose numbers are read part by part."""
 
-    Raises:
-        WeightsError: its weights have none.
-    """
-    found = next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in names), None)
-    if found is None:
-        either = " nor ".join(name + suffix for suffix in SCALE_SUFFIXES)
-        raise WeightsError(f"{name} is stored as {QUANTIZED_DTYPE}, but neither {either} is published")
-    module, _, kind = name.rpartition("weight")
-    extras = [module + scale for scale in ACTIVATION_SCALES] if kind == "" and module else []
-    return ScaleNames(found, tuple(extra for extra in extras if extra in names))
+    name: str
+    file: WeightsFile
+    block: Block
+    """What a scale covers."""
+    scale_YX: Tensor
+    """``[..., Y, X]`` of the whole tensor, float32, on the host."""
+    shape: tuple[int, ...]
+    device: torch.device | str
+
+    def numbers(self, index: Index) -> Tensor:
+        """Read a part as it is in the file, to the host."""
+        return self.file.get(self.name, index)
+
+    def read(self, index: Index, dtype: torch.dtype) -> Tensor:
+        """See ``OpenWeight``."""
+        scale_YX = self.scale_YX.to(self.device)
+        return dequantize(self.numbers(index).to(self.device), self.block, scale_YX, dtype, self.shape, index)
 
 
-def scale_grid(name: str, scale: Tensor, shape: tuple[int, ...], quantization: Quantization) -> tuple[Block, Tensor]:
+def scale_grid(name: str, scale: Tensor, shape: tuple[int, ...], scheme: Fp8Scheme) -> tuple[Block, Tensor]:
     """Return what each scale of a weight covers, and the scales in float32, as ``[..., Y, X]``.
 
     Args:
@@ -85,7 +116,7 @@ def scale_grid(name: str, scale: Tensor, shape: tuple[int, ...], quantization: Q
     if len(shape) < 2:
         raise WeightsError(f"{name} scales a weight of shape {list(shape)}; only matrices are quantised")
     *outer, rows, columns = shape
-    grids = {block: block.grid(rows, columns) for block in quantization.blocks}
+    grids = {block: block.grid(rows, columns) for block in scheme.blocks}
     for block, grid in grids.items():
         if tuple(scale.shape) in _scale_shapes(block, (*outer, *grid)):
             return block, check_scale(name, scale).reshape(*outer, *grid)
@@ -114,40 +145,6 @@ def check_activation_scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> 
     if scale.numel() != 1 and tuple(scale.shape) not in _scale_shapes(TENSOR, (*outer, 1, 1)):
         raise WeightsError(f"{name} has shape {list(scale.shape)}; activations of a matrix have one scale")
     check_scale(name, scale)
-
-
-def check_scale(name: str, scale: Tensor) -> Tensor:
-    """Return scales in float32.
-
-    Raises:
-        WeightsError: they have another dtype, or one is not a positive number.
-    """
-    if scale.dtype not in SCALE_DTYPES:
-        raise WeightsError(f"{name} is stored as {scale.dtype}; scales are float32, bfloat16 or float16")
-    scale = scale.float()
-    wrong = ~(scale.isfinite() & (scale > 0))
-    if bool(wrong.any()):
-        place = wrong.nonzero()[0].tolist()
-        value = float(scale[tuple(place)])
-        raise WeightsError(f"{name}{place if place else ''} is {value}; scales are positive numbers")
-    return scale
-
-
-def find_kv_scale(name: str) -> tuple[int, tuple[Literal["key", "value"], ...]] | None:
-    """Return which layer's scale a tensor is, and of what; None: it is none."""
-    found = KV_SCALE.fullmatch(name)
-    return None if found is None else (int(found[1]), KV_SCALED[found[2] or found[3]])
-
-
-def read_kv_scale(name: str, scale: Tensor) -> float:
-    """Return a scale of keys or values.
-
-    Raises:
-        WeightsError: it is not one positive number.
-    """
-    if scale.numel() != 1:
-        raise WeightsError(f"{name} has shape {list(scale.shape)}; keys and values of a layer have one scale each")
-    return float(check_scale(name, scale))
 
 
 def dequantize(

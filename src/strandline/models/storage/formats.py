@@ -1,0 +1,80 @@
+"""The formats of quantised weights: how each is found in files, and how it stays quantised on a device."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from strandline.errors import WeightsError
+from strandline.model_config import ModelConfig
+from strandline.models.layers.targets import Target
+from strandline.models.storage.four_bit_storage import FourBitFormat
+from strandline.models.storage.fp8_storage import Fp8Format
+from strandline.models.storage.published import Holders, PublishedWeight
+from strandline.models.storage.quantization_config import FourBitScheme, Fp8Scheme, Scheme, read_schemes
+from strandline.models.storage.stored_rows import StoredFormat
+
+
+class WeightFormat(Protocol):
+    """A format, with what the configuration says of the weights that have it."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def bits(self) -> int:
+        """Size of a weight, without scales."""
+
+    @property
+    def scheme(self) -> Scheme:
+        """How weights are published."""
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether kernels multiply with weights that are published so."""
+
+    def find(self, holders: Holders) -> Mapping[str, PublishedWeight]:
+        """Return the weights of this format in files, by their names in a model that is not quantised."""
+
+    def can_store(self, weight: Any, target: Target) -> bool:
+        """Return whether kernels multiply with one of the found weights as it is published."""
+
+    def stored(self, weights: Mapping[str, Any]) -> StoredFormat:
+        """Return how found weights stay quantised, those that ``can_store``."""
+
+    def stored_randomly(self, dtype: torch.dtype) -> StoredFormat:
+        """Return how random weights are stored; scales that have no dtype of their own get this one."""
+
+
+def read_formats(config: ModelConfig) -> tuple[WeightFormat, ...]:
+    """Return the formats that a model's weights may have.
+
+    Raises:
+        ConfigError: the weights are quantised in a way that is not supported.
+    """
+    return tuple(map(_format, read_schemes(config)))
+
+
+def _format(scheme: Scheme) -> WeightFormat:
+    match scheme:
+        case Fp8Scheme():
+            return Fp8Format(scheme)
+        case FourBitScheme():
+            return FourBitFormat(scheme)
+
+
+def find_weights(formats: tuple[WeightFormat, ...], holders: Holders) -> dict[str, tuple[int, PublishedWeight]]:
+    """Return the quantised weights in files, each with the index of its format.
+
+    Raises:
+        WeightsError: a weight is published twice.
+    """
+    found = dict[str, tuple[int, PublishedWeight]]()
+    for index, format in enumerate(formats):
+        for name, weight in format.find(holders).items():
+            _, first = found.setdefault(name, (index, weight))
+            if first is not weight or (name in holders and name not in weight.tensors):
+                other = "it is" if name in holders else first.tensors[0]
+                raise WeightsError(f"{name} is published twice, as {other} and as {weight.tensors[0]}")
+    return found
