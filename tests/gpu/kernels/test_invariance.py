@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strandline.kernels.attention.attention_triton import paged_attention_invariant
+from strandline.kernels.attention.attention_triton import paged_attention
 from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode_invariant
 from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill_invariant
 from strandline.kernels.rowwise.norm_triton import rms_norm_gated, rms_norm_zero_centered
@@ -18,7 +19,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def attend(case: Case) -> torch.Tensor:
-    return paged_attention_invariant(case.q_THD, case.memory, case.batch, case.num_decodes, scale=0.3)
+    arguments = (case.q_THD, case.memory, case.batch, case.num_decodes)
+    return paged_attention(*arguments, scale=0.3, launches=Launches.FIXED)
 
 
 def part(case: Case, index: int, start: int, end: int, *, is_decode: bool) -> Case:

@@ -26,7 +26,7 @@ QUERY_TOKENS = 256
 
 
 @operation(
-    triton("attention.attention_triton", invariant="attention.attention_triton"),
+    triton("attention.attention_triton", takes_launches=True),
     numba("attention.attention_numba", memory=KEYS_AND_VALUES, channel_multiples={"key": 2}),
 )
 def paged_attention(

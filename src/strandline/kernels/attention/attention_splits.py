@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.operation import Launches
 from strandline.kernels.sizes import NUM_SMS, next_power_of_2
 
 DECODE_PROGRAMS = 4 * NUM_SMS
@@ -73,8 +74,7 @@ def plan_prefills(
     num_kv_heads: int,
     tile: tuple[int, int],
     window_tokens: int | None,
-    *,
-    is_invariant: bool,
+    launches: Launches,
 ) -> PrefillPlan:
     """Return how the prefills ``[first, end)`` of a step of ``num_rows`` rows are launched.
 
@@ -90,11 +90,12 @@ def plan_prefills(
     max_keys = max(batch.context_lens[first:end])
     if window_tokens is not None:
         max_keys = min(max_keys, window_tokens + tile_rows // group)
-    if is_invariant:
+    if launches is Launches.FIXED:
         num_splits = 1
     elif batch.most_rows is not None:
         num_splits = num_decode_splits((end - first) * num_kv_heads, -(-max_keys // BLOCK_TOKENS))
     else:
         num_splits = num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile_keys))
-    max_prefills = 16 if end - first <= 16 and not is_invariant else max(256, next_power_of_2(end - first))
+    is_small = end - first <= 16 and launches is Launches.MEASURED
+    max_prefills = 16 if is_small else max(256, next_power_of_2(end - first))
     return PrefillPlan(num_tokens, num_tiles, num_splits, max_prefills)

@@ -43,6 +43,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, plan_prefills
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -70,10 +71,10 @@ SHORT_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=3)
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 """GEMMs in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
 
-INVARIANT_SPLIT_BLOCKS = 16
+FIXED_SPLIT_BLOCKS = 16
 """Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
 
-INVARIANT_COMBINE = 32
+FIXED_COMBINE = 32
 """Splits that are added up together then; what lies beyond the context adds exact zeros."""
 
 MIN_PREFIX_QUERIES = 1025
@@ -567,66 +568,42 @@ def paged_attention(
     *,
     scale: float,
     window_tokens: int | None = None,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """Attend every token to its sequence's tokens up to itself; return ``out_THD``, contiguous.
 
     The step's own keys and values must have been written before. Decodes read no host tuple of the batch. Needs
-    ``scale > 0`` and channels that lie together; rows, heads and blocks may lie apart.
+    ``scale > 0`` and contiguous channels; rows, heads and blocks may have any stride. With fixed launches, length and
+    order of splits depend on nothing but the sequence.
 
     Raises:
         ValueError: keys and values are laid out differently.
     """
-    return _attend_all(q_THD, memory, batch, num_decodes, scale, window_tokens, is_invariant=False)
-
-
-def paged_attention_invariant(
-    q_THD: Tensor,
-    memory: KVMemory,
-    batch: AttentionBatch,
-    num_decodes: int,
-    *,
-    scale: float,
-    window_tokens: int | None = None,
-) -> Tensor:
-    """As :func:`paged_attention`, with splits whose length and order depend on nothing but the sequence."""
-    return _attend_all(q_THD, memory, batch, num_decodes, scale, window_tokens, is_invariant=True)
-
-
-def _attend_all(
-    q_THD: Tensor,
-    memory: KVMemory,
-    batch: AttentionBatch,
-    num_decodes: int,
-    scale: float,
-    window_tokens: int | None,
-    *,
-    is_invariant: bool,
-) -> Tensor:
     if memory.k_BPGD.stride() != memory.v_BPGD.stride():
         raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     call = _Call(q_THD, memory, batch, out_THD, scale * memory.k_scale * log2(torch.e), window_tokens)
     if num_decodes:
-        _attend_decodes(call, num_decodes, is_invariant)
+        _attend_decodes(call, num_decodes, launches)
     if q_THD.shape[0] > num_decodes:
-        _attend_prefills(call, num_decodes, is_invariant)
+        _attend_prefills(call, num_decodes, launches)
     return out_THD
 
 
-def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
+def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows of the decodes."""
     q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
     _, num_heads, head_dim = q_THD.shape
-    num_kv_heads = call.num_kv_heads
+    num_kv_heads, is_fixed = call.num_kv_heads, launches is Launches.FIXED
     tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
     num_blocks = batch.block_table_NM.shape[1]
     if window_tokens is not None:
         num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
-    if is_invariant:
-        num_splits = -(-num_blocks // INVARIANT_SPLIT_BLOCKS)
+    if is_fixed:
+        num_splits = -(-num_blocks // FIXED_SPLIT_BLOCKS)
     else:
         num_splits = num_decode_splits(num_decodes * num_kv_heads, num_blocks)
-    partial, lse = scratch(out_THD, num_decodes, num_splits, is_needed=is_invariant or num_splits > 1)
+    partial, lse = scratch(out_THD, num_decodes, num_splits, is_needed=is_fixed or num_splits > 1)
     _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
         q_THD,
         memory.k_BPGD,
@@ -644,7 +621,7 @@ def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
         *memory.k_BPGD.stride()[:3],
         batch.block_table_NM.stride(0),
         num_splits,
-        INVARIANT_SPLIT_BLOCKS * (BLOCK_TOKENS // tile.keys) if is_invariant else 0,
+        FIXED_SPLIT_BLOCKS * (BLOCK_TOKENS // tile.keys) if is_fixed else 0,
         PAGE=BLOCK_TOKENS,
         NUM_HEADS=num_heads,
         GROUP=call.group,
@@ -652,35 +629,35 @@ def _attend_decodes(call: _Call, num_decodes: int, is_invariant: bool) -> None:
         BLOCK_M=max(tile.rows, next_power_of_2(call.group)),
         BLOCK_K=tile.keys,
         BLOCK_D=padded(head_dim),
-        IS_SPLIT=is_invariant or num_splits > 1,
+        IS_SPLIT=is_fixed or num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap_options(q_THD),
     )
-    if is_invariant:
+    if is_fixed:
         combine_in_order(partial, lse, out_THD, num_decodes, num_splits)
     elif num_splits > 1:
         combine(partial, lse, out_THD, 0, num_decodes, num_splits)
 
 
-def _attend_prefills(call: _Call, num_decodes: int, is_invariant: bool) -> None:
+def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows behind the decodes': sequences behind a long prefix one by one, those between them together."""
     batch = call.batch
     num_sequences = len(batch.query_starts) - 1
     first = num_decodes
     # In a padded step it is not known on the host which sequences have prefixes.
-    has_prompts = batch.most_rows is None and not batch.is_padded
-    if has_prompts and call.window_tokens is None and not is_invariant and _has_prefix_kernel(call):
+    has_prompts = batch.most_rows is None and not batch.is_padded and call.window_tokens is None
+    if has_prompts and launches is Launches.MEASURED and _has_prefix_kernel(call):
         for sequence in range(num_decodes, num_sequences):
             if num_blocks := _num_prefix_blocks(batch, sequence):
                 if first < sequence:
-                    _attend_together(call, first, sequence, is_invariant=False)
+                    _attend_together(call, first, sequence)
                 _attend_behind_prefix(call, sequence, num_blocks)
                 first = sequence + 1
     if first < num_sequences:
-        _attend_together(call, first, num_sequences, is_invariant=is_invariant)
+        _attend_together(call, first, num_sequences, launches)
 
 
 def _has_prefix_kernel(call: _Call) -> bool:
@@ -721,7 +698,7 @@ def _is_prefix_kernel_correct(
     )
     problem = "its results are wrong"
     try:
-        _attend_together(whole, 0, 1, is_invariant=False)
+        _attend_together(whole, 0, 1)
         _attend_behind_prefix(split, 0, 3, span_blocks=2)
         difference = (outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()
         if difference < MAX_PREFIX_DIFFERENCE:
@@ -739,16 +716,16 @@ def _num_prefix_blocks(batch: AttentionBatch, sequence: int) -> int:
     return num_blocks if num_queries >= MIN_PREFIX_QUERIES and num_blocks >= MIN_PREFIX_BLOCKS else 0
 
 
-def _attend_together(call: _Call, first: int, end: int, *, is_invariant: bool) -> None:
+def _attend_together(call: _Call, first: int, end: int, launches: Launches = Launches.MEASURED) -> None:
     """Write the rows of the prefills ``[first, end)``."""
     plan = plan_prefills(
         call.batch, (first, end), len(call.q_THD), call.group, call.num_kv_heads, call.prefill_tile[:2],
-        call.window_tokens, is_invariant=is_invariant,
+        call.window_tokens, launches,
     )  # fmt: skip
-    partial, lse = scratch(call.out_THD, plan.num_tokens, plan.num_splits, is_needed=plan.num_splits > 1)
-    _launch_prefills(call, first, end, plan.num_tiles, partial, lse, plan.num_splits, plan.max_prefills)
+    partials = scratch(call.out_THD, plan.num_tokens, plan.num_splits, is_needed=plan.num_splits > 1)
+    _launch_prefills(call, (first, end), plan.num_tiles, partials, plan.num_splits, plan.max_prefills)
     if plan.num_splits > 1:
-        combine(partial, lse, call.out_THD, call.batch.query_starts[first], plan.num_tokens, plan.num_splits)
+        combine(*partials, call.out_THD, call.batch.query_starts[first], plan.num_tokens, plan.num_splits)
 
 
 def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int, *, span_blocks: int = SPAN_BLOCKS) -> None:
@@ -757,19 +734,17 @@ def _attend_behind_prefix(call: _Call, sequence: int, num_blocks: int, *, span_b
     query_starts = batch.query_starts[sequence : sequence + 2]
     q_THD = call.q_THD[slice(*query_starts)]
     prefix = (batch.block_table_NM[sequence], num_blocks)
-    prefix_THD, lse_TH = attend_prefix(q_THD, call.memory, *prefix, call.scale_log2, span_blocks)
+    partials = attend_prefix(q_THD, call.memory, *prefix, call.scale_log2, span_blocks)
     num_tiles = num_row_tiles(query_starts, call.group, call.prefill_tile.rows)
     num_keys = num_blocks * BLOCK_TOKENS
-    _launch_prefills(call, sequence, sequence + 1, num_tiles, prefix_THD, lse_TH, 1, 16, num_prefix_keys=num_keys)
+    _launch_prefills(call, (sequence, sequence + 1), num_tiles, partials, 1, 16, num_prefix_keys=num_keys)
 
 
 def _launch_prefills(
     call: _Call,
-    first: int,
-    end: int,
+    prefills: tuple[int, int],
     num_tiles: int,
-    partial: Tensor,
-    lse: Tensor,
+    partials: tuple[Tensor, Tensor],
     num_splits: int,
     max_prefills: int,
     *,
@@ -778,10 +753,11 @@ def _launch_prefills(
     """Launch the kernel for the prefills ``[first, end)``.
 
     Args:
-        partial, lse: scratch for the splits' results and logarithms of sums; with ``num_prefix_keys``, those of the
+        partials: scratch for the splits' results and logarithms of sums; with ``num_prefix_keys``, those of the
             attention to these first keys, which the kernel starts from.
         max_prefills: what the kernel is compiled for.
     """
+    first, end = prefills
     q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
     _, num_heads, head_dim = q_THD.shape
     tile = call.prefill_tile
@@ -793,8 +769,7 @@ def _launch_prefills(
         batch.query_starts_N1,
         batch.context_lens_N,
         out_THD,
-        partial,
-        lse,
+        *partials,
         scale_log2,
         memory.v_scale,
         window_tokens or 0,
@@ -851,14 +826,14 @@ def combine(
 def combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_rows: int, num_splits: int) -> None:
     """Write the first ``num_rows`` rows of the result."""
     _, num_heads, head_dim = out_THD.shape
-    block_d = min(padded(head_dim), COMBINE_ELEMENTS // INVARIANT_COMBINE)
+    block_d = min(padded(head_dim), COMBINE_ELEMENTS // FIXED_COMBINE)
     _combine_in_order_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
         partial_RSD,
         lse_RS,
         out_THD,
         num_splits,
         HEAD_DIM=head_dim,
-        BLOCK_S=INVARIANT_COMBINE,
+        BLOCK_S=FIXED_COMBINE,
         BLOCK_D=block_d,
         num_warps=4,
     )

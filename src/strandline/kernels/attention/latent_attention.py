@@ -20,7 +20,7 @@ from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.operation import operation, triton
 
 
-@operation(triton("attention.latent_attention_triton", invariant="attention.latent_attention_triton"))
+@operation(triton("attention.latent_attention_triton", takes_launches=True))
 def latent_attention(
     q_THD: Tensor,
     latent_TD: Tensor,

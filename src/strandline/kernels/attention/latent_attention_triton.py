@@ -19,6 +19,7 @@ Shape suffixes: as in ``latent_attention.py`` and ``attention_triton.py``; R cha
 # mypy: ignore-errors
 
 from math import log2
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +29,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_splits import num_decode_splits, plan_prefills
 from strandline.kernels.attention.attention_triton import (
-    INVARIANT_SPLIT_BLOCKS,
+    FIXED_SPLIT_BLOCKS,
     Tile,
     combine,
     combine_in_order,
@@ -38,6 +39,7 @@ from strandline.kernels.attention.attention_triton import (
     store_rows,
 )
 from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.state_triton import FLOAT32_PRECISION
@@ -267,6 +269,16 @@ def _store_kernel(
     tl.store(row_ptr + channel_D, new_D, mask=(channel_D < D) & (block != 0))
 
 
+class _Call(NamedTuple):
+    """The arguments of one call, and the tensor that it fills."""
+
+    q_THD: Tensor
+    latent_BPD: Tensor
+    batch: AttentionBatch
+    out_THV: Tensor
+    scale: float
+
+
 def latent_attention(
     q_THD: Tensor,
     latent_TD: Tensor,
@@ -276,40 +288,14 @@ def latent_attention(
     value_dim: int,
     *,
     scale: float,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """Store the step's latents in their blocks, then attend every token to its sequence's up to itself.
 
     As ``latent_attention.latent_attention``; ``out_THV`` is contiguous. Decodes read no host
-    tuple of the batch. Needs ``scale > 0`` and channels that lie together; rows, heads and blocks may lie apart.
+    tuple of the batch. Needs ``scale > 0`` and contiguous channels; rows, heads and blocks may have any stride. With
+    fixed launches, splits have a length and an order that depend on nothing but the sequence.
     """
-    return _attend_all(q_THD, latent_TD, latent_BPD, batch, num_decodes, value_dim, scale, is_invariant=False)
-
-
-def latent_attention_invariant(
-    q_THD: Tensor,
-    latent_TD: Tensor,
-    latent_BPD: Tensor,
-    batch: AttentionBatch,
-    num_decodes: int,
-    value_dim: int,
-    *,
-    scale: float,
-) -> Tensor:
-    """As :func:`latent_attention`, with splits whose length and order depend on nothing but the sequence."""
-    return _attend_all(q_THD, latent_TD, latent_BPD, batch, num_decodes, value_dim, scale, is_invariant=True)
-
-
-def _attend_all(
-    q_THD: Tensor,
-    latent_TD: Tensor,
-    latent_BPD: Tensor,
-    batch: AttentionBatch,
-    num_decodes: int,
-    value_dim: int,
-    scale: float,
-    *,
-    is_invariant: bool,
-) -> Tensor:
     num_tokens, num_channels = latent_TD.shape
     if num_tokens:
         _store_kernel[(num_tokens,)](
@@ -318,67 +304,47 @@ def _attend_all(
             D=num_channels, BLOCK_D=next_power_of_2(num_channels), num_warps=1, **overlap_options(latent_TD),
         )  # fmt: skip
     out_THV = torch.empty(*q_THD.shape[:2], value_dim, dtype=q_THD.dtype, device=q_THD.device)
+    call = _Call(q_THD, latent_BPD, batch, out_THV, scale)
     if num_decodes:
-        _attend_decodes(q_THD, latent_BPD, batch, num_decodes, out_THV, scale, is_invariant)
+        _attend_decodes(call, num_decodes, launches)
     if len(q_THD) > num_decodes:
-        _attend_prefills(q_THD, latent_BPD, batch, num_decodes, out_THV, scale, is_invariant)
+        _attend_prefills(call, num_decodes, launches)
     return out_THV
 
 
-def _attend_decodes(
-    q_THD: Tensor,
-    latent_BPD: Tensor,
-    batch: AttentionBatch,
-    num_decodes: int,
-    out_THV: Tensor,
-    scale: float,
-    is_invariant: bool,
-) -> None:
+def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows of the decodes."""
+    q_THD, _, batch, out_THV, _ = call
     tile = _tile(q_THD, DECODE_TILE, 1)
     num_tiles = cdiv(q_THD.shape[1], tile.rows)
     num_blocks = batch.block_table_NM.shape[1]
-    if is_invariant:
-        num_splits, split_tiles = cdiv(num_blocks, INVARIANT_SPLIT_BLOCKS), INVARIANT_SPLIT_BLOCKS * BLOCK_TOKENS
+    if launches is Launches.FIXED:
+        num_splits, split_tiles = cdiv(num_blocks, FIXED_SPLIT_BLOCKS), FIXED_SPLIT_BLOCKS * BLOCK_TOKENS
     else:
         num_splits = num_decode_splits(num_decodes * num_tiles, cdiv(num_blocks, MIN_SPLIT_BLOCKS))
         split_tiles = 0
-    is_split = is_invariant or num_splits > 1
-    partial, lse = scratch(out_THV, num_decodes, num_splits, is_needed=is_split)
-    _launch(
-        (num_decodes * num_tiles, num_splits), q_THD, latent_BPD, batch, out_THV, partial, lse, scale, tile,
-        (split_tiles // tile.keys, 0, 0, 0, num_tiles), 16, is_decode=True, is_split=is_split,
-    )  # fmt: skip
-    if is_invariant:
-        combine_in_order(partial, lse, out_THV, num_decodes, num_splits)
+    is_split = launches is Launches.FIXED or num_splits > 1
+    partials = scratch(out_THV, num_decodes, num_splits, is_needed=is_split)
+    where = (split_tiles // tile.keys, 0, 0, 0, num_tiles)
+    _launch(call, (num_decodes * num_tiles, num_splits), partials, tile, where, 16, is_decode=True, is_split=is_split)
+    if launches is Launches.FIXED:
+        combine_in_order(*partials, out_THV, num_decodes, num_splits)
     elif num_splits > 1:
-        combine(partial, lse, out_THV, 0, num_decodes, num_splits)
+        combine(*partials, out_THV, 0, num_decodes, num_splits)
 
 
-def _attend_prefills(
-    q_THD: Tensor,
-    latent_BPD: Tensor,
-    batch: AttentionBatch,
-    num_decodes: int,
-    out_THV: Tensor,
-    scale: float,
-    is_invariant: bool,
-) -> None:
+def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows behind the decodes'."""
+    q_THD, _, batch, out_THV, _ = call
     tile = _tile(q_THD, PREFILL_TILE, batch.most_rows)
     end, first_row = len(batch.query_starts) - 1, batch.query_starts[num_decodes]
-    plan = plan_prefills(
-        batch, (num_decodes, end), len(q_THD), q_THD.shape[1], 1, tile[:2], None, is_invariant=is_invariant
-    )
+    plan = plan_prefills(batch, (num_decodes, end), len(q_THD), q_THD.shape[1], 1, tile[:2], None, launches)
     is_split = plan.num_splits > 1
-    partial, lse = scratch(out_THV, plan.num_tokens, plan.num_splits, is_needed=is_split)
-    _launch(
-        (plan.num_tiles, plan.num_splits), q_THD, latent_BPD, batch, out_THV, partial, lse, scale, tile,
-        (0, num_decodes, first_row, end - num_decodes, plan.num_tiles), plan.max_prefills,
-        is_decode=False, is_split=is_split,
-    )  # fmt: skip
+    partials = scratch(out_THV, plan.num_tokens, plan.num_splits, is_needed=is_split)
+    grid, where = (plan.num_tiles, plan.num_splits), (0, num_decodes, first_row, end - num_decodes, plan.num_tiles)
+    _launch(call, grid, partials, tile, where, plan.max_prefills, is_decode=False, is_split=is_split)
     if is_split:
-        combine(partial, lse, out_THV, first_row, plan.num_tokens, plan.num_splits)
+        combine(*partials, out_THV, first_row, plan.num_tokens, plan.num_splits)
 
 
 def _tile(q_THD: Tensor, tile: Tile, most_tokens: int | None) -> Tile:
@@ -391,28 +357,24 @@ def _tile(q_THD: Tensor, tile: Tile, most_tokens: int | None) -> Tile:
 
 
 def _launch(
+    call: _Call,
     grid: tuple[int, int],
-    q_THD: Tensor,
-    latent_BPD: Tensor,
-    batch: AttentionBatch,
-    out_THV: Tensor,
-    partial: Tensor,
-    lse: Tensor,
-    scale: float,
+    partials: tuple[Tensor, Tensor],
     tile: Tile,
-    places: tuple[int, ...],
+    where: tuple[int, ...],
     max_prefills: int,
     *,
     is_decode: bool,
     is_split: bool,
 ) -> None:
-    """Launch the kernel; ``places`` are its arguments from ``split_tiles`` on."""
+    """Launch the kernel; ``where`` are its arguments from ``split_tiles`` on."""
+    q_THD, latent_BPD, batch, out_THV, scale = call
     _, num_heads, num_channels = q_THD.shape
     value_dim = out_THV.shape[2]
     _attend_kernel[grid](
-        q_THD, latent_BPD, batch.block_table_NM, batch.query_starts_N1, batch.context_lens_N, out_THV, partial, lse,
+        q_THD, latent_BPD, batch.block_table_NM, batch.query_starts_N1, batch.context_lens_N, out_THV, *partials,
         scale * log2(torch.e), q_THD.stride(0), q_THD.stride(1), latent_BPD.stride(0), latent_BPD.stride(1),
-        batch.block_table_NM.stride(0), grid[1], *places,
+        batch.block_table_NM.stride(0), grid[1], *where,
         PAGE=BLOCK_TOKENS, NUM_HEADS=num_heads, VALUE_DIM=value_dim, REST_DIM=num_channels - value_dim,
         BLOCK_M=tile.rows, BLOCK_K=tile.keys, BLOCK_V=padded(value_dim), BLOCK_R=padded(num_channels - value_dim),
         BLOCK_N=max_prefills, IS_DECODE=is_decode, IS_SPLIT=is_split, PRECISION=FLOAT32_PRECISION,

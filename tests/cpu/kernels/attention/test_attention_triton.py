@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_prefill_splits
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.operation import Launches
 from tests.cpu.kernels.attention.test_attention import Case, decodes, make_case
 from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
@@ -294,9 +295,9 @@ def test_steps_captured_in_graphs_never_use_the_prefix_kernel() -> None:
         together, behind = Mock(), Mock()
         patch.setattr(attention_triton, "_attend_together", together)
         patch.setattr(attention_triton, "_attend_behind_prefix", behind)
-        attention_triton._attend_prefills(call, 0, is_invariant=False)
+        attention_triton._attend_prefills(call, 0, Launches.MEASURED)
         assert (together.call_count, behind.call_count) == (1, 0)
-        attention_triton._attend_prefills(call._replace(batch=case.batch), 0, is_invariant=False)
+        attention_triton._attend_prefills(call._replace(batch=case.batch), 0, Launches.MEASURED)
         assert (together.call_count, behind.call_count) == (1, 2)
 
 

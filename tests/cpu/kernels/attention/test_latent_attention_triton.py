@@ -16,6 +16,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.kernels.attention.latent_attention import latent_attention_reference
 from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.operation import Launches
 from tests.cpu.kernels.attention.test_latent_attention import make_batch
 from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
@@ -61,16 +62,22 @@ class Case:
     """Strided, with the latents before the step; NaN elsewhere."""
     batch: AttentionBatch
 
-    def run(self, *, is_invariant: bool = False) -> Tensor:
+    def run(self, launches: Launches = Launches.MEASURED) -> Tensor:
         """Return what the kernels give for the new rows."""
-        function = kernels.latent_attention_invariant if is_invariant else kernels.latent_attention
         q_THD, latent_TD = (
             torch.cat([x[start:end] for x, (start, end) in zip(xs, self.ranges, strict=True)])
             for xs in (self.q_NTHD, self.latent_NTD)
         )
         with poisoned_memory():
-            return function(
-                q_THD, latent_TD, self.latent_BPD, self.batch, self.num_decodes, self.shape.value_dim, scale=SCALE
+            return kernels.latent_attention(
+                q_THD,
+                latent_TD,
+                self.latent_BPD,
+                self.batch,
+                self.num_decodes,
+                self.shape.value_dim,
+                scale=SCALE,
+                launches=launches,
             )
 
     def expected(self) -> Tensor:
@@ -145,7 +152,7 @@ def check_padding(shape: Shape, dtype: torch.dtype, device: str) -> None:
 def check_invariance(shape: Shape, dtype: torch.dtype, device: str, ranges: Sequence[Range], num_decodes: int) -> None:
     """Assert that a sequence alone, and a prompt in two steps, have the bits that they have in a batch."""
     case = make_case(ranges, num_decodes, shape=shape, dtype=dtype, device=device)
-    whole_THV, starts = case.run(is_invariant=True), case.batch.query_starts
+    whole_THV, starts = case.run(Launches.FIXED), case.batch.query_starts
     for i, (start, end) in enumerate(ranges):
         alone = replace(case, q_NTHD=case.q_NTHD[i : i + 1], latent_NTD=case.latent_NTD[i : i + 1])
         rows_THV = whole_THV[starts[i] : starts[i + 1]]
@@ -161,7 +168,7 @@ def check_invariance(shape: Shape, dtype: torch.dtype, device: str, ranges: Sequ
             step = replace(
                 alone, ranges=((first, last),), num_decodes=int(i < num_decodes), batch=AttentionBatch(**moved)
             )
-            assert torch.equal(step.run(is_invariant=True), rows_THV[first - start : last - start]), (i, first, last)
+            assert torch.equal(step.run(Launches.FIXED), rows_THV[first - start : last - start]), (i, first, last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -207,5 +214,5 @@ def test_rows_of_the_null_block_are_not_stored() -> None:
 
 
 def test_deterministic_bits_do_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "INVARIANT_SPLIT_BLOCKS", 1)
+    monkeypatch.setattr(kernels, "FIXED_SPLIT_BLOCKS", 1)
     check_invariance(SMALL, torch.float32, "cpu", [*decodes(30, 140), (0, 70), (64, 100)], 2)
