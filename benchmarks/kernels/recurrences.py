@@ -329,9 +329,9 @@ def decode(kind: Kind, batch: int) -> Work:
 
 
 def _variants(kind: Kind, operation: Operation[..., Any]) -> dict[str, Call]:
-    found = {"strandline": kind.bound(operation), "deterministic": kind.bound(operation, is_deterministic=True)}
-    has_other = any(backend.invariant_module for backend in operation.backends)
-    return found if has_other else {"strandline": found["strandline"]}
+    ordinary, deterministic = bound(operation), bound(operation, is_deterministic=True)
+    found = {"strandline": kind.call(ordinary)}
+    return found if deterministic is ordinary else {**found, "deterministic": kind.call(deterministic)}
 
 
 def table_of(num_tokens: int, num_sequences: int, num_cuts: int = 0, past_grid: int = 0) -> ChunkTable:

@@ -112,4 +112,4 @@ def test_every_case_runs_in_the_interpreter(run: Run, monkeypatch: pytest.Monkey
         name = f"{row['shape']} {row['variant']}"
         assert row["problem"] is None or row["problem"].startswith("skipped: "), f"{name}: {row['problem']}"
         # The interpreter rounds to bfloat16 towards zero.
-        assert row["limit"] is None or row["error"] < 10 * row["limit"], f"{name}: {row['error']}"
+        assert row["limit"] is None or row["error"] <= 10 * row["limit"], f"{name}: {row['error']}"
