@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from strandline.model_config import read_model_config
+from strandline.models.layers.experts import Experts
 from strandline.models.registry import builder_for
 from strandline.specs import ModelSpec
 
@@ -31,8 +32,7 @@ def read_model_size(path: str | Path) -> ModelSize:
     model = builder_for(config)(config, torch.bfloat16, "meta")
     num_active = 0.0
     for module in model.modules():
-        expert_share = getattr(module, "expert_share", 1.0)
+        share = module.share if isinstance(module, Experts) else 1.0
         for name, weight in module.named_parameters(recurse=False):
-            is_expert = weight.ndim == 3
-            num_active += 0 if "embed" in name else weight.numel() * (expert_share if is_expert else 1)
+            num_active += 0 if "embed" in name else weight.numel() * share
     return ModelSize(model.spec, int(num_active), config.text.size("num_attention_heads", at_least=0, default=0))

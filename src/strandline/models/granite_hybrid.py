@@ -18,9 +18,10 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.targets import NamedTargets, sharded, spanned, stacked, whole
@@ -114,10 +115,10 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
 def _moe_targets(mlp: SparseMoe, prefix: str) -> NamedTargets:
     """Yield the tensors of the experts, and of their shared part."""
     shared, router, _, _ = mlp.in_proj.weight_OI.split(mlp.sizes)
-    experts = (mlp.experts, mlp.config.num_experts)
+    experts = mlp.experts.rows()
     gate_up = (sharded(rows, mlp.shard) for rows in shared.chunk(2))
     yield f"{prefix}shared_mlp.input_linear.weight", stacked(*gate_up)
     yield from mlp.shared_down.targets(f"{prefix}shared_mlp.output_linear.")
     yield f"{prefix}block_sparse_moe.router.layer.weight", whole(router)
-    yield f"{prefix}block_sparse_moe.input_linear.weight", spanned(mlp.gate_up_XFE, *experts)
-    yield f"{prefix}block_sparse_moe.output_linear.weight", spanned(mlp.down_XEF, *experts)
+    yield f"{prefix}block_sparse_moe.input_linear.weight", spanned(experts.up_XFE, experts.held, experts.num)
+    yield f"{prefix}block_sparse_moe.output_linear.weight", spanned(experts.down_XEF, experts.held, experts.num)

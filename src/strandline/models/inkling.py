@@ -12,7 +12,7 @@ Source: ``transformers`` (``inkling``).
 Shape suffixes: T tokens of the step, E hidden size, X experts, F intermediate size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -31,8 +31,8 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
+from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import MAX_EXPERTS, expert_targets
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.rotary import RotaryTable
@@ -84,7 +84,7 @@ class SharedRouterMoe(SigmoidMoe):
         shard: Shard = WHOLE,
     ) -> None:
         super().__init__(config, dtype, device, shard)
-        self.num_shared, self.num_routed = num_shared, config.num_experts - num_shared
+        self.num_routed = config.num_experts - num_shared
         self.routed_bias_X = parameter(self.num_routed, dtype=torch.float32, device=device)
         del self.bias_X
         self.register_buffer(
@@ -103,38 +103,33 @@ class SharedRouterMoe(SigmoidMoe):
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the tensors as transformers names them."""
         yield from self._router_targets(prefix, bias_name)
-        (routed, *weights), (shared, gate_up_XFE, down_XEF) = self._held_by_kind()
-        yield from expert_targets(weights[0], weights[1], routed, self.num_routed, f"{prefix}experts.", names)
-        gate_XFE, up_XFE = gate_up_XFE.chunk(2, dim=1)
-        for name, part_XFE in {"gate_proj": gate_XFE, "up_proj": up_XFE, "down_proj": down_XEF}.items():
-            yield f"{prefix}shared_experts.{name}", spanned(part_XFE, shared, self.num_shared)
+        routed, shared = self._rows_by_kind()
+        yield from routed.targets(f"{prefix}experts.", names)
+        for name, weights in shared.projections.items():
+            yield f"{prefix}shared_experts.{name}", spanned(weights, shared.held, shared.num)
 
     def published_targets(self, prefix: str, bias_name: str) -> NamedTargets:
         """Yield the tensors of published models, where an expert's gate and up projections alternate row by row."""
         yield from self._router_targets(prefix, bias_name)
-        kinds = {"experts.": self.num_routed, "shared_experts.shared_": self.num_shared}
-        for (kind, num), (held, gate_up_XFE, down_XEF) in zip(kinds.items(), self._held_by_kind(), strict=True):
-            yield f"{prefix}{kind}w13_weight", _of_alternating_experts(gate_up_XFE, held, num)
-            yield f"{prefix}{kind}w2_weight", spanned(down_XEF, held, num)
+        for kind, rows in zip(("experts.", "shared_experts.shared_"), self._rows_by_kind(), strict=True):
+            yield f"{prefix}{kind}w13_weight", _of_alternating_experts(rows)
+            yield f"{prefix}{kind}w2_weight", spanned(rows.down_XEF, rows.held, rows.num)
 
     def _router_targets(self, prefix: str, bias_name: str) -> NamedTargets:
         yield f"{prefix}gate.weight", whole(self.router.weight_OI)
         yield f"{prefix}{bias_name}", whole(self.routed_bias_X)
 
-    def _held_by_kind(self) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """Yield which of the routed experts are held, and their weights; then of those that every token takes."""
-        held, num_routed = self.experts, self.num_routed
-        routed = range(min(held.start, num_routed), min(held.stop, num_routed))
-        shared = range(max(held.start - num_routed, 0), max(held.stop - num_routed, 0))
-        yield routed, self.gate_up_XFE[: len(routed)], self.down_XEF[: len(routed)]
-        yield shared, self.gate_up_XFE[len(routed) :], self.down_XEF[len(routed) :]
+    def _rows_by_kind(self) -> tuple[ExpertRows, ExpertRows]:
+        """Return the routed experts, and those that every token takes."""
+        num_routed = self.num_routed
+        return self.experts.rows(range(num_routed)), self.experts.rows(range(num_routed, self.bias_X.numel()))
 
 
-def _of_alternating_experts(gate_up_XFE: Tensor, held: range, num_experts: int) -> Target:
+def _of_alternating_experts(rows: ExpertRows) -> Target:
     """Return the target of experts in one tensor, whose gate's and up projection's rows alternate."""
-    experts = zip(held, *gate_up_XFE.unsqueeze(2).chunk(2, dim=1), strict=True)
+    experts = zip(rows.held, *rows.up_XFE.unsqueeze(2).chunk(2, dim=1), strict=True)
     pieces = tuple(Piece((slice(index, index + 1),), tuple(parts)) for index, *parts in experts)
-    return Target((num_experts, *gate_up_XFE.shape[1:]), pieces)
+    return Target((rows.num, *rows.up_XFE.shape[1:]), pieces)
 
 
 @dataclass(frozen=True, slots=True)

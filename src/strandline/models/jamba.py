@@ -25,9 +25,10 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 

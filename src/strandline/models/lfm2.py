@@ -17,8 +17,8 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig

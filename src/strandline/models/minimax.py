@@ -16,8 +16,9 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.lightning import LightningAttention, LightningConfig
-from strandline.models.layers.moe import MAX_EXPERTS, SparseMoe, SparseMoeConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.normed_stream import NormedStreamLayer, StreamScale
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.shard import WHOLE, Shard

@@ -25,8 +25,8 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
-from strandline.models.layers.moe import MAX_EXPERTS
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
 from strandline.models.layers.shard import WHOLE, Shard
@@ -132,21 +132,20 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
     """Yield the published tensors."""
     yield from renamed(decoder.targets("backbone.", names), {"embed_tokens": "embeddings", "norm": "norm_f"})
     for index, layer in enumerate(layers):
-        yield from _published_parts(layer, "backbone.layers.", index)
+        yield from _published_parts(layer, "backbone.layers.", index, names)
 
 
 def _published_draft_layer(draft: DraftLayer, names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors of a draft layer: those of its inputs with its first part, its norm with its last."""
-    del names  # always the same
     first, last = "mtp.layers.0.", f"mtp.layers.{int(draft.layer.mlp is not None)}."
     yield f"{first}enorm.weight", whole(draft.embedding_norm_E)
     yield f"{first}hnorm.weight", whole(draft.hidden_norm_E)
     yield f"{first}eh_proj.weight", whole(draft.fc.weight_OI)
     yield f"{last}final_layernorm.weight", whole(draft.norm_E)
-    yield from _published_parts(draft.layer, "mtp.layers.", 0)
+    yield from _published_parts(draft.layer, "mtp.layers.", 0, names)
 
 
-def _published_parts(layer: DecoderLayer, prefix: str, first: int) -> NamedTargets:
+def _published_parts(layer: DecoderLayer, prefix: str, first: int, names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors of a layer, each of whose parts is a layer there, numbered from ``first`` on."""
     parts: list[tuple[object, Tensor]] = []
     if layer.mixer is not None:
@@ -155,5 +154,8 @@ def _published_parts(layer: DecoderLayer, prefix: str, first: int) -> NamedTarge
         parts.append((layer.mlp, layer.mlp_norm_E))
     for index, (part, norm_E) in enumerate(parts, first):
         yield f"{prefix}{index}.norm.weight", whole(norm_E)
-        assert isinstance(part, Attention | Mamba2Layer | ReluSquaredMlp | ReluSquaredMoe)
-        yield from part.targets(f"{prefix}{index}.mixer.")
+        if isinstance(part, ReluSquaredMlp | ReluSquaredMoe):
+            yield from part.targets(f"{prefix}{index}.mixer.", names)
+        else:
+            assert isinstance(part, Attention | Mamba2Layer)
+            yield from part.targets(f"{prefix}{index}.mixer.")

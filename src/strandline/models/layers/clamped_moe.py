@@ -2,20 +2,21 @@
 
 The clamped unit is torch's on all devices. Experts in FP8 or 4 bits are dequantised as they load.
 
-Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of a fused projection.
+Shape suffixes: T tokens of the step, E hidden size, X experts.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
-from strandline.kernels.experts.moe import clamped_experts_glu
-from strandline.kernels.experts.router import route
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.rowwise.activation import clamped_swiglu
+from strandline.models.layers.experts import Experts
 from strandline.models.layers.mlp import GatedMlpConfig, gated_mlp_targets
-from strandline.models.layers.moe import EXPERTS, expert_targets
-from strandline.models.layers.parameters import matrix, parameter
+from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import SigmoidMoeConfig
@@ -73,8 +74,6 @@ class ClampedMoe(nn.Module):
         limit: as of ``ClampedMlp``, for all experts.
     """
 
-    operations = (route, clamped_experts_glu)
-
     def __init__(
         self,
         config: SigmoidMoeConfig,
@@ -84,32 +83,19 @@ class ClampedMoe(nn.Module):
         shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
-        self.config, self.limit, self.experts = config, limit, shard.span(config.num_experts, EXPERTS)
-        self.held = None if shard.count == 1 else self.experts
-        hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
+        hidden_size, num_experts = config.hidden_size, config.num_experts
         self.router_dtype = config.router_dtype or dtype
         self.router = Projection(num_experts, hidden_size, self.router_dtype, device)
         self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
-        self.gate_up_XFE = matrix(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = matrix(len(self.experts), hidden_size, size, dtype=dtype, device=device)
+        self.experts = Experts(replace(config.experts, limit=limit), dtype, device, shard)
         self.shared = None
         if config.shared_size:
             self.shared = ClampedMlp(GatedMlpConfig(hidden_size, config.shared_size), limit, dtype, device, shard)
 
-    @property
-    def expert_share(self) -> float:
-        """Part of the experts that a token takes."""
-        return self.config.routing.top_k / self.config.num_experts
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        self._route, self._experts_glu = kernels[route], kernels[clamped_experts_glu]
-
-    def forward(self, hidden_TE: Tensor) -> Tensor:
+    def forward(self, hidden_TE: Tensor) -> Summand:
         logits_TX = self.router.multiply(hidden_TE.to(self.router_dtype))
-        chosen = self._route(logits_TX, self.bias_X, self.config.routing)
-        out_TE = self._experts_glu(hidden_TE, self.gate_up_XFE, self.down_XEF, *chosen, self.limit, self.held)
-        return out_TE if self.shared is None else out_TE.add_(self.shared(hidden_TE))
+        shared_TE = None if self.shared is None else self.shared(hidden_TE)
+        return self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared_TE)
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
@@ -118,5 +104,4 @@ class ClampedMoe(nn.Module):
             yield f"{prefix}{bias_name}", whole(self.bias_X)
         if self.shared is not None:
             yield from self.shared.targets(f"{prefix}shared_experts.")
-        weights = (self.gate_up_XFE, self.down_XEF)
-        yield from expert_targets(*weights, self.experts, self.config.num_experts, f"{prefix}experts.", names)
+        yield from self.experts.targets(f"{prefix}experts.", names)

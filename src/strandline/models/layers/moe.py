@@ -3,33 +3,24 @@
 Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
 split into it while loading.
 
-Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of a fused
-projection, S rows of the shared expert's gate and up projections.
+Shape suffixes: T tokens of the step, E hidden size, X experts, S rows of the shared expert's gate and up projections.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from strandline.config_fields import Fields
-from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.experts.block_scaled_moe import block_scaled_mixture
-from strandline.kernels.experts.four_bit_moe import four_bit_mixture
-from strandline.kernels.experts.moe import mixture
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.gemm.weights import FourBitWeight, ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
-from strandline.models.layers.parameters import matrix
+from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, SharedHidden
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.layers.targets import NamedTargets, sharded, spanned, unused, whole
+from strandline.models.layers.targets import NamedTargets, sharded, whole
 
-MAX_EXPERTS: Final = 2**14
-
-EXPERTS: Final = "experts"
 SHARED_CHANNELS: Final = "channels between the shared expert's projections"
 
 STAND_IN_SIZE: Final = 8
@@ -53,6 +44,11 @@ class SparseMoeConfig:
     is_normalised: bool
     is_shared_gated: bool = True
     """Whether a gate multiplies what the shared expert adds."""
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts are chosen."""
+        return Routing(self.top_k, self.is_normalised)
 
     @classmethod
     def read(cls, fields: Fields, *, is_normalised: bool, is_shared: bool = True) -> "SparseMoeConfig":
@@ -78,20 +74,13 @@ class SparseMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (mixture, block_scaled_mixture, four_bit_mixture)
-    _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
-    _four_bit_experts: tuple[FourBitWeight, FourBitWeight] | None = None
-
     def __init__(
         self, config: SparseMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
     ) -> None:
         super().__init__()
-        self.config, self.shard, self.experts = config, shard, shard.span(config.num_experts, EXPERTS)
-        self.held = None if shard.count == 1 else self.experts
-        hidden_size, size, num_held = config.hidden_size, config.size, len(self.experts)
+        self.config, self.shard, hidden_size = config, shard, config.hidden_size
         self.is_shared = config.shared_size > 0
         shared_size = shard.part_of(config.shared_size, SHARED_CHANNELS) if self.is_shared else STAND_IN_SIZE
-        self.routing = Routing(config.top_k, config.is_normalised)
         self.sizes = [2 * shared_size, config.num_experts, int(config.is_shared_gated)]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
@@ -101,55 +90,19 @@ class SparseMoe(nn.Module):
         if not self.is_shared:
             self.in_proj.weight_OI.zero_()
             self.shared_down.weight_OI.zero_()
-        self.gate_up_XFE = matrix(num_held, 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = matrix(num_held, hidden_size, size, dtype=dtype, device=device)
-
-    @property
-    def expert_share(self) -> float:
-        """Part of the experts that a token takes."""
-        return self.config.top_k / self.config.num_experts
+        experts = ExpertsConfig(config.num_experts, hidden_size, config.size, config.routing)
+        self.experts = Experts(experts, dtype, device, shard, fused=self.shared_down)
 
     @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
-        return self._scaled_experts is not None or self.in_proj.takes_quantized
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        self._mixture, self._scaled_mixture = kernels[mixture], kernels[block_scaled_mixture]
-        self._four_bit_mixture = kernels[four_bit_mixture]
-
-    @property
-    def expert_weights(self) -> tuple[Tensor, Tensor]:
-        """Weights of the products before and after the activation."""
-        return self.gate_up_XFE, self.down_XEF
-
-    def keep_experts(self, gate_up: ScaledWeight | FourBitWeight, down: ScaledWeight | FourBitWeight) -> None:
-        """Compute with these instead of the parameters, which are freed."""
-        del self.gate_up_XFE, self.down_XEF
-        if isinstance(gate_up, FourBitWeight) and isinstance(down, FourBitWeight):
-            self._four_bit_experts = (gate_up, down)
-        elif isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
-            self._scaled_experts = (gate_up, down)
-
-    @property
-    def dense_with_experts(self) -> tuple[Projection, ...]:
-        """Projections that must be quantised only if the experts are."""
-        return (self.shared_down,)
+        return self.experts.takes_quantized or self.in_proj.takes_quantized
 
     def forward(self, hidden_TE: Rows) -> Summand:
         in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
-        projected = (shared_TS, logits_TX, gate_T1 if self.config.is_shared_gated else None)
-        if self._scaled_experts is not None:
-            weights = (*self._scaled_experts, self.shared_down.weight)
-            return self._scaled_mixture(hidden_TE, *projected, *weights, self.routing, self.held)
-        plain_TE = plain_rows(hidden_TE)
-        if self._four_bit_experts is not None:
-            in_4_bits = (*self._four_bit_experts, self.shared_down.weight)
-            return self._four_bit_mixture(plain_TE, *projected, *in_4_bits, self.routing, self.held)
-        experts = (self.gate_up_XFE, self.down_XEF, self.shared_down.weight)
-        return self._mixture(plain_TE, *projected, *experts, self.routing, held=self.held)
+        shared = SharedHidden(shared_TS, self.shared_down.weight, gate_T1 if self.config.is_shared_gated else None)
+        return self.experts.mix(hidden_TE, logits_TX, None, shared)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
@@ -161,29 +114,4 @@ class SparseMoe(nn.Module):
             yield f"{prefix}shared_expert.gate_proj.weight", sharded(gate, self.shard)
             yield f"{prefix}shared_expert.up_proj.weight", sharded(up, self.shard)
             yield from self.shared_down.targets(f"{prefix}shared_expert.down_proj.")
-        weights = (self.gate_up_XFE, self.down_XEF)
-        yield from expert_targets(*weights, self.experts, self.config.num_experts, f"{prefix}experts.", names)
-
-
-def expert_targets(
-    gate_up_XFE: Tensor, down_XEF: Tensor, held: range, num_experts: int, prefix: str, names: frozenset[str]
-) -> NamedTargets:
-    """Yield the published tensors of experts, which come as one tensor, or as one each, whichever is in ``names``.
-
-    Args:
-        held: which of ``num_experts`` the weights are of.
-    """
-    if f"{prefix}gate_up_proj" in names:
-        yield f"{prefix}gate_up_proj", spanned(gate_up_XFE, held, num_experts)
-        yield f"{prefix}down_proj", spanned(down_XEF, held, num_experts)
-        return
-    gate_XFE, up_XFE = gate_up_XFE.chunk(2, dim=1)
-    for name, weights in {"gate_proj": gate_XFE, "up_proj": up_XFE, "down_proj": down_XEF}.items():
-        yield from each_expert(weights, held, num_experts, prefix, f".{name}.weight")
-
-
-def each_expert(weights: Tensor, held: range, num_experts: int, prefix: str, suffix: str) -> NamedTargets:
-    """Yield the published tensors of experts that come as one each; those of other shards are not used."""
-    for expert in range(num_experts):
-        target = whole(weights[expert - held.start]) if expert in held else unused(*weights.shape[1:])
-        yield f"{prefix}{expert}{suffix}", target
+        yield from self.experts.targets(f"{prefix}experts.", names)

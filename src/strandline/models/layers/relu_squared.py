@@ -2,8 +2,7 @@
 
 Source: ``transformers`` (``nemotron_h``); NVIDIA, "Nemotron 3 Nano" (the router is that of DeepSeek-V3).
 
-Shape suffixes: T tokens of the step, E hidden size, L latent size, F intermediate size, S that of the shared expert, O
-outputs of a projection, X experts; of a token K are its experts.
+Shape suffixes: T tokens of the step, E hidden size, L latent size, S intermediate size of the shared expert, X experts.
 """
 
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
-from strandline.kernels.experts.moe import mixture_relu_squared
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.activation import relu_squared
-from strandline.models.layers.moe import EXPERTS, each_expert
+from strandline.models.layers.experts import Activation, Experts, ExpertsConfig, SharedHidden
 from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.shard import WHOLE, Shard
@@ -50,8 +49,9 @@ class ReluSquaredMlp(nn.Module):
     def forward(self, hidden_TE: Tensor) -> Tensor:
         return self.down.multiply(self._relu_squared(self.up.multiply(hidden_TE)))
 
-    def targets(self, prefix: str) -> NamedTargets:
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
+        del names  # always the same
         yield from self.up.targets(f"{prefix}up_proj.")
         yield from self.down.targets(f"{prefix}down_proj.")
 
@@ -80,15 +80,14 @@ class ReluSquaredMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (relu_squared, mixture_relu_squared, linear_and_logits, *LINEAR_OPERATIONS)
+    operations = (relu_squared, linear_and_logits, *LINEAR_OPERATIONS)
 
     def __init__(
         self, config: ReluSquaredMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
     ) -> None:
         super().__init__()
-        self.config, self.experts = config, shard.span(config.num_experts, EXPERTS)
-        self.held = None if shard.count == 1 else self.experts
-        hidden_size, size, num_experts, has_bias = config.hidden_size, config.size, config.num_experts, config.has_bias
+        self.config = config
+        hidden_size, num_experts, has_bias = config.hidden_size, config.num_experts, config.has_bias
         self.router = Projection(num_experts, hidden_size, torch.float32, device)
         self.bias_X = parameter(num_experts, dtype=torch.float32, device=device)
         latent_size = hidden_size if config.latent_size is None else config.latent_size
@@ -97,39 +96,31 @@ class ReluSquaredMoe(nn.Module):
             self.to_latent = Projection(latent_size, hidden_size, dtype, device, has_bias=has_bias)
             is_added_here = has_bias and shard.is_first
             self.from_latent = Projection(hidden_size, latent_size, dtype, device, has_bias=is_added_here)
-        self.up_XFL = parameter(len(self.experts), size, latent_size, dtype=dtype, device=device)
-        self.down_XLF = parameter(len(self.experts), latent_size, size, dtype=dtype, device=device)
+        sizes = (num_experts, latent_size, config.size)
+        experts = ExpertsConfig(*sizes, config.routing, Activation.RELU_SQUARED)
+        self.experts = Experts(experts, dtype, device, shard)
         self.shared = ReluSquaredMlp(hidden_size, config.shared_size, dtype, device, shard, has_bias=has_bias)
-
-    @property
-    def expert_share(self) -> float:
-        """Part of the experts that a token takes."""
-        return self.config.routing.top_k / self.config.num_experts
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._relu_squared, self._mixture = kernels[relu_squared], kernels[mixture_relu_squared]
-        up, router = self.shared.up, self.router
-        self._project = bind_linear_and_logits(kernels, up.weight, up.bias_O, router.weight, torch.float32)
-        # A mixture adds the shared expert by itself, unless channels or forms of weights differ.
-        self._shared_down = None
-        if self.to_latent is None and not self.shared.down.is_kept:
-            self._shared_down = self.shared.down.weight
+        self._relu_squared, up, down = kernels[relu_squared], self.shared.up, self.shared.down
+        self._project = bind_linear_and_logits(kernels, up.weight, up.bias_O, self.router.weight, torch.float32)
+        self._down = down.weight if self.to_latent is None and self.experts.takes_hidden(down) else None
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         up_TS, logits_TX = self._project(hidden_TE)
-        router = (self.config.routing, self.bias_X, self.held)
-        if self._shared_down is not None:
-            experts = (self.up_XFL, self.down_XLF, self._shared_down)
-            out_TE, bias_E = self._mixture(hidden_TE, up_TS, logits_TX, *experts, *router), self.shared.down.bias_O
+        if self._down is not None:
+            shared = SharedHidden(up_TS, self._down)
+            out_TE = added_up(self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared))
+            bias_E = self.shared.down.bias_O
             return out_TE if bias_E is None else out_TE.add_(bias_E)
         latent_TL = hidden_TE if self.to_latent is None else self.to_latent.multiply(hidden_TE)
-        out_TL = self._mixture(latent_TL, None, logits_TX, self.up_XFL, self.down_XLF, None, *router)
+        out_TL = added_up(self.experts.mix(latent_TL, logits_TX, self.bias_X))
         out_TE = out_TL if self.from_latent is None else self.from_latent.multiply(out_TL)
         return out_TE.add_(self.shared.down.multiply(self._relu_squared(up_TS)))
 
-    def targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors."""
+    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
+        """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
         yield f"{prefix}gate.weight", whole(self.router.weight_OI)
         yield f"{prefix}gate.e_score_correction_bias", whole(self.bias_X)
         if self.to_latent is not None and self.from_latent is not None:
@@ -137,7 +128,5 @@ class ReluSquaredMoe(nn.Module):
             yield from self.from_latent.targets(f"{prefix}fc2_latent_proj.")
             if self.config.has_bias and self.from_latent.bias_O is None:
                 yield f"{prefix}fc2_latent_proj.bias", unused(self.config.hidden_size)
-        yield from self.shared.targets(f"{prefix}shared_experts.")
-        for name, weight in {"up_proj": self.up_XFL, "down_proj": self.down_XLF}.items():
-            arguments = (weight, self.experts, self.config.num_experts)
-            yield from each_expert(*arguments, f"{prefix}experts.", f".{name}.weight")
+        yield from self.shared.targets(f"{prefix}shared_experts.", names)
+        yield from self.experts.targets(f"{prefix}experts.", names)

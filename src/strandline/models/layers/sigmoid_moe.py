@@ -1,7 +1,6 @@
 """A mixture of experts behind a sigmoid router, with or without experts that every token takes.
 
-Shape suffixes: T tokens of the step, E hidden size, F intermediate size, X experts, O rows of the shared expert's fused
-projection; of a token K are its experts.
+Shape suffixes: T tokens of the step, E hidden size, X experts, O rows of the shared expert's fused projection.
 """
 
 from dataclasses import dataclass
@@ -12,17 +11,13 @@ from torch import Tensor, nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
-from strandline.kernels.expert_choices import Summand, added_up
-from strandline.kernels.experts.block_scaled_moe import block_scaled_experts_glu
-from strandline.kernels.experts.four_bit_moe import four_bit_experts_glu
-from strandline.kernels.experts.moe import mixture
-from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.expert_choices import Summand
+from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
-from strandline.kernels.gemm.weights import FourBitWeight, ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
+from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, SharedHidden
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
-from strandline.models.layers.parameters import matrix, parameter
+from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.targets import NamedTargets, whole
@@ -48,6 +43,11 @@ class SigmoidMoeConfig:
     """Whether a bias takes part in the choice."""
     router_dtype: torch.dtype | None = None
     """None: the router computes in the dtype of activations."""
+
+    @property
+    def experts(self) -> ExpertsConfig:
+        """Sizes of the experts."""
+        return ExpertsConfig(self.num_experts, self.hidden_size, self.size, self.routing)
 
 
 def read_routing(fields: Fields, num_experts: int) -> Routing:
@@ -88,103 +88,43 @@ class SigmoidMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (
-        route,
-        mixture,
-        block_scaled_experts_glu,
-        four_bit_experts_glu,
-        linear_and_logits,
-        *LINEAR_OPERATIONS,
-    )
-    _scaled_experts: tuple[ScaledWeight, ScaledWeight] | None = None
-    _four_bit_experts: tuple[FourBitWeight, FourBitWeight] | None = None
+    operations = (linear_and_logits, *LINEAR_OPERATIONS)
 
     def __init__(
         self, config: SigmoidMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
     ) -> None:
         super().__init__()
-        self.config, self.experts = config, shard.span(config.num_experts, EXPERTS)
-        self.held = None if shard.count == 1 else self.experts
-        hidden_size, size, num_experts = config.hidden_size, config.size, config.num_experts
+        hidden_size, num_experts = config.hidden_size, config.num_experts
         self.router_dtype = config.router_dtype or dtype
         self.router = Projection(num_experts, hidden_size, self.router_dtype, device)
         self.bias_X: Tensor | None = None
         if config.has_bias:
             self.bias_X = parameter(num_experts, dtype=torch.float32, device=device)
-        self.gate_up_XFE = matrix(len(self.experts), 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = matrix(len(self.experts), hidden_size, size, dtype=dtype, device=device)
+        self.experts = Experts(config.experts, dtype, device, shard)
         self.shared = None
         if config.shared_size:
             self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), dtype, device, shard)
 
     @property
-    def expert_share(self) -> float:
-        """Part of the experts that a token takes."""
-        return self.config.routing.top_k / self.config.num_experts
-
-    @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
-        return self._scaled_experts is not None
+        return self.experts.takes_quantized
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._mixture = kernels[mixture]
-        self._route, self._scaled_experts_glu = kernels[route], kernels[block_scaled_experts_glu]
-        self._four_bit_experts_glu = kernels[four_bit_experts_glu]
-        # A mixture adds the shared expert by itself, unless that is in FP8 or 4 bits.
-        self._shared_down = None
-        if self.shared is not None and not self.shared.down.is_kept:
-            self._shared_down = self.shared.down.weight
-            shared_and_router = (self.shared.gate_up.weight, None, self.router.weight, self.router_dtype)
-            self._project = bind_linear_and_logits(kernels, *shared_and_router)
-        self._adds_shared = self.shared is not None and self._shared_down is None
-
-    @property
-    def expert_weights(self) -> tuple[Tensor, Tensor]:
-        """Weights of the products before and after the activation."""
-        return self.gate_up_XFE, self.down_XEF
-
-    def keep_experts(self, gate_up: ScaledWeight | FourBitWeight, down: ScaledWeight | FourBitWeight) -> None:
-        """Compute with these instead of the parameters, which are freed."""
-        del self.gate_up_XFE, self.down_XEF
-        if isinstance(gate_up, FourBitWeight) and isinstance(down, FourBitWeight):
-            self._four_bit_experts = (gate_up, down)
-        elif isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
-            self._scaled_experts = (gate_up, down)
-
-    @property
-    def dense_with_experts(self) -> tuple[Projection, ...]:
-        """Projections that must be quantised only if the experts are."""
-        return ()
+        self._project, shared = None, self.shared
+        if shared is not None and self.experts.takes_hidden(shared.down):
+            shared_and_router = (shared.gate_up.weight, None, self.router.weight, self.router_dtype)
+            self._project, self._down = bind_linear_and_logits(kernels, *shared_and_router), shared.down.weight
 
     def forward(self, hidden_TE: Rows) -> Summand:
-        config, plain_TE = self.config, plain_rows(hidden_TE)
-        if self._scaled_experts is not None:
-            chosen, shared_TE = self._route_and_share(hidden_TE, plain_TE)
-            return self._scaled_experts_glu(hidden_TE, *self._scaled_experts, *chosen, shared_TE, None, self.held)
-        if self._four_bit_experts is not None:
-            chosen, shared_TE = self._route_and_share(plain_TE, plain_TE)
-            return self._four_bit_experts_glu(plain_TE, *self._four_bit_experts, *chosen, shared_TE, None, self.held)
-        if self._shared_down is None:
-            shared_TO, logits_TX = None, self._score(plain_TE)
-        else:
+        plain_TE, shared = plain_rows(hidden_TE), self.shared
+        if self._project is not None:
             shared_TO, logits_TX = self._project(plain_TE)
-        experts = (self.gate_up_XFE, self.down_XEF, self._shared_down)
-        router = (config.routing, self.bias_X, self.held)
-        out = self._mixture(plain_TE, shared_TO, logits_TX, None, *experts, *router)
-        return out if self.shared is None or not self._adds_shared else added_up(out).add_(self.shared(plain_TE))
-
-    def _route_and_share(self, hidden_TE: Rows, plain_TE: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        """Return the weights and numbers of tokens' experts, and what the shared expert makes of tokens."""
-        chosen = self._route(self._score(plain_TE), self.bias_X, self.config.routing)
-        if self.shared is None:
-            return chosen, None
-        return chosen, self.shared(hidden_TE if self.shared.takes_quantized else plain_TE)
-
-    def _score(self, plain_TE: Tensor) -> Tensor:
-        """Return the router's logits."""
-        return self.router.multiply(plain_TE.to(self.router_dtype))
+            return self.experts.mix(plain_TE, logits_TX, self.bias_X, SharedHidden(shared_TO, self._down))
+        logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
+        shared_TE = None if shared is None else shared(hidden_TE if shared.takes_quantized else plain_TE)
+        return self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared_TE)
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
@@ -193,5 +133,4 @@ class SigmoidMoe(nn.Module):
             yield f"{prefix}{bias_name}", whole(self.bias_X)
         if self.shared is not None:
             yield from self.shared.targets(f"{prefix}shared_experts.", names)
-        weights = (self.gate_up_XFE, self.down_XEF)
-        yield from expert_targets(*weights, self.experts, self.config.num_experts, f"{prefix}experts.", names)
+        yield from self.experts.targets(f"{prefix}experts.", names)

@@ -5,8 +5,7 @@ a :class:`RouterState`. Its last choice is no expert at all.
 
 Source: ``transformers`` (``zaya``).
 
-Shape suffixes: T tokens of the step, E hidden size, Q size of the router's state, F intermediate size, X experts and
-the choice of none.
+Shape suffixes: T tokens of the step, E hidden size, Q size of the router's state, X experts and the choice of none.
 """
 
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields, read_eps
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.experts.moe import mixture
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.moe import EXPERTS, MAX_EXPERTS, expert_targets
+from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
 from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import WHOLE, Shard
@@ -69,7 +67,7 @@ class SkippingMoe(nn.Module):
         is_first: whether it is the first of the model's layers, whose router reads no state.
     """
 
-    operations = (mixture, rms_norm)
+    operations = (rms_norm,)
 
     def __init__(
         self,
@@ -83,8 +81,7 @@ class SkippingMoe(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.state = config, state
-        self.held = shard.span(config.num_experts, EXPERTS)
-        hidden_size, size, router_size = config.hidden_size, config.size, config.router_size
+        hidden_size, router_size = config.hidden_size, config.router_size
         self.down_proj = Projection(router_size, hidden_size, dtype, device, has_bias=True)
         self.state_scale_Q = None if is_first else parameter(router_size, dtype=dtype, device=device)
         self.norm_Q = gain(router_size, dtype=dtype, device=device)
@@ -92,22 +89,16 @@ class SkippingMoe(nn.Module):
         self.fc2 = Projection(router_size, router_size, dtype, device, has_bias=True)
         self.choose = Projection(config.num_experts + 1, router_size, dtype, device)
         self.bias_X = parameter(config.num_experts + 1, dtype=torch.float32, device=device)
-        self.gate_up_XFE = parameter(len(self.held), 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down_XEF = parameter(len(self.held), hidden_size, size, dtype=dtype, device=device)
-
-    @property
-    def expert_share(self) -> float:
-        """Part of the experts that a token takes."""
-        return 1 / self.config.num_experts
+        experts = ExpertsConfig(config.num_experts, hidden_size, config.size, ROUTING)
+        self.experts = Experts(experts, dtype, device, shard)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._mixture, self._rms_norm = kernels[mixture], kernels[rms_norm]
+        self._rms_norm = kernels[rms_norm]
 
     def forward(self, hidden_TE: Tensor) -> Summand:
         # The last choice is that of an expert which no shard holds: it adds nothing.
-        experts = (self.gate_up_XFE, self.down_XEF, None)
-        return self._mixture(hidden_TE, None, self._logits(hidden_TE), None, *experts, ROUTING, self.bias_X, self.held)
+        return self.experts.mix(hidden_TE, self._logits(hidden_TE), self.bias_X)
 
     def _logits(self, hidden_TE: Tensor) -> Tensor:
         state_TQ = self.down_proj.multiply(hidden_TE)
@@ -128,5 +119,4 @@ class SkippingMoe(nn.Module):
         yield f"{prefix}gate.router_mlp.norm.weight", whole(self.norm_Q)
         for name, projection in {"fc1": self.fc1, "fc2": self.fc2, "out_proj": self.choose}.items():
             yield from projection.targets(f"{prefix}gate.router_mlp.{name}.")
-        weights = (self.gate_up_XFE, self.down_XEF)
-        yield from expert_targets(*weights, self.held, self.config.num_experts, f"{prefix}experts.", names)
+        yield from self.experts.targets(f"{prefix}experts.", names)

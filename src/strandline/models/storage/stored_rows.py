@@ -8,19 +8,19 @@ is never more than one published tensor, and nothing of its size in another dtyp
 Experts stay quantised if all of a layer do, in one format. What cannot stay is dequantised as it loads: rows in too
 many runs, and shards of inputs that cut through what a scale covers.
 
-Shape suffixes: R rows of all matrices of a parameter, I inputs; of experts X experts, E hidden size, F intermediate
-size.
+Shape suffixes: R rows of all matrices of a parameter, I inputs.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, StackedWeight
+from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import GatedProjection, Projection
 from strandline.models.layers.targets import Piece, Target
 from strandline.models.storage.published import OpenWeight
@@ -74,25 +74,6 @@ class StoredFormat(Protocol):
         """Return memory for rows of a matrix."""
 
 
-@runtime_checkable
-class HoldsExperts(Protocol):
-    """A layer whose experts may be kept quantised.
-
-    It has methods and properties alone: a check at run time does not see a module's parameters.
-    """
-
-    @property
-    def expert_weights(self) -> tuple[Tensor, Tensor]:
-        """Weights of the products before and after the activation, ``[X, F, E]`` and ``[X, E, F]``."""
-
-    def keep_experts(self, gate_up: Kept, down: Kept) -> None:
-        """Compute with these instead of the parameters, which are freed; both have the same form."""
-
-    @property
-    def dense_with_experts(self) -> tuple[Projection, ...]:
-        """Projections that must be quantised only if the experts are."""
-
-
 @dataclass(eq=False)
 class Matrix:
     """A parameter without memory."""
@@ -144,7 +125,8 @@ class Matrix:
         """Return the row at which the up projection's rows begin; 0 if there is no gate before them."""
         if isinstance(self.owner, GatedProjection):
             return len(self.format_R) // 2
-        return self.parameter.shape[-2] // 2 if self.attribute == "gate_up_XFE" else 0
+        is_gated = isinstance(self.owner, Experts) and self.owner.config.is_gated
+        return self.parameter.shape[-2] // 2 if is_gated and self.attribute == "up_XFE" else 0
 
 
 class Matrices:
@@ -210,14 +192,14 @@ class Matrices:
             and not matrix.is_cut
         }
         for module in model.modules():
-            if not isinstance(module, HoldsExperts):
+            if not isinstance(module, Experts):
                 continue
-            experts = [self._matrices[id(weights)] for weights in module.expert_weights]
+            experts = [matrix for matrix in self._matrices.values() if matrix.owner is module]
             numbers = {number for matrix in experts for number in matrix.formats}
-            if len(numbers) == 1 and 0 not in numbers:
+            if module.config.takes_formats and len(numbers) == 1 and 0 not in numbers:
                 kept.update(experts)
             else:
-                kept -= {matrix for matrix in kept if matrix.owner in module.dense_with_experts}
+                kept -= {matrix for matrix in kept if matrix.owner in module.fused}
         return kept
 
 
@@ -286,15 +268,13 @@ class QuantizedStorage:
 
     def finish(self) -> None:
         """Give the filled weights to their layers."""
-        experts = dict[nn.Module, dict[str, Kept]]()
         for matrix, memory in self._memory.items():
             if isinstance(matrix.owner, Projection):
                 matrix.owner.keep(_whole_weight(matrix, memory))
-            else:
+            elif isinstance(matrix.owner, Experts):
                 (rows,) = memory.stored.values()
                 whole = rows.weight(slice(None), matrix.parameter.shape[:-1], matrix.boundary)
-                experts.setdefault(matrix.owner, {})[matrix.attribute] = whole
-        keep_experts(experts)
+                matrix.owner.keep(matrix.attribute, whole)
 
 
 def _allocate(matrix: Matrix, formats: Sequence[StoredFormat], device: torch.device | str) -> _Memory:
@@ -319,13 +299,6 @@ def _whole_weight(matrix: Matrix, memory: _Memory) -> Kept | StackedWeight:
     (whole,) = parts
     assert not isinstance(whole, DenseWeight)
     return whole
-
-
-def keep_experts(experts: Mapping[nn.Module, Mapping[str, Kept]]) -> None:
-    """Give layers their experts' weights, by the parameters' names."""
-    for owner, weights in experts.items():
-        assert isinstance(owner, HoldsExperts)
-        owner.keep_experts(weights["gate_up_XFE"], weights["down_XEF"])
 
 
 def _allocate_whole(matrix: Matrix, device: torch.device | str) -> None:

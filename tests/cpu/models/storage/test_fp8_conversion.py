@@ -130,7 +130,7 @@ def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
     kept: Any = load_model(tmp_path / "out", dtype=torch.float32, keeps_quantized=True)
     layers = [layer.mlp for layer in kept.decoder.layers if isinstance(layer.mlp, SparseMoe)]
     assert layers
-    assert all(layer._scaled_experts is not None for layer in layers)
+    assert all(layer.experts.takes_quantized for layer in layers)
 
 
 def test_output_is_divided_into_files_with_an_index(

@@ -81,7 +81,7 @@ def assert_same_weights(kept: Any, dequantized: Any) -> None:
         if isinstance(module, Projection):
             found = values_of(module.weight)
         else:
-            found = module._scaled_experts[attribute == "down_XEF"].dequantize()
+            found = module.weights[attribute == "down_XEF"].dequantize()
         assert torch.equal(found, expected), name
 
 
@@ -202,6 +202,11 @@ def test_experts_that_every_token_takes_stay_with_others(name: str, tmp_path: Pa
     assert report.num_kept == report.num_quantized > 0
     for shard in (Shard(0, 2), Shard(1, 2)):
         assert_same_weights(*(load(tmp_path / "fp8", keeps_quantized=keeps, shard=shard) for keeps in (True, False)))
+
+
+def test_experts_that_a_token_may_skip_stay(tmp_path: Path) -> None:
+    kept = check(save("zaya", tmp_path, BLOCKS))
+    assert all(layer.mlp.experts.takes_quantized for layer in kept.decoder.layers)
 
 
 def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:
