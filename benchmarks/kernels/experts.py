@@ -25,13 +25,15 @@ from operands import (
 )
 from torch import Tensor
 
-from strandline.kernels.experts import block_scaled_moe_triton, four_bit_moe_launches, moe_many_triton
-from strandline.kernels.experts.expert_tiles import ExpertTile, choose_by_load
+from strandline.kernels.experts import block_scaled_moe_triton, four_bit_moe_triton
+from strandline.kernels.experts.many_launches import DENSE as DENSE_LAUNCHES
+from strandline.kernels.experts.many_launches import FOUR_BIT, FP8, Measured, choose_launches
 from strandline.kernels.experts.moe_few_triton import choose_few
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import linear, linear_and_logits
 from strandline.kernels.gemm.linear_triton import Gemv
-from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.launch import Launch as TileLaunch
 
 TOKENS = (1, 2, 3, 4, 8, 16, 64, 256, 1024, 2048, 8192)
 
@@ -78,16 +80,19 @@ DENSE_LARGE = (
     "32,128,64,4,4 64,128,64,4,4 64,256,64,8,3 128,128,64,4,3,2 128,128,64,8,4,2 128,256,64,8,3 128,256,64,8,3,2",
 )
 FP8_SMALL = (
-    "16,128,4,2 16,128,4,3 16,128,8,3 16,128,4,4 16,128,4,5 16,128,8,2 16,128,8,4 32,128,8,3",
-    "16,64,4,3 16,64,4,4 16,64,4,5 16,128,4,2 16,128,4,3 16,128,4,4 16,128,4,5 16,128,8,3 16,128,8,4 32,128,4,4",
+    "16,128,128,4,2 16,128,128,4,3 16,128,128,8,3 16,128,128,4,4 16,128,128,4,5 16,128,128,8,2 16,128,128,8,4 "
+    "32,128,128,8,3",
+    "16,64,128,4,3 16,64,128,4,4 16,64,128,4,5 16,128,128,4,2 16,128,128,4,3 16,128,128,4,4 16,128,128,4,5 "
+    "16,128,128,8,3 16,128,128,8,4 32,128,128,4,4",
 )
 FP8_LARGE = (
-    "64,128,8,3 64,128,4,3 64,128,4,2 64,128,8,2 128,128,8,2,2 128,128,8,3,2 128,128,8,4,2",
-    "64,128,4,4 64,128,4,3 64,128,4,2 64,128,4,3,2 64,128,8,3 128,128,8,3,2 128,128,8,2,2",
+    "64,128,128,8,3 64,128,128,4,3 64,128,128,4,2 64,128,128,8,2 128,128,128,8,2,2 128,128,128,8,3,2 128,128,128,8,4,2",
+    "64,128,128,4,4 64,128,128,4,3 64,128,128,4,2 64,128,128,4,3,2 64,128,128,8,3 128,128,128,8,3,2 128,128,128,8,2,2",
 )
-INT4_TILES = "16,64,4,3 16,64,4,4 16,64,4,6 16,128,4,3 16,128,8,4 32,64,4,4 64,64,4,3 64,64,4,4 64,64,4,3,2 64,128,8,3"
-INT4_TILES += " 64,128,8,3,2 128,64,8,3 128,64,8,3,2 128,128,8,2 128,128,8,3"
-"""Rows and features of a tile (dense: and inputs), warps, stages and programs that share an expert's choices."""
+INT4_TILES = "16,64,128,4,3 16,64,128,4,4 16,64,128,4,6 16,128,128,4,3 16,128,128,8,4 32,64,128,4,4 64,64,128,4,3"
+INT4_TILES += " 64,64,128,4,4 64,64,128,4,3,2 64,128,128,8,3"
+INT4_TILES += " 64,128,128,8,3,2 128,64,128,8,3 128,64,128,8,3,2 128,128,128,8,2 128,128,128,8,3"
+"""Rows, features and inputs of a tile, warps, stages and programs that share an expert's choices."""
 
 
 def make_experts(weight_format: str, model: Model, num_ranks: int, group: int) -> Experts:
@@ -182,32 +187,29 @@ def grouped_in_torch(model: Model, choose: Any, x_TD: Tensor, projected: Project
 
 def launches(weight_format: str, model: Model, tokens: int) -> Iterator[Launch]:
     """Yield the tilings that make sense for a number of tokens."""
-    module, tile_kind, sizes, chosen = tilings_of(weight_format)
+    module, weight_class, sizes, measured = tilings_of(weight_format)
     if tokens <= 16:
         yield from few_launches(weight_format, module, model, tokens)
     load = tokens * model.routing.top_k // model.num_experts
-    ups, downs = (parse_launches(tile_kind, text) for text in sizes[load >= 16])
-    in_force = choose_by_load(load, *chosen.values())
-    pairs = {f"up {tuple(up)}": (up, in_force[1]) for up in ups}
+    ups, downs = (
+        [tile._replace(is_halved=weight_format == "dense" and tile.block_m >= 128) for tile in tiles]
+        for tiles in (parse_launches(TileLaunch, text) for text in sizes[load >= 16])
+    )
+    in_force = choose_launches(weight_class, torch.bfloat16, load)
+    pairs = {"decode": measured.decode, "middle": measured.middle, "prefill": measured.prefill}
+    pairs |= {f"up {tuple(up)}": (up, in_force[1]) for up in ups}
     pairs |= {f"down {tuple(down)}": (in_force[0], down) for down in downs}
-    names = {"experts.moe_triton": "_tiles", "experts.block_scaled_moe_triton": "choose_tiles"}
-    choose = f"{module}.{names.get(module, 'choose_expert_tiles')}"
-    for name, pair in {**chosen, **pairs}.items():
-        yield Launch(name, {choose: pair, f"{module}.MAX_TOKENS_FEW": 0})
+    for name, pair in pairs.items():
+        yield Launch(name, {f"{module}.choose_launches": pair, f"{module}.MAX_TOKENS_FEW": 0})
 
 
-def tilings_of(weight_format: str) -> tuple[str, Any, Any, dict[str, Any]]:
-    """Return a format's module, the type of its tiles, those to try with few and with many choices, and its own."""
-    names = ("DECODE", "MIDDLE", "PREFILL")
+def tilings_of(weight_format: str) -> tuple[str, type, Any, Measured]:
+    """Return a format's module and class, tiles to try with few and with many choices, and those in force."""
     if weight_format == "dense":
-        own = {name: getattr(moe_many_triton, f"TILES_{name}") for name in names}
-        return "experts.moe_triton", moe_many_triton.Tile, (DENSE_SMALL, DENSE_LARGE), own
+        return "experts.moe_triton", DenseWeight, (DENSE_SMALL, DENSE_LARGE), DENSE_LAUNCHES
     if weight_format == "fp8":
-        own = {name: getattr(block_scaled_moe_triton, f"TILES_{name}") for name in names}
-        return "experts.block_scaled_moe_triton", ExpertTile, (FP8_SMALL, FP8_LARGE), own
-    own = {name: getattr(four_bit_moe_launches, f"EXPERTS_{name}") for name in names}
-    tiles = (INT4_TILES, INT4_TILES)
-    return "experts.four_bit_moe_triton", ExpertTile, (tiles, tiles), own
+        return "experts.block_scaled_moe_triton", ScaledWeight, (FP8_SMALL, FP8_LARGE), FP8
+    return "experts.four_bit_moe_triton", FourBitWeight, ((INT4_TILES, INT4_TILES),) * 2, FOUR_BIT
 
 
 def sizes_of(*sizes: int | None) -> tuple[Any, ...]:
@@ -219,7 +221,7 @@ def few_launches(weight_format: str, module: str, model: Model, tokens: int) -> 
     kinds = {"is_gated": model.is_gated, "is_divided": False}
     chosen = choose_few(tokens, model.routing.top_k, model.size, model.shared_size, **kinds)
     if weight_format != "dense":
-        chosen = block_scaled_moe_triton.FEW[tokens > 1] if weight_format == "fp8" else four_bit_moe_launches.FEW
+        chosen = block_scaled_moe_triton.FEW[tokens > 1] if weight_format == "fp8" else four_bit_moe_triton.FEW
     if chosen is None:
         return
     ups = [chosen._replace(block_up_n=n, block_up_k=k, warps_up=w) for n, k, w in parse_launches(sizes_of, FEW_UPS)]

@@ -8,6 +8,8 @@ sorted by expert.
 """
 
 from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,57 @@ from torch import Tensor
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import reference_linear
-from strandline.kernels.gemm.weights import Weight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.rowwise.activation import clamped_swiglu, relu_squared, swiglu
+
+ExpertsWeight = DenseWeight | ScaledWeight | FourBitWeight
+"""One matrix of every expert, ``[E, O, I]``."""
+
+
+class Activation(Enum):
+    """What experts compute between their two products."""
+
+    SWIGLU = "swiglu"
+    """``silu(gate) * up``."""
+    RELU_SQUARED = "relu_squared"
+    """``relu(up) ** 2``, without a gate."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts have a gate."""
+        return self is Activation.SWIGLU
+
+
+class ExpertWeights(NamedTuple):
+    """Experts, both weights in one format."""
+
+    up: ExpertsWeight
+    """``[E, 2 F, D]``, the gate's rows before the up projection's; without a gate ``[E, F, D]``."""
+    down: ExpertsWeight
+    """``[E, D, F]``."""
+    activation: Activation = Activation.SWIGLU
+    held: range | None = None
+    """Numbers of these experts among all that tokens may choose; others add nothing. None: these are all."""
+
+
+class SharedExpert(NamedTuple):
+    """A shared expert before its activation."""
+
+    projected_TS: Tensor
+    """Outputs of its first projections, ``[T, 2 S]``, or without a gate ``[T, S]``; may be overwritten."""
+    down: Weight
+    """``[D, S]``."""
+    gate_T1: Tensor | None = None
+    """A sigmoid of it multiplies the shared expert's output; None: that is added as it is."""
+
+
+class SharedOutput(NamedTuple):
+    """Outputs of a shared expert."""
+
+    out_TD: Tensor
+    gate_T1: Tensor | None = None
+    """As of ``SharedExpert``."""
 
 
 @operation(triton("experts.moe_triton", invariant="experts.moe_triton"))

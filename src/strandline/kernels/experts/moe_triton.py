@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU, without sorting and without waiting for the device.
 
 Few tokens (at most ``MAX_TOKENS_FEW``): as ``moe_few_triton.py`` says. More: one launch lists every expert's choices
-(a choice is one token's k-th expert), then ``moe_many_triton.py`` multiplies expert by expert. The choices of a token
+(a choice is one token's k-th expert), then ``many_triton.py`` multiplies expert by expert. The choices of a token
 are left to the next operation, a norm or a sum over ranks, to be added up (``expert_choices.py``). Grids depend on
 shapes alone: programs without work leave at once.
 
@@ -14,26 +14,21 @@ Shape suffixes: as in ``moe.py``.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from strandline.kernels.expert_choices import Summand, added_up
+from strandline.kernels.expert_choices import ExpertChoices, Summand, added_up
 from strandline.kernels.expert_choices_triton import add_choices
-from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, choose_by_load
+from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW
+from strandline.kernels.experts.many_launches import choose_launches
+from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.experts.moe import Activation, ExpertWeights, SharedOutput
 from strandline.kernels.experts.moe_few_triton import Shared, choose_few, mixture_few
-from strandline.kernels.experts.moe_many_triton import (
-    TILES_DECODE,
-    TILES_FLOAT32,
-    TILES_MIDDLE,
-    TILES_PREFILL,
-    Tile,
-    compute_choices,
-)
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import route
 from strandline.kernels.gemm.linear_triton import linear
 from strandline.kernels.gemm.matmul_triton import linear_invariant
 from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import relu_squared, swiglu
 
 
@@ -138,10 +133,10 @@ def _mixture(
         if few is not None:
             return mixture_few(x_TD, logits_TE, up_EFD, down_EDF, shared, routing, few, bias_E, held)
     chosen = route(*router)
-    shared_TD = None if shared is None else linear(activate(shared.projected_TS), shared.down_DS)
-    added = (shared_TD, None if shared is None else shared.gate_T1)
-    tiles = _tiles(x_TD, chosen[1], up_EFD, TILES_DECODE)
-    return compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
+    added = None
+    if shared is not None:
+        added = SharedOutput(linear(activate(shared.projected_TS), shared.down_DS), shared.gate_T1)
+    return _many(x_TD, up_EFD, down_EDF, chosen, added, held, Launches.MEASURED)
 
 
 def _mixture_invariant(
@@ -155,10 +150,26 @@ def _mixture_invariant(
 ) -> Summand:
     """Compute a mixture expert by expert; arguments as above."""
     chosen = route(*router)
-    shared_TD = None if shared is None else linear_invariant(activate(shared.projected_TS), shared.down_DS)
-    added = (shared_TD, None if shared is None else shared.gate_T1)
-    tiles = _tiles(x_TD, chosen[1], up_EFD, TILES_MIDDLE)
-    return compute_choices(x_TD, up_EFD, down_EDF, *chosen, *added, *tiles, held)
+    added = None
+    if shared is not None:
+        added = SharedOutput(linear_invariant(activate(shared.projected_TS), shared.down_DS), shared.gate_T1)
+    return _many(x_TD, up_EFD, down_EDF, chosen, added, held, Launches.FIXED)
+
+
+def _many(
+    x_TD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    chosen: tuple[Tensor, Tensor],
+    shared: SharedOutput | None,
+    held: range | None,
+    launches: Launches,
+) -> ExpertChoices:
+    """Compute a mixture expert by expert."""
+    activation = Activation.SWIGLU if up_EFD.shape[1] == 2 * down_EDF.shape[2] else Activation.RELU_SQUARED
+    experts = ExpertWeights(DenseWeight(up_EFD), DenseWeight(down_EDF), activation, held)
+    tiles = choose_launches(DenseWeight, x_TD.dtype, chosen[1].numel() // len(up_EFD), launches)
+    return compute_choices(x_TD, experts, chosen, shared, tiles)
 
 
 def experts(
@@ -175,9 +186,8 @@ def experts(
 
     Weights, choices and both experts' tensors are dense; the rest may be views with dense rows.
     """
-    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_DECODE)
-    chosen = (weights_TK, experts_TK)
-    return add_choices(compute_choices(x_TD, up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, *tiles, held))
+    shared = None if shared_TD is None else SharedOutput(shared_TD, shared_gate_T1)
+    return add_choices(_many(x_TD, up_EFD, down_EDF, (weights_TK, experts_TK), shared, held, Launches.MEASURED))
 
 
 def experts_invariant(
@@ -191,13 +201,5 @@ def experts_invariant(
     held: range | None = None,
 ) -> Tensor:
     """As :func:`experts`, with tiles that all add in one order."""
-    tiles = _tiles(x_TD, experts_TK, up_EFD, TILES_MIDDLE)
-    chosen = (weights_TK, experts_TK)
-    return add_choices(compute_choices(x_TD, up_EFD, down_EDF, *chosen, shared_TD, shared_gate_T1, *tiles, held))
-
-
-def _tiles(x_TD: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, few: tuple[Tile, Tile]) -> tuple[Tile, Tile]:
-    """Return the tiles of both GEMMs; ``few`` are those for few choices per expert."""
-    if x_TD.dtype == torch.float32:
-        return TILES_FLOAT32
-    return choose_by_load(experts_TK.numel() // len(gate_up_EFD), few, TILES_MIDDLE, TILES_PREFILL)
+    shared = None if shared_TD is None else SharedOutput(shared_TD, shared_gate_T1)
+    return add_choices(_many(x_TD, up_EFD, down_EDF, (weights_TK, experts_TK), shared, held, Launches.FIXED))

@@ -45,9 +45,18 @@ MAX_HALF_ERROR: Final = 2.0**-25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeight:
-    """An ordinary matrix, of any strides."""
+    """An ordinary matrix of any strides, or several of one shape."""
 
     values_OI: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the matrices, ``[..., O, I]``."""
+        return tuple(self.values_OI.shape)
+
+    def __getitem__(self, index: int) -> "DenseWeight":
+        """Return one of several matrices."""
+        return DenseWeight(self.values_OI[index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +86,11 @@ class ScaledWeight:
     """``[..., ⌈O / rows_per_scale⌉, ⌈I / GROUP⌉]``."""
     rows_per_scale: int = GROUP
     """A divisor of ``GROUP``, or ``GROUP``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the matrices, ``[..., O, I]``."""
+        return tuple(self.values.shape)
 
     def __getitem__(self, index: int) -> "ScaledWeight":
         """Return one of several matrices."""

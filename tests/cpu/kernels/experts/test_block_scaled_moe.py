@@ -21,8 +21,12 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import block_scaled_moe_triton
-from strandline.kernels.experts.expert_tiles import ExpertTile, Few
+from strandline.kernels.experts import block_scaled_moe_triton, many_launches
+from strandline.kernels.experts.expert_tiles import Few
+from strandline.kernels.experts.many_launches import Measured
+from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.experts.moe import ExpertWeights, SharedOutput
+from strandline.kernels.launch import Launch
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -30,8 +34,8 @@ convert_e4m3()
 
 FEW = Few(32, 128, 1, 64, 1)
 TILES = (
-    (ExpertTile(16, GROUP, 1, 1, 2), ExpertTile(16, 32, 1, 1)),
-    (ExpertTile(64, GROUP, 1, 1), ExpertTile(64, 64, 1, 1, 2)),
+    (Launch(16, GROUP, GROUP, 1, 1, 2), Launch(16, 32, GROUP, 1, 1)),
+    (Launch(64, GROUP, GROUP, 1, 1), Launch(64, 64, GROUP, 1, 1, 2)),
 )
 """Small, so that small shapes have several tiles; of both orientations."""
 
@@ -158,15 +162,16 @@ def check_ranks(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) 
 
 
 def check_experts(
-    num_tokens: int, shape: Shape, tiles: tuple[ExpertTile, ExpertTile], dtype: torch.dtype, device: str
+    num_tokens: int, shape: Shape, tiles: tuple[Launch, Launch], dtype: torch.dtype, device: str
 ) -> Tensor:
     """Compare tiles with the reference implementation, and return their result."""
     case = Case(num_tokens, shape, dtype, device, is_shared_dense=False)
     shared_TD = torch.randn_like(case.x_TD)
     arguments = (case.x_TD, case.gate_up, case.down, case.weights, case.experts, shared_TD, case.gate)
     expected = added_up(block_scaled_experts_glu.reference(*arguments)).double()
+    experts, shared = ExpertWeights(case.gate_up, case.down), SharedOutput(shared_TD, case.gate)
     with poisoned_memory():
-        out_TD = added_up(block_scaled_moe_triton.compute_choices(*arguments, *tiles))
+        out_TD = added_up(compute_choices(case.x_TD, experts, (case.weights, case.experts), shared, tiles))
     assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(dtype, device)
     return out_TD
 
@@ -196,13 +201,17 @@ def test_the_experts_of_two_ranks_add_up_to_all(
     num_tokens: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_scaled_moe_triton, "FEW", (FEW, FEW))
-    for name in ("TILES_DECODE", "TILES_MIDDLE"):
-        monkeypatch.setattr(block_scaled_moe_triton, name, TILES[0])
+    use_small_tiles(monkeypatch)
     check_ranks(num_tokens, shape, dtype, "cpu")
 
 
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Measured(TILES[0], TILES[0], TILES[0], (TILES[0],) * 3)
+    monkeypatch.setitem(many_launches.MEASURED, ScaledWeight, small)
+
+
 def test_shared_expert_of_the_same_size_is_one_more_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_scaled_moe_triton, "TILES_DECODE", TILES[0])
+    use_small_tiles(monkeypatch)
     check_joined(18, (2, 1, 130, 130, 130), torch.float32, "cpu", monkeypatch)
 
 
@@ -225,5 +234,5 @@ def check_joined(
 
 @pytest.mark.parametrize("tiles", TILES, ids=["16 rows", "64 rows"])
 @pytest.mark.parametrize("shape", SHAPES[1:])
-def test_tiles_equal_the_reference(tiles: tuple[ExpertTile, ExpertTile], shape: Shape) -> None:
+def test_tiles_equal_the_reference(tiles: tuple[Launch, Launch], shape: Shape) -> None:
     check_experts(40, shape, tiles, torch.float32, "cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.experts.four_bit_moe import four_bit_experts_glu, four_bit_mixture
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight
 from tests.cpu.kernels.experts.test_block_scaled_moe import Shape
 from tests.cpu.kernels.gemm.test_four_bit import exact, four_bit_weight
 from tests.interpreter import multiply_bfloat16, subtract_bfloat16, take_loop_bounds_from_memory
@@ -20,8 +20,12 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import four_bit_moe_launches, four_bit_moe_triton
-from strandline.kernels.experts.expert_tiles import ExpertTile, Few
+from strandline.kernels.experts import four_bit_moe_triton, many_launches
+from strandline.kernels.experts.expert_tiles import Few
+from strandline.kernels.experts.many_launches import Measured
+from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.experts.moe import ExpertWeights, SharedOutput
+from strandline.kernels.launch import Launch
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -29,8 +33,8 @@ subtract_bfloat16()
 
 FEW = Few(32, 128, 1, 64, 1)
 TILES = (
-    (ExpertTile(16, 32, 1, 1, 2), ExpertTile(16, 32, 1, 1)),
-    (ExpertTile(64, 64, 1, 1), ExpertTile(64, 64, 1, 1, 2)),
+    (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1)),
+    (Launch(64, 64, BLOCK_INPUTS, 1, 1), Launch(64, 64, BLOCK_INPUTS, 1, 1, 2)),
 )
 """Small, so that small shapes have several tiles."""
 
@@ -142,22 +146,23 @@ def check_ranks(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) 
 
 
 def check_experts(
-    num_tokens: int, shape: Shape, tiles: tuple[ExpertTile, ExpertTile], dtype: torch.dtype, device: str, **options: int
+    num_tokens: int, shape: Shape, tiles: tuple[Launch, Launch], dtype: torch.dtype, device: str, **options: int
 ) -> None:
     """Compare tiles with the reference implementation."""
     case = Case(num_tokens, shape, dtype, device, **options)  # type: ignore[arg-type]
     shared_TD = torch.randn_like(case.x_TD)
     arguments = (case.x_TD, case.gate_up, case.down, case.weights, case.experts, shared_TD, case.gate)
     expected = added_up(four_bit_experts_glu.reference(*arguments)).double()
+    experts, shared = ExpertWeights(case.gate_up, case.down), SharedOutput(shared_TD, case.gate)
     with poisoned_memory():
-        out_TD = added_up(four_bit_moe_triton.compute_choices(*arguments, *tiles))
+        out_TD = added_up(compute_choices(case.x_TD, experts, (case.weights, case.experts), shared, tiles))
     assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(dtype, device)
 
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(four_bit_moe_triton, "FEW", FEW)
-    for name, tiles in {"INVARIANT": TILES[1], "DECODE": TILES[0], "FLOAT32": TILES[0]}.items():
-        monkeypatch.setattr(four_bit_moe_launches, f"EXPERTS_{name}", tiles)
+    small = Measured(TILES[0], TILES[0], TILES[0], (TILES[1],) * 3, TILES[0])
+    monkeypatch.setitem(many_launches.MEASURED, FourBitWeight, small)
 
 
 @pytest.mark.parametrize(
@@ -192,5 +197,5 @@ def test_the_experts_of_two_ranks_add_up_to_all(
 
 @pytest.mark.parametrize("tiles", TILES, ids=["16 rows", "64 rows"])
 @pytest.mark.parametrize(("shape", "group"), [(SHAPES[1], 64), (SHAPES[2], 128)])
-def test_tiles_equal_the_reference(tiles: tuple[ExpertTile, ExpertTile], shape: Shape, group: int) -> None:
+def test_tiles_equal_the_reference(tiles: tuple[Launch, Launch], shape: Shape, group: int) -> None:
     check_experts(40, shape, tiles, torch.float32, "cpu", group=group, symmetric=group == 64)

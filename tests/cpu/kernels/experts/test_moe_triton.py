@@ -15,14 +15,16 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts import moe_list_triton, moe_many_triton, moe_triton
+from strandline.kernels.experts import moe_list_triton, moe_triton
 from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, Few
+from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.experts.moe import ExpertWeights, SharedOutput
 from strandline.kernels.experts.moe_few_triton import Shared, choose_few, mixture_few
-from strandline.kernels.experts.moe_many_triton import Tile, compute_choices
 from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.launch import Launch
 
 FEW = Few(4, 16, 1, 8, 1)
-TILES = (Tile(16, 16, 16, 1, 1, 2), Tile(16, 32, 16, 1, 1))
+TILES = (Launch(16, 16, 16, 1, 1, 2), Launch(16, 32, 16, 1, 1))
 """Small, so that small shapes have several tiles of every kind."""
 
 ERROR_RATIO = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -90,24 +92,29 @@ def check_sum(parts: list[Tensor], shared_TD: Tensor, expected_TD: Tensor) -> No
     check_near(total_TD.to(parts[0].dtype), expected_TD, len(parts))
 
 
-def experts_many(*arguments: object) -> Tensor:
-    """Return what ``compute_choices`` computes, added up."""
-    return added_up(compute_choices(*arguments))
+def experts_many(arguments: Inputs, tiles: tuple[Launch, Launch], held: range | None = None) -> Tensor:
+    """Return what ``compute_choices`` computes of the experts that are held, added up."""
+    x_TD, gate_up, down, weights, experts, shared_TD, gate_T1 = arguments
+    part = slice(None) if held is None else slice(held.start, held.stop)
+    own = ExpertWeights(DenseWeight(gate_up[part]), DenseWeight(down[part]), held=held)
+    return added_up(compute_choices(x_TD, own, (weights, experts), SharedOutput(shared_TD, gate_T1), tiles))
 
 
-def check_experts(arguments: Inputs, tiles: tuple[Tile, Tile]) -> None:
+def experts_of_rank(arguments: Inputs, held: range) -> Tensor:
+    """Return what ``moe_triton.experts`` computes of the experts that are held."""
+    x_TD, gate_up, down, *rest = arguments
+    return moe_triton.experts(x_TD, gate_up[held.start : held.stop], down[held.start : held.stop], *rest, held)
+
+
+def check_experts(arguments: Inputs, tiles: tuple[Launch, Launch]) -> None:
     expected_TD = reference(arguments)
     with poisoned_memory():
-        check_near(experts_many(*arguments, *tiles), expected_TD)
+        check_near(experts_many(arguments, tiles), expected_TD)
         check_near(moe_triton.experts(*arguments), expected_TD)
-        x_TD, gate_up, down, *rest = arguments
-        gated_TD = rest[-2].double() * rest[-1].double().sigmoid()
-        for run, options in ((experts_many, tiles), (moe_triton.experts, ())):
-            parts = [
-                run(x_TD, gate_up[held.start : held.stop], down[held.start : held.stop], *rest, *options, held)
-                for held in halves(len(down))
-            ]
-            check_sum(parts, gated_TD, expected_TD)
+        *_, shared_TD, gate_T1 = arguments
+        gated_TD, ranks = shared_TD.double() * gate_T1.double().sigmoid(), halves(len(arguments[2]))
+        check_sum([experts_many(arguments, tiles, held) for held in ranks], gated_TD, expected_TD)
+        check_sum([experts_of_rank(arguments, held) for held in ranks], gated_TD, expected_TD)
 
 
 def check_experts_without_gate(arguments: Inputs) -> None:
@@ -272,15 +279,14 @@ def test_experts_without_gate_equal_a_loop_in_float64(num_tokens: int, size: int
 
 
 @pytest.mark.parametrize("last", [0, 1, 16, 17, 31])
-def test_an_expert_s_last_choices_take_half_a_tile(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = (Tile(32, 16, 16, 1, 1, 2), Tile(32, 32, 16, 1, 1))
+def test_an_expert_s_last_choices_take_half_a_tile(last: int) -> None:
+    tiles = (Launch(32, 16, 16, 1, 1, 2), Launch(32, 32, 16, 1, 1))
+    halved = (tiles[0]._replace(is_halved=True), tiles[1]._replace(is_halved=True))
     num_tokens = 64 + last
     experts_TK = torch.stack([torch.full((num_tokens,), 1), torch.arange(num_tokens) % 2 + 2], dim=1)
     arguments = inputs(num_tokens, 4, 2, 20, 24, torch.float32, "cpu", experts_TK)
-    whole = experts_many(*arguments, *tiles)
-    monkeypatch.setattr(moe_many_triton, "MIN_ROWS_HALVED", 32)
-    check_experts(arguments, tiles)
-    torch.testing.assert_close(experts_many(*arguments, *tiles), whole)
+    check_experts(arguments, halved)
+    torch.testing.assert_close(experts_many(arguments, halved), experts_many(arguments, tiles))
 
 
 def test_all_choices_may_fall_on_one_expert() -> None:
@@ -296,8 +302,9 @@ def test_a_token_s_result_changes_no_bit_with_its_neighbours(monkeypatch: pytest
     arguments = inputs(20, 3, 2, 16, 16, torch.float32, "cpu")
     x, gate_up, down, weights, experts, shared, gate = arguments
     order = torch.randperm(20)
-    out = experts_many(*arguments, *TILES)
-    shuffled = experts_many(x[order], gate_up, down, weights[order], experts[order], shared[order], gate[order], *TILES)
+    out = experts_many(arguments, TILES)
+    reordered = (x[order], gate_up, down, weights[order], experts[order], shared[order], gate[order])
+    shuffled = experts_many(reordered, TILES)
     assert torch.equal(shuffled, out[order])
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from strandline.kernels.experts import moe_many_triton, moe_triton
+from strandline.kernels.experts import moe_triton
 from strandline.kernels.experts.expert_tiles import Few
-from strandline.kernels.experts.moe_many_triton import Tile
+from strandline.kernels.experts.many_launches import DENSE, Pair
 from tests.cpu.kernels.experts.test_moe_triton import (
     check_experts,
     check_experts_without_gate,
@@ -27,16 +27,16 @@ def test_experts_equal_a_loop_in_float64(
     num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
 ) -> None:
     arguments = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cuda")
-    check_experts(arguments, moe_many_triton.TILES_FLOAT32)
+    check_experts(arguments, DENSE.float32)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 65, 1000, 5000])
 @pytest.mark.parametrize(
     "tiles",
-    [moe_many_triton.TILES_DECODE, moe_many_triton.TILES_MIDDLE, moe_many_triton.TILES_PREFILL],
+    [DENSE.decode, DENSE.middle, DENSE.prefill],
     ids=["decode", "middle", "prefill"],
 )
-def test_experts_equal_a_float64_loop_at_model_shape(num_tokens: int, tiles: tuple[Tile, Tile]) -> None:
+def test_experts_equal_a_float64_loop_at_model_shape(num_tokens: int, tiles: Pair) -> None:
     arguments = inputs(num_tokens, 256, 8, 2048, 512, torch.bfloat16, "cuda")
     check_experts(arguments, tiles)
 

@@ -6,7 +6,7 @@ import torch
 from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts import block_scaled_moe_triton
-from strandline.kernels.experts.expert_tiles import ExpertTile
+from strandline.kernels.experts.many_launches import FP8, Pair
 from strandline.kernels.gemm import block_scaled_triton
 from strandline.kernels.gemm.block_scaled_triton import Gemv, Tile, can_multiply_in_torch
 from strandline.kernels.rowwise.quantized_rows import GROUP
@@ -170,11 +170,11 @@ def test_shared_expert_of_the_same_size_is_one_more_expert(num_tokens: int, monk
 
 @pytest.mark.parametrize(
     "tiles",
-    [block_scaled_moe_triton.TILES_DECODE, block_scaled_moe_triton.TILES_MIDDLE, block_scaled_moe_triton.TILES_PREFILL],
+    [FP8.decode, FP8.middle, FP8.prefill],
     ids=["decode", "middle", "prefill"],
 )
 @pytest.mark.parametrize("num_tokens", [1, 65, 500])
-def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: tuple[ExpertTile, ExpertTile]) -> None:
+def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: Pair) -> None:
     moe.check_experts(num_tokens, (16, 4, 1024, 384, 128), tiles, torch.bfloat16, "cuda")
 
 

@@ -5,8 +5,8 @@ import torch
 
 from strandline.device.dtypes import PRODUCT_CAPABILITY
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts import four_bit_moe_launches, four_bit_moe_triton
-from strandline.kernels.experts.expert_tiles import ExpertTile
+from strandline.kernels.experts import four_bit_moe_triton
+from strandline.kernels.experts.many_launches import FOUR_BIT, Pair
 from strandline.kernels.gemm import four_bit_launches, four_bit_triton
 from strandline.kernels.gemm.four_bit_launches import Gemv, Tile
 from strandline.kernels.gemm.weights import GROUPS_FOUR_BIT
@@ -114,11 +114,11 @@ def test_the_experts_of_two_ranks_add_up_to_all(num_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     "tiles",
-    [four_bit_moe_launches.EXPERTS_DECODE, four_bit_moe_launches.EXPERTS_MIDDLE, four_bit_moe_launches.EXPERTS_PREFILL],
+    [FOUR_BIT.decode, FOUR_BIT.middle, FOUR_BIT.prefill],
     ids=["decode", "middle", "prefill"],
 )
 @pytest.mark.parametrize("num_tokens", [1, 65, 500])
-def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: tuple[ExpertTile, ExpertTile]) -> None:
+def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: Pair) -> None:
     moe.check_experts(num_tokens, (16, 4, 1024, 384, 128), tiles, torch.bfloat16, "cuda", group=128)
 
 

@@ -20,10 +20,15 @@ float32 ``[BLOCK_M, BLOCK_N]``; the second is that of the rows ``N`` further on,
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from strandline.kernels.gemm.formats import dense_triton, four_bit_triton, fp8_triton
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
+from strandline.kernels.rowwise.quantized_rows import QuantizedRows, Rows
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Format(NamedTuple):
@@ -34,6 +39,8 @@ class Format(NamedTuple):
     """Returns a weight's tensors and strides."""
     layout: Callable[..., NamedTuple]
     """Returns the numbers that are compiled in."""
+    multiplies_fp8: bool = False
+    """Whether ``tile`` takes rows of x in FP8."""
     can_extend: Callable[..., bool] = lambda _weight, _extra: False
     """Returns whether ``data`` takes a certain matrix as one more of several."""
 
@@ -50,7 +57,7 @@ class Operand(NamedTuple):
 
 FORMATS: Mapping[type, Format] = {
     DenseWeight: Format(dense_triton.tile, dense_triton.data, dense_triton.layout),
-    ScaledWeight: Format(fp8_triton.tile, fp8_triton.data, fp8_triton.layout, fp8_triton.can_extend),
+    ScaledWeight: Format(fp8_triton.tile, fp8_triton.data, fp8_triton.layout, True, fp8_triton.can_extend),
     FourBitWeight: Format(four_bit_triton.tile, four_bit_triton.data, four_bit_triton.layout),
 }
 
@@ -69,3 +76,10 @@ def operand(weight: Weight, extra: Weight | None = None) -> Operand:
 def can_extend(weight: Weight, extra: Weight) -> bool:
     """Return whether kernels can take ``extra`` as one more of several matrices."""
     return FORMATS[type(weight)].can_extend(weight, extra)
+
+
+def rows_operand(rows: Rows) -> tuple[Any, ...]:
+    """Return rows as an argument of kernels; the inputs of a row are contiguous."""
+    if isinstance(rows, QuantizedRows):
+        return rows.values_TI, rows.scale_XT, rows.values_TI.stride(0), rows.scale_XT.stride(0)
+    return rows, None, rows.stride(0), 0

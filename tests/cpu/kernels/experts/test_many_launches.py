@@ -1,11 +1,13 @@
 """Tiles of experts are chosen by how many choices an expert has on average."""
 
 import pytest
+import torch
 
-from strandline.kernels.experts.expert_tiles import (
+from strandline.kernels.experts.many_launches import (
     CHOICES_PER_EXPERT_MIDDLE,
     CHOICES_PER_EXPERT_PREFILL,
-    choose_by_load,
+    MEASURED,
+    choose_launches,
 )
 
 
@@ -20,4 +22,5 @@ from strandline.kernels.experts.expert_tiles import (
     ],
 )
 def test_larger_tiles_begin_at_their_number_of_choices(num_choices: int, expected: str) -> None:
-    assert choose_by_load(num_choices, "decode", "middle", "prefill") == expected
+    for format_class, measured in MEASURED.items():
+        assert choose_launches(format_class, torch.bfloat16, num_choices) == getattr(measured, expected)

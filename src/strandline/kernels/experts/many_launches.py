@@ -1,0 +1,86 @@
+"""How experts of many tokens are tiled, by the weights' format and by how many choices an expert has on average.
+
+Measured by ``benchmarks/kernels``, ``experts --sweep``.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import torch
+
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.launch import Launch
+from strandline.kernels.operation import Launches
+from strandline.kernels.rowwise.quantized_rows import GROUP
+
+CHOICES_PER_EXPERT_MIDDLE: Final = 16
+CHOICES_PER_EXPERT_PREFILL: Final = 64
+"""From how many choices per expert, on average, the larger tiles pay."""
+
+Pair = tuple[Launch, Launch]
+"""The launches of both products."""
+
+
+class Measured(NamedTuple):
+    """The launches of a format."""
+
+    decode: Pair
+    """Few choices per expert: reading the weights takes nearly all the time; several small programs per multiprocessor
+    read at once."""
+    middle: Pair
+    """Tens of choices per expert: reading weights and multiplying take about as long."""
+    prefill: Pair
+    """Hundreds of choices per expert: tiles as large as the registers allow."""
+    fixed: tuple[Pair, Pair, Pair]
+    """Launches that add in one order, for the same three numbers of choices."""
+    float32: Pair | None = None
+    """Exact products, without tensor cores, for tests and small models; None: as in other dtypes."""
+
+
+DENSE: Final = Measured(
+    decode=(Launch(16, 32, 128, 4, 4), Launch(16, 64, 128, 4, 4)),
+    middle=(middle := (Launch(64, 64, 64, 4, 4), Launch(64, 128, 64, 4, 4))),
+    # To multiply rows that do not exist takes as long, and as much power, as to multiply others: tiles are halved.
+    prefill=(prefill := (Launch(128, 128, 64, 8, 4, 4, is_halved=True), Launch(128, 256, 64, 8, 3, 2, is_halved=True))),
+    fixed=(middle, middle, prefill),
+    float32=(Launch(16, 32, 32, 4, 2), Launch(16, 32, 32, 4, 2)),
+)
+
+FP8: Final = Measured(
+    # The first product always has tiles of a group of features, which it quantises together.
+    decode=(Launch(16, GROUP, GROUP, 4, 3), Launch(16, GROUP, GROUP, 4, 3)),
+    middle=(middle := (Launch(64, GROUP, GROUP, 8, 3), Launch(64, GROUP, GROUP, 4, 4))),
+    prefill=(prefill := (Launch(128, GROUP, GROUP, 8, 3, 2), Launch(64, GROUP, GROUP, 4, 4))),
+    fixed=(middle, middle, prefill),
+)
+
+FOUR_BIT: Final = Measured(
+    decode=(Launch(16, 64, BLOCK_INPUTS, 4, 4), Launch(16, 128, BLOCK_INPUTS, 4, 3)),
+    middle=(middle := (Launch(64, 64, BLOCK_INPUTS, 4, 3), Launch(16, 128, BLOCK_INPUTS, 4, 3))),
+    prefill=(Launch(64, 64, BLOCK_INPUTS, 4, 3, 2), Launch(64, 128, BLOCK_INPUTS, 8, 3)),
+    fixed=(middle, middle, middle),
+    float32=(Launch(32, 32, BLOCK_INPUTS, 4, 2), Launch(32, 32, BLOCK_INPUTS, 4, 2)),
+)
+
+MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, FourBitWeight: FOUR_BIT}
+"""By the class of the experts' weights."""
+
+
+def choose_launches(
+    format_class: type, dtype: torch.dtype, choices_per_expert: int, launches: Launches = Launches.MEASURED
+) -> Pair:
+    """Return the launches of both products.
+
+    Args:
+        format_class: class of the experts' weights.
+        dtype: of activations.
+        choices_per_expert: on average.
+    """
+    measured = MEASURED[format_class]
+    if dtype == torch.float32 and measured.float32 is not None:
+        return measured.float32
+    is_fixed = launches is Launches.FIXED
+    decode, middle, prefill = measured.fixed if is_fixed else measured[:3]
+    if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
+        return prefill
+    return middle if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else decode

@@ -1,0 +1,463 @@
+"""Experts of many tokens on a GPU, with weights of any format: one program per expert and tile of features.
+
+A program walks through its expert's choices, so that the expert's weights are read about once. Weights in FP8 are
+multiplied with tokens in FP8, quantised before; a tile of the first product has the features of one group then, and is
+quantised before it is stored. Weights in 4 bits are unpacked in registers, in every tile again: to dequantise all
+experts first would move five times as many bytes as the experts have.
+
+A shared expert of the others' size and format may be computed in the same launches, as one more expert, whose choices
+are all tokens and come after the others' choices.
+
+Invariants: as in ``moe_triton.py``; quantised features are the same to the last bit for any tile.
+
+Shape suffixes: as in ``moe.py``; in kernels M choices, N features, K the dimension that a matrix product sums over.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.expert_choices import ExpertChoices
+from strandline.kernels.expert_choices_triton import add_choices
+from strandline.kernels.experts.many_launches import Pair
+from strandline.kernels.experts.moe import Activation, ExpertsWeight, ExpertWeights, SharedExpert, SharedOutput
+from strandline.kernels.experts.moe_list_triton import list_choices
+from strandline.kernels.gemm.formats.operand_triton import FORMATS, TRITON_DTYPES, operand, rows_operand
+from strandline.kernels.launch import Launch
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rowwise.activation_triton import silu_times, squared_relu
+from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, plain_rows
+from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quantized
+from strandline.kernels.sizes import cdiv
+
+ACTIVATIONS = {Activation.SWIGLU: silu_times, Activation.RELU_SQUARED: squared_relu}
+
+
+class Listed(NamedTuple):
+    """Choices by expert, as ``list_choices`` returns them."""
+
+    starts_E: Tensor
+    choices_A: Tensor
+    top_k: int
+
+
+@triton.jit
+def _store_hidden(hidden, activated_MN, row_M, is_row_M, col_N, F):
+    """Store hidden features, quantised if ``hidden`` has scales; a tile has the features of one group then."""
+    hidden_ptr, scale_ptr, _, stride_scale = hidden
+    hidden_MN_ptr = hidden_ptr + row_M[:, None].to(tl.int64) * F + col_N[None, :]
+    is_MN = is_row_M[:, None] & (col_N < F)[None, :]
+    if scale_ptr is None:
+        tl.store(hidden_MN_ptr, activated_MN, mask=is_MN)
+    else:
+        quantized_MN, scale_M = quantize_groups(activated_MN.to(tl.float32))
+        tl.store(hidden_MN_ptr, quantized_MN, mask=is_MN)
+        tl.store(scale_ptr + tl.program_id(0) * stride_scale + row_M, scale_M, mask=is_row_M)
+
+
+@triton.jit
+def _activate_shared(
+    shared,
+    hidden,
+    first,
+    F,
+    ACTIVATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the hidden features of the shared expert, from row ``first`` on."""
+    projected_ptr, num_tokens, stride = shared
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for row in range(tl.program_id(1) * BLOCK_M, num_tokens, tl.num_programs(1) * BLOCK_M):
+        row_M = row + tl.arange(0, BLOCK_M)
+        is_row_M = row_M < num_tokens
+        is_MN = is_row_M[:, None] & (col_N < F)[None, :]
+        projected_MN_ptr = projected_ptr + row_M[:, None].to(tl.int64) * stride + col_N[None, :]
+        projected_MN = tl.load(projected_MN_ptr, mask=is_MN, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up_MN = tl.load(projected_MN_ptr + F, mask=is_MN, other=0.0).to(tl.float32)
+            activated_MN = ACTIVATE(projected_MN, up_MN, DTYPE)
+        else:
+            activated_MN = ACTIVATE(projected_MN, DTYPE)
+        _store_hidden(hidden, activated_MN, (first + row_M).to(tl.int64), is_row_M, col_N, F)
+
+
+@triton.jit
+def _up_tile(
+    x,
+    weight,
+    expert,
+    choices_ptr,
+    hidden,
+    row,
+    end,
+    D,
+    F,
+    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ACTIVATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write the hidden features of a tile of choices."""
+    row_M = row + tl.arange(0, BLOCK_M)
+    is_row_M = row_M < end
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token_M = tl.load(choices_ptr + tl.minimum(row_M, end - 1)) // TOP_K
+    first_MN, up_MN = TILE(
+        x,
+        weight,
+        expert,
+        token_M,
+        is_row_M,
+        col_N,
+        0,
+        tl.cdiv(D, BLOCK_K),
+        F,
+        D,
+        LAYOUT,
+        IS_GATED,
+        IS_EVEN,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    activated_MN = ACTIVATE(first_MN, up_MN, DTYPE) if IS_GATED else ACTIVATE(first_MN, DTYPE)
+    _store_hidden(hidden, activated_MN, row_M, is_row_M, col_N, F)
+
+
+@triton.jit
+def _up_kernel(
+    x,
+    weight,
+    starts_ptr,
+    choices_ptr,
+    hidden,
+    shared,
+    num_experts,
+    D,
+    F,
+    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ACTIVATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write the hidden features of an expert's choices, in the order of the list."""
+    HAS_SHARED: tl.constexpr = shared is not None
+    expert = _program_expert(num_experts, HAS_SHARED)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    if HAS_SHARED and expert == num_experts:
+        first_shared = shared[1] * TOP_K
+        _activate_shared(shared, hidden, first_shared, F, ACTIVATE, DTYPE, IS_GATED, BLOCK_M, BLOCK_N)
+    first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
+    end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
+    for row in range(first, end, tl.num_programs(1) * BLOCK_M):
+        if IS_HALVED and end - row <= BLOCK_M // 2:
+            _up_tile(
+                x,
+                weight,
+                expert,
+                choices_ptr,
+                hidden,
+                row,
+                end,
+                D,
+                F,
+                TILE,
+                LAYOUT,
+                ACTIVATE,
+                DTYPE,
+                TOP_K,
+                IS_GATED,
+                IS_EVEN,
+                BLOCK_M // 2,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        else:
+            _up_tile(
+                x,
+                weight,
+                expert,
+                choices_ptr,
+                hidden,
+                row,
+                end,
+                D,
+                F,
+                TILE,
+                LAYOUT,
+                ACTIVATE,
+                DTYPE,
+                TOP_K,
+                IS_GATED,
+                IS_EVEN,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+
+
+@triton.jit
+def _program_expert(num_experts, HAS_SHARED: tl.constexpr):
+    """Return a program's expert: first the shared one, which has most tokens; its number comes after the others'."""
+    expert = tl.program_id(2)
+    if HAS_SHARED:
+        expert = tl.where(expert == 0, num_experts, expert - 1)
+    return expert.to(tl.int64)
+
+
+@triton.jit
+def _down_tile(
+    hidden,
+    weight,
+    expert,
+    choices_ptr,
+    out_ptr,
+    row,
+    end,
+    num_choices,
+    is_shared,
+    D,
+    F,
+    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write the outputs of a tile of choices."""
+    row_M = row + tl.arange(0, BLOCK_M)
+    read_M = tl.minimum(row_M, end - 1)
+    is_row_M = row_M < end
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_MN, _ = TILE(
+        hidden,
+        weight,
+        expert,
+        read_M,
+        is_row_M,
+        col_N,
+        0,
+        tl.cdiv(F, BLOCK_K),
+        D,
+        F,
+        LAYOUT,
+        False,
+        IS_EVEN,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    if HAS_SHARED:
+        choice_M = tl.load(choices_ptr + tl.minimum(read_M, num_choices - 1)).to(tl.int64)
+        choice_M = tl.where(is_shared, read_M.to(tl.int64), choice_M)
+    else:
+        choice_M = tl.load(choices_ptr + read_M).to(tl.int64)
+    out_MN_ptr = out_ptr + choice_M[:, None] * D + col_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & (col_N < D)[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    hidden,
+    weight,
+    starts_ptr,
+    choices_ptr,
+    out_ptr,
+    num_shared,
+    num_experts,
+    num_choices,
+    D,
+    F,
+    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write each choice's output, in the order of the tokens, and then the shared expert's outputs."""
+    expert = _program_expert(num_experts, HAS_SHARED)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    first = tl.load(starts_ptr + expert)
+    end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
+    is_shared = expert == num_experts
+    if HAS_SHARED:
+        # Fewer choices are listed where others are of experts that are not held.
+        first = tl.where(is_shared, num_choices, first)
+        end = tl.where(is_shared, num_choices + num_shared, end)
+    for row in range(first + tl.program_id(1) * BLOCK_M, end, tl.num_programs(1) * BLOCK_M):
+        if IS_HALVED and end - row <= BLOCK_M // 2:
+            _down_tile(
+                hidden,
+                weight,
+                expert,
+                choices_ptr,
+                out_ptr,
+                row,
+                end,
+                num_choices,
+                is_shared,
+                D,
+                F,
+                TILE,
+                LAYOUT,
+                HAS_SHARED,
+                IS_EVEN,
+                BLOCK_M // 2,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        else:
+            _down_tile(
+                hidden,
+                weight,
+                expert,
+                choices_ptr,
+                out_ptr,
+                row,
+                end,
+                num_choices,
+                is_shared,
+                D,
+                F,
+                TILE,
+                LAYOUT,
+                HAS_SHARED,
+                IS_EVEN,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+
+
+def compute_choices(
+    x_TD: Rows,
+    experts: ExpertWeights,
+    chosen: tuple[Tensor, Tensor],
+    shared: SharedExpert | SharedOutput | None,
+    launches: Pair,
+) -> ExpertChoices:
+    """Compute each token's choices expert by expert, in three launches, or four if tokens must be quantised.
+
+    Args:
+        chosen: weights and numbers of each token's experts.
+        shared: the shared expert's output, or, to compute it here, its projections; only where ``can_extend`` says so.
+    """
+    _, experts_TK = chosen
+    num_tokens, top_k = experts_TK.shape
+    num_held, num_channels, size = experts.down.shape
+    num_choices, joined = num_tokens * top_k, shared if isinstance(shared, SharedExpert) else None
+    num_rows = num_choices if joined is None else num_choices + num_tokens
+    is_quantized = FORMATS[type(experts.up)].multiplies_fp8
+    rows = flat_rows(x_TD) if is_quantized else flat_rows(plain_rows(x_TD))
+    listed = Listed(*list_choices(experts_TK, num_held, 0 if experts.held is None else experts.held.start), top_k)
+    hidden = _unfilled(num_rows, size, rows, is_quantized=is_quantized)
+    out_AD = torch.empty((num_rows, num_channels), dtype=x_TD.dtype, device=x_TD.device)
+    launch_up(quantized(rows) if is_quantized else rows, experts, listed, hidden, launches[0], joined)
+    launch_down(hidden, experts.down, listed, out_AD, launches[1], None if joined is None else joined.down)
+    gate_T1 = None if shared is None else shared.gate_T1
+    shared_TD = shared.out_TD if isinstance(shared, SharedOutput) else None if joined is None else out_AD[num_choices:]
+    return ExpertChoices(out_AD[:num_choices], *chosen, shared_TD, gate_T1, experts.held, add_choices)
+
+
+def _unfilled(num_rows: int, size: int, like: Rows, *, is_quantized: bool) -> Rows:
+    """Return the memory of hidden features."""
+    if not is_quantized:
+        return torch.empty((num_rows, size), dtype=like.dtype, device=like.device)
+    values_AF = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=like.device)
+    scale_XA = torch.empty((cdiv(size, GROUP), num_rows), dtype=torch.float32, device=like.device)
+    return QuantizedRows(values_AF, scale_XA, num_rows, like.dtype)
+
+
+def launch_up(
+    x_TD: Rows,
+    experts: ExpertWeights,
+    listed: Listed,
+    hidden: Rows,
+    launch: Launch,
+    shared: SharedExpert | None = None,
+) -> None:
+    """Fill ``hidden`` in the order of the list, and after that with the shared expert's features of all tokens."""
+    num_experts, num_channels, size = experts.down.shape
+    up, projected_TS = operand(experts.up), None if shared is None else shared.projected_TS
+    _up_kernel[(cdiv(size, launch.block_n), launch.splits, num_experts + (shared is not None))](
+        rows_operand(x_TD),
+        up.data,
+        listed.starts_E,
+        listed.choices_A,
+        rows_operand(hidden),
+        None if shared is None else (projected_TS, len(projected_TS), projected_TS.stride(0)),
+        num_experts,
+        num_channels,
+        size,
+        TILE=up.format.tile,
+        LAYOUT=up.layout,
+        ACTIVATE=ACTIVATIONS[experts.activation],
+        DTYPE=TRITON_DTYPES[x_TD.dtype],
+        TOP_K=listed.top_k,
+        IS_GATED=experts.activation.is_gated,
+        IS_EVEN=num_channels % launch.block_k == 0 and size % launch.block_n == 0,
+        IS_HALVED=launch.is_halved,
+        **launch.options(),
+        **overlap_options(listed.choices_A),
+    )
+
+
+def launch_down(
+    hidden: Rows,
+    weight: ExpertsWeight,
+    listed: Listed,
+    out_AD: Tensor,
+    launch: Launch,
+    shared: ExpertsWeight | None = None,
+) -> None:
+    """Fill ``out_AD`` in the order of the tokens, and after that with the shared expert's outputs."""
+    num_experts, num_channels, size = weight.shape
+    num_choices, down = len(listed.choices_A), operand(weight, shared)
+    _down_kernel[(cdiv(num_channels, launch.block_n), launch.splits, num_experts + (shared is not None))](
+        rows_operand(hidden),
+        down.data,
+        listed.starts_E,
+        listed.choices_A,
+        out_AD,
+        len(out_AD) - num_choices,
+        num_experts,
+        num_choices,
+        num_channels,
+        size,
+        TILE=down.format.tile,
+        LAYOUT=down.layout,
+        HAS_SHARED=shared is not None,
+        IS_EVEN=size % launch.block_k == 0 and num_channels % launch.block_n == 0,
+        IS_HALVED=launch.is_halved,
+        **launch.options(),
+        **overlap_options(out_AD),
+    )
