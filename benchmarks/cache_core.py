@@ -15,7 +15,8 @@ from itertools import pairwise
 from time import perf_counter_ns as now
 
 from strandline.cache import Lease, PrefixCache
-from strandline.cache.announcing.announcer import Announcer
+from strandline.cache.announcing.announcer import Announcer, take_events
+from strandline.cache.policy import new_cache
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -75,7 +76,7 @@ def serve(cache: PrefixCache, request_id: str, tokens: TokenBuffer, clock: Clock
     cache.release(lease, SnapshotKind.GENERATION_END)
     clock.note(STRETCHES, (began, looked_up, admitted, prefilled, left, now()))
     cache.take_actions()
-    cache.take_events()
+    take_events(cache)
     return lease.account.hit
 
 
@@ -157,7 +158,7 @@ def main() -> None:
     # Each measured turn ends a conversation of 20 turns, each of which leaves a snapshot.
     num_spare = num_full + 8 * num_chats + 100 * args.turns * len(args.prompt_tokens)
     for title, num_slabs in [("memory to spare", num_spare), ("memory full", num_full)]:
-        cache = PrefixCache(num_slabs, BLOCKS_PER_SLAB, announcer=Announcer() if args.events else None)
+        cache = new_cache(num_slabs, BLOCKS_PER_SLAB, announcer=Announcer() if args.events else None)
         fill(cache, args.blocks, choose)
         gc.freeze()
         stats = cache.stats()

@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace, length: int, directory: str) -> None:
 
 def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int = 0) -> float:
     """Return the time to the first token of a prompt."""
-    for tier in llm.engine.core.scheduler.loading.loads.tiers:
+    for tier in llm.engine.core.loads.tiers:
         tier.costs.token_s = None
     [output] = llm.generate([prompt], ONE_TOKEN, use_tqdm=False)
     if output.num_cached_tokens != num_cached or output.times.ttft_s is None:
@@ -94,7 +94,7 @@ def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int = 0) -> float:
 def leave(llm: LLM) -> None:
     """Evict everything, wait until it has reached the disk, and end the engine."""
     core = llm.engine.core
-    spills = core.scheduler.loading.loads.spills
+    spills = core.loads.spills
     if spills is None:
         raise SystemExit("there is no disk cache")
     evict_all(core.cache)

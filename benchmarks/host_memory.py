@@ -102,7 +102,7 @@ def measure_return(llm: LLM, options: argparse.Namespace) -> None:
 
 def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int) -> float:
     """Return the time to the first token of a prompt."""
-    for tier in llm.engine.core.scheduler.loading.loads.tiers:
+    for tier in llm.engine.core.loads.tiers:
         tier.costs.token_s = None
     [output] = llm.generate([prompt], params_for(1), use_tqdm=False)
     if output.num_cached_tokens != num_cached or output.times.ttft_s is None:
@@ -111,7 +111,7 @@ def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int) -> float:
 
 
 def num_loads_of(llm: LLM) -> int:
-    [host] = llm.engine.core.scheduler.loading.loads.tiers
+    [host] = llm.engine.core.loads.tiers
     return host.num_loads
 
 
@@ -142,7 +142,7 @@ def measure_demotion(engines: dict[str, LLM], options: argparse.Namespace) -> No
                 kept.append(measure(llm, options, number))
     medians = {name: [median(kept[WARM_UPS:]) for kept in both] for name, both in rates.items()}
     for name, (prefill, decode) in medians.items():
-        tiers = engines[name].engine.core.cache.stats().tiers
+        tiers = engines[name].engine.core.loads.stats()
         num_blocks = sum(tier.num_blocks_demoted for tier in tiers)
         print(f"{name:<28}{prefill:>12,.0f}{decode:>12,.0f}{num_blocks:>12,} blocks")
     without, with_host = medians.values()
@@ -158,9 +158,9 @@ def turns(engines: dict[str, LLM], number: int) -> Iterator[tuple[str, LLM]]:
 def fill(llm: LLM, options: argparse.Namespace) -> None:
     """Compute prompts until the device has evicted blocks and, with host memory, that is full too."""
     rng = Random(2)
-    cache = llm.engine.core.cache
-    while not cache.stats().num_blocks_evicted or any(
-        tier.num_used_blocks < 0.9 * tier.num_blocks and not tier.num_snapshots_evicted for tier in cache.stats().tiers
+    core = llm.engine.core
+    while not core.cache.stats().num_blocks_evicted or any(
+        tier.num_used_blocks < 0.9 * tier.num_blocks and not tier.num_snapshots_evicted for tier in core.loads.stats()
     ):
         llm.generate([some_tokens(llm, rng, options.length)], params_for(1), use_tqdm=False)
 

@@ -17,6 +17,7 @@ from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import read_trace
 from strandline.cache import Lease
+from strandline.cache.announcing.announcer import take_events
 from strandline.config import parse_bytes
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.wire import decode_batch, encode_batch
@@ -67,7 +68,7 @@ class PredictedReplay(Replay):
         return lease
 
     def _follow(self) -> None:
-        events = self.cache.take_events()
+        events = take_events(self.cache)
         payload = encode_batch(0.0, events)
         for event in decode_batch(payload).events:
             self.index.apply(event)

@@ -9,7 +9,7 @@ import argparse
 import time
 from random import Random
 
-from strandline.cache import PrefixCache
+from strandline.cache.policy import new_cache
 from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -44,7 +44,7 @@ def main() -> None:
 
 def fill(num_running: int, prompt_tokens: int) -> Scheduler:
     """Return a scheduler with requests that differ from their first token."""
-    cache = PrefixCache(4000, 50)
+    cache = new_cache(4000, 50)
     scheduler = Scheduler(cache, Loads(cache), max_num_seqs=num_running, max_num_batched_tokens=10**6)
     params = SamplingParams(max_tokens=10**6)
     rng = Random(0)

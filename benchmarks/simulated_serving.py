@@ -17,6 +17,7 @@ from statistics import mean, median
 import numpy as np
 
 from strandline.cache import PrefixCache
+from strandline.cache.policy import new_cache
 from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -84,7 +85,7 @@ def main() -> None:
         "| hit |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
     for workload in workloads(Random(0)):
-        cache = PrefixCache(NUM_SLABS, BLOCKS_PER_SLAB, enabled=workload.is_cached)
+        cache = new_cache(NUM_SLABS, BLOCKS_PER_SLAB, enabled=workload.is_cached)
         scheduler = Scheduler(
             cache,
             Loads(cache),

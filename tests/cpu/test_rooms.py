@@ -55,9 +55,10 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
     },
     "cache": {
         "": frozenset(),
+        "policy": frozenset({""}),
         "announcing": frozenset({""}),
-        "tiers": frozenset({"", "announcing"}),
-        "inspection": frozenset({"", "announcing", "tiers"}),
+        "tiers": frozenset({"", "policy", "announcing"}),
+        "inspection": frozenset({"", "policy", "announcing", "tiers"}),
     },
     "models": {"layers": frozenset(), "storage": frozenset({"layers"}), "": frozenset({"layers", "storage"})},
 }

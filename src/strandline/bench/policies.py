@@ -6,10 +6,10 @@ from typing import Final
 
 from strandline.cache import Placement, PrefixCache, ResumeRule
 from strandline.cache.announcing.announcer import Announcer
-from strandline.cache.core import AUTO
-from strandline.cache.eviction import LeastRecentlyUsed
-from strandline.cache.placement import Align, EveryBoundary, NoSnapshots
-from strandline.cache.resume import AT_SNAPSHOTS
+from strandline.cache.policy import AUTO, new_cache
+from strandline.cache.policy.placements import Align, EveryBoundary, NoSnapshots
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
+from strandline.cache.policy.worth import LeastRecentlyUsed
 from strandline.clock import Clock
 from strandline.errors import ConfigError
 from strandline.records.account import SnapshotKind
@@ -63,7 +63,7 @@ def make_cache(
     announcer: Announcer | None = None,
 ) -> PrefixCache:
     """Return an empty cache with a policy."""
-    return PrefixCache(
+    return new_cache(
         num_slabs,
         blocks_per_slab,
         rule=rule,

@@ -20,6 +20,7 @@ from strandline.bench.ideal import SeenPrefixes
 from strandline.bench.replica import Machine, Replica, Running, Step
 from strandline.bench.traces import Call, Lane
 from strandline.cache import PrefixCache
+from strandline.cache.announcing.announcer import take_events
 from strandline.errors import EngineError
 from strandline.events.resumable import PromptHashes
 from strandline.events.wire import to_wire
@@ -260,7 +261,7 @@ class Replay:
     def _tell_router(self, index: int, step: Step) -> None:
         if self._router is None:
             return
-        events = [to_wire(event) for event in self.replicas[index].cache.take_events()]
+        events = [to_wire(event) for event in take_events(self.replicas[index].cache)]
         start_s = perf_counter()
         self._router.apply(str(index), events)
         for running in step.sampled:
@@ -299,14 +300,14 @@ class Replay:
     def _finish(self) -> Result:
         result = self.result
         for index, replica in enumerate(self.replicas):
-            stats = replica.cache.stats()
+            stats, tiers = replica.cache.stats(), replica.scheduler.loading.loads.stats()
             result.simulated_s = max(result.simulated_s, replica.clock.now_s)
             result.busy_s[index] = replica.busy_s
             result.num_loads += stats.loads.num_done
             result.loaded_bytes += replica.store.loaded_bytes
-            result.num_demoted += sum(tier.num_snapshots_demoted for tier in stats.tiers[:1])
-            result.num_spilled += sum(tier.num_snapshots_demoted for tier in stats.tiers[1:])
-            result.num_disk_loads += sum(tier.num_loads for tier in stats.tiers[1:])
+            result.num_demoted += sum(tier.num_snapshots_demoted for tier in tiers[:1])
+            result.num_spilled += sum(tier.num_snapshots_demoted for tier in tiers[1:])
+            result.num_disk_loads += sum(tier.num_loads for tier in tiers[1:])
             result.num_preemptions += replica.scheduler.num_preemptions
             result.num_snapshots += sum(stats.snapshots_taken.values())
             result.slot_bytes += stats.memory.num_slots * self.machine.spec.slab_bytes

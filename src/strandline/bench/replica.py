@@ -13,7 +13,7 @@ from strandline.bench.policies import make_cache, policy
 from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, SimulatedStores
 from strandline.bench.traces import Call
 from strandline.cache.announcing.announcer import Announcer
-from strandline.cache.resume_rules import resume_rule
+from strandline.cache.policy.resume_rules import resume_rule
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
 from strandline.config import BUFFER_SLABS

@@ -3,7 +3,7 @@
 from strandline.cache.core import PrefixCache
 from strandline.cache.counters import CacheCounters
 from strandline.cache.lease import Cut, Lead, Lease, StepGrant
-from strandline.cache.placement import OnGrid, Placement, placement
+from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
 
 __all__ = [
@@ -11,10 +11,8 @@ __all__ = [
     "Cut",
     "Lead",
     "Lease",
-    "OnGrid",
     "Placement",
     "PrefixCache",
     "ResumeRule",
     "StepGrant",
-    "placement",
 ]

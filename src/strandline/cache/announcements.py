@@ -1,10 +1,8 @@
 """What the core of the cache tells about changes of its index, for events. ``cache/announcing/`` implements it."""
 
-from collections.abc import Mapping
 from typing import Protocol
 
 from strandline.cache.tree import Run, Snapshot
-from strandline.records.cache_events import CacheEvent
 
 
 class Announces(Protocol):
@@ -24,9 +22,3 @@ class Announces(Protocol):
 
     def remove_blocks(self, run: Run, num_kept: int) -> None:
         """Announce that a run's blocks after the first ``num_kept`` are evicted."""
-
-    def take(self) -> list[CacheEvent]:
-        """Return the events since the last call, in order."""
-
-    def restate(self, roots: Mapping[str, Run]) -> list[CacheEvent]:
-        """Return events that announce everything anew, and discard those not taken yet."""

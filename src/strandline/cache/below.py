@@ -9,7 +9,6 @@ from typing import Protocol
 
 from strandline.cache.lease import Lead
 from strandline.cache.resume import Match
-from strandline.cache.stats import LowerStats
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import Use
 from strandline.records.tokens import TokenBuffer
@@ -57,6 +56,3 @@ class Below(Protocol):
 
     def pass_on(self) -> None:
         """Issue the actions that free memory in the tiers before it is needed."""
-
-    def stats(self) -> tuple[LowerStats, ...]:
-        """Return the figures of the tiers, nearest first."""

@@ -16,13 +16,12 @@ For a model that keeps no states (``AtTokens``), there are no snapshots and no s
 resumes wherever keys and values are cached, and its last, partly filled block is published as well.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from strandline.cache.announcements import Announces
 from strandline.cache.below import Below
 from strandline.cache.counters import CacheCounters
-from strandline.cache.eviction import Entry, EvictionOrder, ReuseRate, WorthPerByte
+from strandline.cache.eviction import Entry, EvictionOrder
 from strandline.cache.hits import record_hit, record_use
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
@@ -32,42 +31,37 @@ from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.own_states import OwnStates
-from strandline.cache.placement import RESERVE_SHARE, Admission, Auto, Placement, WithoutStates
+from strandline.cache.placement import RESERVE_SHARE, Admission, Placement
 from strandline.cache.publish import Publisher
-from strandline.cache.resume import AT_SNAPSHOTS, Match, ResumeRule
-from strandline.cache.reuse import ReuseHistory
+from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
-from strandline.cache.tree import Run, Snapshot
-from strandline.cache.use import interarrival_bin
+from strandline.cache.tree import Run
+from strandline.cache.use import UseHistory, interarrival_bin
 from strandline.cache.walk import Walk
 from strandline.cache.windows import Windows
-from strandline.clock import Clock
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
 from strandline.records.account import UNCOUNTED, Account, Reason, SnapshotKind
 from strandline.records.actions import Action, CopyTokens
-from strandline.records.cache_events import CacheEvent
 from strandline.records.tokens import TokenBuffer
 
 _new_grant = tuple.__new__
 """Makes a ``StepGrant`` in half the time of its constructor, which counts per sequence and step."""
 
-AUTO = Auto()
-
 
 class PrefixCache:
-    """Token-exact prefix cache over one arena of blocks and slots.
+    """Token-exact prefix cache over one arena of blocks and slots. ``policy.new_cache`` supplies the policies.
 
     Args:
         num_slabs: size of the arena (see ``SlabAllocator``), the null slab included.
         blocks_per_slab: blocks that fit in the memory of one slot.
+        placement: chooses which snapshots to take.
+        order: ranks what to evict.
+        reuse: records uses, and learns from them how likely others are.
         rule: where prompts resume.
-        order: ranks what to evict; None: by worth per byte, without states by reuse rate.
-        placement: chooses which snapshots to take, if the model keeps states.
         max_slots: reserve this many slabs for slots and the others for blocks, as a baseline; None: no static share.
         enabled: when False, requests get blocks and slots, but nothing is kept or found.
-        clock: returns seconds, to learn inter-arrival times; None: time is counted in admissions alone.
         num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
         log_tokens: capacity of a log, in decoded tokens.
         announcer: collects events for ``take_events``; None: there are none.
@@ -78,24 +72,22 @@ class PrefixCache:
         num_slabs: int,
         blocks_per_slab: int,
         *,
-        rule: ResumeRule = AT_SNAPSHOTS,
-        order: EvictionOrder | None = None,
-        placement: Placement = AUTO,
+        placement: Placement,
+        order: EvictionOrder,
+        reuse: UseHistory,
+        rule: ResumeRule,
         max_slots: int | None = None,
         enabled: bool = True,
-        clock: Clock | None = None,
         num_logs: int = 0,
         log_tokens: int = 0,
         announcer: Announces | None = None,
     ) -> None:
         self.is_enabled = enabled
         self._rule = rule
-        self._placement = placement = placement if rule.needs_slots else WithoutStates()
+        self._placement = placement
         self._allocator = SlabAllocator(num_slabs, blocks_per_slab, max_slots)
         self._leases: dict[RequestId, Lease] = {}
-        self._reuse = ReuseHistory(clock)
-        if order is None:
-            order = WorthPerByte(blocks_per_slab, self._reuse) if rule.needs_slots else ReuseRate(self._reuse)
+        self._reuse = reuse
         self._announcer = announcer
         self._memory = CacheMemory(self._allocator, order, self._leases.values, announcer)
         self._index = PrefixIndex(self._memory, self._leases.values, rule)
@@ -447,16 +439,6 @@ class PrefixCache:
         self._memory.actions = []
         return actions
 
-    # Events
-
-    def take_events(self) -> list[CacheEvent]:
-        """Return what has become resumable and what has ceased to be since the last call, in order."""
-        return [] if self._announcer is None else self._announcer.take()
-
-    def restate_events(self) -> list[CacheEvent]:
-        """Return events that announce everything anew, and discard those not taken yet. Linear in the cache's size."""
-        return [] if self._announcer is None else self._announcer.restate(self._index.roots)
-
     # Reading
 
     @property
@@ -485,12 +467,7 @@ class PrefixCache:
             hits_by_kind=dict(counters.hits_by_kind),
             snapshots_taken=dict(counters.snapshots_taken),
             loads=replace(counters.loads),
-            tiers=() if self._below is None else self._below.stats(),
         )
-
-    def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
-        """Return salt, tokens (encoded) and snapshot of everything published."""
-        return self._index.snapshots()
 
     def internals(self) -> Internals:
         """Return the parts of the cache, for the checks, views and tests of this package."""

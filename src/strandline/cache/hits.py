@@ -2,14 +2,13 @@
 
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import Run, Snapshot, num_continuations, snapshot_above
-from strandline.cache.use import Use
+from strandline.cache.use import Use, UseHistory
 from strandline.cache.walk import branch_snapshots
 from strandline.records.account import SnapshotKind
 
 
-def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: ReuseHistory) -> None:
+def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: UseHistory) -> None:
     """Record that a lease resumes from ``source``.
 
     A hit also counts as a use of the shared prefixes above the source. Otherwise a larger cache, which hits deeper,
@@ -41,7 +40,7 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: Reuse
         snapshot.record_hit(tick, reuse.now, is_source=is_source, is_return=is_return_here)
 
 
-def record_use(lease: Lease, copied_run: Run | None, memory: CacheMemory, reuse: ReuseHistory) -> None:
+def record_use(lease: Lease, copied_run: Run | None, memory: CacheMemory, reuse: UseHistory) -> None:
     """Record that a lease uses the blocks of its path, and part of a block of ``copied_run``.
 
     This counts as a use of the whole path, which the return of a path does not make shared.
@@ -54,7 +53,7 @@ def record_use(lease: Lease, copied_run: Run | None, memory: CacheMemory, reuse:
         copied_run.use = copied_run.use.next(reuse.now)
 
 
-def record_departure(lease: Lease, reuse: ReuseHistory) -> None:
+def record_departure(lease: Lease, reuse: UseHistory) -> None:
     """Record that a lease leaves the blocks of its path; what several paths share is used when they begin alone."""
     for run in (lease.tail, *lease.run.ancestry()):
         if run is not None and not run.is_shared:

@@ -6,12 +6,12 @@ changes.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.resume import Match, ResumeRule
-from strandline.cache.tree import Run, Snapshot, snapshots_below, split
+from strandline.cache.tree import Run, split
 from strandline.cache.walk import Walk
 
 MAX_EMPTY_ROOTS = 256
@@ -66,9 +66,3 @@ class PrefixIndex:
         upper = split(end.run, end.num_blocks)
         self._memory.own(upper, upper.blocks)
         return upper
-
-    def snapshots(self) -> Iterator[tuple[str, bytes, Snapshot]]:
-        """Yield salt, tokens (encoded) and snapshot of everything published."""
-        for salt, root in self.roots.items():
-            for tokens, snapshot in snapshots_below(root):
-                yield salt, tokens, snapshot

@@ -12,8 +12,8 @@ from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
 from strandline.cache.resume import ResumeRule
-from strandline.cache.reuse import ReuseHistory
 from strandline.cache.slab_allocator import SlabAllocator
+from strandline.cache.use import UseHistory
 from strandline.ids import RequestId
 
 
@@ -27,7 +27,7 @@ class Internals:
     index: PrefixIndex
     expected: dict[RequestId, Entry]
     """By waiting request: the snapshot, or without states the run, that it would have resumed from when queued."""
-    reuse: ReuseHistory
+    reuse: UseHistory
     logs: LogPool
     rule: ResumeRule
     publisher: Publisher

@@ -12,7 +12,6 @@ from strandline.cache.hits import record_departure
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.probation import Probation
-from strandline.cache.reuse import ReuseHistory
 from strandline.cache.tree import (
     Place,
     Run,
@@ -28,7 +27,7 @@ from strandline.cache.tree import (
     split,
     tail_that_begins,
 )
-from strandline.cache.use import Use
+from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
@@ -40,7 +39,7 @@ class Publisher:
     def __init__(
         self,
         memory: CacheMemory,
-        reuse: ReuseHistory,
+        reuse: UseHistory,
         counters: CacheCounters,
         leases: Callable[[], Iterable[Lease]],
     ) -> None:

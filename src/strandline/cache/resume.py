@@ -1,14 +1,12 @@
 """Where a prompt may resume: at a snapshot if the model keeps states, else at any token whose KV is cached."""
 
 from array import array
-from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from strandline.cache.tree import Run, Snapshot
-from strandline.cache.walk import Walk, deepest_snapshot, walk
+from strandline.cache.walk import Walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import Reason
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
 class Match(NamedTuple):
@@ -72,49 +70,6 @@ class ResumeRule(Protocol):
         """Return why tokens whose KV is cached are not hit."""
 
 
-@dataclass(frozen=True, slots=True)
-class AtSnapshots:
-    """For models that keep states: prompts resume at the deepest snapshot on their path."""
-
-    needs_slots: ClassVar[bool] = True
-    window_tokens: ClassVar[int | None] = None
-
-    def match(self, root: Run, data: bytearray) -> Match:
-        end = walk(root, data)
-        snapshot = deepest_snapshot(end, data)
-        return Match(end, snapshot.position if snapshot else 0, snapshot)
-
-    def last(self, num_tokens: int) -> int:
-        return num_tokens
-
-    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
-        """Return the match without its snapshot, which would need memory beside the request's own state."""
-        return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None)
-
-    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
-        return Reason.SNAPSHOT_EVICTED if _lost_snapshot(match, data) else Reason.NO_SNAPSHOT
-
-
 def first_block_seen(position: int, window_tokens: int) -> int:
     """Return the first block that computing from a position on reads."""
     return max(position - window_tokens + 1, 0) // BLOCK_TOKENS
-
-
-AT_SNAPSHOTS = AtSnapshots()
-
-
-def _lost_snapshot(match: Match, data: bytearray) -> bool:
-    """Return whether a snapshot deeper than the hit was evicted on the matched path."""
-    end, hit = match.end, match.position
-    for run in end.run.ancestry():
-        if run.end_tokens <= end.kv_tokens:
-            offset = run.end_tokens * TOKEN_BYTES
-            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
-            stubs = [ghost for ghost in run.evicted_snapshots if isinstance(ghost, bytes) and after.startswith(ghost)]
-            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
-                return True
-        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.evicted_snapshots):
-            return True
-        if run.end_tokens <= hit:
-            return False
-    return False

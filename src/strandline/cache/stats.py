@@ -25,28 +25,6 @@ class MemoryUse(NamedTuple):
     """Blocks that eviction could free: those that no running request uses."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowerStats:
-    """Figures of a tier below the device. Counters start at its construction."""
-
-    store: str
-    num_blocks: int
-    """Its size in blocks; a slot takes as many as its bytes at rest need."""
-    num_used_blocks: int
-    num_snapshots: int
-    """Snapshots that rest there now."""
-    num_snapshots_demoted: int
-    num_blocks_demoted: int
-    num_snapshots_evicted: int
-    num_snapshots_refused: int
-    """Evicted from the device or the tier above, and worth less than all that rests or, in a persistent tier, slower to
-    load than to compute."""
-    num_loads: int
-    """Loads that ended well."""
-    num_loaded_bytes: int
-    num_failed_loads: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """Figures of a cache at one moment. Counters start at its construction."""
@@ -67,5 +45,3 @@ class CacheStats:
     hits_by_kind: Mapping[SnapshotKind, int]
     snapshots_taken: Mapping[SnapshotKind, int]
     loads: LoadCounters
-    tiers: tuple[LowerStats, ...]
-    """Statistics of the tiers below the device, nearest first."""

@@ -297,19 +297,6 @@ def deepest_stub_in(run: Run) -> Snapshot | None:
     return run.parent.stubs.get(key) or _stub_before(run.parent, key)
 
 
-def snapshots_below(root: Run) -> "Iterator[tuple[bytes, Snapshot]]":
-    """Yield every snapshot of a tree with its tokens (encoded)."""
-    waiting = [(root, b"")]
-    while waiting:
-        run, prefix = waiting.pop()
-        tokens = prefix + bytes(run.tokens)
-        for position, snapshot in run.snapshots.items():
-            yield tokens[: position * TOKEN_BYTES], snapshot
-        for stub_key, snapshot in run.stubs.items():
-            yield tokens + stub_key, snapshot
-        waiting.extend((child, tokens) for child in run.children.values())
-
-
 def split(run: Run, at_block: int) -> Run:
     """Split a run before its block ``at_block`` (counted from the root) and return the upper part.
 
@@ -453,19 +440,6 @@ def held_child(run: Run, prefix: bytes) -> Run | None:
             return child
         place += 1
     return None
-
-
-def first_gap(run: Run, num_blocks: int, first: int) -> int:
-    """Return the first block in ``[first, num_blocks)`` of the path to a run that is a gap; else ``num_blocks``."""
-    found = num_blocks
-    for node in run.ancestry():
-        if node.end_block <= first:
-            break
-        if node.num_gaps:
-            held = node.blocks[max(first - node.start_block, 0) : num_blocks - node.start_block]
-            if NULL_BLOCK in held:
-                found = max(first, node.start_block) + held.index(NULL_BLOCK)
-    return found
 
 
 def path_blocks(run: Run) -> "array[int]":

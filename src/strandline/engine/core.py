@@ -9,10 +9,10 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Final
 
-from strandline.cache import OnGrid, PrefixCache, placement
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.inspection.invariants import check
-from strandline.cache.resume_rules import resume_rule
+from strandline.cache.policy import OnGrid, new_cache, placement
+from strandline.cache.policy.resume_rules import resume_rule
 from strandline.cache.tiers import Loads, LowerMemory
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -79,7 +79,7 @@ class EngineCore:
             emits_events=emits_events,
             lower=lower_memories(facts, config.snapshot_dtype),
         )
-        self.cache, self._loads = self.scheduler.cache, self.scheduler.loading.loads
+        self.cache, self.loads = self.scheduler.cache, self.scheduler.loading.loads
         self.event_feed: EventFeed | None = None
         """Says what the cache can resume; None: neither publishing nor routing needs it."""
         if emits_events:
@@ -185,7 +185,7 @@ class EngineCore:
         self._settle(StepEvents())
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.scheduler.finish(request.request_id, FinishReason.ABORT)
-        return flush(self.cache, self._loads, self.executor, self.scheduler.loading, is_stopped)
+        return flush(self.cache, self.loads, self.executor, self.scheduler.loading, is_stopped)
 
     def close(self) -> None:
         """Release the device, and stop publishing events and handing over; no step follows."""
@@ -201,7 +201,7 @@ class EngineCore:
         if self._is_closing:
             return False
         is_settled = self._in_flight is None and not self._late_events.tokens
-        return len(self.scheduler) > 0 or not is_settled or self._auditor.is_due or len(self._loads) > 0
+        return len(self.scheduler) > 0 or not is_settled or self._auditor.is_due or len(self.loads) > 0
 
     @property
     def audits(self) -> Audits:
@@ -218,7 +218,7 @@ class EngineCore:
         events, self._late_events, start_s = self._late_events, StepEvents(), SYSTEM_CLOCK()
         if self.hand_over is not None:
             self.hand_over.turn()
-        if self._loads:
+        if self.loads:
             # Not only with the step's result: what has been loaded by now can be in the next step.
             self.scheduler.loading.complete(self.executor.poll_transfers())
         is_overlapped = self._is_overlapped and self.scheduler.can_run_ahead
@@ -254,7 +254,7 @@ class EngineCore:
         if self._in_flight is not None:
             self._settle(events)
             return
-        is_full = len(self.scheduler) > 0 and not self._loads
+        is_full = len(self.scheduler) > 0 and not self.loads
         if is_full and self.hand_over is not None and self.hand_over.give_up():
             return
         if self.cache.holds_for_others:
@@ -270,7 +270,7 @@ class EngineCore:
         result = launched.result()
         start_s, self._settled_s = max(start_s, self._settled_s), SYSTEM_CLOCK()
         num_prefilled, seconds = _num_prefilled(plan), self._settled_s - self._begun_s
-        self._loads.observe_prefill(num_prefilled, seconds)
+        self.loads.observe_prefill(num_prefilled, seconds)
         if self.hand_over is not None:
             self.hand_over.observe_prefill(num_prefilled, seconds)
         self.scheduler.loading.complete(result.completions)
@@ -347,13 +347,13 @@ class EngineCore:
 
     def describe(self) -> list[str]:
         """Describe in a few lines what the cache has room for, and what slows the engine down."""
-        spec, stats = self.spec, self.cache.stats()
+        spec = self.spec
         total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [
             *_describe_fallbacks(self.executor.facts.fallbacks),
             f"cache: {total / 2**20:,.0f} MiB{on_each_rank(self.executor.facts)} for blocks and snapshots "
             "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
-            *describe_tiers(self.executor.facts, self._snapshot_dtype, stats),
+            *describe_tiers(self.executor.facts, self._snapshot_dtype, self.loads),
             f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
@@ -393,7 +393,7 @@ class EngineCore:
             speculation=self.scheduler.drafts.counters.stats(),
             num_events_published=self.event_feed.num_published if self.event_feed else 0,
             num_events_dropped=self.event_feed.num_dropped if self.event_feed else 0,
-            tiers=tier_stats(stats, self.spec.block_bytes),
+            tiers=tier_stats(self.loads, self.spec.block_bytes),
             num_snapshots_loaded=stats.loads.num_snapshots,
             num_blocks_loaded=stats.loads.num_blocks,
             hand_over=None if self.hand_over is None else self.hand_over.stats(),
@@ -419,7 +419,7 @@ def new_scheduler(
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
     rule = resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=facts.spec.window_tokens)
     announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
-    cache = PrefixCache(
+    cache = new_cache(
         facts.num_slabs,
         facts.spec.blocks_per_slab,
         rule=rule,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from strandline.cache import PrefixCache
+from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.events.publisher import EventPublisher
 from strandline.kv_events_config import KVEventsConfig
 from strandline.records.cache_events import CacheEvent
@@ -39,9 +40,9 @@ class EventFeed:
         if publisher is not None:
             self._is_restating |= publisher.take_restate_request()
         if self._is_restating and publisher is not None and not publisher.is_behind:
-            events, self._is_restating = self._cache.restate_events(), False
+            events, self._is_restating = restate_events(self._cache), False
         else:
-            events = self._cache.take_events()
+            events = take_events(self._cache)
         if events and self._kept is not None:
             self._kept += events
         if events and publisher is not None:

@@ -1,7 +1,6 @@
 """The tiers below the device in the core: their memory for the cache, and their contents for reports."""
 
-from strandline.cache.stats import CacheStats
-from strandline.cache.tiers import LoadCosts, LowerMemory
+from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
 from strandline.device.disk_store import DISK_STORE
 from strandline.device.executor import ExecutorFacts
@@ -28,7 +27,7 @@ def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemor
     return memories
 
 
-def tier_stats(stats: CacheStats, block_bytes: int) -> list[TierStats]:
+def tier_stats(loads: Loads, block_bytes: int) -> list[TierStats]:
     """Return the figures of the tiers, nearest first."""
     return [
         TierStats(
@@ -44,11 +43,11 @@ def tier_stats(stats: CacheStats, block_bytes: int) -> list[TierStats]:
             num_loaded_bytes=tier.num_loaded_bytes,
             num_failed_loads=tier.num_failed_loads,
         )
-        for tier in stats.tiers
+        for tier in loads.stats()
     ]
 
 
-def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats) -> list[str]:
+def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) -> list[str]:
     """Return a line for each tier."""
     spec, lower = facts.spec, facts.lower
     if not lower.num_host_blocks:
@@ -60,7 +59,7 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, stats: CacheStats)
         line += f"; there a snapshot takes the room of {num_blocks} blocks, its states in {snapshot_dtype}: not exact"
     if (disk := lower.disk) is None:
         return [line]
-    used = stats.tiers[1]
+    used = loads.stats()[1]
     return [
         line,
         f"disk cache: {disk.num_blocks * spec.block_bytes / 2**20:,.0f} MiB{on_each_rank(facts)} in {disk.directory}; "

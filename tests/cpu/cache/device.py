@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import assert_never
 
 from strandline.cache import Lease, PrefixCache, StepGrant
-from strandline.cache.resume_rules import BehindWindows
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.resume_rules import BehindWindows
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
@@ -193,7 +194,7 @@ class Device:
 
     def _run_state(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant, tokens: Tokens) -> None:
         """Compute the state of the lease's tokens up to ``end``."""
-        published = {snapshot.slot for _, _, snapshot in cache.snapshots()}
+        published = {snapshot.slot for _, _, snapshot in published_snapshots(cache)}
         in_use = {other.src for other in cache.internals().leases.values() if other.src != other.dst}
         start = len(self.state(grant.src) or ()) + grant.num_logged
         assert start == lease.computed, f"the state and the log end at {start}, the step starts at {lease.computed}"
@@ -236,7 +237,7 @@ class Device:
 
     def verify(self, cache: PrefixCache, tiers: Iterable[LowerTier]) -> None:
         """Check the content of everything published and of everything that leases hold."""
-        for _, key, snapshot in cache.snapshots():
+        for _, key, snapshot in published_snapshots(cache):
             assert self.state(snapshot.slot) == tokens_of(key), f"slot {snapshot.slot} is not what it claims"
         for lease in cache.internals().leases.values():
             tokens = tokens_of(bytes(lease.tokens.data))

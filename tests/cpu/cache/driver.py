@@ -4,11 +4,13 @@ from collections.abc import Iterable, Sequence
 
 from strandline.cache import Lead, Lease, Placement, PrefixCache, StepGrant
 from strandline.cache.announcing.announcer import Announcer
-from strandline.cache.core import AUTO
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.holds import Holds
 from strandline.cache.inspection.invariants import check
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy import AUTO, new_cache
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
+from strandline.cache.resume import ResumeRule
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.loads import EndedLoad
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
@@ -43,7 +45,7 @@ class Driver:
     ) -> None:
         slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
         announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
-        self.cache = PrefixCache(
+        self.cache = new_cache(
             num_slabs,
             blocks_per_slab,
             rule=rule,
@@ -226,7 +228,7 @@ class Driver:
         memory, allocator = self.cache.internals().memory, self.cache.internals().allocator
         slots = list(iter(memory.take_slot, None))
         assert len(slots) == allocator.num_slabs - 1
-        assert list(self.cache.snapshots()) == []
+        assert list(published_snapshots(self.cache)) == []
         blocks = memory.take_blocks(allocator.num_slabs * allocator.blocks_per_slab)
         assert len(blocks) == allocator.blocks_per_slab - 1
         for slot in slots:
@@ -253,7 +255,7 @@ def num_holds(cache: PrefixCache) -> int:
 
 def published(cache: PrefixCache) -> set[tuple[str, Tokens]]:
     """Return salt and tokens of every snapshot in the index."""
-    return {(salt, tuple(decode(key))) for salt, key, _ in cache.snapshots()}
+    return {(salt, tuple(decode(key))) for salt, key, _ in published_snapshots(cache)}
 
 
 def reasons(account: Account) -> dict[Reason, int]:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from strandline.cache import Lead, Lease
 from strandline.cache.inspection.invariants import check
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.resume_rules import AtTokens, BehindWindows
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
+from strandline.cache.resume import ResumeRule
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
 from strandline.records.account import Account, Reason, SnapshotKind
@@ -362,7 +363,7 @@ class History:
         self._check_lookups()
 
     def _check_that_published_slots_stand_still(self) -> None:
-        snapshots = {id(s): s for _, _, s in self.cache.snapshots()}
+        snapshots = {id(s): s for _, _, s in published_snapshots(self.cache)}
         snapshots |= {id(lease.source): lease.source for _, lease in self.running if lease.source is not None}
         counts = {key: (s.slot, self.driver.device.num_writes[s.slot]) for key, s in snapshots.items()}
         for key, count in self._writes.items():
@@ -409,7 +410,7 @@ def fingerprint(driver: Driver) -> list[Any]:
     """Return all that a lookup could change."""
     cache, parts = driver.cache, driver.cache.internals()
     tree = [(run.start_block, bytes(run.tokens), list(run.blocks), run.num_users, run.last_tick) for run in runs(cache)]
-    slots = [(salt, key, s.slot, s.num_readers, s.last_tick, s.kind) for salt, key, s in cache.snapshots()]
+    slots = [(salt, key, s.slot, s.num_readers, s.last_tick, s.kind) for salt, key, s in published_snapshots(cache)]
     memory = (len(parts.memory.actions), parts.memory.use())
     return [tree, slots, memory, list(parts.index.roots), cache.stats(), parts.allocator.used()]
 

@@ -9,7 +9,7 @@ import pytest
 
 DECISIONS = Path(__file__).parents[3] / "docs" / "decisions"
 ROW = re.compile(r"^\| `(\w+)\.([A-Z_]+)` \| `([^`]+)` \|", re.MULTILINE)
-ROOMS = {"scheduler": "engine", "waiting": "engine"}
+ROOMS = {"scheduler": "engine", "waiting": "engine"} | dict.fromkeys(("placements", "reuse", "worth"), "cache.policy")
 RECORDS = ["placement", "worth-and-reuse", "waiting-order"]
 
 

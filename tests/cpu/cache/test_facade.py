@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from strandline.cache import PrefixCache
+from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.internals import Internals
+from strandline.cache.policy import new_cache
 from strandline.ids import NULL_LOG, RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import FoldLog
@@ -54,7 +56,7 @@ def test_access_past_the_facade_is_found(line: str) -> None:
 
 
 def test_internals_name_every_part_once() -> None:
-    parts = PrefixCache(8, 5).internals()
+    parts = new_cache(8, 5).internals()
     assert isinstance(parts, Internals)
     assert parts.memory.allocator is parts.allocator
 
@@ -73,7 +75,7 @@ def test_queries_change_nothing() -> None:
         assert driver.cache.find_leader(tokens) is not None
         driver.cache.stats()
         driver.cache.memory_use()
-        list(driver.cache.snapshots())
+        list(published_snapshots(driver.cache))
     assert fingerprint(driver) == before
     assert running.planned_cuts == wanted
     assert driver.cache.internals().memory.actions == actions
@@ -93,7 +95,7 @@ def test_find_leader_plans_no_snapshot() -> None:
 
 
 def make_cache(num_logs: int) -> PrefixCache:
-    return PrefixCache(40, 5, num_logs=num_logs, log_tokens=LOG_TOKENS)
+    return new_cache(40, 5, num_logs=num_logs, log_tokens=LOG_TOKENS)
 
 
 def test_release_returns_the_log_for_the_next_lease() -> None:

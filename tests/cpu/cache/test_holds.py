@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from strandline.cache import Lease
 from strandline.cache.holds import slots_at, useful_positions
 from strandline.cache.inspection.invariants import check
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.resume_rules import AtTokens
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
+from strandline.cache.resume import ResumeRule
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId
 from strandline.records.account import SnapshotKind

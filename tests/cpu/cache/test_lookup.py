@@ -2,6 +2,7 @@
 
 import pytest
 
+from strandline.cache.inspection.published import published_snapshots
 from strandline.ids import NULL_SLOT
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -98,7 +99,7 @@ def test_different_salt_never_hits() -> None:
     for salt in ("", "bob"):
         account = driver.serve(prompt(200), salt=salt)
         assert (account.hit, account.kv_tokens) == (0, 0)
-    assert {salt for salt, _, _ in driver.cache.snapshots()} == {"alice", "", "bob"}
+    assert {salt for salt, _, _ in published_snapshots(driver.cache)} == {"alice", "", "bob"}
 
 
 def test_lookup_changes_nothing() -> None:
@@ -132,7 +133,7 @@ def test_disabled_cache_keeps_and_finds_nothing() -> None:
         account = driver.serve(prompt(130), generated=[1, 2, 3])
         assert account.hit == 0
         assert only_miss(account).reason is Reason.NOT_ASKED
-    assert list(driver.cache.snapshots()) == []
+    assert list(published_snapshots(driver.cache)) == []
     assert driver.cache.internals().allocator.num_blocks == driver.cache.internals().allocator.num_slots == 0
 
 

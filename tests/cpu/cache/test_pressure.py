@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from strandline.cache import Lease, PrefixCache
-from strandline.cache.eviction import Entry, EvictionQueue, LeastRecentlyUsed
+from strandline.cache import Lease
+from strandline.cache.eviction import Entry, EvictionQueue
 from strandline.cache.inspection.invariants import check
+from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.memory import resolve
+from strandline.cache.policy import new_cache
+from strandline.cache.policy.worth import LeastRecentlyUsed
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError, ConfigError
 from strandline.ids import RequestId
@@ -161,7 +164,7 @@ def test_lone_request_that_fits_is_always_admitted_again(num_tokens: int) -> Non
 
 def test_too_small_arena_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="raise --memory"):
-        PrefixCache(1, 5)
+        new_cache(1, 5)
 
 
 @pytest.mark.parametrize(("num_slabs", "num_gone"), [(130, 5), (32, 2), (6, 1)])
@@ -169,7 +172,7 @@ def test_unneeded_blocks_are_evicted_by_the_slot(num_slabs: int, num_gone: int) 
     driver = Driver(num_slabs, 5)
     driver.serve(prompt(640))
     memory, allocator = driver.cache.internals().memory, driver.cache.internals().allocator
-    for _, _, snapshot in list(driver.cache.snapshots()):
+    for _, _, snapshot in list(published_snapshots(driver.cache)):
         memory.drop_snapshot(snapshot)
     memory.take_blocks(allocator.num_free_blocks + 5 * allocator.num_free_slabs)
     assert memory.num_blocks_evicted == 0
@@ -286,7 +289,7 @@ def test_conversation_stays_one_run() -> None:
 
 
 def test_deep_trees_are_read_without_recursion() -> None:
-    cache = PrefixCache(3000, 5)
+    cache = new_cache(3000, 5)
     shared = encode(prompt(64))
     for turn in range(300):
         for token in (1, 2):
@@ -302,7 +305,7 @@ def test_deep_trees_are_read_without_recursion() -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 100)
     try:
-        assert len(list(cache.snapshots())) == 600
+        assert len(list(published_snapshots(cache))) == 600
         check(cache)
     finally:
         sys.setrecursionlimit(limit)
@@ -345,7 +348,7 @@ def test_waiting_request_moves_to_the_replacement_of_an_evicted_snapshot() -> No
     driver.serve(prompt(300))
     waiter = RequestId("waiter")
     driver.cache.expect(waiter, TokenBuffer(prompt(310)))
-    [deepest] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 300]
+    [deepest] = [snapshot for _, _, snapshot in published_snapshots(driver.cache) if snapshot.position == 300]
     driver.cache.internals().memory.drop_snapshot(deepest)
     check(driver.cache)
     assert resolve(deepest) not in (None, deepest)

@@ -3,7 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache.eviction import EvictionOrder, LeastRecentlyUsed
+from strandline.cache.eviction import EvictionOrder
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.worth import LeastRecentlyUsed
 from strandline.cache.probation import max_probes
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.driver import Driver
@@ -29,11 +31,11 @@ def fill(driver: Driver, first: int) -> None:
 
 def kinds(driver: Driver) -> dict[int, SnapshotKind]:
     """Return the kinds of the cached snapshots by position."""
-    return {snapshot.position: snapshot.kind for _, _, snapshot in driver.cache.snapshots()}
+    return {snapshot.position: snapshot.kind for _, _, snapshot in published_snapshots(driver.cache)}
 
 
 def num_probes(driver: Driver) -> int:
-    return sum(snapshot.kind is SnapshotKind.PROBE for _, _, snapshot in driver.cache.snapshots())
+    return sum(snapshot.kind is SnapshotKind.PROBE for _, _, snapshot in published_snapshots(driver.cache))
 
 
 def test_second_prompt_hits_a_probe_in_full_memory() -> None:
@@ -82,7 +84,7 @@ def test_newest_probe_replaces_the_oldest() -> None:
     firsts = [3_000_000 + 10_000 * index for index in range(max_probes(400) + 1)]
     for first in firsts:
         driver.serve(prompt(2000, first))
-    probes = [s for _, _, s in driver.cache.snapshots() if s.kind is SnapshotKind.PROBE]
+    probes = [s for _, _, s in published_snapshots(driver.cache) if s.kind is SnapshotKind.PROBE]
     assert len(probes) == max_probes(400)
     assert driver.lookup(prompt(1500, firsts[0])).hit == 0
     assert driver.lookup(prompt(1500, firsts[-1])).hit == 1472

@@ -1,8 +1,9 @@
 """Every token that is not hit has one reason, and each reason can be had on its own."""
 
-from strandline.cache.eviction import Entry, LeastRecentlyUsed
+from strandline.cache.eviction import Entry
 from strandline.cache.miss_reasons import MAX_OTHER_SALTS
-from strandline.cache.resume_rules import AtTokens
+from strandline.cache.policy.resume_rules import AtTokens
+from strandline.cache.policy.worth import LeastRecentlyUsed
 from strandline.cache.tree import Snapshot
 from strandline.ids import RequestId
 from strandline.records.account import Account, Miss, Reason, SnapshotKind

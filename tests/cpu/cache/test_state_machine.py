@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.resume_rules import AtTokens
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
+from strandline.cache.resume import ResumeRule
 from strandline.cache.tiers import loads, resting
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.history import History, TakeOrder
@@ -343,7 +343,7 @@ def check_long_history_with_tiers(
         history.check()
     assert lower_blocks < 20 or not rule.needs_slots or history.cache.stats().loads.num_done > 0
     if disk_blocks and rule.needs_slots:
-        _, disk = history.cache.stats().tiers
+        _, disk = history.loads.stats()
         assert disk.num_snapshots_demoted > 0
         assert disk_blocks < 100 or disk.num_loads > 0
     history.driver.drain()

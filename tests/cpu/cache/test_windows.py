@@ -12,9 +12,10 @@ from hypothesis.stateful import initialize
 
 from strandline.cache.evict_all import evict_all
 from strandline.cache.inspection.invariants import check
-from strandline.cache.placement import placement
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.placements import placement
+from strandline.cache.policy.resume_rules import BehindWindows
 from strandline.cache.resume import first_block_seen
-from strandline.cache.resume_rules import BehindWindows
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -142,7 +143,7 @@ def test_evicting_a_snapshot_frees_its_window() -> None:
     talk.decode(lease, [1] * 300)
     memory = talk.cache.internals().memory
     held = num_blocks(talk)
-    snapshot = next(s for _, _, s in talk.cache.snapshots() if s.position == 400)
+    snapshot = next(s for _, _, s in published_snapshots(talk.cache) if s.position == 400)
     memory.drop_snapshot(snapshot)
     talk.flush()
     assert num_blocks(talk) < held
@@ -229,7 +230,7 @@ def test_load_fills_gaps_of_a_path_that_goes_on() -> None:
     talk = driver()
     first, answer = pattern(0, 450), pattern(1, 600)
     talk.serve(first, answer)
-    snapshot = next(s for _, _, s in talk.cache.snapshots() if s.position == 450)
+    snapshot = next(s for _, _, s in published_snapshots(talk.cache) if s.position == 450)
     talk.cache.internals().memory.drop_snapshot(snapshot)
     talk.flush()
     held = num_blocks(talk)

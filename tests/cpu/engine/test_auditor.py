@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.cache.inspection.published import published_snapshots
 from strandline.errors import ConfigError
 from strandline.records.outputs import RequestOutput
 from tests.cpu.engine.conftest import MakeLLM
@@ -43,7 +44,7 @@ def test_audited_hits_differ_from_replays_by_rounding(make_llm: MakeLLM) -> None
 def test_audit_finds_a_wrong_snapshot(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
-    for _, _, snapshot in llm.engine.cache.snapshots():
+    for _, _, snapshot in published_snapshots(llm.engine.cache):
         for layer in llm.engine.core.executor.runner.arena.layers:
             if "state" in layer.states:
                 layer.states["state"][snapshot.slot] += 30.0
@@ -57,7 +58,7 @@ def test_audit_finds_a_wrong_snapshot(make_llm: MakeLLM) -> None:
 def test_audit_reports_nan_as_infinite_from_then_on(make_llm: MakeLLM) -> None:
     llm = make_llm(audit_rate=1.0)
     ask(llm, PROMPT)
-    for _, _, snapshot in llm.engine.cache.snapshots():
+    for _, _, snapshot in published_snapshots(llm.engine.cache):
         llm.engine.core.executor.runner.arena.hidden_SE[snapshot.slot] = float("nan")
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
     for _ in range(2):

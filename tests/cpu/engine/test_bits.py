@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline import LLM, SamplingParams, env
+from strandline.cache.inspection.published import published_snapshots
 from strandline.engine import loading
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, can_halve, lay_out_in_half
@@ -179,13 +180,13 @@ def test_a_published_slot_holds_the_bits_of_a_cold_prefill(make_exact: MakeLLM, 
     llm = make_exact(max_num_batched_tokens=100)
     live_through_much(llm, seed, num_requests=16)
     cold = make_exact()
-    published = list(llm.engine.cache.snapshots())
+    published = list(published_snapshots(llm.engine.cache))
     assert len(published) > 5
     params = SamplingParams(temperature=0, max_tokens=2)
     for start in range(0, len(published), AT_ONCE):
         batch = published[start : start + AT_ONCE]
         cold.generate([decode(key) for _, key, _ in batch], params, use_tqdm=False)
-        slots = {key: found.slot for _, key, found in cold.engine.cache.snapshots()}
+        slots = {key: found.slot for _, key, found in published_snapshots(cold.engine.cache)}
         for _, key, snapshot in batch:
             mine, theirs = contents(llm, snapshot.slot), contents(cold, slots[key])
             assert torch.equal(mine, theirs), f"{snapshot.position} ({snapshot.kind}): {(mine != theirs).sum()} values"

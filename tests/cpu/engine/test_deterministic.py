@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from strandline import LLM, SamplingParams
+from strandline.cache.inspection.published import published_snapshots
 from strandline.device.sampler import LogprobTensors
 from strandline.device.sizing import require_determinism
 from strandline.errors import ConfigError
@@ -47,7 +48,7 @@ def test_snapshots_lie_on_the_grid_within_prompts(make_llm: MakeLLM) -> None:
     prompts = prompts_that_share(2)
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=150), use_tqdm=False)
     ends = {len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts} - {0}
-    positions = {snapshot.position for _, _, snapshot in llm.engine.cache.snapshots()}
+    positions = {snapshot.position for _, _, snapshot in published_snapshots(llm.engine.cache)}
     assert positions >= ends
     assert not any(position % BLOCK_TOKENS for position in positions)
     assert max(positions) == max(ends)
@@ -92,7 +93,7 @@ def test_preempted_requests_start_over_and_give_the_same_tokens(make_llm: MakeLL
     llm = make_llm(deterministic=True, memory=16 * slab, max_model_len=256, async_scheduling=is_overlapped)
     assert answers(llm, prompts, params) == expected
     assert llm.engine.scheduler.num_preemptions > 0
-    assert all(snapshot.position % BLOCK_TOKENS == 0 for _, _, snapshot in llm.engine.cache.snapshots())
+    assert all(snapshot.position % BLOCK_TOKENS == 0 for _, _, snapshot in published_snapshots(llm.engine.cache))
 
 
 def test_forks_share_the_prompt_as_far_as_whole_blocks_go(make_llm: MakeLLM) -> None:
@@ -112,7 +113,7 @@ def test_a_marked_position_is_rounded_down(make_llm: MakeLLM) -> None:
 
 
 def positions(llm: LLM) -> list[int]:
-    return sorted(snapshot.position for _, _, snapshot in llm.engine.cache.snapshots())
+    return sorted(snapshot.position for _, _, snapshot in published_snapshots(llm.engine.cache))
 
 
 def test_log_probabilities_of_prompts_are_computed_by_whole_blocks(

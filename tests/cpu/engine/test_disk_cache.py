@@ -11,27 +11,27 @@ import pytest
 
 from strandline import LLM
 from strandline.cache.evict_all import evict_all
-from strandline.cache.stats import LowerStats
 from strandline.cache.tiers import LoadCosts
+from strandline.cache.tiers.stats import LowerStats
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Reason
 from strandline.specs import SNAPSHOT_DTYPES
 from strandline.transfer import disk_files
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers
-from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
+from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats, tier_stats
 from tests.cpu.models import families
 
 
 def disk_of(llm: LLM) -> LowerStats:
-    _, disk = stats(llm).tiers
+    _, disk = tier_stats(llm)
     return disk
 
 
 def settle(llm: LLM) -> None:
     """Wait until nothing is on its way to the disk."""
     core = llm.engine.core
-    spills = core.scheduler.loading.loads.spills
+    spills = core.loads.spills
     assert spills is not None
     for _ in range(1000):
         core.executor.carry_out(core.cache.take_actions())
@@ -101,9 +101,9 @@ def test_prompts_come_back_from_each_tier_and_after_a_restart(
     serve(first, PROMPTS[:1])
     evict_all(first.engine.core.cache)
     assert serve(first, PROMPTS[:1]) == (expected[:1], list(LENGTHS[:1]))
-    assert [tier.num_loads > 0 for tier in stats(first).tiers] == [True, False]
+    assert [tier.num_loads > 0 for tier in tier_stats(first)] == [True, False]
     assert serve(first, PROMPTS[1:]) == (expected[1:], [0] * (len(PROMPTS) - 1))
-    assert all(tier.num_snapshots_demoted > 0 for tier in stats(first).tiers)
+    assert all(tier.num_snapshots_demoted > 0 for tier in tier_stats(first))
     for _ in range(2):
         # Backwards, as what was served last is nearest.
         found, hits = serve(first, PROMPTS[::-1])
@@ -111,20 +111,20 @@ def test_prompts_come_back_from_each_tier_and_after_a_restart(
         assert sum(hit > 0 for hit in hits) >= len(PROMPTS) - 2, "host memory is too small to pass on all in time"
     after = stats(first)
     slot_bytes = first.engine.core.spec.raw_slot_bytes
-    for tier in after.tiers:
+    for tier in tier_stats(first):
         assert tier.num_loads > 0, tier.store
         assert tier.num_loaded_bytes >= tier.num_loads * slot_bytes
         assert tier.num_failed_loads == 0
-    assert after.loads.num_done == sum(tier.num_loads for tier in after.tiers)
+    assert after.loads.num_done == sum(tier.num_loads for tier in tier_stats(first))
     close(first)
     second = start()
-    host, disk = stats(second).tiers
+    host, disk = tier_stats(second)
     assert (host.num_snapshots, host.num_loads, disk.num_loads) == (0, 0, 0)
     assert disk.num_snapshots > 0
     found, hits = serve(second)
     assert found == expected
     assert sum(hits) > 0
-    _, disk = stats(second).tiers
+    _, disk = tier_stats(second)
     assert disk.num_loads > 0
     assert disk.num_loaded_bytes >= disk.num_loads * slot_bytes
     close(second)

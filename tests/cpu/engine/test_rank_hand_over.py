@@ -206,7 +206,7 @@ def test_a_prompt_is_continued_once_all_ranks_have_it(engines: Engines, monkeypa
     params = prefill(producer, prompt)
     consumer.submit("decode", prompt, params)
     run([producer, consumer], lambda: num_written[0] > 0)
-    assert len(consumer.core.scheduler.loading.loads) == 1
+    assert len(consumer.core.loads) == 1
     assert consumer.cache.stats().loads.num_done == 0
     may_end.set()
     run([producer, consumer])

@@ -33,7 +33,7 @@ from tests.cpu.engine import starved_worker
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_executors import EXIT_TIMEOUT_S, config_of, engine_around, is_running, serve
 from tests.cpu.engine.test_executors import chat_dir as chat_dir  # noqa: PLC0414 - a fixture
-from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, stats
+from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, stats, tier_stats
 from tests.cpu.engine.test_rank_tiers import loads_pay as loads_pay  # noqa: PLC0414 - a fixture
 from tests.cpu.engine.test_rank_tiers import serve as serve_in_turn
 from tests.cpu.engine.test_ranks import making
@@ -252,18 +252,18 @@ def test_processes_bring_back_what_left_their_devices(model_dir: Path, tmp_path:
     options |= {"skip_tokenizer_init": True, "max_model_len": 512, "tensor_parallel_size": 2}
     with LLM(str(model_dir), **options) as processes:
         assert serve_in_turn(processes, PROMPTS[:4]) == (expected[:4], list(LENGTHS[:4]))
-        _, disk = stats(processes).tiers
+        _, disk = tier_stats(processes)
         assert (disk.num_loads, disk.num_loaded_bytes > 0, disk.num_failed_loads) == (4, True, 0)
         before = files_of_ranks(cache)
         for path in before[1]:
             flip_last_bit(path)
         assert serve_in_turn(processes, PROMPTS[4:]) == (expected[4:], [0, 0, 0])
         assert stats(processes).missed_tokens[Reason.LOAD_FAILED] > 0
-        assert stats(processes).tiers[1].num_failed_loads >= 3
+        assert tier_stats(processes)[1].num_failed_loads >= 3
         for path in filter(Path.exists, before[1]):
             flip_last_bit(path)
         assert serve_in_turn(processes) == (expected, list(LENGTHS))
-        host, _ = stats(processes).tiers
+        host, _ = tier_stats(processes)
         assert (host.num_loads > 0, host.num_loaded_bytes > 0, host.num_failed_loads) == (True, True, 0)
     for now, then in zip(files_of_ranks(cache), before, strict=True):
         assert set(now) - set(then), "an orderly end writes what memory alone had"

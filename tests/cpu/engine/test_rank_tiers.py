@@ -20,7 +20,7 @@ from strandline.records.actions import Completion, LoadIn
 from tests.cpu.engine.test_disk_cache import close, disk_of
 from tests.cpu.engine.test_disk_cache import serve as serve_and_settle
 from tests.cpu.engine.test_exactness import GREEDY, answers
-from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
+from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats, tier_stats
 from tests.cpu.engine.test_ranks import MakeLLM, making
 
 pytestmark = pytest.mark.usefixtures("loads_pay")
@@ -72,7 +72,7 @@ def test_evicted_prompts_come_back_to_all_ranks(make_threaded: MakeLLM, expected
     llm = with_host_memory(make_threaded)
     assert serve(llm) == (expected, [0] * len(PROMPTS))
     assert serve(llm) == (expected, list(LENGTHS))
-    [host] = stats(llm).tiers
+    [host] = tier_stats(llm)
     assert host.num_snapshots_demoted > 0
     assert host.num_loads >= len(PROMPTS) - 3
     assert host.num_loaded_bytes >= host.num_loads * llm.engine.core.spec.raw_slot_bytes
@@ -133,7 +133,7 @@ def test_a_load_that_fails_on_one_rank_is_computed(make_threaded: MakeLLM, expec
     failing = FailingLoads(transfers._stores[HOST_STORE], transfers)
     transfers.attach(HOST_STORE, failing)
     assert serve(llm)[0] == expected
-    [host] = stats(llm).tiers
+    [host] = tier_stats(llm)
     assert host.num_loads == 0
     assert 0 < host.num_failed_loads <= failing.num_failed, "a load has one transfer or several"
     assert stats(llm).missed_tokens[Reason.LOAD_FAILED] > 0

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import PrefixCache, placement
 from strandline.cache.inspection.invariants import check
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy import new_cache, placement
 from strandline.cache.tiers import Loads
 from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
@@ -54,7 +55,7 @@ def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, priority:
 def make_scheduler(
     num_slabs: int = 64, blocks_per_slab: int = 4, max_num_seqs: int = 8, max_tokens: int = 128, long_from: int = 0
 ) -> Scheduler:
-    cache = PrefixCache(num_slabs, blocks_per_slab)
+    cache = new_cache(num_slabs, blocks_per_slab)
     return Scheduler(
         cache,
         Loads(cache),
@@ -428,7 +429,7 @@ def test_preempted_request_keeps_the_interarrival_time_of_its_path() -> None:
     scheduler.add(second)
     run_to_the_end(scheduler)
     assert scheduler.num_preemptions
-    [last] = [s for _, tokens, s in scheduler.cache.snapshots() if len(tokens) == 4 * 319 and tokens[3] == 2]
+    [last] = [s for _, tokens, s in published_snapshots(scheduler.cache) if len(tokens) == 4 * 319 and tokens[3] == 2]
     assert last.use.interarrival_bin == interarrival_bin(12)
 
 
@@ -472,7 +473,7 @@ def test_known_tokens_are_refused_without_room_or_during_a_step() -> None:
 
 def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
     rng, num_moved = Random(0), 0
-    cache = PrefixCache(12, 4, placement=placement("all", 64))
+    cache = new_cache(12, 4, placement=placement("all", 64))
     scheduler = Scheduler(
         cache, Loads(cache), max_num_seqs=6, max_num_batched_tokens=400, long_prefill_token_threshold=150
     )

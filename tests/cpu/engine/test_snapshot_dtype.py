@@ -32,7 +32,7 @@ def next_logprobs(llm: LLM, prompts: list[list[int]]) -> list[dict[int, float]]:
 
 def num_resting_blocks(llm: LLM) -> int:
     """Return the room of what rests."""
-    [lower] = llm.engine.core.cache.stats().tiers
+    [lower] = llm.engine.core.loads.stats()
     return lower.num_used_blocks
 
 

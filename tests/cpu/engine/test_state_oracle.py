@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.cache.inspection.published import published_snapshots
 from strandline.ids import SlotId
 from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM
@@ -51,7 +52,7 @@ def live_through_much(llm: LLM, seed: int, num_requests: int = 40) -> None:
 
 def check_published_slots(llm: LLM, cold: LLM) -> None:
     """Compare every snapshot with that of a prompt of its tokens, computed whole by the second engine."""
-    published = list(llm.engine.cache.snapshots())
+    published = list(published_snapshots(llm.engine.cache))
     assert len(published) > 5
     params = SamplingParams(temperature=0, max_tokens=1)
     # Memory behind windows is freed: there a snapshot is gone when others have been taken.
@@ -59,7 +60,7 @@ def check_published_slots(llm: LLM, cold: LLM) -> None:
     for start in range(0, len(published), at_once):
         batch = published[start : start + at_once]
         cold.generate([decode(key) for _, key, _ in batch], params, use_tqdm=False)
-        slots = {key: snapshot.slot for _, key, snapshot in cold.engine.cache.snapshots()}
+        slots = {key: snapshot.slot for _, key, snapshot in published_snapshots(cold.engine.cache)}
         for _, key, snapshot in batch:
             expected = contents(cold, slots[key])
             difference = (contents(llm, snapshot.slot) - expected).abs().max()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from strandline.cache.inspection.published import published_snapshots
 from strandline.engine.core import new_warm_up
 from strandline.engine.warm_up import FEWEST_DECODED_TOKENS
 from strandline.kernels.binding import why_unavailable
@@ -26,7 +27,7 @@ def test_warm_up_changes_no_answer_and_leaves_no_trace(make_llm: MakeLLM, determ
     assert not warm_up._scheduler.running
     assert not warm_up._scheduler.waiting
     assert not core.executor.runner._states
-    assert not list(core.cache.snapshots())
+    assert not list(published_snapshots(core.cache))
     assert answers(llm, prompts) == expected
 
 
@@ -39,7 +40,7 @@ def test_what_is_evicted_during_warm_up_does_not_rest_below(make_llm: MakeLLM) -
     expected = answers(make_llm(**options), prompts)
     for prompt, answer in zip(prompts * 2, expected * 2, strict=True):
         assert answers(llm, [prompt]) == [answer]
-    [host] = llm.engine.core.cache.stats().tiers
+    [host] = llm.engine.core.loads.stats()
     assert host.num_snapshots_demoted > 0
 
 

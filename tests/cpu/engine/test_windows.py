@@ -9,8 +9,8 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache.evict_all import evict_all
-from strandline.cache.resume import AT_SNAPSHOTS, first_block_seen
-from strandline.cache.resume_rules import BehindWindows
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, BehindWindows
+from strandline.cache.resume import first_block_seen
 from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec
@@ -82,7 +82,7 @@ def test_windows_come_back_from_host_memory(make_llm: MakeLLM, expected: list[li
     cache = llm.engine.core.cache
     assert serve(llm, PROMPTS) == (expected, [0] * len(PROMPTS))
     evict_all(cache)
-    [host] = cache.stats().tiers
+    [host] = llm.engine.core.loads.stats()
     assert (num_blocks(llm), host.num_snapshots) == (0, 2 * len(PROMPTS))
     assert serve(llm, PROMPTS) == (expected, list(LENGTHS))
     loads = cache.stats().loads

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from strandline.cache import PrefixCache
+from strandline.cache.announcing.announcer import take_events
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.wire import EventBatch, decode_batch, encode_batch
 from strandline.records.cache_events import CacheEvent
@@ -18,7 +19,7 @@ class Reader:
 
     def follow(self) -> None:
         """Apply what has happened since the last call."""
-        events = self._cache.take_events()
+        events = take_events(self._cache)
         if events:
             self.batches.append(decode_batch(encode_batch(0.0, events)))
             apply_all(self.index, events)

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.resume_rules import AtTokens
+from strandline.cache.announcing.announcer import restate_events
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
+from strandline.cache.resume import ResumeRule
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from tests.cpu.cache.driver import published
@@ -83,5 +84,5 @@ def check_predictions(history: History, reader: Reader) -> None:
             ]
             assert reader.index.matched_blocks(hashes) == len(blocks)
     fresh = ResumableIndex()
-    apply_all(fresh, history.cache.restate_events())
+    apply_all(fresh, restate_events(history.cache))
     assert vars(fresh) == vars(reader.index)

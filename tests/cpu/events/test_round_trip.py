@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
+from strandline.cache.inspection.published import published_snapshots
 from strandline.engine.event_feed import EventFeed
 from strandline.errors import ConfigError
 from strandline.events import publisher as publisher_module
@@ -67,7 +68,9 @@ def listen(engine: Engine, subscriber: Subscriber) -> None:
 def catch_up(engine: Engine, subscriber: Subscriber) -> None:
     """Wait until a subscriber has applied everything."""
     deadline_s = monotonic() + TIMEOUT_S
-    while subscriber.index.num_snapshots != len([*engine.driver.cache.snapshots()]) or not subscriber.is_complete:
+    while (
+        subscriber.index.num_snapshots != len([*published_snapshots(engine.driver.cache)]) or not subscriber.is_complete
+    ):
         assert monotonic() < deadline_s
         engine.feed.flush()
         subscriber.follow(0.02)

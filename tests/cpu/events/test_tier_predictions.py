@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.cache.evict_all import evict_all as evict_unused
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.resume_rules import AtTokens, BehindWindows
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
+from strandline.cache.resume import ResumeRule
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import BlocksRemoved, BlocksStored, Cleared, SnapshotRemoved, SnapshotStored
@@ -95,7 +96,7 @@ def check_bounds(history: History, reader: Reader) -> None:
         found = held(history)
         assert len(found) <= reader.index.num_snapshots <= len(found | loading(history))
     fresh = ResumableIndex()
-    apply_all(fresh, history.cache.restate_events())
+    apply_all(fresh, restate_events(history.cache))
     assert vars(fresh) == vars(reader.index)
 
 
@@ -124,7 +125,7 @@ def evicted(rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: int = 100, salt: str 
     """Return a driver that has served a prompt, announced it and evicted it since."""
     driver = Driver(rule=rule, lower_blocks=lower_blocks, emits_events=True)
     driver.serve(PROMPT, salt=salt)
-    driver.cache.take_events()
+    take_events(driver.cache)
     evict_unused(driver.cache)
     driver.flush()
     return driver
@@ -135,7 +136,7 @@ def evicted(rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: int = 100, salt: str 
 def test_demotion_announces_nothing(rule: ResumeRule, salt: str) -> None:
     driver = evicted(rule, salt=salt)
     assert driver.cache.memory_use().num_blocks == 0
-    assert driver.cache.take_events() == []
+    assert take_events(driver.cache) == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
@@ -143,45 +144,45 @@ def test_return_to_the_device_announces_nothing(rule: ResumeRule) -> None:
     driver = evicted(rule)
     assert driver.bring_back([*PROMPT, 1])
     assert driver.lookup([*PROMPT, 1]).hit >= 384
-    assert driver.cache.take_events() == []
+    assert take_events(driver.cache) == []
 
 
 def test_what_loads_stays_announced_until_that_fails() -> None:
     driver = evicted()
     assert driver.load_resting(PROMPT) is not None
     assert driver.loads.tiers[0].num_snapshots == 0
-    assert driver.cache.take_events() == []
-    assert any(isinstance(event, SnapshotStored) for event in driver.cache.restate_events())
+    assert take_events(driver.cache) == []
+    assert any(isinstance(event, SnapshotStored) for event in restate_events(driver.cache))
     [transfer] = driver.device.loading
     driver.end_load(transfer, is_done=False)
-    snapshot, blocks = driver.cache.take_events()
+    snapshot, blocks = take_events(driver.cache)
     assert isinstance(snapshot, SnapshotRemoved)
     assert isinstance(blocks, BlocksRemoved)
     assert len(blocks.hashes) == 6
-    assert len(driver.cache.restate_events()) == 1
+    assert len(restate_events(driver.cache)) == 1
 
 
 def test_what_leaves_the_last_tier_is_removed_deepest_first() -> None:
     driver = evicted()
-    stored = [event for event in driver.cache.restate_events() if isinstance(event, BlocksStored)]
+    stored = [event for event in restate_events(driver.cache) if isinstance(event, BlocksStored)]
     [tier] = driver.loads.tiers
     [resting] = tier.snapshots()
     tier.evict(resting)
-    snapshot, blocks = driver.cache.take_events()
+    snapshot, blocks = take_events(driver.cache)
     assert isinstance(snapshot, SnapshotRemoved)
     assert isinstance(blocks, BlocksRemoved)
     assert blocks.hashes == tuple(h for event in stored for h in event.hashes)[::-1]
 
 
 def test_what_no_tier_takes_is_removed_at_once() -> None:
-    kinds = [type(event) for event in evicted(lower_blocks=4).cache.take_events()]
+    kinds = [type(event) for event in take_events(evicted(lower_blocks=4).cache)]
     assert kinds == [SnapshotRemoved, BlocksRemoved]
 
 
 def test_only_new_blocks_are_announced_beside_resting_ones() -> None:
     driver = evicted()
     driver.serve([*PROMPT, *pattern(3, 200)])
-    stored = [event for event in driver.cache.take_events() if isinstance(event, BlocksStored)]
+    stored = [event for event in take_events(driver.cache) if isinstance(event, BlocksStored)]
     assert sum(len(event.hashes) for event in stored) == 3
     assert stored[0].before is not None
 
@@ -207,9 +208,9 @@ def test_spill_announces_nothing() -> None:
     driver = Driver(lower_blocks=13, disk_blocks=100, emits_events=True)
     driver.loads.tiers[0].num_spare_blocks = 13
     driver.serve(PROMPT)
-    assert isinstance(driver.cache.take_events()[0], Cleared)
+    assert isinstance(take_events(driver.cache)[0], Cleared)
     evict_unused(driver.cache)
     end_spills(driver)
     host, disk = driver.loads.tiers
     assert (host.num_snapshots, disk.num_snapshots) == (0, 1)
-    assert driver.cache.take_events() == []
+    assert take_events(driver.cache) == []

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from strandline.cache.placement import EveryBoundary
+from strandline.cache.announcing.announcer import restate_events, take_events
+from strandline.cache.policy.placements import EveryBoundary
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.wire import decode_batch, encode_batch
 from strandline.records.account import SnapshotKind
@@ -19,7 +20,7 @@ from tests.cpu.events.reader import Reader
 
 def raw_events(driver: Driver) -> list[dict[str, Any]]:
     """Return what a reader sees that knows only msgpack."""
-    ts, events, rank = msgspec.msgpack.decode(encode_batch(12.5, driver.cache.take_events()))
+    ts, events, rank = msgspec.msgpack.decode(encode_batch(12.5, take_events(driver.cache)))
     assert (ts, rank) == (12.5, 0)
     return list(events)
 
@@ -108,7 +109,7 @@ def test_readers_with_the_types_of_vllm_decode_events() -> None:
     driver.serve(range(1000, 1150))
     driver.serve(range(1000, 1150), salt="tenant-1")
     driver.drain()
-    batch = msgspec.msgpack.decode(encode_batch(1.0, driver.cache.take_events()), type=TheirBatch)
+    batch = msgspec.msgpack.decode(encode_batch(1.0, take_events(driver.cache)), type=TheirBatch)
     stored = [event for event in batch.events if isinstance(event, TheirStored)]
     assert {type(event) for event in batch.events} == {TheirStored, TheirRemoved, TheirCleared}
     assert {(event.group_idx, event.kv_cache_spec_kind) for event in stored} == {(0, "full_attention"), (1, "mamba")}
@@ -118,7 +119,7 @@ def test_readers_with_the_types_of_vllm_decode_events() -> None:
 def test_removals_name_the_deepest_block_first() -> None:
     driver = Driver(emits_events=True)
     driver.serve(range(1000, 1150))
-    driver.cache.take_events()
+    take_events(driver.cache)
     driver.drain()
     _, first, second = map(last_bytes, path_digests(range(1000, 1150)))
     *snapshots, blocks = raw_events(driver)
@@ -131,7 +132,7 @@ def test_removals_name_the_deepest_block_first() -> None:
 def test_later_events_continue_at_the_announced_block() -> None:
     driver = Driver(emits_events=True)
     driver.serve(range(1000, 1100))
-    driver.cache.take_events()
+    take_events(driver.cache)
     driver.serve(range(1000, 1200))
     stored = [event for event in raw_events(driver) if event["group_idx"] == 0]
     _, first, second, third = map(last_bytes, path_digests(range(1000, 1200)))
@@ -165,7 +166,7 @@ def test_salted_prompts_show_neither_salt_nor_tokens(num_tokens: int) -> None:
     driver = Driver(emits_events=True)
     tokens, salt = range(1000, 1000 + num_tokens), "tenant-secret"
     driver.serve(tokens, salt=salt)
-    events = [*driver.cache.take_events()]
+    events = [*take_events(driver.cache)]
     assert salt.encode() not in encode_batch(0.0, events)
     index = ResumableIndex()
     wire = decode_batch(encode_batch(0.0, events)).events
@@ -184,7 +185,7 @@ def test_salted_prompts_show_neither_salt_nor_tokens(num_tokens: int) -> None:
 def test_restated_salted_prompts_show_the_same_tokens() -> None:
     driver = Driver(emits_events=True)
     driver.serve(range(1000, 1150), salt="tenant-1")
-    first, second = encode_batch(0.0, driver.cache.take_events()), encode_batch(0.0, driver.cache.restate_events())
+    first, second = encode_batch(0.0, take_events(driver.cache)), encode_batch(0.0, restate_events(driver.cache))
     assert first == second
 
 
@@ -200,7 +201,7 @@ def test_blocks_alone_overestimate_a_prompt_that_leaves_its_path() -> None:
 def test_a_cache_without_events_collects_none() -> None:
     driver = Driver()
     driver.serve(range(1000, 1400))
-    assert driver.cache.take_events() == driver.cache.restate_events() == []
+    assert take_events(driver.cache) == restate_events(driver.cache) == []
     assert all(
         not run.hashes for root in driver.cache.internals().index.roots.values() for run in root.children.values()
     )
@@ -212,9 +213,9 @@ def test_what_was_cached_before_is_restated() -> None:
     lease = driver.admit(range(1000, 1500))
     driver.prefill(lease, leave=False)
     driver.cache.leave_snapshot(lease, SnapshotKind.PROMPT_END)
-    first = {type(event) for event in driver.cache.take_events()}
-    again = driver.cache.restate_events()
-    assert driver.cache.take_events() == []
+    first = {type(event) for event in take_events(driver.cache)}
+    again = restate_events(driver.cache)
+    assert take_events(driver.cache) == []
     assert {type(event) for event in again} <= first
     index = ResumableIndex()
     for event in decode_batch(encode_batch(0.0, again)).events:

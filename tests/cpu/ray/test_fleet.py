@@ -5,6 +5,7 @@ from time import monotonic
 
 import pytest
 
+from strandline.cache.announcing.announcer import take_events
 from strandline.events.publisher import EventPublisher
 from strandline.events.resumable import PromptHashes
 from strandline.kv_events_config import KVEventsConfig
@@ -50,7 +51,7 @@ def test_prompt_goes_where_events_say_it_is_cached(fleet: Fleet, tmp_path: Path)
     driver = Driver(emits_events=True)
     driver.serve(range(1000))
     sender = publisher(tmp_path, "b")
-    sender.publish(driver.cache.take_events())
+    sender.publish(take_events(driver.cache))
     fleet.set_replicas({"a": None, "b": None})
     assert not all(fleet.route("probe", PROMPT)[0] == "b" for _ in range(3))
     fleet.set_replicas({"a": None, "b": endpoints(tmp_path, "b")})

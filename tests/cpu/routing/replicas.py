@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from strandline.cache.announcing.announcer import take_events
 from strandline.cache.evict_all import evict_all
 from strandline.events.resumable import PromptHashes
 from strandline.events.wire import WireEvent, decode_batch, encode_batch
@@ -30,14 +31,14 @@ class Fleet:
         """Let a replica serve a prompt, and tell the router."""
         driver = self.drivers[name]
         driver.serve(tokens)
-        self.router.apply(name, on_the_wire(driver.cache.take_events()))
+        self.router.apply(name, on_the_wire(take_events(driver.cache)))
 
     def evict_all(self, name: str) -> None:
         """Let a replica's device evict everything, and tell the router."""
         driver = self.drivers[name]
         evict_all(driver.cache)
         driver.flush()
-        self.router.apply(name, on_the_wire(driver.cache.take_events()))
+        self.router.apply(name, on_the_wire(take_events(driver.cache)))
 
     def end(self, request_id: str) -> None:
         """Let a request end, and its events have come."""

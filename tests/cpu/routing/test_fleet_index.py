@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.resume_rules import AtTokens
+from strandline.cache.announcing.announcer import restate_events, take_events
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
+from strandline.cache.resume import ResumeRule
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.routing.fleet_index import FleetIndex
@@ -50,7 +51,7 @@ def test_hits_are_those_of_every_replica(shape: tuple[int, int], rules: tuple[Re
         for replica, history in enumerate(histories):
             seed = choose.random()
             random_event(history, random.Random(seed))
-            for event in on_the_wire(history.cache.take_events()):
+            for event in on_the_wire(take_events(history.cache)):
                 index.apply(replica, event)
                 single[replica].apply(event)
         if choose.random() < 0.05:
@@ -73,6 +74,6 @@ def restart(index: FleetIndex, single: list[ResumableIndex], histories: list[His
     index.remove(replica)
     index.add(replica)
     single[replica].clear()
-    for event in on_the_wire(histories[replica].cache.restate_events()):
+    for event in on_the_wire(restate_events(histories[replica].cache)):
         index.apply(replica, event)
         single[replica].apply(event)

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.routing.router import NoReplicaError
@@ -146,7 +147,7 @@ def test_removed_replica_gets_nothing_and_its_requests_are_named() -> None:
     assert replicas.router.remove("b") == []
     assert [replicas.route([*PREFIX, 1], name) for name in "yz"] == ["a", "a"]
     replicas.end("x")
-    replicas.router.apply("b", on_the_wire(replicas.drivers["b"].cache.restate_events()))
+    replicas.router.apply("b", on_the_wire(restate_events(replicas.drivers["b"].cache)))
     replicas.router.add("c")
     # The number of b is now that of c, which has nothing.
     assert replicas.route([*PREFIX, 1]) == "c"
@@ -200,7 +201,7 @@ def test_choice_is_a_cheapest_of_all_replicas(num_replicas: int) -> None:
     for step in range(150):
         for name in choose.sample(sorted(histories), 3):
             random_event(histories[name], choose)
-            for event in on_the_wire(histories[name].cache.take_events()):
+            for event in on_the_wire(take_events(histories[name].cache)):
                 router.apply(name, [event])
                 oracle.indices[name].apply(event)
         base = choose.choice(sorted(histories))

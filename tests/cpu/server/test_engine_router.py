@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from strandline.cache.announcing.announcer import take_events
 from strandline.events.wire import encode_batch
 from strandline.routing.router import NoReplicaError
 from strandline.server import engine_router
@@ -25,7 +26,7 @@ def events_of(prompt: range, salt: str = "") -> bytes:
     """Return the events of a cache that has served a prompt."""
     driver = Driver(emits_events=True)
     driver.serve(prompt, salt=salt)
-    return encode_batch(0.0, driver.cache.take_events())
+    return encode_batch(0.0, take_events(driver.cache))
 
 
 def test_a_burst_is_spread_before_anything_runs() -> None:

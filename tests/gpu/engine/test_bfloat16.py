@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.cache.inspection.published import published_snapshots
 from strandline.ids import SlotId
 from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM
@@ -26,7 +27,7 @@ TWO = SamplingParams(temperature=0, max_tokens=2)
 
 
 def slot_at_end(llm: LLM, prompt: list[int]) -> SlotId:
-    [slot] = [snapshot.slot for _, key, snapshot in llm.engine.cache.snapshots() if decode(key) == prompt]
+    [slot] = [snapshot.slot for _, key, snapshot in published_snapshots(llm.engine.cache) if decode(key) == prompt]
     return slot
 
 

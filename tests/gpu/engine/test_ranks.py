@@ -16,7 +16,7 @@ from tests.cpu.engine.test_bits import traces
 from tests.cpu.engine.test_deterministic import prompts_that_share
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_hand_over import Node, decode, prefill, prompt_of, run
-from tests.cpu.engine.test_host_memory import PROMPTS, stats
+from tests.cpu.engine.test_host_memory import PROMPTS, tier_stats
 from tests.cpu.engine.test_ranks import NUM_RANKS
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families
@@ -88,11 +88,11 @@ def test_what_two_gpus_evict_comes_back(tmp_path: Path) -> None:
         expected = answers(first, PROMPTS)
         evict_all(first.engine.core.cache)
         assert answers(first, PROMPTS) == expected
-        host, _ = stats(first).tiers
+        host, _ = tier_stats(first)
         assert (host.num_loads > 0, host.num_loaded_bytes > 0) == (True, True)
     with LLM(directory, **options) as second:
         assert answers(second, PROMPTS) == expected
-        _, disk = stats(second).tiers
+        _, disk = tier_stats(second)
         assert (disk.num_loads > 0, disk.num_loaded_bytes > 0) == (True, True)
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from strandline.cache.announcing.copies import Copies
 from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
+from strandline.cache.core import PrefixCache
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import (
@@ -25,6 +26,19 @@ from strandline.records.cache_events import (
 )
 from strandline.records.path_hashes import block_hashes, num_blocks_before, root_hash
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+
+
+def take_events(cache: PrefixCache) -> list[CacheEvent]:
+    """Return what has become resumable and what has ceased to be since the last call, in order."""
+    announcer = cache.internals().memory.announcer
+    return announcer.take() if isinstance(announcer, Announcer) else []
+
+
+def restate_events(cache: PrefixCache) -> list[CacheEvent]:
+    """Return events that announce everything anew, and discard those not taken yet. Linear in the cache's size."""
+    parts = cache.internals()
+    announcer = parts.memory.announcer
+    return announcer.restate(parts.index.roots) if isinstance(announcer, Announcer) else []
 
 
 class TierEvents(Protocol):

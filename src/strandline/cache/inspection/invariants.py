@@ -13,23 +13,14 @@ from strandline.cache.eviction import Entry
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
 from strandline.cache.memory import resolve
+from strandline.cache.policy.resume_rules import BehindWindows, first_gap
 from strandline.cache.probation import max_probes
 from strandline.cache.resume import first_block_seen
-from strandline.cache.resume_rules import BehindWindows
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.resting import NO_PLACE
 from strandline.cache.tiers.spills import OnTheirWay
-from strandline.cache.tree import (
-    Run,
-    Snapshot,
-    child_with_prefix,
-    find_home,
-    first_gap,
-    held_child,
-    path_blocks,
-    tail_that_begins,
-)
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, held_child, path_blocks, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT

@@ -8,10 +8,10 @@ the files have not been used.
 from collections import defaultdict
 from collections.abc import Iterator
 
-from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
+from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.lower_tier import CERTAIN, LowerTier
 from strandline.cache.tiers.resting import NO_PLACE, RestingBlock, RestingSnapshot, nodes_from
-from strandline.cache.use import Use
+from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
@@ -27,7 +27,7 @@ def last_place(kept: Kept) -> int:
     return max(_sizes(kept, 1), default=NO_PLACE)
 
 
-def adopt(tier: LowerTier, kept: Kept, reuse: ReuseHistory) -> None:
+def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     """Put what a store holds into the empty tree of its tier, and evict what is worth least if that is too much."""
     sizes = _sizes(kept, tier.slot_blocks)
     tier.num_used = sum(sizes.values())
@@ -100,7 +100,7 @@ def _path_without_places(snapshot: KeptSnapshot) -> KeptBlocks:
 Entry = tuple[RestingSnapshot, str, RestingBlock]
 
 
-def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:
+def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
     """Yield the snapshots that have all blocks that they need, with the tree and the last block of each."""
     for snapshot in kept.snapshots:
         before, inside = snapshot.before, len(snapshot.key) % BLOCK_KEY_BYTES
@@ -118,7 +118,7 @@ def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: ReuseHistory) -
         yield resting, snapshot.tree, block
 
 
-def _ends(kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:
+def _ends(kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
     """Yield an end for all blocks that came together, where models keep no states."""
     for blocks in kept.blocks:
         found = nodes.get((blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1]))
@@ -129,7 +129,7 @@ def _ends(kept: Kept, nodes: Nodes, reuse: ReuseHistory) -> Iterator[Entry]:
             yield resting, blocks.tree, found[0]
 
 
-def _use(entry: KeptBlocks | KeptSnapshot, reuse: ReuseHistory) -> Use:
+def _use(entry: KeptBlocks | KeptSnapshot, reuse: UseHistory) -> Use:
     return Use(reuse.now - int(entry.idle_s * TICKS_PER_S), entry.interarrival_bin)
 
 

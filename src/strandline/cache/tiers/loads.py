@@ -20,17 +20,17 @@ from strandline.cache.core import PrefixCache
 from strandline.cache.holds import Holds
 from strandline.cache.lease import NO_FILLS, Cut, Lead, Lease
 from strandline.cache.resume import NO_MATCH, Match, first_block_seen
-from strandline.cache.reuse import ReuseHistory
-from strandline.cache.stats import LowerStats
 from strandline.cache.tiers.adoption import adopt, last_place
 from strandline.cache.tiers.flush import Flush
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.resting_announcer import RestingAnnouncer
 from strandline.cache.tiers.spills import Spills
+from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_loads import TierLoads
 from strandline.cache.tiers.worth import RestingWorth
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
+from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, SlotId, TransferId
@@ -112,7 +112,7 @@ class Loads:
         return best
 
     def _new_tiers(
-        self, memories: Sequence[LowerMemory], reuse: ReuseHistory, announcer: Announcer | None
+        self, memories: Sequence[LowerMemory], reuse: UseHistory, announcer: Announcer | None
     ) -> tuple[LowerTier, ...]:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
         places = partial(next, count(1 + max((last_place(memory.kept) for memory in memories), default=0)))

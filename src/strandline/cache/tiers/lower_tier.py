@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 from strandline.cache.eviction import EvictionQueue
+from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.resume import Match, first_block_seen
-from strandline.cache.stats import LowerStats
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.resting import (
     NO_PLACE,
@@ -38,8 +38,9 @@ from strandline.cache.tiers.resting import (
 )
 from strandline.cache.tiers.resting_announcer import RestingAnnouncer
 from strandline.cache.tiers.resting_lookups import RestingEnd, find_end, position_above
+from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.worth import RestingWorth
-from strandline.cache.tree import Snapshot, first_gap, path_blocks
+from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId
 from strandline.records.account import SnapshotKind

@@ -5,9 +5,9 @@ Both begin at the end of the path and go up no further than the device's hit or 
 
 from typing import NamedTuple
 
+from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tiers.resting import RestingBlock, RestingSnapshot, descend
-from strandline.cache.tree import first_gap
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES
 

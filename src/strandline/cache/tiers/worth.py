@@ -1,9 +1,9 @@
 """What a snapshot in a tier below the device is worth."""
 
-from strandline.cache.eviction import reuse_rate
-from strandline.cache.outcomes import next_bin_edge
-from strandline.cache.reuse import ReuseHistory
+from strandline.cache.policy.outcomes import next_bin_edge
+from strandline.cache.policy.worth import reuse_rate
 from strandline.cache.tiers.resting import RestingSnapshot
+from strandline.cache.use import UseHistory
 from strandline.ids import BLOCK_TOKENS
 
 
@@ -14,7 +14,7 @@ class RestingWorth:
         slot_blocks: the size of a snapshot, in blocks; 0: without states, a snapshot is the end of its blocks.
     """
 
-    def __init__(self, slot_blocks: int, reuse: ReuseHistory) -> None:
+    def __init__(self, slot_blocks: int, reuse: UseHistory) -> None:
         self._slot_tokens = slot_blocks * BLOCK_TOKENS
         self._reuse = reuse
 

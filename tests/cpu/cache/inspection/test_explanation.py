@@ -4,7 +4,7 @@ import pytest
 
 from strandline.cache.inspection.explanation import explain_admission, explain_lookup, explain_prompt, resting_tokens
 from strandline.cache.inspection.lookups import Lookup
-from strandline.cache.placement import NoSnapshots
+from strandline.cache.policy.placements import NoSnapshots
 from strandline.ids import RequestId
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.explanation import Advice, Explanation, Help

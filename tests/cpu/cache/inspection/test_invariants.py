@@ -6,6 +6,7 @@ import pytest
 
 from strandline.cache import Lease
 from strandline.cache.inspection.invariants import check
+from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
 from strandline.records.account import SnapshotKind
@@ -31,7 +32,7 @@ class Scene:
         (self.upper,) = self.root.children.values()
         self.run: Run = self.lease.run
         self.idle = next(run for run in runs(self.cache) if run.num_users == 0 and not run.is_tail)
-        self.snapshots = [snapshot for _, _, snapshot in self.cache.snapshots()]
+        self.snapshots = [snapshot for _, _, snapshot in published_snapshots(self.cache)]
         self.stub: Snapshot = next(s for s in self.snapshots if s.stub_key is not None and s.home is self.upper)
         self.idle_snapshot = next(s for s in self.snapshots if s.num_readers == 0)
 

@@ -10,7 +10,9 @@ import pytest
 
 from strandline.cache import PrefixCache
 from strandline.cache.inspection import view as view_module
+from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.inspection.view import MAX_SNAPSHOTS_PER_RUN, view
+from strandline.cache.policy import new_cache
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BEFORE_TOKENS, TokenBuffer
@@ -60,7 +62,11 @@ def test_tree_is_shown_with_branches_and_snapshots() -> None:
         (160, SnapshotKind.GENERATION_END),
         (100, SnapshotKind.BRANCH),
     }
-    assert sum(len(run.snapshots) for run in tree.runs) == tree.num_snapshots == len(list(driver.cache.snapshots()))
+    assert (
+        sum(len(run.snapshots) for run in tree.runs)
+        == tree.num_snapshots
+        == len(list(published_snapshots(driver.cache)))
+    )
     assert [(s.position, s.kind) for s in shared.snapshots] == [(100, SnapshotKind.BRANCH)], "where its children part"
     assert len({run.digest for run in tree.runs}) == len(tree.runs)
 
@@ -173,7 +179,7 @@ def counted_lines(limit: int) -> Iterator[list[int]]:
 def test_view_costs_no_more_for_a_large_cache(num_tokens: int) -> None:
     work = []
     for num_prompts in (2500, 5000):
-        cache = PrefixCache(12_000, 50)
+        cache = new_cache(12_000, 50)
         for index in range(num_prompts):
             lease = cache.admit(RequestId(str(index)), TokenBuffer(prompt(num_tokens, 100 * index)))
             assert lease is not None

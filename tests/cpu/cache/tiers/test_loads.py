@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from strandline.cache.resume_rules import AtTokens
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.resume_rules import AtTokens
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, TransferId
 from strandline.records.account import Miss, Reason, SnapshotKind
@@ -134,5 +135,5 @@ def test_loaded_snapshots_keep_their_kind() -> None:
     driver = Driver()
     driver.load(PROMPT, driver.offer(PROMPT, [390]))
     driver.end_load(TransferId(1), is_done=True)
-    [(_, _, snapshot)] = driver.cache.snapshots()
+    [(_, _, snapshot)] = published_snapshots(driver.cache)
     assert snapshot.kind is SnapshotKind.LADDER

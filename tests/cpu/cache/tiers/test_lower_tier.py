@@ -3,8 +3,9 @@
 import pytest
 
 from strandline.cache.evict_all import evict_all as evict_unused
-from strandline.cache.resume import AT_SNAPSHOTS, ResumeRule
-from strandline.cache.resume_rules import AtTokens
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
+from strandline.cache.resume import ResumeRule
 from strandline.cache.tiers import LoadCosts, loads
 from strandline.cache.tiers.load_costs import PREFILLS_PER_LOSS
 from strandline.cache.tiers.lower_tier import LowerTier
@@ -53,7 +54,7 @@ def test_only_the_evicted_part_of_a_path_is_loaded() -> None:
     driver.serve(PROMPT[:192])
     driver.serve(PROMPT)
     memory = driver.cache.internals().memory
-    [deepest] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 400]
+    [deepest] = [snapshot for _, _, snapshot in published_snapshots(driver.cache) if snapshot.position == 400]
     memory.drop_snapshot(deepest)
     driver.flush()
     assert driver.lookup(PROMPT).hit == 192
@@ -233,7 +234,7 @@ def test_no_snapshot_saves_tokens_that_another_one_saves() -> None:
     for num_tokens in (128, 256, 384):
         driver.serve(PROMPT[:num_tokens])
     memory = driver.cache.internals().memory
-    of = {snapshot.position: snapshot for _, _, snapshot in driver.cache.snapshots()}
+    of = {snapshot.position: snapshot for _, _, snapshot in published_snapshots(driver.cache)}
     for position in (384, 128, 256):
         memory.drop_snapshot(of[position])
     driver.flush()

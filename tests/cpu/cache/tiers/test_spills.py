@@ -4,8 +4,9 @@ from typing import NoReturn
 
 import pytest
 
-from strandline.cache.resume import AT_SNAPSHOTS, NO_MATCH, ResumeRule
-from strandline.cache.resume_rules import AtTokens, BehindWindows
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
+from strandline.cache.resume import NO_MATCH, ResumeRule
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.resting import RestingSnapshot
@@ -113,7 +114,7 @@ def test_blocks_still_on_the_device_are_stored_with_the_snapshot() -> None:
     host.num_spare_blocks = 13
     driver.serve(PROMPT)
     memory = driver.cache.internals().memory
-    [snapshot] = [snapshot for _, _, snapshot in driver.cache.snapshots() if snapshot.position == 400]
+    [snapshot] = [snapshot for _, _, snapshot in published_snapshots(driver.cache) if snapshot.position == 400]
     memory.drop_snapshot(snapshot)
     driver.flush()
     [spill] = driver.device.spilling.values()

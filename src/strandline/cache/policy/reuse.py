@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from strandline.cache.outcomes import BIN_EDGES, PRIOR_LOSSES, PRIOR_RATES, PRIOR_RETURNS, Outcomes, age_bin
+from strandline.cache.policy.outcomes import BIN_EDGES, PRIOR_LOSSES, PRIOR_RATES, PRIOR_RETURNS, Outcomes, age_bin
 from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
 from strandline.clock import Clock
 from strandline.ids import BLOCK_TOKENS

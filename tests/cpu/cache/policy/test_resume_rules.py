@@ -4,12 +4,12 @@ from array import array
 
 import pytest
 
-from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, ReuseRate
+from strandline.cache.eviction import EvictionOrder
 from strandline.cache.inspection.explanation import explain_prompt
-from strandline.cache.placement import NoSnapshots
-from strandline.cache.resume import AtSnapshots
-from strandline.cache.resume_rules import AtTokens, resume_rule
-from strandline.cache.reuse import ReuseHistory
+from strandline.cache.policy.placements import NoSnapshots
+from strandline.cache.policy.resume_rules import AtSnapshots, AtTokens, resume_rule
+from strandline.cache.policy.reuse import ReuseHistory
+from strandline.cache.policy.worth import CERTAIN_RATE, LeastRecentlyUsed, ReuseRate
 from strandline.cache.tree import Run
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, RequestId

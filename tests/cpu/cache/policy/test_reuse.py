@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache import reuse
-from strandline.cache.outcomes import (
+from strandline.cache.policy import reuse
+from strandline.cache.policy.outcomes import (
     BIN_EDGES,
     BIN_WIDTHS,
     PRIOR_RATES,
@@ -16,7 +16,7 @@ from strandline.cache.outcomes import (
     age_bin,
     next_bin_edge,
 )
-from strandline.cache.reuse import TICKS_PER_S, ReuseHistory
+from strandline.cache.policy.reuse import TICKS_PER_S, ReuseHistory
 from strandline.cache.use import NO_INTERARRIVAL, interarrival_bin
 from strandline.records.tokens import encode
 from tests.cpu.cache.test_lookup import prompt

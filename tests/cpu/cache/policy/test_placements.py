@@ -4,8 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from strandline.cache import placement
-from strandline.cache.placement import Admission, Align, Auto, EveryBoundary, NoSnapshots, Placement, ladder, probe
+from strandline.cache.placement import Admission, Placement
+from strandline.cache.policy import placement
+from strandline.cache.policy.placements import Align, Auto, EveryBoundary, NoSnapshots, ladder, probe
 from strandline.errors import ConfigError
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind

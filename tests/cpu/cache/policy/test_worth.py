@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.cache import Placement, PrefixCache
-from strandline.cache.core import AUTO
-from strandline.cache.eviction import CERTAIN_RATE, EvictionOrder, LeastRecentlyUsed, WorthPerByte
+from strandline.cache import Placement
+from strandline.cache.eviction import EvictionOrder
 from strandline.cache.inspection.invariants import check
-from strandline.cache.placement import NoSnapshots
-from strandline.cache.reuse import ReuseHistory
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy import AUTO, new_cache
+from strandline.cache.policy.placements import NoSnapshots
+from strandline.cache.policy.reuse import ReuseHistory
+from strandline.cache.policy.worth import CERTAIN_RATE, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.tree import Snapshot, num_continuations
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.tokens import encode
@@ -75,7 +77,7 @@ def test_last_snapshot_of_a_path_is_evicted_with_its_kv() -> None:
     for first in (0, 50_000):
         account = driver.lookup(prompt(500, first))
         assert account.hit in (0, 500)
-    snapshots = sum(1 for _ in driver.cache.snapshots())
+    snapshots = sum(1 for _ in published_snapshots(driver.cache))
     assert driver.cache.internals().allocator.num_blocks >= 8 * snapshots
 
 
@@ -96,7 +98,7 @@ def test_worth_of_unused_entries_falls_however_much_they_save() -> None:
 
 
 def test_static_shares_of_memory_are_kept() -> None:
-    cache = PrefixCache(21, BLOCKS_PER_SLAB, max_slots=8)
+    cache = new_cache(21, BLOCKS_PER_SLAB, max_slots=8)
     assert cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB - 1, 8)
     assert not cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB, 0)
     assert not cache.internals().memory.can_take(0, 9)
@@ -153,12 +155,12 @@ def test_orders_depend_on_the_size_of_a_snapshot() -> None:
     small, large = WorthPerByte(5, reuse), WorthPerByte(15, reuse)
     driver = Driver(40, BLOCKS_PER_SLAB, order=small)
     driver.serve(prompt(320))
-    ((_, _, snapshot),) = driver.cache.snapshots()
+    ((_, _, snapshot),) = published_snapshots(driver.cache)
     assert small.worth(snapshot) / large.worth(snapshot) == pytest.approx((320 + 960) / (320 + 320))
 
 
 def snapshot_after(driver: Driver, tokens: list[int]) -> Snapshot:
-    (found,) = [snapshot for _, key, snapshot in driver.cache.snapshots() if key == bytes(encode(tokens))]
+    (found,) = [snapshot for _, key, snapshot in published_snapshots(driver.cache) if key == bytes(encode(tokens))]
     return found
 
 
@@ -168,7 +170,7 @@ def test_path_that_drops_its_answers_shares_nothing() -> None:
     for turn in range(4):
         history += prompt(100, 1000 * turn)
         driver.serve(history, prompt(20, 500_000 + 1000 * turn))
-    assert not any(snapshot.is_shared for _, _, snapshot in driver.cache.snapshots())
+    assert not any(snapshot.is_shared for _, _, snapshot in published_snapshots(driver.cache))
     assert [snapshot_after(driver, history[:end]).is_superseded for end in (100, 200, 300, 400)] == [True] * 3 + [False]
 
 
@@ -177,7 +179,7 @@ def test_prefix_of_a_second_conversation_is_shared() -> None:
     for first in (50_000, 90_000, 130_000):
         driver.serve(prompt(300) + prompt(100, first))
     assert snapshot_after(driver, prompt(300)).is_shared
-    assert not any(s.is_shared for _, _, s in driver.cache.snapshots() if s.position == 400)
+    assert not any(s.is_shared for _, _, s in published_snapshots(driver.cache) if s.position == 400)
 
 
 def test_superseded_prompt_ends_are_evicted_before_the_current_one() -> None:

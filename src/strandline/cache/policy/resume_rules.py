@@ -1,15 +1,41 @@
-"""Where prompts may resume in models that keep no states, and in those whose attention all has windows."""
+"""Rules for where prompts may resume: at snapshots, at any token, or behind sliding windows."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strandline.cache.resume import AT_SNAPSHOTS, Match, ResumeRule, first_block_seen
-from strandline.cache.tree import Run, first_gap, held_child
-from strandline.cache.walk import Walk, walk
-from strandline.ids import BLOCK_TOKENS
+from strandline.cache.resume import Match, ResumeRule, first_block_seen
+from strandline.cache.tree import Run, held_child
+from strandline.cache.walk import Walk, deepest_snapshot, walk
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.records.account import Reason
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AtSnapshots:
+    """For models that keep states: prompts resume at the deepest snapshot on their path."""
+
+    needs_slots: ClassVar[bool] = True
+    window_tokens: ClassVar[int | None] = None
+
+    def match(self, root: Run, data: bytearray) -> Match:
+        end = walk(root, data)
+        snapshot = deepest_snapshot(end, data)
+        return Match(end, snapshot.position if snapshot else 0, snapshot)
+
+    def last(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+        """Return the match without its snapshot, which would need memory beside the request's own state."""
+        return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None)
+
+    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
+        return Reason.SNAPSHOT_EVICTED if _lost_snapshot(match, data) else Reason.NO_SNAPSHOT
+
+
+AT_SNAPSHOTS = AtSnapshots()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +114,33 @@ def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1, window_tokens: int | N
     if not spec.has_states:
         return AtTokens(grid_tokens)
     return AT_SNAPSHOTS if window_tokens is None else BehindWindows(window_tokens)
+
+
+def _lost_snapshot(match: Match, data: bytearray) -> bool:
+    """Return whether a snapshot deeper than the hit was evicted on the matched path."""
+    end, hit = match.end, match.position
+    for run in end.run.ancestry():
+        if run.end_tokens <= end.kv_tokens:
+            offset = run.end_tokens * TOKEN_BYTES
+            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
+            stubs = [ghost for ghost in run.evicted_snapshots if isinstance(ghost, bytes) and after.startswith(ghost)]
+            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
+                return True
+        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.evicted_snapshots):
+            return True
+        if run.end_tokens <= hit:
+            return False
+    return False
+
+
+def first_gap(run: Run, num_blocks: int, first: int) -> int:
+    """Return the first block in ``[first, num_blocks)`` of the path to a run that is a gap; else ``num_blocks``."""
+    found = num_blocks
+    for node in run.ancestry():
+        if node.end_block <= first:
+            break
+        if node.num_gaps:
+            held = node.blocks[max(first - node.start_block, 0) : num_blocks - node.start_block]
+            if NULL_BLOCK in held:
+                found = max(first, node.start_block) + held.index(NULL_BLOCK)
+    return found

@@ -1,0 +1,27 @@
+"""Lists the snapshots of a cache."""
+
+from collections.abc import Iterator
+
+from strandline.cache.core import PrefixCache
+from strandline.cache.tree import Run, Snapshot
+from strandline.records.tokens import TOKEN_BYTES
+
+
+def published_snapshots(cache: PrefixCache) -> Iterator[tuple[str, bytes, Snapshot]]:
+    """Yield salt, tokens (encoded) and snapshot of everything published."""
+    for salt, root in cache.internals().index.roots.items():
+        for tokens, snapshot in _snapshots_below(root):
+            yield salt, tokens, snapshot
+
+
+def _snapshots_below(root: Run) -> Iterator[tuple[bytes, Snapshot]]:
+    """Yield every snapshot of a tree with its tokens (encoded)."""
+    waiting = [(root, b"")]
+    while waiting:
+        run, prefix = waiting.pop()
+        tokens = prefix + bytes(run.tokens)
+        for position, snapshot in run.snapshots.items():
+            yield tokens[: position * TOKEN_BYTES], snapshot
+        for stub_key, snapshot in run.stubs.items():
+            yield tokens + stub_key, snapshot
+        waiting.extend((child, tokens) for child in run.children.values())

@@ -1,0 +1,51 @@
+"""A cache with its policies."""
+
+from strandline.cache.announcements import Announces
+from strandline.cache.core import PrefixCache
+from strandline.cache.eviction import EvictionOrder
+from strandline.cache.placement import Placement
+from strandline.cache.policy.placements import AUTO, WithoutStates
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
+from strandline.cache.policy.reuse import ReuseHistory
+from strandline.cache.policy.worth import ReuseRate, WorthPerByte
+from strandline.cache.resume import ResumeRule
+from strandline.clock import Clock
+
+
+def new_cache(
+    num_slabs: int,
+    blocks_per_slab: int,
+    *,
+    rule: ResumeRule = AT_SNAPSHOTS,
+    placement: Placement = AUTO,
+    order: EvictionOrder | None = None,
+    clock: Clock | None = None,
+    max_slots: int | None = None,
+    enabled: bool = True,
+    num_logs: int = 0,
+    log_tokens: int = 0,
+    announcer: Announces | None = None,
+) -> PrefixCache:
+    """Return an empty cache, whose arguments are those of ``PrefixCache`` but for these.
+
+    Args:
+        placement: chooses which snapshots to take, if the model keeps states.
+        order: ranks what to evict; None: by worth per byte, without states by reuse rate.
+        clock: returns seconds, to learn inter-arrival times; None: time is counted in admissions alone.
+    """
+    reuse = ReuseHistory(clock)
+    if order is None:
+        order = WorthPerByte(blocks_per_slab, reuse) if rule.needs_slots else ReuseRate(reuse)
+    return PrefixCache(
+        num_slabs,
+        blocks_per_slab,
+        placement=placement if rule.needs_slots else WithoutStates(),
+        order=order,
+        reuse=reuse,
+        rule=rule,
+        max_slots=max_slots,
+        enabled=enabled,
+        num_logs=num_logs,
+        log_tokens=log_tokens,
+        announcer=announcer,
+    )
