@@ -21,6 +21,7 @@ from strandline.kernels.operation import Operation
 from strandline.model_config import parse_model_config
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.ngram_features import TOKENS
+from strandline.models.layers.site import Site
 from strandline.models.registry import ARCHITECTURES
 from strandline.specs import E4M3, TensorSpec
 
@@ -269,7 +270,7 @@ def build(architecture: str, model: Model) -> CausalLM:
     """Return a model without weights."""
     sizes = dict(zip(SIZE_FIELDS, SIZES.get(architecture, ()), strict=False))
     config = parse_model_config({"architectures": [architecture], **sizes, **model.values})
-    return ARCHITECTURES[architecture](config, torch.bfloat16, "meta")
+    return ARCHITECTURES[architecture](config, Site(torch.bfloat16, "meta"))
 
 
 def row(architecture: str, published: Model) -> tuple[str, ...]:

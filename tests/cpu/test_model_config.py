@@ -12,6 +12,7 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.model_config import ARCHITECTURES, NEAREST_BY_LAYERS, find_architecture, read_model_config
 from strandline.models import registry
+from strandline.models.layers.site import Site
 from strandline.models.weights import published_dtype
 from strandline.text.vocabulary import load_vocabulary
 from tests.cpu.models.families import GLM5, ODD, config_of, model_config
@@ -32,7 +33,7 @@ def write(directory: Path, name: str = "qwen3_5", **changes: Any) -> Path:
 
 def read_and_build(directory: Path) -> None:
     config = read_model_config(directory)
-    registry.builder_for(config)(config, torch.float32, NO_DEVICE)
+    registry.builder_for(config)(config, Site(torch.float32, NO_DEVICE))
 
 
 def rope(**values: Any) -> dict[str, Any]:
@@ -197,13 +198,13 @@ def test_missing_field_is_named(tmp_path: Path) -> None:
 
 def test_odd_but_possible_sizes_are_accepted() -> None:
     config = model_config(config_of("qwen3_5-odd-tied"))
-    model: Any = registry.builder_for(config)(config, torch.float32, "meta")
+    model: Any = registry.builder_for(config)(config, Site(torch.float32, "meta"))
     assert (config.text.size("num_attention_heads"), len(model.spec.layers)) == (ODD["num_attention_heads"], 4)
 
 
 def test_rotated_channels_are_read_where_published_models_name_them(tmp_path: Path) -> None:
     config = read_model_config(write(tmp_path, "minimax", rotary_dim=6))
-    model: Any = registry.builder_for(config)(config, torch.float32, "meta")
+    model: Any = registry.builder_for(config)(config, Site(torch.float32, "meta"))
     assert len(model.decoder.inv_freq_F) == 3
 
 

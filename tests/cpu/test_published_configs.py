@@ -21,6 +21,7 @@ from strandline.config_fields import Fields, read_eps, read_head_dim, read_max_p
 from strandline.errors import ConfigError
 from strandline.model_config import LAYER_LISTS, parse_model_config
 from strandline.models.layers.rotary import rotary_frequencies
+from strandline.models.layers.site import Site
 from strandline.models.registry import builder_for
 
 SIZES: dict[str, Any] = {
@@ -511,7 +512,7 @@ def fields_read(values: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> d
 
     with monkeypatch.context() as patched:
         patched.setattr(Fields, "value", recorded)
-        builder_for(config)(config, torch.float32, "meta")
+        builder_for(config)(config, Site(torch.float32, "meta"))
     found = {name: config.text.value(name) for name in read}
     if "head_dim" in read:
         found["head_dim"] = read_head_dim(config.text)
@@ -645,7 +646,7 @@ def test_experts_of_published_inkling_have_their_own_width() -> None:
 def test_fields_that_others_follow_from_are_checked(name: str, changes: dict[str, Any], message: str) -> None:
     values = {**written(name), **changes}
     with pytest.raises(ConfigError, match=f"^config.json: .*{message}"):
-        builder_for(config := parse_model_config(values))(config, torch.float32, "meta")
+        builder_for(config := parse_model_config(values))(config, Site(torch.float32, "meta"))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -667,7 +668,7 @@ def test_fields_of_another_architecture_are_refused_or_ignored(name: str) -> Non
     for architecture, description in SUPPORTED.items():
         other = {**values, "architectures": [architecture], "model_type": description.model_types[0]}
         with contextlib.suppress(ConfigError):
-            builder_for(config := parse_model_config(other))(config, torch.float32, "meta")
+            builder_for(config := parse_model_config(other))(config, Site(torch.float32, "meta"))
         if model_type not in description.model_types:
             with pytest.raises(ConfigError, match=f"model_type '{model_type}' is not supported; supported: "):
                 parse_model_config({**other, "model_type": model_type})

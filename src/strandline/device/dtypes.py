@@ -19,6 +19,7 @@ from strandline.kernels.binding import why_unavailable
 from strandline.kernels.gemm.linear import has_fast_gemms
 from strandline.model_config import ModelConfig
 from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.registry import builder_for
 from strandline.models.storage.formats import WeightFormat, read_formats
 from strandline.models.storage.published_names import DRAFT_PREFIXES
@@ -181,7 +182,7 @@ def count_weights(model_config: ModelConfig, shard: Shard = WHOLE, *, with_draft
     Raises:
         ConfigError: its architecture is not supported, or has no draft layer.
     """
-    model = builder_for(model_config)(model_config, torch.float32, "meta", shard)
+    model = builder_for(model_config)(model_config, Site(torch.float32, "meta", shard))
     if with_draft_layer:
         model.add_draft_layer()
     # A tied head is the embedding once more, and comes once.

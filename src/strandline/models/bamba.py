@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -17,13 +15,13 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
 
-def build_bamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -42,13 +40,11 @@ def build_bamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 
     def build_layer(kind: str) -> DecoderLayer:
         is_attention = kind == "full_attention"
-        mixer = (
-            Attention(attention, dtype, device, shard) if is_attention else Mamba2Layer(mamba2, dtype, device, shard)
-        )
-        return DecoderLayer(mixer, GatedMlp(mlp, dtype, device, shard), norm, hidden_size, dtype, device)
+        mixer = Attention(attention, site) if is_attention else Mamba2Layer(mamba2, site)
+        return DecoderLayer(mixer, GatedMlp(mlp, site), norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

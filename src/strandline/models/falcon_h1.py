@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -22,7 +20,7 @@ from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Nam
 from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
 from strandline.models.layers.parallel import Multipliers, ParallelMixer
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("hybrid",)
@@ -30,9 +28,7 @@ LAYER_TYPES: Final = ("hybrid",)
 MAX_MULTIPLIER: Final = 1e4
 
 
-def build_falcon_h1(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -60,9 +56,9 @@ def build_falcon_h1(
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
     def build_layer() -> DecoderLayer:
-        mixers = (Attention(attention, dtype, device, shard), Mamba2Layer(mamba2, dtype, device, shard))
-        part = ScaledGatedMlp(mlp, gate_multiplier, mlp_multiplier, dtype, device, shard)
-        return DecoderLayer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, dtype, device)
+        mixers = (Attention(attention, site), Mamba2Layer(mamba2, site))
+        part = ScaledGatedMlp(mlp, gate_multiplier, mlp_multiplier, site)
+        return DecoderLayer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, site)
 
     layers = [build_layer() for _ in range(num_layers)]
     decoder = Decoder(
@@ -70,10 +66,8 @@ def build_falcon_h1(
         norm,
         rotary,
         shape,
-        dtype,
-        device,
+        site,
         is_tied=is_tied,
-        shard=shard,
         embedding_multiplier=embedding_multiplier,
         logits_multiplier=logits_multiplier,
     )

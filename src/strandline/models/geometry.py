@@ -7,6 +7,7 @@ import torch
 
 from strandline.model_config import read_model_config
 from strandline.models.layers.experts import Experts
+from strandline.models.layers.site import Site
 from strandline.models.registry import builder_for
 from strandline.specs import ModelSpec
 
@@ -29,7 +30,7 @@ def read_model_size(path: str | Path) -> ModelSize:
         ConfigError: there is none, or its architecture or a setting is not supported.
     """
     config = read_model_config(Path(path))
-    model = builder_for(config)(config, torch.bfloat16, "meta")
+    model = builder_for(config)(config, Site(torch.bfloat16, "meta"))
     num_active = 0.0
     for module in model.modules():
         share = module.share if isinstance(module, Experts) else 1.0

@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -30,8 +28,8 @@ from strandline.models.layers.indexed_latent_attention import (
 )
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.mlp import GatedMlpConfig
-from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import read_experts
+from strandline.models.layers.site import Site
 from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 
@@ -44,9 +42,7 @@ MIN_LOG_DECAY: Final = -100.0
 """Least supported bound of log decays: less leaves nothing of a state."""
 
 
-def build_glm5_next(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -64,22 +60,19 @@ def build_glm5_next(
     def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> StreamsLayer:
         mixer: IndexedLatentAttention | KimiDeltaAttention
         if kind == ATTENTION:
-            index = TokenIndex(attention, dtype, device) if indexer_kind == "full" else None
-            mixer = IndexedLatentAttention(attention, index, choice, dtype, device, shard)
+            index = TokenIndex(attention, site) if indexer_kind == "full" else None
+            mixer = IndexedLatentAttention(attention, index, choice, site)
         else:
-            mixer = KimiDeltaAttention(delta, dtype, device, shard)
+            mixer = KimiDeltaAttention(delta, site)
         feed: ClampedMoe | ClampedMlp
-        if mlp_kind == "sparse":
-            feed = ClampedMoe(moe, limit, dtype, device, shard)
-        else:
-            feed = ClampedMlp(mlp, limit, dtype, device, shard)
-        mixes = HyperConnection(streams, dtype, device), HyperConnection(streams, dtype, device)
-        return StreamsLayer(mixer, feed, mixes, None, streams, dtype, device)
+        feed = ClampedMoe(moe, limit, site) if mlp_kind == "sparse" else ClampedMlp(mlp, limit, site)
+        mixes = HyperConnection(streams, site), HyperConnection(streams, site)
+        return StreamsLayer(mixer, feed, mixes, None, streams, site)
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, indexer_types, strict=True)]
     is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
-    last_mix = StreamMean(streams, dtype, device)
-    decoder = StreamsDecoder(layers, last_mix, streams, None, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
+    last_mix = StreamMean(streams, site)
+    decoder = StreamsDecoder(layers, last_mix, streams, None, vocab_size, site, is_tied=is_tied)
     published, draft_layer = partial(_published, decoder, layers), f"model.layers.{len(layers)}."
     return CausalLM(decoder, read_max_position(fields), published, skipped_prefixes=(draft_layer,))
 

@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -23,7 +21,7 @@ from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Nam
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, spanned, stacked, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -31,9 +29,7 @@ MAX_MULTIPLIER: Final = 1e4
 MIN_DIVISOR: Final = 1e-4
 
 
-def build_granite_hybrid(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -56,20 +52,17 @@ def build_granite_hybrid(
     def build_layer(kind: str) -> DecoderLayer:
         is_attention = kind == "full_attention"
         return DecoderLayer(
-            Attention(attention, dtype, device, shard) if is_attention else Mamba2Layer(mamba2, dtype, device, shard),
-            SparseMoe(mlp, dtype, device, shard)
-            if isinstance(mlp, SparseMoeConfig)
-            else GatedMlp(mlp, dtype, device, shard),
+            Attention(attention, site) if is_attention else Mamba2Layer(mamba2, site),
+            SparseMoe(mlp, site) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, site),
             norm,
             hidden_size,
-            dtype,
-            device,
+            site,
             multiplier=residual_multiplier,
         )
 
     layers = [build_layer(kind) for kind in layer_types]
     multipliers = {"embedding_multiplier": embedding_multiplier, "logits_multiplier": 1 / logits_divisor}
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard, **multipliers)
+    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied, **multipliers)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

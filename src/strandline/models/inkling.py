@@ -33,11 +33,10 @@ from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
 from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, Piece, Target, interleaved, renamed, spanned, whole
 from strandline.specs import LayerSpec
 
@@ -75,21 +74,14 @@ class SharedRouterMoe(SigmoidMoe):
     They are divided among shards as the others are.
     """
 
-    def __init__(
-        self,
-        config: SigmoidMoeConfig,
-        num_shared: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-    ) -> None:
-        super().__init__(config, dtype, device, shard)
+    def __init__(self, config: SigmoidMoeConfig, num_shared: int, site: Site) -> None:
+        super().__init__(config, site)
         self.num_routed = config.num_experts - num_shared
-        self.routed_bias_X = parameter(self.num_routed, dtype=torch.float32, device=device)
+        self.routed_bias_X = site.parameter(self.num_routed, dtype=torch.float32)
         del self.bias_X
         self.register_buffer(
             "bias_X",
-            torch.full((config.num_experts,), ALWAYS_TAKEN, dtype=torch.float32, device=device),
+            torch.full((config.num_experts,), ALWAYS_TAKEN, dtype=torch.float32, device=site.device),
             persistent=False,
         )
 
@@ -154,13 +146,12 @@ class ConvolvedLayer(DecoderLayer):
         norm: ResidualNorm,
         hidden_size: int,
         num_taps: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
     ) -> None:
-        super().__init__(mixer, mlp, norm, hidden_size, dtype, device)
-        self.mlp_scale = gain(1, dtype=dtype, device=device)
+        super().__init__(mixer, mlp, norm, hidden_size, site)
+        self.mlp_scale = site.gain(1)
         self.mixer_conv, self.mlp_conv = (
-            ResidualConvolution(name, hidden_size, num_taps, dtype, device) for name in ("mixer_window", "mlp_window")
+            ResidualConvolution(name, hidden_size, num_taps, site) for name in ("mixer_window", "mlp_window")
         )
 
     @property
@@ -221,17 +212,13 @@ class NormedDecoder(Decoder):
         norm: ResidualNorm,
         shape: tuple[int, int],
         num_published: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
         *,
         logits_multiplier: float,
-        shard: Shard = WHOLE,
     ) -> None:
-        super().__init__(
-            layers, norm, None, shape, dtype, device, is_tied=False, logits_multiplier=logits_multiplier, shard=shard
-        )
+        super().__init__(layers, norm, None, shape, site, is_tied=False, logits_multiplier=logits_multiplier)
         self.num_published = num_published
-        self.embed_norm_E = norm.weight(shape[1], dtype=dtype, device=device)
+        self.embed_norm_E = norm.weight(site, shape[1])
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -254,9 +241,7 @@ class NormedDecoder(Decoder):
         yield "lm_head.weight", spanned(self.head.weight_OI, self.held_tokens, self.num_published)
 
 
-def build_inkling(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -279,28 +264,16 @@ def build_inkling(
 
     def build_layer(kind: str, mlp_type: str) -> ConvolvedLayer:
         return ConvolvedLayer(
-            RelativeAttention(attention[kind], dtype, device, shard),
-            GatedMlp(mlp, dtype, device, shard)
-            if mlp_type == DENSE
-            else SharedRouterMoe(moe, num_shared, dtype, device, shard),
+            RelativeAttention(attention[kind], site),
+            GatedMlp(mlp, site) if mlp_type == DENSE else SharedRouterMoe(moe, num_shared, site),
             norm,
             hidden_size,
             num_taps,
-            dtype,
-            device,
+            site,
         )
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
-    decoder = NormedDecoder(
-        layers,
-        norm,
-        (vocab_size, hidden_size),
-        num_published,
-        dtype,
-        device,
-        logits_multiplier=1 / divisor,
-        shard=shard,
-    )
+    decoder = NormedDecoder(layers, norm, (vocab_size, hidden_size), num_published, site, logits_multiplier=1 / divisor)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import (
     MAX_HEAD_DIM,
     MAX_LAYERS,
@@ -29,7 +27,7 @@ from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -39,7 +37,7 @@ ROUTER: Final = {"gate": "router"}
 """Published names that differ from other families'."""
 
 
-def build_jamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -54,19 +52,16 @@ def build_jamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     def build_layer(index: int, kind: str) -> DecoderLayer:
         is_attention, is_sparse = kind == "full_attention", _is_sparse(fields, index)
         return DecoderLayer(
-            Attention(attention, dtype, device, shard) if is_attention else Mamba1Layer(mamba, dtype, device, shard),
-            SparseMoe(moe, dtype, device, shard)
-            if is_sparse and moe.num_experts > 1
-            else GatedMlp(mlp, dtype, device, shard),
+            Attention(attention, site) if is_attention else Mamba1Layer(mamba, site),
+            SparseMoe(moe, site) if is_sparse and moe.num_experts > 1 else GatedMlp(mlp, site),
             norm,
             hidden_size,
-            dtype,
-            device,
+            site,
         )
 
     layers = [build_layer(index, kind) for index, kind in enumerate(read_layer_types(fields, LAYER_TYPES))]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, None, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -18,8 +16,8 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -32,9 +30,7 @@ EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Published names that differ from other families'."""
 
 
-def build_kimi_linear(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -55,19 +51,16 @@ def build_kimi_linear(
     def build_layer(kind: str, mlp_kind: str) -> DecoderLayer:
         is_linear, is_sparse = kind == "linear_attention", mlp_kind == "sparse"
         return DecoderLayer(
-            KimiDeltaAttention(delta, dtype, device, shard)
-            if is_linear
-            else LatentAttention(latent, dtype, device, shard),
-            SigmoidMoe(moe, dtype, device, shard) if is_sparse else GatedMlp(mlp, dtype, device, shard),
+            KimiDeltaAttention(delta, site) if is_linear else LatentAttention(latent, site),
+            SigmoidMoe(moe, site) if is_sparse else GatedMlp(mlp, site),
             norm,
             hidden_size,
-            dtype,
-            device,
+            site,
         )
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, None, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
@@ -20,9 +18,9 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "conv")
@@ -41,7 +39,7 @@ PUBLISHED: Final = {
 """Published names that differ from other families'."""
 
 
-def build_lfm2(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_lfm2(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -49,12 +47,10 @@ def build_lfm2(config: ModelConfig, dtype: torch.dtype, device: torch.device | s
     """
     fields = config.text
     mlp = GatedMlpConfig(fields.size("hidden_size"), _read_dense_size(fields))
-    return _build(config, [mlp] * len(read_layer_types(fields, LAYER_TYPES)), dtype, device, shard)
+    return _build(config, [mlp] * len(read_layer_types(fields, LAYER_TYPES)), site)
 
 
-def build_lfm2_moe(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_lfm2_moe(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -64,7 +60,7 @@ def build_lfm2_moe(
     num_layers = len(read_layer_types(fields, LAYER_TYPES))
     num_dense = fields.size("num_dense_layers", at_least=0, at_most=num_layers)
     mlps = [GatedMlpConfig.read(fields)] * num_dense + [_read_experts(fields)] * (num_layers - num_dense)
-    return _build(config, mlps, dtype, device, shard)
+    return _build(config, mlps, site)
 
 
 def _read_dense_size(fields: Fields) -> int:
@@ -96,13 +92,7 @@ def _read_experts(fields: Fields) -> SigmoidMoeConfig:
     )
 
 
-def _build(
-    config: ModelConfig,
-    mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    shard: Shard,
-) -> CausalLM:
+def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig], site: Site) -> CausalLM:
     """Build the model of a configuration, given the feed-forward part of each layer."""
     fields = config.text
     eps = read_eps(fields, "norm_eps")
@@ -111,21 +101,16 @@ def _build(
 
     def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> DecoderLayer:
         return DecoderLayer(
-            Attention(attention, dtype, device, shard)
-            if kind == "full_attention"
-            else ShortConv(conv, dtype, device, shard),
-            SigmoidMoe(mlp, dtype, device, shard)
-            if isinstance(mlp, SigmoidMoeConfig)
-            else GatedMlp(mlp, dtype, device, shard),
+            Attention(attention, site) if kind == "full_attention" else ShortConv(conv, site),
+            SigmoidMoe(mlp, site) if isinstance(mlp, SigmoidMoeConfig) else GatedMlp(mlp, site),
             norm,
             hidden_size,
-            dtype,
-            device,
+            site,
         )
 
     layers = [build_layer(*kinds) for kinds in zip(read_layer_types(fields, LAYER_TYPES), mlps, strict=True)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary_frequencies(fields), shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, rotary_frequencies(fields), shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -17,13 +15,13 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
 
 LAYER_TYPES: Final = ("full_attention",)
 
 
-def build_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_llama(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -33,16 +31,11 @@ def build_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     if fields.flag("mlp_bias"):
         fields.reject("mlp_bias", "false")
     mlps = [GatedMlpConfig.read(fields)] * len(read_layer_types(fields, LAYER_TYPES))
-    return build(config, QueryKeyNorm.NONE, mlps, dtype, device, shard)
+    return build(config, QueryKeyNorm.NONE, mlps, site)
 
 
 def build(
-    config: ModelConfig,
-    norm: QueryKeyNorm,
-    mlps: Sequence[GatedMlpConfig | SparseMoeConfig],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    shard: Shard,
+    config: ModelConfig, norm: QueryKeyNorm, mlps: Sequence[GatedMlpConfig | SparseMoeConfig], site: Site
 ) -> CausalLM:
     """Build the model of a configuration with Llama's field names.
 
@@ -60,18 +53,15 @@ def build(
     residual_norm = plain(attention.eps)
     layers = [
         DecoderLayer(
-            Attention(attention, dtype, device, shard),
-            SparseMoe(mlp, dtype, device, shard)
-            if isinstance(mlp, SparseMoeConfig)
-            else GatedMlp(mlp, dtype, device, shard),
+            Attention(attention, site),
+            SparseMoe(mlp, site) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, site),
             residual_norm,
             attention.hidden_size,
-            dtype,
-            device,
+            site,
         )
         for mlp in mlps
     ]
-    decoder = Decoder(layers, residual_norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, residual_norm, rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import (
     MAX_HEAD_DIM,
     UNLIMITED_POSITION,
@@ -25,7 +23,7 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("linear_attention",)
@@ -34,35 +32,26 @@ PUBLISHED: Final = {"embed_tokens": "embeddings", "norm": "norm_f"}
 """Published names that differ from other families'."""
 
 
-def build_mamba(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_mamba(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
-    return _build(config.text, InnerNorm.NONE, 1.0, dtype, device, shard)
+    return _build(config.text, InnerNorm.NONE, 1.0, site)
 
 
-def build_falcon_mamba(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_falcon_mamba(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
         ConfigError: a setting is not supported.
     """
     fields = config.text
-    return _build(fields, InnerNorm.PLAIN, read_eps(fields, "mixer_rms_eps"), dtype, device, shard)
+    return _build(fields, InnerNorm.PLAIN, read_eps(fields, "mixer_rms_eps"), site)
 
 
-def _build(
-    fields: Fields,
-    norm: InnerNorm,
-    inner_eps: float,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    shard: Shard,
-) -> CausalLM:
+def _build(fields: Fields, norm: InnerNorm, inner_eps: float, site: Site) -> CausalLM:
     fields.choice("hidden_act", ["silu"])
     mamba = Mamba1Config(
         hidden_size=fields.size("hidden_size"),
@@ -77,11 +66,11 @@ def _build(
     )
     residual_norm, hidden_size = plain(read_eps(fields, "layer_norm_epsilon")), mamba.hidden_size
     layers = [
-        DecoderLayer(Mamba1Layer(mamba, dtype, device, shard), None, residual_norm, hidden_size, dtype, device)
+        DecoderLayer(Mamba1Layer(mamba, site), None, residual_norm, hidden_size, site)
         for _ in read_layer_types(fields, LAYER_TYPES)
     ]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, residual_norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, residual_norm, None, shape, site, is_tied=is_tied)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

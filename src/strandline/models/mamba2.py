@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_types, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 NAMES: Final = Mamba2Names(
@@ -34,7 +32,7 @@ LAYER_TYPES: Final = ("linear_attention",)
 OLD_EMBEDDING: Final = "backbone.embedding.weight"
 
 
-def build_mamba2(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_mamba2(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -46,10 +44,10 @@ def build_mamba2(config: ModelConfig, dtype: torch.dtype, device: torch.device |
     mamba2, norm = Mamba2Config.read(fields, NAMES, eps), plain(eps)
     shape, is_tied = (read_vocab_size(fields), mamba2.hidden_size), fields.flag("tie_word_embeddings")
     layers = [
-        DecoderLayer(Mamba2Layer(mamba2, dtype, device, shard), None, norm, mamba2.hidden_size, dtype, device)
+        DecoderLayer(Mamba2Layer(mamba2, site), None, norm, mamba2.hidden_size, site)
         for _ in read_layer_types(fields, LAYER_TYPES)
     ]
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, None, shape, site, is_tied=is_tied)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

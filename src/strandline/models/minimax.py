@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -21,7 +19,7 @@ from strandline.models.layers.lightning import LightningAttention, LightningConf
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.normed_stream import NormedStreamLayer, StreamScale
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -33,9 +31,7 @@ MAX_BLOCK_SIZE: Final = 2**14
 MAX_FACTOR: Final = 1e4
 
 
-def build_minimax(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_minimax(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -58,21 +54,18 @@ def build_minimax(
         is_linear = kind == "linear_attention"
         lightning = _read_lightning(fields, attention, index / (len(layer_types) - 1 + 1e-5))
         return NormedStreamLayer(
-            LightningAttention(lightning, dtype, device, shard)
-            if is_linear
-            else Attention(attention, dtype, device, shard),
-            SparseMoe(moe, dtype, device, shard),
+            LightningAttention(lightning, site) if is_linear else Attention(attention, site),
+            SparseMoe(moe, site),
             norm,
             hidden_size,
-            dtype,
-            device,
+            site,
             mixer_scale=_read_scale(fields, "linear_attn" if is_linear else "full_attn"),
             mlp_scale=mlp_scale,
         )
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

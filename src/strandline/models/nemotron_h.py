@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from strandline.config_fields import DTYPES, Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
@@ -29,8 +28,8 @@ from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
-from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import read_routing
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention", "mlp", "moe")
@@ -50,9 +49,7 @@ NAMES: Final = Mamba2Names(
 )
 
 
-def build_nemotron_h(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -79,21 +76,21 @@ def build_nemotron_h(
         mlp: ReluSquaredMlp | ReluSquaredMoe | None = None
         for kind in kinds:
             if kind == "full_attention":
-                mixer = Attention(attention, dtype, device, shard)
+                mixer = Attention(attention, site)
             elif kind == "linear_attention":
-                mixer = Mamba2Layer(mamba2, dtype, device, shard)
+                mixer = Mamba2Layer(mamba2, site)
             elif kind == "moe":
-                mlp = ReluSquaredMoe(experts or _read_experts(fields), dtype, device, shard)
+                mlp = ReluSquaredMoe(experts or _read_experts(fields), site)
             else:
-                mlp = ReluSquaredMlp(hidden_size, mlp_size, dtype, device, shard, has_bias=has_bias)
-        return DecoderLayer(mixer, mlp, norm, hidden_size, dtype, device)
+                mlp = ReluSquaredMlp(hidden_size, mlp_size, site, has_bias=has_bias)
+        return DecoderLayer(mixer, mlp, norm, hidden_size, site)
 
     def build_draft_layer() -> DraftLayer:
         layer = build_layer(*_read_draft_parts(fields))
-        return DraftLayer(layer, _published_draft_layer, norm, hidden_size, dtype, device)
+        return DraftLayer(layer, _published_draft_layer, norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, norm, None, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, None, shape, site, is_tied=is_tied)
     has_draft_layer = fields.size(DRAFT_LAYERS, at_least=0, default=0) > 0
     published = partial(_published, decoder, layers)
     return CausalLM(decoder, max_position, published, build_draft_layer if has_draft_layer else None)

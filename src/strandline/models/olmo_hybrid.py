@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -22,7 +20,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, PostNormLaye
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -31,9 +29,7 @@ OUTPUT_NORM_EPS: Final = 1e-5
 """Epsilon of the gated norm, independent of the other norms'."""
 
 
-def build_olmo_hybrid(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_olmo_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -48,14 +44,14 @@ def build_olmo_hybrid(
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
     def build_layer(kind: str) -> DecoderLayer:
-        rest = (GatedMlp(mlp, dtype, device, shard), norm, hidden_size, dtype, device)
+        rest = (GatedMlp(mlp, site), norm, hidden_size, site)
         if kind == "full_attention":
-            return PostNormLayer(Attention(attention, dtype, device, shard), *rest)
-        return DecoderLayer(GatedDeltaNet(gated_delta, dtype, device, shard), *rest)
+            return PostNormLayer(Attention(attention, site), *rest)
+        return DecoderLayer(GatedDeltaNet(gated_delta, site), *rest)
 
     layers = [build_layer(kind) for kind in layer_types]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, _read_rotary(fields), shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, _read_rotary(fields), shape, site, is_tied=is_tied)
     max_position = read_max_position(fields)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 

@@ -5,21 +5,19 @@ Source: ``transformers`` (``qwen3``, ``qwen3_moe``).
 
 from typing import Final
 
-import torch
-
 from strandline.config_fields import read_layer_types
 from strandline.model_config import ModelConfig
 from strandline.models import llama
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import QueryKeyNorm
 from strandline.models.layers.mlp import GatedMlpConfig
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.qwen3_next import read_mlps
 
 LAYER_TYPES: Final = ("full_attention",)
 
 
-def build_qwen3(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_qwen3(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -27,12 +25,10 @@ def build_qwen3(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     """
     fields = config.text
     mlps = [GatedMlpConfig.read(fields)] * len(read_layer_types(fields, LAYER_TYPES))
-    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device, shard)
+    return llama.build(config, QueryKeyNorm.PLAIN, mlps, site)
 
 
-def build_qwen3_moe(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_qwen3_moe(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -42,4 +38,4 @@ def build_qwen3_moe(
     if fields.value("use_sliding_window") and fields.value("sliding_window") is not None:
         fields.reject("use_sliding_window", "false")
     mlps = read_mlps(fields, len(read_layer_types(fields, LAYER_TYPES)), is_shared=False)
-    return llama.build(config, QueryKeyNorm.PLAIN, mlps, dtype, device, shard)
+    return llama.build(config, QueryKeyNorm.PLAIN, mlps, site)

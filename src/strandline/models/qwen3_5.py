@@ -4,8 +4,6 @@ For multimodal models only the text part is built; the vision tower's tensors ar
 projections of a Gated DeltaNet layer are published separately.
 """
 
-import torch
-
 from strandline.config_fields import Fields
 from strandline.model_config import ModelConfig
 from strandline.models import qwen3_hybrid
@@ -13,14 +11,12 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.layers.moe import SparseMoeConfig
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, stacked_rows
 from strandline.models.qwen3_hybrid import HybridConfig, MlpConfig
 
 
-def build_qwen3_5(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_qwen3_5(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters: experts in every layer if it counts any.
 
     Raises:
@@ -29,7 +25,7 @@ def build_qwen3_5(
     hybrid = HybridConfig.read(config.text)
     mlps = [read_mlp(config.text)] * len(hybrid.layer_types)
     is_tied = config.text.flag("tie_word_embeddings")
-    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, shard, is_tied=is_tied)
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site, is_tied=is_tied)
 
 
 def read_mlp(fields: Fields) -> MlpConfig:

@@ -9,8 +9,6 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
@@ -20,7 +18,7 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
@@ -67,35 +65,27 @@ class HybridConfig:
 
 
 def build(
-    config: HybridConfig,
-    mlps: Sequence[MlpConfig],
-    in_proj_targets: InProjTargets,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    shard: Shard,
-    *,
-    is_tied: bool,
+    config: HybridConfig, mlps: Sequence[MlpConfig], in_proj_targets: InProjTargets, site: Site, *, is_tied: bool
 ) -> CausalLM:
     """Build the model of a configuration.
 
     Args:
         mlps: per layer, its feed-forward part.
         in_proj_targets: the family's input projections, which differ in their published order.
-        dtype: of activations, and of the weights until they are packed.
     """
     norm = zero_centered(config.attention.eps)
     parts = [
-        _build_layer(config, kind, _build_mlp(mlp, dtype, device, shard), norm, in_proj_targets, dtype, device, shard)
+        _build_layer(config, kind, _build_mlp(mlp, site), norm, in_proj_targets, site)
         for kind, mlp in zip(config.layer_types, mlps, strict=True)
     ]
     layers, shape = [part.layer for part in parts], (config.vocab_size, config.attention.hidden_size)
-    decoder = Decoder(layers, norm, config.rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, config.rotary, shape, site, is_tied=is_tied)
 
     def build_draft_layer() -> DraftLayer:
-        mlp = _build_mlp(mlps[-1], dtype, device, shard)
-        part = _build_layer(config, "full_attention", mlp, norm, in_proj_targets, dtype, device, shard)
+        mlp = _build_mlp(mlps[-1], site)
+        part = _build_layer(config, "full_attention", mlp, norm, in_proj_targets, site)
         published = partial(_published_draft_layer, part)
-        return DraftLayer(part.layer, published, norm, config.attention.hidden_size, dtype, device)
+        return DraftLayer(part.layer, published, norm, config.attention.hidden_size, site)
 
     return CausalLM(
         decoder,
@@ -127,17 +117,15 @@ def _build_layer(
     mlp: GatedMlp | SparseMoe,
     norm: ResidualNorm,
     in_proj_targets: InProjTargets,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    shard: Shard,
+    site: Site,
 ) -> _Layer:
     hidden_size = config.attention.hidden_size
     if kind == "full_attention":
-        attention = GatedAttention(config.attention, dtype, device, shard)
-        layer = DecoderLayer(attention, mlp, norm, hidden_size, dtype, device)
+        attention = GatedAttention(config.attention, site)
+        layer = DecoderLayer(attention, mlp, norm, hidden_size, site)
         return _Layer(layer, "self_attn", attention.targets, mlp.targets)
-    gated_delta = GatedDeltaNet(config.gated_delta, dtype, device, shard)
-    layer = DecoderLayer(gated_delta, mlp, norm, hidden_size, dtype, device)
+    gated_delta = GatedDeltaNet(config.gated_delta, site)
+    layer = DecoderLayer(gated_delta, mlp, norm, hidden_size, site)
     return _Layer(
         layer,
         "linear_attn",
@@ -146,10 +134,10 @@ def _build_layer(
     )
 
 
-def _build_mlp(config: MlpConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard) -> GatedMlp | SparseMoe:
+def _build_mlp(config: MlpConfig, site: Site) -> GatedMlp | SparseMoe:
     if isinstance(config, SparseMoeConfig):
-        return SparseMoe(config, dtype, device, shard)
-    return GatedMlp(config, dtype, device, shard)
+        return SparseMoe(config, site)
+    return GatedMlp(config, site)
 
 
 def _published(decoder: Decoder, layers: Sequence[_Layer], names: frozenset[str]) -> NamedTargets:

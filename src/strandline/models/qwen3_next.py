@@ -4,8 +4,6 @@ Input projections of a Gated DeltaNet layer are published as two tensors whose r
 fused into one, in the layer's order.
 """
 
-import torch
-
 from strandline.config_fields import Fields
 from strandline.model_config import ModelConfig
 from strandline.models import qwen3_hybrid
@@ -13,14 +11,12 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.gated_delta import GatedDeltaNet
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.layers.moe import SparseMoeConfig
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, interleaved
 from strandline.models.qwen3_hybrid import HybridConfig, MlpConfig
 
 
-def build_qwen3_next(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_qwen3_next(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -29,7 +25,7 @@ def build_qwen3_next(
     hybrid, fields = HybridConfig.read(config.text), config.text
     mlps = read_mlps(fields, len(hybrid.layer_types))
     is_tied = fields.flag("tie_word_embeddings")
-    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, dtype, device, shard, is_tied=is_tied)
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site, is_tied=is_tied)
 
 
 def read_mlps(fields: Fields, num_layers: int, *, is_shared: bool = True) -> list[MlpConfig]:

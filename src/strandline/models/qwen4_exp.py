@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import torch
-
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -26,7 +24,7 @@ from strandline.models.layers.indexed_attention import IndexedAttention, Indexed
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesConfig
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
 from strandline.models.layers.targets import NamedTargets
 from strandline.models.qwen3_5 import in_proj_targets
@@ -35,9 +33,7 @@ ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
 
 
-def build_qwen4_exp(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -52,18 +48,15 @@ def build_qwen4_exp(
 
     def build_layer(index: int, kind: str) -> StreamsLayer:
         mixer: IndexedAttention | GatedDeltaNet
-        if kind == ATTENTION:
-            mixer = IndexedAttention(attention, dtype, device, shard)
-        else:
-            mixer = GatedDeltaNet(gated_delta, dtype, device, shard)
-        features = NgramFeatures(ngrams[index], dtype, device, shard) if index in ngrams else None
-        mixes = GatedMix(streams, dtype, device), GatedMix(streams, dtype, device)
-        return StreamsLayer(mixer, SparseMoe(moe, dtype, device, shard), mixes, features, streams, dtype, device)
+        mixer = IndexedAttention(attention, site) if kind == ATTENTION else GatedDeltaNet(gated_delta, site)
+        features = NgramFeatures(ngrams[index], site) if index in ngrams else None
+        mixes = GatedMix(streams, site), GatedMix(streams, site)
+        return StreamsLayer(mixer, SparseMoe(moe, site), mixes, features, streams, site)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
     is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
-    last_mix = LastGatedMix(streams, dtype, device)
-    decoder = StreamsDecoder(layers, last_mix, streams, rotary, vocab_size, dtype, device, is_tied=is_tied, shard=shard)
+    last_mix = LastGatedMix(streams, site)
+    decoder = StreamsDecoder(layers, last_mix, streams, rotary, vocab_size, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

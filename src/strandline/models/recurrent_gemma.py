@@ -20,15 +20,13 @@ from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
 from strandline.models.layers.griffin import GeluMlp, GriffinConfig, GriffinLayer
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("linear_attention", "sliding_attention")
 
 
-def build_recurrent_gemma(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-) -> CausalLM:
+def build_recurrent_gemma(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -44,14 +42,11 @@ def build_recurrent_gemma(
 
     def build_layer(kind: str) -> DecoderLayer:
         return DecoderLayer(
-            Attention(attention, dtype, device, shard)
-            if kind == "sliding_attention"
-            else GriffinLayer(griffin, dtype, device, shard),
-            GeluMlp(hidden_size, mlp_size, dtype, device, shard),
+            Attention(attention, site) if kind == "sliding_attention" else GriffinLayer(griffin, site),
+            GeluMlp(hidden_size, mlp_size, site),
             norm,
             hidden_size,
-            dtype,
-            device,
+            site,
         )
 
     layers = [build_layer(kind) for kind in layer_types]
@@ -60,10 +55,8 @@ def build_recurrent_gemma(
         norm,
         rotary_frequencies(fields),
         (read_vocab_size(fields), hidden_size),
-        dtype,
-        device,
+        site,
         is_tied=fields.flag("tie_word_embeddings"),
-        shard=shard,
         # Published models were trained with a rounded factor.
         embedding_multiplier=float(torch.tensor(hidden_size**0.5, dtype=torch.bfloat16)),
         logits_soft_cap=fields.number("logits_soft_cap", at_least=1e-3, at_most=1e6),

@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-import torch
-
 from strandline.model_config import ModelConfig
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
@@ -13,7 +11,7 @@ from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.inkling import build_inkling
 from strandline.models.jamba import build_jamba
 from strandline.models.kimi_linear import build_kimi_linear
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.llama import build_llama
 from strandline.models.mamba import build_falcon_mamba, build_mamba
@@ -33,14 +31,8 @@ from strandline.models.zaya import build_zaya
 class Builder(Protocol):
     """Builds the model of a configuration, with unfilled parameters."""
 
-    def __call__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> CausalLM:
+    def __call__(self, config: ModelConfig, site: Site) -> CausalLM:
         """Build it.
-
-        Args:
-            dtype: of activations, and of the weights until they are packed.
-            shard: which part of the model to build.
 
         Raises:
             ConfigError: a setting is not supported, or the model cannot be divided into these shards.

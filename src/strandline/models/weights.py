@@ -22,9 +22,9 @@ from tqdm import tqdm
 from strandline.config_fields import DTYPES, Fields
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
-from strandline.models.layers.parameters import Gain, matrices_without_memory
 from strandline.models.layers.protocol import LoadableModel
 from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Gain, Site, matrices_without_memory
 from strandline.models.layers.targets import Target
 from strandline.models.registry import builder_for
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
@@ -109,7 +109,8 @@ def load_model(
     formats = read_formats(config)
     keeps_quantized = keeps_quantized and can_stay(formats)
     with matrices_without_memory() if keeps_quantized else nullcontext():
-        model: Any = builder_for(config)(config, published_dtype(config) if dtype == "auto" else dtype, device, shard)
+        site = Site(published_dtype(config) if dtype == "auto" else dtype, device, shard)
+        model: Any = builder_for(config)(config, site)
         if with_draft_layer:
             model.add_draft_layer()
     if kv_cache_dtype is not None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
@@ -21,8 +20,8 @@ from strandline.models.layers.attention import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.shared_block import SharedBlock, SharedBlockConfig, SharedBlockLayer, SharedBlockUse
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("hybrid", "linear_attention")
@@ -38,7 +37,7 @@ GATED_NORM_EPS: Final = 1e-5
 """Epsilon of the Mamba-2 layers' norm, independent of the other norms'."""
 
 
-def build_zamba2(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -51,20 +50,20 @@ def build_zamba2(config: ModelConfig, dtype: torch.dtype, device: torch.device |
     shape, is_tied = (read_vocab_size(fields), block.hidden_size), fields.flag("tie_word_embeddings")
     max_position, norm = read_max_position(fields), plain(block.eps)
     num_blocks = min(fields.size("num_mem_blocks"), layer_types.count("hybrid"))
-    blocks = [SharedBlock(block, dtype, device, shard) for _ in range(num_blocks)]
+    blocks = [SharedBlock(block, site) for _ in range(num_blocks)]
 
     def embed(token_ids_T: Tensor) -> Tensor:
         return decoder.embedding(token_ids_T)
 
     def build_layer(index: int, kind: str) -> DecoderLayer:
-        mamba, rest = Mamba2Layer(mamba2, dtype, device, shard), (None, norm, block.hidden_size, dtype, device)
+        mamba, rest = Mamba2Layer(mamba2, site), (None, norm, block.hidden_size, site)
         if kind == "linear_attention":
             return DecoderLayer(mamba, *rest)
         use = layer_types[:index].count("hybrid")
-        return SharedBlockLayer(SharedBlockUse(blocks[use % num_blocks], mamba, embed, device), *rest)
+        return SharedBlockLayer(SharedBlockUse(blocks[use % num_blocks], mamba, embed, site), *rest)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers, blocks))
 
 

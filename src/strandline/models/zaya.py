@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
@@ -23,9 +22,8 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolved_attention import ConvolvedAttention, ConvolvedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
-from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.rotary import RotaryTable, rotary_frequencies
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.skipping_moe import RouterState, SkippingMoe, SkippingMoeConfig
 from strandline.models.layers.targets import NamedTargets, whole
 
@@ -36,10 +34,10 @@ LAYER_TYPE: Final = "hybrid"
 class ChannelScale(nn.Module):
     """What a vector of the stream is shifted, and then multiplied by."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, hidden_size: int, site: Site) -> None:
         super().__init__()
-        self.scale_E = gain(hidden_size, dtype=dtype, device=device)
-        self.bias_E = parameter(hidden_size, dtype=dtype, device=device)
+        self.scale_E = site.gain(hidden_size)
+        self.bias_E = site.parameter(hidden_size)
 
     def forward(self, x_TE: Tensor) -> Tensor:
         return (x_TE + self.bias_E) * self.scale_E
@@ -63,13 +61,12 @@ class ScaledStreamLayer(DecoderLayer):
         mlp: SkippingMoe,
         norm: ResidualNorm,
         hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
         *,
         is_first: bool,
     ) -> None:
-        super().__init__(mixer, mlp, norm, hidden_size, dtype, device)
-        self.embedded, *scales = (ChannelScale(hidden_size, dtype, device) for _ in range(5))
+        super().__init__(mixer, mlp, norm, hidden_size, site)
+        self.embedded, *scales = (ChannelScale(hidden_size, site) for _ in range(5))
         self.mixed, self.mixer_stream, self.added, self.mlp_stream = scales
         self.is_first = is_first
         if not is_first:
@@ -115,7 +112,7 @@ class ScaledStreamLayer(DecoderLayer):
         yield from self.mlp_stream.targets(f"{prefix}post_mlp_residual_scale.residual")
 
 
-def build_zaya(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE) -> CausalLM:
+def build_zaya(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
 
     Raises:
@@ -131,13 +128,13 @@ def build_zaya(config: ModelConfig, dtype: torch.dtype, device: torch.device | s
 
     def build_layer(index: int) -> ScaledStreamLayer:
         is_first = index == 0
-        mixer = ConvolvedAttention(attention, dtype, device, shard)
-        experts = SkippingMoe(moe, state, dtype, device, shard, is_first=is_first)
-        return ScaledStreamLayer(mixer, experts, norm, hidden_size, dtype, device, is_first=is_first)
+        mixer = ConvolvedAttention(attention, site)
+        experts = SkippingMoe(moe, state, site, is_first=is_first)
+        return ScaledStreamLayer(mixer, experts, norm, hidden_size, site, is_first=is_first)
 
     layers = [build_layer(index) for index in range(num_layers)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
+    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -15,6 +15,7 @@ from strandline.kernels.gemm import linear
 from strandline.kernels.gemm.weights import HalfWeight
 from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.projection import Projection
+from strandline.models.layers.site import Site
 from strandline.models.registry import builder_for
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
@@ -96,7 +97,7 @@ def test_weights_are_counted_without_making_them(tmp_path: Path, is_tied: bool) 
 
 def test_weights_of_the_draft_layer_count_where_it_is_loaded(tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path))
-    model = builder_for(config)(config, torch.float32, "meta")
+    model = builder_for(config)(config, Site(torch.float32, "meta"))
     num_weights = sum(weight.numel() for weight in model.parameters())
     model.add_draft_layer()
     num_drafting = sum(weight.numel() for weight in model.draft_layer.parameters())

@@ -47,6 +47,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from strandline.model_config import ModelConfig, parse_model_config
+from strandline.models.layers.site import Site
 from strandline.models.registry import ARCHITECTURES
 
 VOCAB_SIZE = 97
@@ -794,7 +795,7 @@ REPRESENTATIVES += ["olmo_hybrid", "qwen4_exp", "recurrent_gemma", "zaya"]
 def kinds_of_layers(name: str) -> set[str]:
     """Return the operations on sequences that a model's layers consist of."""
     config = model_config(config_of(name))
-    operations = ARCHITECTURES[config.architecture](config, torch.float32, "meta").operations
+    operations = ARCHITECTURES[config.architecture](config, Site(torch.float32, "meta")).operations
     return {x.name for x in operations if x.name.endswith(("_prefill", "attention"))}
 
 

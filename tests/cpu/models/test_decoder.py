@@ -11,6 +11,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centere
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 from tests.cpu.models.driver import Driver, Part, Running
@@ -18,10 +19,10 @@ from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config, promp
 
 CONFIG = model_config(config_of("qwen3_5")).text
 HIDDEN_SIZE = CONFIG.size("hidden_size")
-DEVICE = torch.device("cpu")
+SITE = Site(torch.float32, torch.device("cpu"))
 NORM = zero_centered(1e-6)
 
-layer = partial(DecoderLayer, norm=NORM, hidden_size=HIDDEN_SIZE, dtype=torch.float32, device=DEVICE)
+layer = partial(DecoderLayer, norm=NORM, hidden_size=HIDDEN_SIZE, site=SITE)
 
 
 def no_names(names: frozenset[str]) -> NamedTargets:
@@ -30,7 +31,7 @@ def no_names(names: frozenset[str]) -> NamedTargets:
 
 def make_model(layers: Sequence[DecoderLayer], rotary: RotaryFrequencies | None) -> CausalLM:
     shape = (VOCAB_SIZE, HIDDEN_SIZE)
-    decoder = Decoder(layers, NORM, rotary, shape, torch.float32, DEVICE, is_tied=False)
+    decoder = Decoder(layers, NORM, rotary, shape, SITE, is_tied=False)
     return CausalLM(decoder, 512, no_names)
 
 
@@ -52,15 +53,15 @@ def fill(model: CausalLM) -> None:
 
 
 def gated_delta() -> GatedDeltaNet:
-    return GatedDeltaNet(GatedDeltaNetConfig.read(CONFIG), torch.float32, DEVICE)
+    return GatedDeltaNet(GatedDeltaNetConfig.read(CONFIG), SITE)
 
 
 def attention() -> GatedAttention:
-    return GatedAttention(AttentionConfig.read(CONFIG, QueryKeyNorm.ZERO_CENTERED), torch.float32, DEVICE)
+    return GatedAttention(AttentionConfig.read(CONFIG, QueryKeyNorm.ZERO_CENTERED), SITE)
 
 
 def mlp() -> GatedMlp:
-    return GatedMlp(GatedMlpConfig(HIDDEN_SIZE, 24), torch.float32, DEVICE)
+    return GatedMlp(GatedMlpConfig(HIDDEN_SIZE, 24), SITE)
 
 
 def test_a_pair_equals_its_parts_as_two_layers() -> None:

@@ -16,6 +16,7 @@ from strandline.models.layers.ngram_features import (
     primes_from,
 )
 from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site
 from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
@@ -48,7 +49,7 @@ def test_primes_and_multipliers_are_those_of_transformers() -> None:
 def test_features_equal_transformers_around_end_tokens() -> None:
     config, token_ids = read_config(), [END, 3, END, 4, 5, END, END, 6, 7, 8, 3, END, 9, 9]
     oracle = Qwen4ExpTextNGramEmbedding(config_of("qwen4_exp"), config.feature_dim, 0, 1)
-    table = NgramTable(config, torch.float32, "cpu")
+    table = NgramTable(config, Site(torch.float32, "cpu"))
     table.use_kernels(reference_kernels(()))
     table.embed_ZD.copy_(oracle.ngram_embedding.weight.detach())
     expected = oracle(torch.tensor([token_ids]), None)[0].detach()
@@ -64,7 +65,7 @@ def test_a_table_in_parts_is_the_table_divided_among_ranks() -> None:
     token_ids_TN = ngrams(list(range(20)))
 
     def features(published: dict[str, Tensor], ranks: RankThread) -> Tensor:
-        table = NgramTable(config, torch.float32, "cpu", Shard(ranks.rank, ranks.size))
+        table = NgramTable(config, Site(torch.float32, "cpu", Shard(ranks.rank, ranks.size)))
         targets = dict(table.targets(PREFIX, frozenset(published)))
         assert targets.keys() == published.keys()
         for name, target in targets.items():

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEADS, Fields, read_eps, read_head_dim
@@ -26,10 +25,10 @@ from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, Target, interleaved, sharded, whole
 from strandline.models.layers.wide_norm import rms_norm_over_ranks
 from strandline.specs import E4M3, LayerSpec, kv_spec
@@ -108,43 +107,33 @@ class Attention(nn.Module):
     Its recurrence is None: it keeps only streams. Their ``kv_dtype`` may be changed before it is bound.
 
     Args:
-        dtype: of activations, keys and values, and of the weights until they are packed.
-        shard: of the heads; if there are fewer key/value heads than shards, several shards hold the same ones.
+        site: the shard divides the heads; several shards hold the same key/value heads if there are fewer of these.
         is_gated: whether the input projection has gate rows after the values, as many as for queries.
     """
 
     recurrence = None
     operations: tuple[Operation[..., Any], ...] = (prepare_qkv, paged_attention)
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-        *,
-        is_gated: bool = False,
-    ) -> None:
+    def __init__(self, config: AttentionConfig, site: Site, *, is_gated: bool = False) -> None:
         super().__init__()
-        self.shard, self.kv_shard = shard, shard.shared(config.num_kv_heads, KV_HEADS)
-        self.config = config = config.of(shard)
-        self.dtype = dtype
-        self.kv_dtype, self.kv_scales = dtype_name(dtype), KVScales()
+        self.shard, self.kv_shard = site.shard, site.shard.shared(config.num_kv_heads, KV_HEADS)
+        self.config = config = config.of(site.shard)
+        self.dtype = site.dtype
+        self.kv_dtype, self.kv_scales = dtype_name(site.dtype), KVScales()
         head_dim, hidden_size = config.head_dim, config.hidden_size
         query_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.sizes = [query_rows, kv_rows, kv_rows, query_rows if is_gated else 0]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device, has_bias=config.has_bias)
+        self.in_proj = Projection(sum(self.sizes), hidden_size, site, has_bias=config.has_bias)
         """Rows: query, key, value, gate."""
         has_out_bias = config.has_bias if config.has_out_bias is None else config.has_out_bias
-        self.out_proj = SummedProjection(hidden_size, query_rows, dtype, device, shard, has_bias=has_out_bias)
+        self.out_proj = SummedProjection(hidden_size, query_rows, site, has_bias=has_out_bias)
         if config.norm is QueryKeyNorm.WIDE:
             self.operations = (*self.operations, rms_norm)
-            self.q_norm_O = gain(query_rows, dtype=dtype, device=device)
-            self.k_norm_O = gain(kv_rows, dtype=dtype, device=device)
+            self.q_norm_O = site.gain(query_rows)
+            self.k_norm_O = site.gain(kv_rows)
         elif config.norm is not QueryKeyNorm.NONE:
-            weight = parameter if config.norm is QueryKeyNorm.ZERO_CENTERED else gain
-            self.q_norm_D = weight(head_dim, dtype=dtype, device=device)
-            self.k_norm_D = weight(head_dim, dtype=dtype, device=device)
+            weight = site.parameter if config.norm is QueryKeyNorm.ZERO_CENTERED else site.gain
+            self.q_norm_D, self.k_norm_D = weight(head_dim), weight(head_dim)
 
     @property
     def takes_quantized(self) -> bool:
@@ -231,10 +220,8 @@ class GatedAttention(Attention):
 
     operations = (*Attention.operations, *with_quantized(sigmoid_gate))
 
-    def __init__(
-        self, config: AttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
-        super().__init__(config, dtype, device, shard, is_gated=True)
+    def __init__(self, config: AttentionConfig, site: Site) -> None:
+        super().__init__(config, site, is_gated=True)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

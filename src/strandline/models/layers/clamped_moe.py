@@ -16,10 +16,9 @@ from strandline.kernels.expert_choices import Summand
 from strandline.kernels.rowwise.activation import clamped_swiglu
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.mlp import GatedMlpConfig, gated_mlp_targets
-from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.sigmoid_moe import SigmoidMoeConfig
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
 
 MIN_LIMIT, MAX_LIMIT = 1e-3, 1e6
@@ -39,19 +38,12 @@ class ClampedMlp(nn.Module):
 
     operations = (clamped_swiglu,)
 
-    def __init__(
-        self,
-        config: GatedMlpConfig,
-        limit: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-    ) -> None:
+    def __init__(self, config: GatedMlpConfig, limit: float, site: Site) -> None:
         super().__init__()
-        self.limit, self.shard = limit, shard
-        size = config.part_of(shard)
-        self.gate_up = Projection(2 * size, config.hidden_size, dtype, device)
-        self.down = SummedProjection(config.hidden_size, size, dtype, device, shard)
+        self.limit, self.shard = limit, site.shard
+        size = config.part_of(site.shard)
+        self.gate_up = Projection(2 * size, config.hidden_size, site)
+        self.down = SummedProjection(config.hidden_size, size, site)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -74,23 +66,16 @@ class ClampedMoe(nn.Module):
         limit: as of ``ClampedMlp``, for all experts.
     """
 
-    def __init__(
-        self,
-        config: SigmoidMoeConfig,
-        limit: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-    ) -> None:
+    def __init__(self, config: SigmoidMoeConfig, limit: float, site: Site) -> None:
         super().__init__()
         hidden_size, num_experts = config.hidden_size, config.num_experts
-        self.router_dtype = config.router_dtype or dtype
-        self.router = Projection(num_experts, hidden_size, self.router_dtype, device)
-        self.bias_X = parameter(num_experts, dtype=torch.float32, device=device) if config.has_bias else None
-        self.experts = Experts(replace(config.experts, limit=limit), dtype, device, shard)
+        self.router_dtype = config.router_dtype or site.dtype
+        self.router = Projection(num_experts, hidden_size, site.in_dtype(self.router_dtype))
+        self.bias_X = site.parameter(num_experts, dtype=torch.float32) if config.has_bias else None
+        self.experts = Experts(replace(config.experts, limit=limit), site)
         self.shared = None
         if config.shared_size:
-            self.shared = ClampedMlp(GatedMlpConfig(hidden_size, config.shared_size), limit, dtype, device, shard)
+            self.shared = ClampedMlp(GatedMlpConfig(hidden_size, config.shared_size), limit, site)
 
     def forward(self, hidden_TE: Tensor) -> Summand:
         logits_TX = self.router.multiply(hidden_TE.to(self.router_dtype))

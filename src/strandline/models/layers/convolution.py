@@ -20,7 +20,7 @@ from strandline.kernels.recurrences.conv1d import (
     causal_conv1d_update,
 )
 from strandline.kernels.recurrences.replay import ReplayLog, of_step
-from strandline.models.layers.parameters import dtype_name, parameter
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
 
@@ -29,28 +29,15 @@ MAX_TAPS: Final = 5
 
 
 class CausalConvolution(nn.Module):
-    """The filter of one layer.
-
-    Args:
-        dtype: of activations, the weights and the window.
-    """
+    """The filter of one layer."""
 
     operations = (causal_conv1d_update, causal_conv1d_prefill, causal_conv1d_replay)
 
-    def __init__(
-        self,
-        num_channels: int,
-        num_taps: int,
-        activation: Activation,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        has_bias: bool,
-    ) -> None:
+    def __init__(self, num_channels: int, num_taps: int, activation: Activation, site: Site, *, has_bias: bool) -> None:
         super().__init__()
-        self.activation, self.dtype = activation, dtype
-        self.weight_CW = parameter(num_channels, num_taps, dtype=dtype, device=device)
-        self.bias_C = parameter(num_channels, dtype=dtype, device=device) if has_bias else None
+        self.activation, self.dtype = activation, site.dtype
+        self.weight_CW = site.parameter(num_channels, num_taps)
+        self.bias_C = site.parameter(num_channels) if has_bias else None
 
     @property
     def window(self) -> TensorSpec:
@@ -117,10 +104,8 @@ class ComposedConvolution(CausalConvolution):
         name: of its window, and of what is logged of drafts.
     """
 
-    def __init__(
-        self, name: str, num_channels: int, num_taps: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__(num_channels, num_taps, None, dtype, device, has_bias=False)
+    def __init__(self, name: str, num_channels: int, num_taps: int, site: Site) -> None:
+        super().__init__(num_channels, num_taps, None, site, has_bias=False)
         self.name = name
         filter_CW = torch.zeros_like(self.weight_CW)
         del self.weight_CW
@@ -149,12 +134,10 @@ class ComposedConvolution(CausalConvolution):
 class ResidualConvolution(ComposedConvolution):
     """A convolution whose inputs are added to its results; the filter is float32, whatever the inputs are."""
 
-    def __init__(
-        self, name: str, num_channels: int, num_taps: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__(name, num_channels, num_taps, dtype, device)
+    def __init__(self, name: str, num_channels: int, num_taps: int, site: Site) -> None:
+        super().__init__(name, num_channels, num_taps, site)
         self.register_buffer("weight_CW", self.weight_CW.float(), persistent=False)
-        self.taps_CW = parameter(num_channels, num_taps, dtype=torch.float32, device=device)
+        self.taps_CW = site.parameter(num_channels, num_taps, dtype=torch.float32)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

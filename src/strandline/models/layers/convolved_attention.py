@@ -27,9 +27,8 @@ from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -74,20 +73,12 @@ class DelayedConvolution(CausalConvolution):
         num_others: channels that are only delayed; they follow the copies.
     """
 
-    def __init__(
-        self,
-        num_channels: int,
-        num_taps: int,
-        num_delays: int,
-        num_others: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, num_channels: int, num_taps: int, num_delays: int, num_others: int, site: Site) -> None:
         all_channels, all_taps = num_delays * num_channels + num_others, num_taps + num_delays - 1
-        super().__init__(all_channels, all_taps, None, dtype, device, has_bias=True)
+        super().__init__(all_channels, all_taps, None, site, has_bias=True)
         self.num_delays = num_delays
-        self.taps_CK = parameter(num_channels, num_taps, dtype=dtype, device=device)
-        self.shift_C = parameter(num_channels, dtype=dtype, device=device)
+        self.taps_CK = site.parameter(num_channels, num_taps)
+        self.shift_C = site.parameter(num_channels)
         # Composed of the published ones: these are no parameters.
         for name in ("weight_CW", "bias_C"):
             values = torch.zeros_like(getattr(self, name))
@@ -111,20 +102,18 @@ class ConvolvedAttention(Attention):
 
     operations = (*Attention.operations, head_linear)
 
-    def __init__(
-        self, config: ConvolvedAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
-        if shard.count > 1:
-            raise ConfigError(f"--tensor-parallel-size {shard.count}: convolved attention is computed on one rank")
-        super().__init__(config.attention, dtype, device)
+    def __init__(self, config: ConvolvedAttentionConfig, site: Site) -> None:
+        if site.shard.count > 1:
+            raise ConfigError(f"--tensor-parallel-size {site.shard.count}: convolved attention is computed on one rank")
+        super().__init__(config.attention, site)
         head_dim, num_kv_heads = config.attention.head_dim, config.attention.num_kv_heads
         num_taps, num_delays = config.num_depthwise_taps, config.num_grouped_taps
         self.num_convolved, self.num_delayed = sum(self.sizes[:2]), self.sizes[2] // 2
-        self.conv = DelayedConvolution(self.num_convolved, num_taps, num_delays, self.num_delayed, dtype, device)
-        self.grouped_CDK = parameter(self.num_convolved, head_dim, num_delays, dtype=dtype, device=device)
-        self.grouped_bias_C = parameter(self.num_convolved, dtype=dtype, device=device)
-        self.key_scale_G = parameter(num_kv_heads, dtype=dtype, device=device)
-        self.register_buffer("ones_D", torch.ones(head_dim, dtype=dtype, device=device), persistent=False)
+        self.conv = DelayedConvolution(self.num_convolved, num_taps, num_delays, self.num_delayed, site)
+        self.grouped_CDK = site.parameter(self.num_convolved, head_dim, num_delays)
+        self.grouped_bias_C = site.parameter(self.num_convolved)
+        self.key_scale_G = site.parameter(num_kv_heads)
+        self.register_buffer("ones_D", torch.ones(head_dim, dtype=site.dtype, device=site.device), persistent=False)
 
     ones_D: Tensor
 

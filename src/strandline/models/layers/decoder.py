@@ -35,11 +35,10 @@ from strandline.kernels.rowwise.norm import (
 from strandline.kernels.rowwise.quantized_rows import plain_rows
 from strandline.kernels.rowwise.quantizing import QUANTIZED, with_quantized
 from strandline.kernels.rowwise.rotary import rotary_table
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, spanned, whole
 from strandline.specs import LayerSpec, ModelSpec
 
@@ -76,17 +75,17 @@ class ResidualNorm:
     """Adds a part's output to the stream and normalises it, given a weight and ``eps``; also returns the new stream."""
     eps: float
     weight: Callable[..., Tensor]
-    """Creates the weight of a norm: ``gain``, or ``parameter`` if it is added to 1."""
+    """Creates the weight of a norm, given a site and a size: ``gain``, or ``parameter`` if it is added to 1."""
 
 
 def plain(eps: float) -> ResidualNorm:
     """Return the RMS norm whose weight multiplies the rounded result."""
-    return ResidualNorm(rms_norm, add_rms_norm, eps, gain)
+    return ResidualNorm(rms_norm, add_rms_norm, eps, Site.gain)
 
 
 def zero_centered(eps: float) -> ResidualNorm:
     """Return the RMS norm whose weight is added to 1."""
-    return ResidualNorm(rms_norm_zero_centered, add_rms_norm_zero_centered, eps, parameter)
+    return ResidualNorm(rms_norm_zero_centered, add_rms_norm_zero_centered, eps, Site.parameter)
 
 
 class ReplayingMixer(Mixer, Protocol):
@@ -104,7 +103,6 @@ class DecoderLayer(nn.Module):
     Args:
         mixer: a module; None: the layer has none.
         mlp: a module; None: the layer has none.
-        dtype: of the weights of its norms.
         multiplier: of what a part adds to the stream.
     """
 
@@ -114,8 +112,7 @@ class DecoderLayer(nn.Module):
         mlp: FeedForward | None,
         norm: ResidualNorm,
         hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
         *,
         multiplier: float = 1.0,
     ) -> None:
@@ -123,9 +120,9 @@ class DecoderLayer(nn.Module):
         self.norm, self.mixer, self.mlp = norm, mixer, mlp
         self.multiplier = multiplier
         if mixer is not None:
-            self.mixer_norm_E = norm.weight(hidden_size, dtype=dtype, device=device)
+            self.mixer_norm_E = norm.weight(site, hidden_size)
         if mlp is not None:
-            self.mlp_norm_E = norm.weight(hidden_size, dtype=dtype, device=device)
+            self.mlp_norm_E = norm.weight(site, hidden_size)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -251,12 +248,11 @@ class Decoder(nn.Module):
 
     Args:
         rotary: of positions, for mixers that take them; None: no mixer does.
-        dtype: of activations, and of the weights until they are packed.
         is_tied: whether the output head is the embedding.
         embedding_multiplier: of the tokens' embeddings.
         logits_multiplier: of the logits.
         logits_soft_cap: limit of the logits' size, approached smoothly; None: there is none.
-        shard: of the vocabulary, for the embedding and the head.
+        site: the shard divides the vocabulary, for the embedding and the head.
     """
 
     inv_freq_F: Tensor | None
@@ -267,35 +263,33 @@ class Decoder(nn.Module):
         norm: ResidualNorm,
         rotary: RotaryFrequencies | None,
         shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
         *,
         is_tied: bool,
         embedding_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
         logits_soft_cap: float | None = None,
-        shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
-        self.norm, self.dtype = norm, dtype
-        self.shard, self.vocab_size = shard, shape[0]
+        self.norm, self.dtype = norm, site.dtype
+        self.shard, self.vocab_size = site.shard, shape[0]
         # Those to spare, at the end, are zeros.
-        columns, hidden_size = columns_of(self.vocab_size, shard.index, shard.count), shape[1]
+        columns, hidden_size = columns_of(self.vocab_size, site.shard.index, site.shard.count), shape[1]
         num_rows = len(columns)
         self.held_tokens = range(min(columns.start, self.vocab_size), min(columns.stop, self.vocab_size))
         self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
         self.logits_soft_cap = logits_soft_cap
-        self.embed_ZE = parameter(num_rows, hidden_size, dtype=dtype, device=device)
+        self.embed_ZE = site.parameter(num_rows, hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm_E = norm.weight(hidden_size, dtype=dtype, device=device)
-        self.head = None if is_tied else Projection(num_rows, hidden_size, dtype, device)
+        self.norm_E = norm.weight(site, hidden_size)
+        self.head = None if is_tied else Projection(num_rows, hidden_size, site)
         for weight in (self.embed_ZE, None if self.head is None else self.head.weight_OI):
             if weight is not None:
                 weight[len(self.held_tokens) :].zero_()
         self.num_draftable: int | None = None
         """The first tokens, which alone are drafted; None: all. To be set before ``use_kernels``."""
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
-        inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(device)
+        inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(site.device)
         self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
         self._layers = tuple(layers)
 

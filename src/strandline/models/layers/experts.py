@@ -12,7 +12,6 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from strandline.errors import EngineError
@@ -25,9 +24,8 @@ from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
-from strandline.models.layers.parameters import matrix
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, spanned, unused, whole
 
 MAX_EXPERTS: Final = 2**14
@@ -150,20 +148,12 @@ class Experts(nn.Module):
             it stays quantised only if they do.
     """
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-        *,
-        fused: Projection | None = None,
-    ) -> None:
+    def __init__(self, config: ExpertsConfig, site: Site, *, fused: Projection | None = None) -> None:
         super().__init__()
-        self.config, self.held = config, shard.span(config.num_experts, EXPERTS)
+        self.config, self.held = config, site.shard.span(config.num_experts, EXPERTS)
         num_held, num_channels, size = len(self.held), config.num_channels, config.size
-        self.up_XFE = matrix(num_held, (1 + config.is_gated) * size, num_channels, dtype=dtype, device=device)
-        self.down_XEF = matrix(num_held, num_channels, size, dtype=dtype, device=device)
+        self.up_XFE = site.matrix(num_held, (1 + config.is_gated) * size, num_channels)
+        self.down_XEF = site.matrix(num_held, num_channels, size)
         self._quantized = dict[str, ExpertsWeight]()
         self.fused = () if fused is None else (fused,)  # in a tuple: it is not a part of this module
 

@@ -29,10 +29,10 @@ from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gat
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, sharded, stacked_rows, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -94,17 +94,14 @@ class GatedDeltaNet(nn.Module):
     """The recurrent layer: a short convolution over queries, keys and values, then the gated delta rule.
 
     Args:
-        dtype: of activations and the convolution's window, and of the weights until they are packed.
-        shard: of the heads: key heads, each with its value heads.
+        site: the shard divides the heads: key heads, each with its value heads.
     """
 
     operations: tuple[Operation[..., Any], ...] = (*with_quantized(rms_norm_gated), *GatedDelta.operations)
 
-    def __init__(
-        self, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: GatedDeltaNetConfig, site: Site) -> None:
         super().__init__()
-        self.shard, config = shard, config.of(shard)
+        self.shard, config = site.shard, config.of(site.shard)
         self.num_key_heads, self.num_heads = config.num_key_heads, config.num_heads
         self.key_dim, self.value_dim = config.key_dim, config.value_dim
         self.eps, self.is_sigmoid_gated = config.eps, config.is_sigmoid_gated
@@ -115,13 +112,13 @@ class GatedDeltaNet(nn.Module):
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
-        self.in_proj = Projection(sum(self.sizes), config.hidden_size, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), config.hidden_size, site)
         """Rows: query, key, value, output gate (z), write strength (b), decay (a)."""
-        self.conv = CausalConvolution(self.sizes[0], config.num_taps, "silu", dtype, device, has_bias=False)
-        self.A_log_H = parameter(self.num_heads, dtype=torch.float32, device=device)
-        self.dt_bias_H = parameter(self.num_heads, dtype=torch.float32, device=device)
-        self.norm_V = gain(self.value_dim, dtype=dtype, device=device)
-        self.out_proj = SummedProjection(config.hidden_size, value_rows, dtype, device, shard)
+        self.conv = CausalConvolution(self.sizes[0], config.num_taps, "silu", site, has_bias=False)
+        self.A_log_H = site.parameter(self.num_heads, dtype=torch.float32)
+        self.dt_bias_H = site.parameter(self.num_heads, dtype=torch.float32)
+        self.norm_V = site.gain(self.value_dim)
+        self.out_proj = SummedProjection(config.hidden_size, value_rows, site)
 
     @property
     def takes_quantized(self) -> bool:

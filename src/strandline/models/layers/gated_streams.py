@@ -13,15 +13,14 @@ Shape suffixes: T tokens of the step, S streams, E hidden size, R rank of the ga
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields, read_eps
 from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
 from strandline.models.layers.moe import PROJECTION_ROWS
-from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
+from strandline.models.layers.site import Site
 from strandline.models.layers.streams import MAX_STREAMS, Mixed
 from strandline.models.layers.targets import NamedTargets, whole
 
@@ -49,19 +48,17 @@ class GatedMix(nn.Module):
         is_last: whether nothing is added to the streams behind it.
     """
 
-    def __init__(
-        self, config: GatedStreamsConfig, dtype: torch.dtype, device: torch.device | str, *, is_last: bool = False
-    ) -> None:
+    def __init__(self, config: GatedStreamsConfig, site: Site, *, is_last: bool = False) -> None:
         super().__init__()
         self.config, self.is_last = config, is_last
         num_streams, width = config.num_streams, config.num_streams * config.hidden_size
-        self.norm_SE = parameter(num_streams, config.hidden_size, dtype=dtype, device=device)
+        self.norm_SE = site.parameter(num_streams, config.hidden_size)
         self.sizes = [config.rank, 0 if is_last else num_streams]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.sizes), width, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), width, site)
         """Rows: what the gate of channels is made of, the gate of streams, and zeros."""
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
-        self.gate_proj = Projection(width, config.rank, dtype, device)
+        self.gate_proj = Projection(width, config.rank, site)
 
     def forward(self, stream_TSE: Tensor) -> Mixed:
         """Return the mix, the streams as they are, and weights of what is added to them."""
@@ -85,9 +82,9 @@ class GatedMix(nn.Module):
 class LastGatedMix(nn.Module):
     """The gates before the output head."""
 
-    def __init__(self, config: GatedStreamsConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: GatedStreamsConfig, site: Site) -> None:
         super().__init__()
-        self.mix = GatedMix(config, dtype, device, is_last=True)
+        self.mix = GatedMix(config, site, is_last=True)
 
     def forward(self, stream_TSE: Tensor) -> Tensor:
         mixed_TE: Tensor = self.mix(stream_TSE).mixed_TE

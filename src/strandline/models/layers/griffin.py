@@ -26,11 +26,11 @@ from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, 
 from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
 from strandline.kernels.rowwise.activation import geglu
 from strandline.models.layers.convolution import CausalConvolution
-from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -65,31 +65,28 @@ class GriffinLayer(nn.Module):
     """The recurrent layer.
 
     Args:
-        dtype: of activations and the convolution's window, and of the weights until they are packed.
-        shard: of the blocks.
+        site: the shard divides the blocks.
     """
 
     operations = (rglru_prefill, rglru_decode, head_linear)
 
-    def __init__(
-        self, config: GriffinConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: GriffinConfig, site: Site) -> None:
         super().__init__()
-        self.shard, config = shard, config.of(shard)
+        self.shard, config = site.shard, config.of(site.shard)
         size, num_blocks = config.num_channels, config.num_blocks
         width = size // num_blocks
         self.recurrence: UnloggedRecurrence[GatedUnitInputs] = UnloggedRecurrence(
             (rglru_prefill, rglru_decode), (size,), config.state_dtype
         )
-        self.in_proj = Projection(2 * size, config.hidden_size, dtype, device, has_bias=True)
+        self.in_proj = Projection(2 * size, config.hidden_size, site, has_bias=True)
         """Rows: the gelu units (y), what is convolved (x)."""
-        self.conv = CausalConvolution(size, config.num_taps, None, dtype, device, has_bias=True)
-        self.input_gate_HWW = parameter(num_blocks, width, width, dtype=dtype, device=device)
-        self.input_bias_HW = parameter(num_blocks, width, dtype=dtype, device=device)
-        self.decay_gate_HWW = parameter(num_blocks, width, width, dtype=dtype, device=device)
-        self.decay_bias_HW = parameter(num_blocks, width, dtype=dtype, device=device)
-        self.rate_V = parameter(size, dtype=torch.float32, device=device)
-        self.out_proj = SummedProjection(config.hidden_size, size, dtype, device, shard, has_bias=True)
+        self.conv = CausalConvolution(size, config.num_taps, None, site, has_bias=True)
+        self.input_gate_HWW = site.parameter(num_blocks, width, width)
+        self.input_bias_HW = site.parameter(num_blocks, width)
+        self.decay_gate_HWW = site.parameter(num_blocks, width, width)
+        self.decay_bias_HW = site.parameter(num_blocks, width)
+        self.rate_V = site.parameter(size, dtype=torch.float32)
+        self.out_proj = SummedProjection(config.hidden_size, size, site, has_bias=True)
 
     @property
     def spec(self) -> LayerSpec:
@@ -159,14 +156,12 @@ class GeluMlp(nn.Module):
 
     operations = (geglu,)
 
-    def __init__(
-        self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, hidden_size: int, size: int, site: Site) -> None:
         super().__init__()
-        self.shard, size = shard, shard.part_of(size, "channels between a feed-forward part's projections")
-        self.gate_up = Projection(2 * size, hidden_size, dtype, device, has_bias=True)
+        self.shard, size = site.shard, site.shard.part_of(size, "channels between a feed-forward part's projections")
+        self.gate_up = Projection(2 * size, hidden_size, site, has_bias=True)
         """Rows: gate, up."""
-        self.down = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=True)
+        self.down = SummedProjection(hidden_size, size, site, has_bias=True)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from strandline.config_fields import MIN_EPS, Fields, read_eps
 from strandline.kernels.binding import Kernels
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.projection import Projection
+from strandline.models.layers.site import Site
 from strandline.models.layers.streams import MAX_STREAMS, Mixed
 from strandline.models.layers.targets import NamedTargets, whole
 
@@ -57,15 +57,15 @@ class HyperConnection(nn.Module):
 
     operations = (rms_norm,)
 
-    def __init__(self, config: HyperConnectionsConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: HyperConnectionsConfig, site: Site) -> None:
         super().__init__()
         self.config, num_streams = config, config.num_streams
         self.sizes = [num_streams, num_streams, num_streams**2]
-        self.mix_proj = Projection(sum(self.sizes), num_streams * config.hidden_size, torch.float32, device)
+        self.mix_proj = Projection(sum(self.sizes), num_streams * config.hidden_size, site.in_dtype(torch.float32))
         """Rows: mixes of the input, of the output, and of the streams."""
-        self.bias_O = parameter(sum(self.sizes), dtype=torch.float32, device=device)
-        self.scale_3 = parameter(3, dtype=torch.float32, device=device)
-        self.norm_E = gain(config.hidden_size, dtype=dtype, device=device)
+        self.bias_O = site.parameter(sum(self.sizes), dtype=torch.float32)
+        self.scale_3 = site.parameter(3, dtype=torch.float32)
+        self.norm_E = site.gain(config.hidden_size)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -106,10 +106,10 @@ class StreamMean(nn.Module):
 
     operations = (rms_norm,)
 
-    def __init__(self, config: HyperConnectionsConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: HyperConnectionsConfig, site: Site) -> None:
         super().__init__()
         self.eps = config.eps
-        self.norm_E = gain(config.hidden_size, dtype=dtype, device=device)
+        self.norm_E = site.gain(config.hidden_size)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

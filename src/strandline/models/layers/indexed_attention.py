@@ -12,7 +12,6 @@ key, O rows of a fused projection, B blocks, P tokens in a block, F rotated pair
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
@@ -23,10 +22,9 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.rotary import apply_rotary
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
-from strandline.models.layers.parameters import dtype_name, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -70,18 +68,14 @@ class IndexedAttention(GatedAttention):
 
     operations = (*GatedAttention.operations, rms_norm_zero_centered, indexed_attention)
 
-    def __init__(
-        self, config: IndexedAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
-        super().__init__(config.attention, dtype, device, shard)
+    def __init__(self, config: IndexedAttentionConfig, site: Site) -> None:
+        super().__init__(config.attention, site)
         self.indexed = config
         self.index_sizes = [config.num_index_heads * config.index_dim, config.index_dim]
-        self.index_proj = Projection(sum(self.index_sizes), config.attention.hidden_size, dtype, device)
+        self.index_proj = Projection(sum(self.index_sizes), config.attention.hidden_size, site)
         """Rows: index queries, index key."""
-        self.index_q_norm_C, self.index_k_norm_C = (
-            parameter(config.index_dim, dtype=dtype, device=device) for _ in range(2)
-        )
-        self.register_buffer("inv_freq_F", config.rotary.inv_freq_F.to(device), persistent=False)
+        self.index_q_norm_C, self.index_k_norm_C = (site.parameter(config.index_dim) for _ in range(2))
+        self.register_buffer("inv_freq_F", config.rotary.inv_freq_F.to(site.device), persistent=False)
 
     inv_freq_F: Tensor
 

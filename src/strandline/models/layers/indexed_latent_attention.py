@@ -35,10 +35,9 @@ from strandline.kernels.batch import AttentionBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.models.layers.latent_attention import MAX_LATENT, LatentAttention, LatentAttentionConfig
 from strandline.models.layers.moe import PROJECTION_ROWS
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -80,20 +79,20 @@ class TokenIndex(nn.Module):
 
     operations = (choose_groups,)
 
-    def __init__(self, config: IndexedLatentAttentionConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: IndexedLatentAttentionConfig, site: Site) -> None:
         super().__init__()
         self.config, query_rank = config, config.latent.query_rank
         assert query_rank is not None
         num_heads, dim = config.num_index_heads, config.index_dim
         self.sizes = [dim, dim, num_heads]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.sizes), config.latent.hidden_size, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), config.latent.hidden_size, site)
         """Rows: index key, its gates, weights of index heads, and zeros."""
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
-        self.query_proj = Projection(num_heads * dim, query_rank, dtype, device)
-        self.key_norm_C = gain(dim, dtype=dtype, device=device)
-        self.key_norm_bias_C = parameter(dim, dtype=dtype, device=device)
-        self.gate_bias_GC = parameter(config.group_tokens, dim, dtype=dtype, device=device)
+        self.query_proj = Projection(num_heads * dim, query_rank, site)
+        self.key_norm_C = site.gain(dim)
+        self.key_norm_bias_C = site.parameter(dim)
+        self.gate_bias_GC = site.parameter(config.group_tokens, dim)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -152,15 +151,9 @@ class IndexedLatentAttention(LatentAttention):
     operations = (*LatentAttention.operations, indexed_latent_attention)
 
     def __init__(
-        self,
-        config: IndexedLatentAttentionConfig,
-        index: TokenIndex | None,
-        choice: GroupChoice,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
+        self, config: IndexedLatentAttentionConfig, index: TokenIndex | None, choice: GroupChoice, site: Site
     ) -> None:
-        super().__init__(config.latent, dtype, device, shard)
+        super().__init__(config.latent, site)
         self.indexed, self.index, self.choice = config, index, choice
 
     @property

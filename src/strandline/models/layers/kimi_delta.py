@@ -25,11 +25,11 @@ from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
 from strandline.kernels.rowwise.norm import rms_norm_sigmoid_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -77,33 +77,30 @@ class KimiDeltaAttention(nn.Module):
     """The recurrent layer.
 
     Args:
-        dtype: of activations and the convolution's window, and of the weights until they are packed.
-        shard: of the heads; what decays and gates of all heads are made of is computed on every rank.
+        site: the shard divides the heads; what decays and gates of all heads are made of is computed on every rank.
     """
 
     operations = (rms_norm_sigmoid_gated, kda_prefill, kda_decode)
 
-    def __init__(
-        self, config: KimiDeltaAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: KimiDeltaAttentionConfig, site: Site) -> None:
         super().__init__()
-        self.shard = shard
-        self.config = config = config.of(shard)
+        self.shard = site.shard
+        self.config = config = config.of(site.shard)
         hidden_size, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         size = num_heads * head_dim
         self.recurrence: UnloggedRecurrence[KimiDeltaInputs] = UnloggedRecurrence(
             (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype, (config.lower_bound,)
         )
         self.sizes = [3 * size, head_dim, head_dim, num_heads]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: query, key, value; what decays (f) and output gates (g) are made of; write strength (b)."""
-        self.conv = CausalConvolution(3 * size, config.num_taps, "silu", dtype, device, has_bias=False)
-        self.f_proj = Projection(size, head_dim, dtype, device, shard=shard)
-        self.g_proj = Projection(size, head_dim, dtype, device, shard=shard)
-        self.A_log_H = parameter(num_heads, dtype=torch.float32, device=device)
-        self.dt_bias_O = parameter(size, dtype=torch.float32, device=device)
-        self.norm_K = gain(head_dim, dtype=dtype, device=device)
-        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard)
+        self.conv = CausalConvolution(3 * size, config.num_taps, "silu", site, has_bias=False)
+        self.f_proj = Projection(size, head_dim, site, shard=site.shard)
+        self.g_proj = Projection(size, head_dim, site, shard=site.shard)
+        self.A_log_H = site.parameter(num_heads, dtype=torch.float32)
+        self.dt_bias_O = site.parameter(size, dtype=torch.float32)
+        self.norm_K = site.gain(head_dim)
+        self.out_proj = SummedProjection(hidden_size, size, site)
 
     @property
     def spec(self) -> LayerSpec:

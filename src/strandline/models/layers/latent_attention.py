@@ -29,10 +29,10 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, interleaved, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -85,8 +85,7 @@ class LatentAttention(nn.Module):
     Its recurrence is None: it keeps a stream alone.
 
     Args:
-        dtype: of activations and latents, and of the weights until they are packed.
-        shard: of the heads; every rank computes and keeps the latents.
+        site: the shard divides the heads; every rank computes and keeps the latents.
     """
 
     recurrence = None
@@ -97,24 +96,22 @@ class LatentAttention(nn.Module):
         expanded_latent_attention,
     )
 
-    def __init__(
-        self, config: LatentAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
         super().__init__()
-        self.shard, self.dtype = shard, dtype
-        self.config = config = config.of(shard)
+        self.shard, self.dtype = site.shard, site.dtype
+        self.config = config = config.of(site.shard)
         num_heads, hidden_size = config.num_heads, config.hidden_size
         self.query_dims = [config.key_dim, config.shared_dim]
         query_size, rank = num_heads * sum(self.query_dims), config.query_rank
         self.sizes = [query_size if rank is None else rank, config.latent_dim, config.shared_dim]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: query or its latent, latent, shared part of the key."""
-        self.query_norm_Q = None if rank is None else gain(rank, dtype=dtype, device=device)
-        self.query_proj = None if rank is None else Projection(query_size, rank, dtype, device, shard=shard)
-        self.latent_norm_R = gain(config.latent_dim, dtype=dtype, device=device)
-        self.key_up_HKR = parameter(num_heads, config.key_dim, config.latent_dim, dtype=dtype, device=device)
-        self.value_up_HVR = parameter(num_heads, config.value_dim, config.latent_dim, dtype=dtype, device=device)
-        self.out_proj = SummedProjection(hidden_size, num_heads * config.value_dim, dtype, device, shard)
+        self.query_norm_Q = None if rank is None else site.gain(rank)
+        self.query_proj = None if rank is None else Projection(query_size, rank, site, shard=site.shard)
+        self.latent_norm_R = site.gain(config.latent_dim)
+        self.key_up_HKR = site.parameter(num_heads, config.key_dim, config.latent_dim)
+        self.value_up_HVR = site.parameter(num_heads, config.value_dim, config.latent_dim)
+        self.out_proj = SummedProjection(hidden_size, num_heads * config.value_dim, site)
         self.scale = sum(self.query_dims) ** -0.5
 
     @property

@@ -24,11 +24,10 @@ from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
 from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.parameters import dtype_name, gain
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, sharded, unused
 from strandline.models.layers.wide_norm import rms_norm_over_ranks
 from strandline.specs import LayerSpec, TensorSpec
@@ -62,32 +61,29 @@ class LightningAttention(nn.Module):
     """The recurrent layer.
 
     Args:
-        dtype: of activations, and of the weights until they are packed.
-        shard: of the heads.
+        site: the shard divides the heads.
     """
 
     operations = (rms_norm, sigmoid_gate, lightning_prefill, lightning_decode)
     log_decay_H: Tensor
 
-    def __init__(
-        self, config: LightningConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: LightningConfig, site: Site) -> None:
         super().__init__()
-        self.shard, self.num_all_heads = shard, config.num_heads
-        self.config = config = replace(config, num_heads=shard.part_of(config.num_heads, "attention heads"))
+        self.shard, self.num_all_heads = site.shard, config.num_heads
+        self.config = config = replace(config, num_heads=site.shard.part_of(config.num_heads, "attention heads"))
         num_heads, head_dim, hidden_size = config.num_heads, config.head_dim, config.hidden_size
         size = num_heads * head_dim
         self.recurrence: UnloggedRecurrence[LightningInputs] = UnloggedRecurrence(
             (lightning_prefill, lightning_decode), (num_heads, head_dim, head_dim), config.state_dtype
         )
         self.sizes = [3 * size, size]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: head after head the query, the key and the value; then all heads' output gates."""
-        self.norm_O = gain(size, dtype=dtype, device=device)
-        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard)
-        held = slice(shard.index * num_heads, (shard.index + 1) * num_heads)
+        self.norm_O = site.gain(size)
+        self.out_proj = SummedProjection(hidden_size, size, site)
+        held = slice(site.shard.index * num_heads, (site.shard.index + 1) * num_heads)
         log_decay_H = log_decays(self.num_all_heads, config.depth)[held]
-        self.register_buffer("log_decay_H", log_decay_H.to(device), persistent=False)
+        self.register_buffer("log_decay_H", log_decay_H.to(site.device), persistent=False)
 
     @property
     def spec(self) -> LayerSpec:

@@ -26,11 +26,10 @@ from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Input
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.convolution import CausalConvolution
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -74,33 +73,30 @@ class Mamba1Layer(nn.Module):
     """The recurrent layer.
 
     Args:
-        dtype: of activations and the convolution's window, and of the weights until they are packed.
-        shard: of the channels.
+        site: the shard divides the channels.
     """
 
     operations = (rms_norm, *Mamba1.operations)
 
-    def __init__(
-        self, config: Mamba1Config, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: Mamba1Config, site: Site) -> None:
         super().__init__()
-        self.config, self.shard = config, shard
+        self.config, self.shard = config, site.shard
         hidden_size, has_bias = config.hidden_size, config.has_bias
-        size = shard.part_of(config.num_channels, "channels of Mamba")
-        self.in_proj = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias, shard=shard, num_parts=2)
+        size = site.shard.part_of(config.num_channels, "channels of Mamba")
+        self.in_proj = Projection(2 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=2)
         """Rows: values (x), output gate (z)."""
-        self.conv = CausalConvolution(size, config.num_taps, "silu", dtype, device, has_bias=config.has_conv_bias)
+        self.conv = CausalConvolution(size, config.num_taps, "silu", site, has_bias=config.has_conv_bias)
         self.sizes = [config.dt_rank, config.state_dim, config.state_dim]
-        self.x_proj = SummedProjection(sum(self.sizes), size, dtype, device, shard)
+        self.x_proj = SummedProjection(sum(self.sizes), size, site)
         """Rows: what time steps are made of, input projection (B), output projection (C)."""
-        self.dt_proj = Projection(size, config.dt_rank, dtype, device, shard=shard)
-        self.dt_bias_V = parameter(size, dtype=torch.float32, device=device)
-        self.A_log_VK = parameter(size, config.state_dim, dtype=torch.float32, device=device)
-        self.D_V = gain(size, dtype=torch.float32, device=device)
-        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
+        self.dt_proj = Projection(size, config.dt_rank, site, shard=site.shard)
+        self.dt_bias_V = site.parameter(size, dtype=torch.float32)
+        self.A_log_VK = site.parameter(size, config.state_dim, dtype=torch.float32)
+        self.D_V = site.gain(size, dtype=torch.float32)
+        self.out_proj = SummedProjection(hidden_size, size, site, has_bias=has_bias)
         self.recurrence = Mamba1(self.A_log_VK, config.state_dtype)
         self.norms = nn.ParameterList(
-            gain(num_rows, dtype=dtype, device=device) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED
+            site.gain(num_rows) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED
         )
         """Gains of the norms of the time step's low-rank input, of B and of C."""
 

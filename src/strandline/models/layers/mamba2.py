@@ -30,10 +30,10 @@ from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrenc
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.parameters import dtype_name, gain, parameter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, Target, sharded, stacked, stacked_rows
 from strandline.models.layers.wide_norm import bind_mean_square
 from strandline.specs import LayerSpec, TensorSpec
@@ -127,19 +127,16 @@ class Mamba2Layer(nn.Module):
     """The recurrent layer.
 
     Args:
-        dtype: of activations and the convolution's window, and of the weights until they are packed.
-        shard: of the heads; where there are fewer groups than shards, several hold the same.
+        site: the shard divides the heads; where there are fewer groups than shards, several hold the same.
     """
 
     operations = (rms_norm_of_gated, silu_gate, mamba2_prefill, mamba2_decode)
     multiplier_O: Tensor | None
 
-    def __init__(
-        self, config: Mamba2Config, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: Mamba2Config, site: Site) -> None:
         super().__init__()
-        self.shard, self.group_shard = shard, shard.shared(config.num_groups, GROUPS)
-        self.config = config = config.of(shard)
+        self.shard, self.group_shard = site.shard, site.shard.shared(config.num_groups, GROUPS)
+        self.config = config = config.of(site.shard)
         num_heads, head_dim, state_dim = config.num_heads, config.head_dim, config.state_dim
         self.recurrence: UnloggedRecurrence[Mamba2Inputs] = UnloggedRecurrence(
             (mamba2_prefill, mamba2_decode), (num_heads, state_dim, head_dim), config.state_dtype, (config.dt_limit,)
@@ -147,27 +144,23 @@ class Mamba2Layer(nn.Module):
         inner_rows, state_rows = num_heads * head_dim, config.num_groups * state_dim
         self.conv_sizes = [inner_rows, state_rows, state_rows]
         self.sizes = [sum(self.conv_sizes), inner_rows, num_heads]
-        self.in_proj = Projection(sum(self.sizes), config.hidden_size, dtype, device, has_bias=config.has_bias)
+        self.in_proj = Projection(sum(self.sizes), config.hidden_size, site, has_bias=config.has_bias)
         """Rows: values (x), input projection (B), output projection (C), output gate (z), time step (dt)."""
-        self.conv = CausalConvolution(
-            self.sizes[0], config.num_taps, "silu", dtype, device, has_bias=config.has_conv_bias
-        )
-        self.A_log_H = parameter(num_heads, dtype=torch.float32, device=device)
-        self.dt_bias_H = parameter(num_heads, dtype=torch.float32, device=device)
-        self.D_H = gain(num_heads, dtype=torch.float32, device=device)
-        self.norm_O = gain(inner_rows, dtype=dtype, device=device) if config.has_norm else None
-        self.out_proj = SummedProjection(
-            config.hidden_size, inner_rows, dtype, device, shard, has_bias=config.has_out_bias
-        )
-        self.register_buffer("multiplier_O", self._multipliers(dtype, device), persistent=False)
+        self.conv = CausalConvolution(self.sizes[0], config.num_taps, "silu", site, has_bias=config.has_conv_bias)
+        self.A_log_H = site.parameter(num_heads, dtype=torch.float32)
+        self.dt_bias_H = site.parameter(num_heads, dtype=torch.float32)
+        self.D_H = site.gain(num_heads, dtype=torch.float32)
+        self.norm_O = site.gain(inner_rows) if config.has_norm else None
+        self.out_proj = SummedProjection(config.hidden_size, inner_rows, site, has_bias=config.has_out_bias)
+        self.register_buffer("multiplier_O", self._multipliers(site), persistent=False)
 
-    def _multipliers(self, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
+    def _multipliers(self, site: Site) -> Tensor | None:
         """Return what multiplies each row of the input projection; None: nothing does."""
         if self.config.multipliers is None:
             return None
         z, x, B, C, dt = self.config.multipliers
         sizes = torch.tensor([*self.conv_sizes, *self.sizes[1:]])
-        return torch.tensor([x, B, C, z, dt]).repeat_interleave(sizes).to(device, dtype)
+        return torch.tensor([x, B, C, z, dt]).repeat_interleave(sizes).to(site.device, site.dtype)
 
     @property
     def spec(self) -> LayerSpec:

@@ -5,7 +5,6 @@ Shape suffixes: T tokens of the step, E hidden size, O rows of a fused projectio
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields
@@ -15,7 +14,8 @@ from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.projection import GatedProjection, Projection, SummedProjection
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded
 
 
@@ -41,14 +41,12 @@ class GatedMlp(nn.Module):
 
     operations = LINEAR_OPERATIONS
 
-    def __init__(
-        self, config: GatedMlpConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: GatedMlpConfig, site: Site) -> None:
         super().__init__()
-        hidden_size, size = config.hidden_size, config.part_of(shard)
-        self.gate_up = GatedProjection(2 * size, hidden_size, dtype, device, shard=shard, num_parts=2)
-        self.down = SummedProjection(hidden_size, size, dtype, device, shard)
-        self.shard = shard
+        hidden_size, size = config.hidden_size, config.part_of(site.shard)
+        self.gate_up = GatedProjection(2 * size, hidden_size, site, shard=site.shard, num_parts=2)
+        self.down = SummedProjection(hidden_size, size, site)
+        self.shard = site.shard
 
     @property
     def takes_quantized(self) -> bool:
@@ -78,20 +76,12 @@ class ScaledGatedMlp(nn.Module):
 
     operations = with_quantized(swiglu)
 
-    def __init__(
-        self,
-        config: GatedMlpConfig,
-        gate_multiplier: float,
-        multiplier: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-    ) -> None:
+    def __init__(self, config: GatedMlpConfig, gate_multiplier: float, multiplier: float, site: Site) -> None:
         super().__init__()
         self.gate_multiplier, self.multiplier = gate_multiplier, multiplier
-        self.shard, size = shard, config.part_of(shard)
-        self.gate_up = Projection(2 * size, config.hidden_size, dtype, device)
-        self.down = SummedProjection(config.hidden_size, size, dtype, device, shard)
+        self.shard, size = site.shard, config.part_of(site.shard)
+        self.gate_up = Projection(2 * size, config.hidden_size, site)
+        self.down = SummedProjection(config.hidden_size, size, site)
 
     @property
     def takes_quantized(self) -> bool:

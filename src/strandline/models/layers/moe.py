@@ -9,7 +9,6 @@ Shape suffixes: T tokens of the step, E hidden size, X experts, S rows of the sh
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import nn
 
 from strandline.config_fields import Fields
@@ -18,7 +17,7 @@ from strandline.kernels.experts.router import Routing
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, SharedHidden
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 
 SHARED_CHANNELS: Final = "channels between the shared expert's projections"
@@ -74,24 +73,22 @@ class SparseMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    def __init__(
-        self, config: SparseMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: SparseMoeConfig, site: Site) -> None:
         super().__init__()
-        self.config, self.shard, hidden_size = config, shard, config.hidden_size
+        self.config, self.shard, hidden_size = config, site.shard, config.hidden_size
         self.is_shared = config.shared_size > 0
-        shared_size = shard.part_of(config.shared_size, SHARED_CHANNELS) if self.is_shared else STAND_IN_SIZE
+        shared_size = site.shard.part_of(config.shared_size, SHARED_CHANNELS) if self.is_shared else STAND_IN_SIZE
         self.sizes = [2 * shared_size, config.num_experts, int(config.is_shared_gated)]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.sizes), hidden_size, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: the shared expert's gate and up projections, the router, the shared expert's gate if any, and zeros."""
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
-        self.shared_down = SummedProjection(hidden_size, shared_size, dtype, device, shard)
+        self.shared_down = SummedProjection(hidden_size, shared_size, site)
         if not self.is_shared:
             self.in_proj.weight_OI.zero_()
             self.shared_down.weight_OI.zero_()
         experts = ExpertsConfig(config.num_experts, hidden_size, config.size, config.routing)
-        self.experts = Experts(experts, dtype, device, shard, fused=self.shared_down)
+        self.experts = Experts(experts, site, fused=self.shared_down)
 
     @property
     def takes_quantized(self) -> bool:

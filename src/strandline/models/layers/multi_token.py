@@ -24,6 +24,7 @@ from strandline.kernels.operation import Operation
 from strandline.models.layers.decoder import DecoderLayer, Mixer, ResidualNorm
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 
@@ -49,17 +50,14 @@ class DraftLayer(nn.Module):
         published: Callable[["DraftLayer", frozenset[str]], NamedTargets],
         norm: ResidualNorm,
         hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
     ) -> None:
         super().__init__()
         self.layer, self.norm = layer, norm
         self._published = published
-        self.fc = Projection(hidden_size, 2 * hidden_size, dtype, device)
+        self.fc = Projection(hidden_size, 2 * hidden_size, site)
         """Columns: embedding, hidden state."""
-        self.embedding_norm_E, self.hidden_norm_E, self.norm_E = (
-            norm.weight(hidden_size, dtype=dtype, device=device) for _ in range(3)
-        )
+        self.embedding_norm_E, self.hidden_norm_E, self.norm_E = (norm.weight(site, hidden_size) for _ in range(3))
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:

@@ -32,9 +32,8 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.replay import ReplayLog
 from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
 from strandline.models.layers.convolution import ComposedConvolution
-from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, Piece, Target, unused, whole
 from strandline.specs import LayerSpec
 
@@ -144,8 +143,8 @@ def _splitmix64(state: int) -> int:
 class TokenDelays(ComposedConvolution):
     """The last tokens before each token, one per channel, as float32 numbers; the latest first."""
 
-    def __init__(self, num_delays: int, device: torch.device | str) -> None:
-        super().__init__(TOKENS, num_delays, num_delays + 1, torch.float32, device)
+    def __init__(self, num_delays: int, site: Site) -> None:
+        super().__init__(TOKENS, num_delays, num_delays + 1, site.in_dtype(torch.float32))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -156,11 +155,9 @@ class TokenDelays(ComposedConvolution):
 class DilatedConvolution(ComposedConvolution):
     """A convolution whose taps are some tokens apart."""
 
-    def __init__(
-        self, num_channels: int, num_taps: int, distance: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__(INPUTS, num_channels, (num_taps - 1) * distance + 1, dtype, device)
-        self.taps_CK = parameter(num_channels, num_taps, dtype=dtype, device=device)
+    def __init__(self, num_channels: int, num_taps: int, distance: int, site: Site) -> None:
+        super().__init__(INPUTS, num_channels, (num_taps - 1) * distance + 1, site)
+        self.taps_CK = site.parameter(num_channels, num_taps)
         self.distance = distance
 
     def use_kernels(self, kernels: Kernels) -> None:
@@ -173,19 +170,17 @@ class NgramTable(nn.Module):
     """The rows that hashes of n-grams choose.
 
     Args:
-        shard: of the rows; every rank hashes all n-grams.
+        site: the shard divides the rows; every rank hashes all n-grams.
     """
 
-    def __init__(
-        self, config: NgramFeaturesConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: NgramFeaturesConfig, site: Site) -> None:
         super().__init__()
-        self.config, self.held = config, shard.span(config.num_rows, "rows of a table of n-grams")
+        self.config, self.held = config, site.shard.span(config.num_rows, "rows of a table of n-grams")
         row_dim = config.feature_dim // len(config.head_rows)
-        self.embed_ZD = parameter(len(self.held), row_dim, dtype=dtype, device=device)
+        self.embed_ZD = site.parameter(len(self.held), row_dim)
         starts = [sum(config.head_rows[:head]) for head in range(len(config.head_rows))]
         for name, numbers in {"head_rows_A": config.head_rows, "first_row_A": starts}.items():
-            self.register_buffer(name, torch.tensor(numbers, device=device), persistent=False)
+            self.register_buffer(name, torch.tensor(numbers, device=site.device), persistent=False)
 
     head_rows_A: Tensor
     first_row_A: Tensor
@@ -251,25 +246,22 @@ class NgramFeatures(nn.Module):
     """What a layer adds to its streams before its mixer.
 
     Args:
-        dtype: of activations and the convolution's window, and of the weights until they are packed.
-        shard: of the table's rows; all else is computed on every rank.
+        site: the shard divides the table's rows; all else is computed on every rank.
     """
 
-    def __init__(
-        self, config: NgramFeaturesConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: NgramFeaturesConfig, site: Site) -> None:
         super().__init__()
         self.config, num_streams, hidden_size = config, config.num_streams, config.hidden_size
         width = num_streams * hidden_size
-        self.table = NgramTable(config, dtype, device, shard)
-        self.delays = TokenDelays(config.max_ngram - 1, device)
+        self.table = NgramTable(config, site)
+        self.delays = TokenDelays(config.max_ngram - 1, site)
         self.sizes = [width, hidden_size]
-        self.in_proj = Projection(sum(self.sizes), config.feature_dim, dtype, device)
+        self.in_proj = Projection(sum(self.sizes), config.feature_dim, site)
         """Rows: a key for each stream, the value."""
         self.key_norm_SE, self.stream_norm_SE, self.conv_norm_SE = (
-            parameter(num_streams, hidden_size, dtype=dtype, device=device) for _ in range(3)
+            site.parameter(num_streams, hidden_size) for _ in range(3)
         )
-        self.conv = DilatedConvolution(width, config.num_taps, config.max_ngram, dtype, device)
+        self.conv = DilatedConvolution(width, config.num_taps, config.max_ngram, site)
 
     def added_to(self, spec: LayerSpec) -> LayerSpec:
         """Return the spec of a layer that keeps the windows as well."""

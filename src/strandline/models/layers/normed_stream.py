@@ -5,12 +5,12 @@ Shape suffixes: T tokens of the step, E hidden size.
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from strandline.kernels.batch import StepBatch
 from strandline.models.layers.decoder import DecoderLayer, FeedForward, Mixer, ResidualNorm
 from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.site import Site
 
 
 class StreamScale(NamedTuple):
@@ -29,13 +29,12 @@ class NormedStreamLayer(DecoderLayer):
         mlp: FeedForward,
         norm: ResidualNorm,
         hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
         *,
         mixer_scale: StreamScale,
         mlp_scale: StreamScale,
     ) -> None:
-        super().__init__(mixer, mlp, norm, hidden_size, dtype, device)
+        super().__init__(mixer, mlp, norm, hidden_size, site)
         self.mixer_scale, self.mlp_scale = mixer_scale, mlp_scale
 
     @property

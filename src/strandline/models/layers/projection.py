@@ -5,7 +5,6 @@ Shape suffixes: O outputs, I inputs.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
@@ -21,8 +20,8 @@ from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Layout, 
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import QUANTIZED
-from strandline.models.layers.parameters import matrix, parameter
 from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, stacked, unused, whole
 
 
@@ -34,6 +33,7 @@ class Projection(nn.Module):
 
     Args:
         num_outputs: rows of this shard.
+        site: dtype and device; how rows are divided says ``shard``.
         shard: of the rows; by default all ranks hold them.
         num_parts: parts of equal size that the rows consist of, each divided among shards for itself.
     """
@@ -44,8 +44,7 @@ class Projection(nn.Module):
         self,
         num_outputs: int,
         num_inputs: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
         *,
         has_bias: bool = False,
         shard: Shard = WHOLE,
@@ -53,8 +52,8 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         self._shard, self._num_parts = shard, num_parts
-        self.weight_OI: Tensor = matrix(num_outputs, num_inputs, dtype=dtype, device=device)
-        self.bias_O = parameter(num_outputs, dtype=dtype, device=device) if has_bias else None
+        self.weight_OI: Tensor = site.matrix(num_outputs, num_inputs)
+        self.bias_O = site.parameter(num_outputs) if has_bias else None
         self.weight: Weight = DenseWeight(self.weight_OI)
 
     def targets(self, prefix: str) -> NamedTargets:
@@ -126,18 +125,9 @@ class SummedProjection(Projection):
         has_bias: whether there is one; the first shard adds it.
     """
 
-    def __init__(
-        self,
-        num_outputs: int,
-        num_inputs: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard,
-        *,
-        has_bias: bool = False,
-    ) -> None:
-        super().__init__(num_outputs, num_inputs, dtype, device, has_bias=has_bias and shard.is_first)
-        self._columns, self._is_biased = shard, has_bias
+    def __init__(self, num_outputs: int, num_inputs: int, site: Site, *, has_bias: bool = False) -> None:
+        super().__init__(num_outputs, num_inputs, site, has_bias=has_bias and site.shard.is_first)
+        self._columns, self._is_biased = site.shard, has_bias
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

@@ -13,7 +13,6 @@ profiles, X distances, S slots; of a window's memory R are the rows, and C its c
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps
@@ -26,10 +25,9 @@ from strandline.kernels.recurrences.replay import ReplayLog
 from strandline.kernels.rowwise.quantized_rows import plain_rows
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
-from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec
 
@@ -108,15 +106,13 @@ class RelativeAttention(Attention):
 
     operations = (prepare_qkv, relative_attention)
 
-    def __init__(
-        self, config: RelativeAttentionConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
-        super().__init__(config.attention, dtype, device, shard)
+    def __init__(self, config: RelativeAttentionConfig, site: Site) -> None:
+        super().__init__(config.attention, site)
         self.relative = config
         rows = self.config.num_heads * config.num_profiles
-        self.mix_proj = Projection(rows, config.attention.hidden_size, dtype, device, shard=shard)
-        self.profiles_CX = parameter(config.num_profiles, config.num_distances, dtype=dtype, device=device)
-        self.conv = ResidualConvolution(WINDOW, sum(self.sizes[1:3]), config.num_taps, dtype, device)
+        self.mix_proj = Projection(rows, config.attention.hidden_size, site, shard=site.shard)
+        self.profiles_CX = site.parameter(config.num_profiles, config.num_distances)
+        self.conv = ResidualConvolution(WINDOW, sum(self.sizes[1:3]), config.num_taps, site)
 
     @property
     def spec(self) -> LayerSpec:

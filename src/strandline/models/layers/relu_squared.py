@@ -16,9 +16,8 @@ from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.activation import relu_squared
 from strandline.models.layers.experts import Activation, Experts, ExpertsConfig, SharedHidden
-from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, unused, whole
 
 
@@ -27,20 +26,11 @@ class ReluSquaredMlp(nn.Module):
 
     operations = (relu_squared,)
 
-    def __init__(
-        self,
-        hidden_size: int,
-        size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-        *,
-        has_bias: bool,
-    ) -> None:
+    def __init__(self, hidden_size: int, size: int, site: Site, *, has_bias: bool) -> None:
         super().__init__()
-        size = shard.part_of(size, "channels between a feed-forward part's projections")
-        self.up = Projection(size, hidden_size, dtype, device, has_bias=has_bias, shard=shard)
-        self.down = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
+        size = site.shard.part_of(size, "channels between a feed-forward part's projections")
+        self.up = Projection(size, hidden_size, site, has_bias=has_bias, shard=site.shard)
+        self.down = SummedProjection(hidden_size, size, site, has_bias=has_bias)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -82,24 +72,22 @@ class ReluSquaredMoe(nn.Module):
 
     operations = (relu_squared, linear_and_logits, *LINEAR_OPERATIONS)
 
-    def __init__(
-        self, config: ReluSquaredMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: ReluSquaredMoeConfig, site: Site) -> None:
         super().__init__()
         self.config = config
         hidden_size, num_experts, has_bias = config.hidden_size, config.num_experts, config.has_bias
-        self.router = Projection(num_experts, hidden_size, torch.float32, device)
-        self.bias_X = parameter(num_experts, dtype=torch.float32, device=device)
+        self.router = Projection(num_experts, hidden_size, site.in_dtype(torch.float32))
+        self.bias_X = site.parameter(num_experts, dtype=torch.float32)
         latent_size = hidden_size if config.latent_size is None else config.latent_size
         self.to_latent = self.from_latent = None
         if config.latent_size is not None:
-            self.to_latent = Projection(latent_size, hidden_size, dtype, device, has_bias=has_bias)
-            is_added_here = has_bias and shard.is_first
-            self.from_latent = Projection(hidden_size, latent_size, dtype, device, has_bias=is_added_here)
+            self.to_latent = Projection(latent_size, hidden_size, site, has_bias=has_bias)
+            is_added_here = has_bias and site.shard.is_first
+            self.from_latent = Projection(hidden_size, latent_size, site, has_bias=is_added_here)
         sizes = (num_experts, latent_size, config.size)
         experts = ExpertsConfig(*sizes, config.routing, Activation.RELU_SQUARED)
-        self.experts = Experts(experts, dtype, device, shard)
-        self.shared = ReluSquaredMlp(hidden_size, config.shared_size, dtype, device, shard, has_bias=has_bias)
+        self.experts = Experts(experts, site)
+        self.shared = ReluSquaredMlp(hidden_size, config.shared_size, site, has_bias=has_bias)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

@@ -27,10 +27,10 @@ from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.attention import KV_HEADS
 from strandline.models.layers.decoder import DecoderLayer
 from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
-from strandline.models.layers.parameters import dtype_name, gain
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.shard import Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, kv_spec
 
@@ -68,28 +68,26 @@ class SharedBlock(nn.Module):
     """The weights of one block.
 
     Args:
-        shard: of the heads, and of the feed-forward part's channels.
+        site: the shard divides the heads, and of the feed-forward part's channels.
     """
 
-    def __init__(
-        self, config: SharedBlockConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: SharedBlockConfig, site: Site) -> None:
         super().__init__()
-        self.shard, self.dtype = shard, dtype
-        kv_shard = shard.shared(config.num_kv_heads, KV_HEADS)
-        self.shards = [shard, kv_shard, kv_shard]
+        self.shard, self.dtype = site.shard, site.dtype
+        kv_shard = site.shard.shared(config.num_kv_heads, KV_HEADS)
+        self.shards = [site.shard, kv_shard, kv_shard]
         """Shards of queries, keys and values."""
-        self.config = config = config.of(shard)
+        self.config = config = config.of(site.shard)
         hidden_size, size, has_bias = config.hidden_size, config.intermediate_size, config.has_bias
         query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.sizes = [query_rows, kv_rows, kv_rows]
-        self.norm_X = gain(2 * hidden_size, dtype=dtype, device=device)
-        self.qkv = Projection(sum(self.sizes), 2 * hidden_size, dtype, device)
+        self.norm_X = site.gain(2 * hidden_size)
+        self.qkv = Projection(sum(self.sizes), 2 * hidden_size, site)
         """Rows: query, key, value."""
-        self.out_proj = SummedProjection(hidden_size, query_rows, dtype, device, shard)
-        self.mlp_norm_E = gain(hidden_size, dtype=dtype, device=device)
-        self.gate_up = Projection(2 * size, hidden_size, dtype, device, has_bias=has_bias, shard=shard, num_parts=2)
-        self.down = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
+        self.out_proj = SummedProjection(hidden_size, query_rows, site)
+        self.mlp_norm_E = site.gain(hidden_size)
+        self.gate_up = Projection(2 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=2)
+        self.down = SummedProjection(hidden_size, size, site, has_bias=has_bias)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
@@ -109,19 +107,12 @@ class Adapter(nn.Module):
         splits: the parts, as (rows of this shard, their shard, how many equal parts they consist of).
     """
 
-    def __init__(
-        self,
-        num_inputs: int,
-        rank: int,
-        splits: Sequence[tuple[int, Shard, int]],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, num_inputs: int, rank: int, splits: Sequence[tuple[int, Shard, int]], site: Site) -> None:
         super().__init__()
         self.rank = rank
-        self.down = Projection(rank * len(splits), num_inputs, dtype, device)
+        self.down = Projection(rank * len(splits), num_inputs, site)
         self.ups = nn.ModuleList(
-            Projection(size, rank, dtype, device, shard=shard, num_parts=num_parts) for size, shard, num_parts in splits
+            Projection(size, rank, site, shard=shard, num_parts=num_parts) for size, shard, num_parts in splits
         )
 
     def add_to(self, y_TY: Tensor, x_TX: Tensor) -> Tensor:
@@ -146,23 +137,17 @@ class SharedBlockUse(nn.Module):
 
     operations = (rms_norm, prepare_qkv, paged_attention, geglu)
 
-    def __init__(
-        self,
-        block: SharedBlock,
-        mamba: Mamba2Layer,
-        embed: Callable[[Tensor], Tensor],
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, block: SharedBlock, mamba: Mamba2Layer, embed: Callable[[Tensor], Tensor], site: Site) -> None:
         super().__init__()
-        config, dtype = block.config, block.dtype
+        config = block.config
         self.block, self.mamba, self.embed = block, mamba, embed
-        self.linear = Projection(config.hidden_size, config.hidden_size, dtype, device)
+        self.linear = Projection(config.hidden_size, config.hidden_size, site)
         gate_up = (2 * config.intermediate_size, block.shard, 2)
-        self.mlp_adapter = Adapter(config.hidden_size, config.rank, [gate_up], dtype, device)
+        self.mlp_adapter = Adapter(config.hidden_size, config.rank, [gate_up], site)
         self.attention_adapter = None
         if config.has_attention_adapters:
             qkv = [(size, shard, 1) for size, shard in zip(block.sizes, block.shards, strict=True)]
-            self.attention_adapter = Adapter(2 * config.hidden_size, config.rank, qkv, dtype, device)
+            self.attention_adapter = Adapter(2 * config.hidden_size, config.rank, qkv, site)
 
     @property
     def spec(self) -> LayerSpec:

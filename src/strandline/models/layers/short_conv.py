@@ -11,7 +11,6 @@ C channels of the convolution, one for each of the hidden state.
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields
@@ -19,10 +18,9 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.parameters import dtype_name
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.rotary import RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -56,22 +54,19 @@ class ShortConv(nn.Module):
     Its recurrence is None: it keeps a window, which is folded at every step.
 
     Args:
-        dtype: of activations and the window, and of the weights until they are packed.
-        shard: of the channels.
+        site: the shard divides the channels.
     """
 
     recurrence = None
 
-    def __init__(
-        self, config: ShortConvConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: ShortConvConfig, site: Site) -> None:
         super().__init__()
         hidden_size, has_bias = config.hidden_size, config.has_bias
-        self.shard, size = shard, shard.part_of(hidden_size, "channels of short convolutions")
-        self.in_proj = Projection(3 * size, hidden_size, dtype, device, has_bias=has_bias, shard=shard, num_parts=3)
+        self.shard, size = site.shard, site.shard.part_of(hidden_size, "channels of short convolutions")
+        self.in_proj = Projection(3 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=3)
         """Rows: the gate before the convolution (B), the gate behind it (C), what is convolved (x)."""
-        self.conv = CausalConvolution(size, config.num_taps, None, dtype, device, has_bias=has_bias)
-        self.out_proj = SummedProjection(hidden_size, size, dtype, device, shard, has_bias=has_bias)
+        self.conv = CausalConvolution(size, config.num_taps, None, site, has_bias=has_bias)
+        self.out_proj = SummedProjection(hidden_size, size, site, has_bias=has_bias)
 
     @property
     def spec(self) -> LayerSpec:

@@ -17,9 +17,8 @@ from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_lo
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, SharedHidden
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.parameters import parameter
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
 
 ROUTER_EPS: Final = 1e-20
@@ -90,20 +89,18 @@ class SigmoidMoe(nn.Module):
 
     operations = (linear_and_logits, *LINEAR_OPERATIONS)
 
-    def __init__(
-        self, config: SigmoidMoeConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, config: SigmoidMoeConfig, site: Site) -> None:
         super().__init__()
         hidden_size, num_experts = config.hidden_size, config.num_experts
-        self.router_dtype = config.router_dtype or dtype
-        self.router = Projection(num_experts, hidden_size, self.router_dtype, device)
+        self.router_dtype = config.router_dtype or site.dtype
+        self.router = Projection(num_experts, hidden_size, site.in_dtype(self.router_dtype))
         self.bias_X: Tensor | None = None
         if config.has_bias:
-            self.bias_X = parameter(num_experts, dtype=torch.float32, device=device)
-        self.experts = Experts(config.experts, dtype, device, shard)
+            self.bias_X = site.parameter(num_experts, dtype=torch.float32)
+        self.experts = Experts(config.experts, site)
         self.shared = None
         if config.shared_size:
-            self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), dtype, device, shard)
+            self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), site)
 
     @property
     def takes_quantized(self) -> bool:

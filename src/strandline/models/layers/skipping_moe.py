@@ -20,9 +20,8 @@ from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
-from strandline.models.layers.parameters import gain, parameter
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
 
 ROUTING = Routing(top_k=1, is_normalised=False)
@@ -69,28 +68,19 @@ class SkippingMoe(nn.Module):
 
     operations = (rms_norm,)
 
-    def __init__(
-        self,
-        config: SkippingMoeConfig,
-        state: RouterState,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard = WHOLE,
-        *,
-        is_first: bool,
-    ) -> None:
+    def __init__(self, config: SkippingMoeConfig, state: RouterState, site: Site, *, is_first: bool) -> None:
         super().__init__()
         self.config, self.state = config, state
         hidden_size, router_size = config.hidden_size, config.router_size
-        self.down_proj = Projection(router_size, hidden_size, dtype, device, has_bias=True)
-        self.state_scale_Q = None if is_first else parameter(router_size, dtype=dtype, device=device)
-        self.norm_Q = gain(router_size, dtype=dtype, device=device)
-        self.fc1 = Projection(router_size, router_size, dtype, device, has_bias=True)
-        self.fc2 = Projection(router_size, router_size, dtype, device, has_bias=True)
-        self.choose = Projection(config.num_experts + 1, router_size, dtype, device)
-        self.bias_X = parameter(config.num_experts + 1, dtype=torch.float32, device=device)
+        self.down_proj = Projection(router_size, hidden_size, site, has_bias=True)
+        self.state_scale_Q = None if is_first else site.parameter(router_size)
+        self.norm_Q = site.gain(router_size)
+        self.fc1 = Projection(router_size, router_size, site, has_bias=True)
+        self.fc2 = Projection(router_size, router_size, site, has_bias=True)
+        self.choose = Projection(config.num_experts + 1, router_size, site)
+        self.bias_X = site.parameter(config.num_experts + 1, dtype=torch.float32)
         experts = ExpertsConfig(config.num_experts, hidden_size, config.size, ROUTING)
-        self.experts = Experts(experts, dtype, device, shard)
+        self.experts = Experts(experts, site)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

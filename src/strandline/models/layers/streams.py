@@ -21,7 +21,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, FeedForward,
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesMemory
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 
@@ -87,10 +87,9 @@ class StreamsLayer(DecoderLayer):
         mixes: tuple[StreamMix, StreamMix],
         features: NgramFeatures | None,
         config: StreamsConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
     ) -> None:
-        super().__init__(mixer, mlp, plain(config.eps), config.hidden_size, dtype, device)
+        super().__init__(mixer, mlp, plain(config.eps), config.hidden_size, site)
         del self.mixer_norm_E, self.mlp_norm_E  # the streams are normalised while they are mixed
         self.features, self.num_streams = features, config.num_streams
         self.mixer_mix, self.mlp_mix = mixes
@@ -171,14 +170,12 @@ class StreamsDecoder(Decoder):
         config: StreamsConfig,
         rotary: RotaryFrequencies | None,
         vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        site: Site,
         *,
         is_tied: bool,
-        shard: Shard = WHOLE,
     ) -> None:
         shape = (vocab_size, config.hidden_size)
-        super().__init__(layers, plain(config.eps), rotary, shape, dtype, device, is_tied=is_tied, shard=shard)
+        super().__init__(layers, plain(config.eps), rotary, shape, site, is_tied=is_tied)
         del self.norm_E  # the streams are normalised while they are mixed
         self.num_streams = config.num_streams
         self.last_mix = last_mix
