@@ -119,12 +119,13 @@ def choose_storage(
     formats = read_formats(model_config)
     if not formats:
         return StorageChoice(False)
-    scheme = " and ".join(str(format.scheme) for format in formats)
+    scheme = _schemes(formats)
     name = str(dtype).removeprefix("torch.")
     obstacle = "--dequantize" if config.dequantize else why_dequantized(formats, device)
     if obstacle is None:
-        bits = min(format.bits for format in formats)
-        note = f"weights: {scheme}, kept in {_kinds(formats)}; those that are not published so are in {name}"
+        kept = [format for format in formats if format.can_stay]
+        bits = max(format.bits if format in kept else 8 * dtype.itemsize for format in formats)
+        note = f"weights: {scheme}, kept in {_kinds(kept)}; those that are not published so are in {name}"
         return StorageChoice(True, note, bits)
     num_bytes = count_weights(model_config) * dtype.itemsize
     note = f"weights: {scheme}, dequantised to {name} one by one as they load ({obstacle}); they take"
@@ -136,12 +137,15 @@ def why_dequantized(formats: Sequence[WeightFormat], device: torch.device) -> st
     kind = _kinds(formats)
     if device.type != "cuda":
         return f"no GEMMs in {kind} on {device.type}"
-    for format in formats:
-        if not format.can_stay:
-            return f"no GEMMs with {format.scheme}"
+    if not any(format.can_stay for format in formats):
+        return f"no GEMMs with {_schemes(formats)}"
     if torch.cuda.get_device_capability(device) < PRODUCT_CAPABILITY:
         return f"GEMMs in {kind} need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
     return why_unavailable("Triton", device.type)
+
+
+def _schemes(formats: Sequence[WeightFormat]) -> str:
+    return " and ".join(str(format.scheme) for format in formats)
 
 
 def _kinds(formats: Sequence[WeightFormat]) -> str:

@@ -32,7 +32,7 @@ from strandline.models.storage.fp8_conversion import is_converted
 from strandline.models.storage.published import Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
-from strandline.models.storage.stored_rows import QuantizedStorage
+from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat
 from strandline.models.storage.weights_files import list_unread, open_files
 
 MAX_HOST_ELEMENTS = 2**22
@@ -131,8 +131,8 @@ def load_model(
 
 
 def can_stay(formats: Collection[WeightFormat]) -> bool:
-    """Return whether there are quantised weights, and kernels multiply with all of them as they are published."""
-    return bool(formats) and all(format.can_stay for format in formats)
+    """Return whether kernels multiply with some of the quantised weights as they are published."""
+    return any(format.can_stay for format in formats)
 
 
 def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype) -> None:
@@ -265,15 +265,13 @@ def _new_storage(
     device: torch.device | str,
 ) -> QuantizedStorage:
     """Return memory for what stays quantised of published weights, and allocate the other matrices."""
-    stored = {
-        name: index
-        for name, (index, weight) in quantized.items()
-        if name in targets and formats[index].can_store(weight, targets[name])
-    }
-    found = [
-        format.stored({name: quantized[name][1] for name, number in stored.items() if number == index})
-        for index, format in enumerate(formats)
-    ]
+    stored, found = dict[str, int](), list[StoredFormat]()
+    for index, format in enumerate(formats):
+        weights = {name: weight for name, (number, weight) in quantized.items() if number == index and name in targets}
+        weights = {name: weight for name, weight in weights.items() if format.can_store(weight, targets[name])}
+        if format.can_stay:
+            stored |= dict.fromkeys(weights, len(found))
+            found.append(format.stored(weights))
     return QuantizedStorage(model, targets, found, stored, device)
 
 
@@ -304,7 +302,8 @@ def _fill_kept_randomly(
     """Fill what published models have quantised."""
     targets = dict(model.targets(frozenset()))
     stored = {name: 0 for name, target in targets.items() if is_converted(name, target.shape)}
-    storage = QuantizedStorage(model, targets, [formats[0].stored_randomly(dtype)], stored, device)
+    format = next(format for format in formats if format.can_stay)
+    storage = QuantizedStorage(model, targets, [format.stored_randomly(dtype)], stored, device)
     storage.fill_randomly(seed)
     storage.finish()
 

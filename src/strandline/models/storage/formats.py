@@ -9,9 +9,10 @@ from strandline.errors import WeightsError
 from strandline.model_config import ModelConfig
 from strandline.models.layers.targets import Target
 from strandline.models.storage.four_bit_storage import FourBitFormat
+from strandline.models.storage.fp4_storage import Fp4Format
 from strandline.models.storage.fp8_storage import Fp8Format
 from strandline.models.storage.published import Holders, PublishedWeight
-from strandline.models.storage.quantization_config import FourBitScheme, Fp8Scheme, Scheme, read_schemes
+from strandline.models.storage.quantization_config import FourBitScheme, Fp4Scheme, Fp8Scheme, Scheme, read_schemes
 from strandline.models.storage.stored_rows import StoredFormat
 
 
@@ -62,6 +63,8 @@ def _format(scheme: Scheme) -> WeightFormat:
             return Fp8Format(scheme)
         case FourBitScheme():
             return FourBitFormat(scheme)
+        case Fp4Scheme():
+            return Fp4Format(scheme)
 
 
 def find_weights(formats: tuple[WeightFormat, ...], holders: Holders) -> dict[str, tuple[int, PublishedWeight]]:

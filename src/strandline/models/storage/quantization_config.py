@@ -15,9 +15,10 @@ from strandline.model_config import ModelConfig
 
 SUPPORTED: Final = (
     'quant_method "fp8" (e4m3, one scale per block, channel or tensor); "compressed-tensors" in format '
-    '"float-quantized" with 8-bit float weights, or "pack-quantized" with 4-bit integers; "gptq" (checkpoint_format '
+    '"float-quantized" with 8-bit float weights, "pack-quantized" with 4-bit integers, or "nvfp4-pack-quantized" or '
+    '"mxfp4-pack-quantized" with 4-bit float weights; "gptq" (checkpoint_format '
     '"gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits; "modelopt" with quant_algo FP8, '
-    "FP8_PER_CHANNEL_PER_TOKEN or FP8_PB_WO"
+    "FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, or MIXED_PRECISION of these"
 )
 
 ORDERED: Final = ("group", "dynamic")
@@ -55,6 +56,9 @@ MODELOPT: Final[Mapping[str, Block]] = {
 }
 """What one scale covers, by ``quant_algo``."""
 
+MODELOPT_FP4: Final = ("NVFP4", "W4A16_NVFP4")
+"""``quant_algo`` of weights in FP4. Where activations may be quantised, too, that is not needed."""
+
 MODELOPT_FILES: Final = "quantization_config in config.json, or hf_quant_config.json"
 """Where the recipe may be."""
 
@@ -91,7 +95,36 @@ class FourBitScheme:
         return f"4 bits ({self.packing}, {', '.join(sizes)})"
 
 
-Scheme = Fp8Scheme | FourBitScheme
+Fp4Layout = Literal["modelopt", "nvfp4-pack-quantized", "mxfp4-pack-quantized"]
+"""How published files hold FP4 weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Scheme:
+    """How a model's FP4 weights (e2m1) are published."""
+
+    layout: Fp4Layout
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether scales are powers of two, and there are no factors."""
+        return self.layout == "mxfp4-pack-quantized"
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return 32 if self.is_mxfp4 else 16
+
+    @property
+    def scale_dtype(self) -> str:
+        """The dtype of scales, as safetensors names it; exponents are uint8."""
+        return "U8" if self.is_mxfp4 else "F8_E4M3"
+
+    def __str__(self) -> str:
+        return f"{'MXFP4' if self.is_mxfp4 else 'NVFP4'} (groups of {self.group})"
+
+
+Scheme = Fp8Scheme | FourBitScheme | Fp4Scheme
 """How some of a model's weights are quantised."""
 
 
@@ -106,26 +139,25 @@ def read_schemes(config: ModelConfig) -> tuple[Scheme, ...]:
         return ()
     if not isinstance(values, Mapping):
         _reject("is no JSON object")
-    scheme = _read_scheme(values)
-    return () if scheme is None else (scheme,)
+    return _read_schemes(values)
 
 
-def _read_scheme(values: Mapping[str, Any]) -> Scheme | None:
+def _read_schemes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     fields = Fields(values, "config.json: quantization_config.")
     match values.get("quant_method"):
         case "fp8":
-            return _read_fp8(fields)
+            return (_read_fp8(fields),)
         case "compressed-tensors":
             return _read_compressed_tensors(values)
         case "gptq":
             _require_four_bits(values)
             format = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
             offset, is_ordered = 1 if format == "gptq" else 0, fields.flag("desc_act", default=False)
-            return FourBitScheme("gptq", (_read_group_size(fields),), offset, is_ordered=is_ordered)
+            return (FourBitScheme("gptq", (_read_group_size(fields),), offset, is_ordered=is_ordered),)
         case "awq":
             _require_four_bits(values)
             fields.choice("version", ["gemm", "GEMM"], default="gemm")
-            return FourBitScheme("awq", (_read_group_size(fields),))
+            return (FourBitScheme("awq", (_read_group_size(fields),)),)
         case str(method) if method.startswith("modelopt"):
             return _read_modelopt(values)
         case None if "quant_algo" in values or "quantization" in values:
@@ -155,8 +187,8 @@ def _read_fp8(fields: Fields) -> Fp8Scheme:
     return Fp8Scheme((_read_block(fields, "weight_block_size"),))
 
 
-def _read_modelopt(values: Mapping[str, Any]) -> Fp8Scheme | None:
-    """Return what scales cover in any layer; None: weights are not quantised, at most keys and values are."""
+def _read_modelopt(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """Return the schemes of all layers; none if weights are not quantised, but at most keys and values."""
     recipe = values.get("quantization", values)
     if not isinstance(recipe, Mapping) or "quant_algo" not in recipe:
         _reject("modelopt without quant_algo is not supported", MODELOPT_FILES)
@@ -167,15 +199,14 @@ def _read_modelopt(values: Mapping[str, Any]) -> Fp8Scheme | None:
             fault = f"quantized_layers of {MIXED} must be an object of objects, got {reprlib.repr(listed)}"
             _reject(fault, MODELOPT_FILES)
         layers = {f" of {name}": layer.get("quant_algo") for name, layer in listed.items()}
-    blocks = [_modelopt_block(name, algorithm) for name, algorithm in layers.items() if algorithm is not None]
-    return Fp8Scheme(tuple(dict.fromkeys(blocks))) if blocks else None
-
-
-def _modelopt_block(layer: str, algorithm: object) -> Block:
-    block = MODELOPT.get(str(algorithm).upper())
-    if block is None:
-        _reject(f"quant_algo {algorithm!r}{layer} is not supported", MODELOPT_FILES)
-    return block
+    named = {layer: algorithm for layer, algorithm in layers.items() if algorithm is not None}
+    for layer, algorithm in named.items():
+        if str(algorithm).upper() not in (*MODELOPT, *MODELOPT_FP4):
+            _reject(f"quant_algo {algorithm!r}{layer} is not supported", MODELOPT_FILES)
+    algorithms = [str(algorithm).upper() for algorithm in named.values()]
+    blocks = tuple(dict.fromkeys(MODELOPT[algorithm] for algorithm in algorithms if algorithm in MODELOPT))
+    in_fp8 = (Fp8Scheme(blocks),) if blocks else ()
+    return (*in_fp8, Fp4Scheme("modelopt")) if set(MODELOPT_FP4).intersection(algorithms) else in_fp8
 
 
 def _read_block(fields: Fields, name: str) -> Block:
@@ -185,32 +216,53 @@ def _read_block(fields: Fields, name: str) -> Block:
     return Block(*sizes)
 
 
-def _read_compressed_tensors(values: Mapping[str, Any]) -> Fp8Scheme | FourBitScheme:
+COMPRESSED: Final = {
+    "float-quantized": ("float", 8),
+    "pack-quantized": ("int", 4),
+    "nvfp4-pack-quantized": ("float", 4),
+    "mxfp4-pack-quantized": ("float", 4),
+}
+"""Formats of compressed-tensors: type and bits of weights."""
+
+
+def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         _reject("config_groups names no group of weights")
-    kinds = {name: _check_group(name, group, values.get("format")) for name, group in groups.items()}
-    if len({is_four_bit for _, is_four_bit in kinds.values()}) > 1:
-        _reject("config_groups mixes weights in FP8 and in 4 bits")
-    fields = [group for group, _ in kinds.values()]
-    if any(is_four_bit for _, is_four_bit in kinds.values()):
-        has_zeros = not any(group.flag("symmetric", default=True) for group in fields)
-        is_ordered = all(group.value("actorder") in (True, *ORDERED) for group in fields)
-        sizes = tuple(dict.fromkeys(map(_read_group, fields)))
-        return FourBitScheme("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
-    return Fp8Scheme(tuple(dict.fromkeys(map(_read_float_group, fields))))
+    by_format = dict[str, list[Fields]]()
+    for name, group in groups.items():
+        format, fields = _check_group(name, group, values.get("format"))
+        by_format.setdefault(format, []).append(fields)
+    return tuple(_read_compressed(format, fields) for format, fields in by_format.items())
 
 
-def _check_group(name: str, group: Any, default_format: object) -> tuple[Fields, bool]:
-    """Return what a group says of weights, and whether they have 4 bits."""
+def _read_compressed(format: str, groups: list[Fields]) -> Scheme:
+    """Return the scheme of those groups of weights that have a format."""
+    match format:
+        case "float-quantized":
+            return Fp8Scheme(tuple(dict.fromkeys(map(_read_float_group, groups))))
+        case "pack-quantized":
+            has_zeros = not any(group.flag("symmetric", default=True) for group in groups)
+            is_ordered = all(group.value("actorder") in (True, *ORDERED) for group in groups)
+            sizes = tuple(dict.fromkeys(map(_read_group, groups)))
+            return FourBitScheme("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
+    scheme = Fp4Scheme("mxfp4-pack-quantized" if format.startswith("mx") else "nvfp4-pack-quantized")
+    for group in groups:
+        if group.size("group_size", default=scheme.group) != scheme.group:
+            group.reject("group_size", f"{scheme.group}, as {format} has it")
+    return scheme
+
+
+def _check_group(name: str, group: Any, default_format: object) -> tuple[str, Fields]:
+    """Return the format of a group of weights, and what it says of them."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         _reject(f"config_groups.{name} names no weights")
-    found = (group.get("format") or default_format, weights.get("type"), weights.get("num_bits"))
-    is_four_bit = found == ("pack-quantized", "int", 4)
-    if not is_four_bit and found != ("float-quantized", "float", 8):
-        _reject(f"config_groups.{name} has format {found[0]!r} and {found[2]}-bit weights of type {found[1]!r}")
-    return Fields(weights, f"config.json: quantization_config.config_groups.{name}.weights."), is_four_bit
+    format = group.get("format") or default_format
+    kind = (weights.get("type"), weights.get("num_bits"))
+    if not isinstance(format, str) or COMPRESSED.get(format) != kind:
+        _reject(f"config_groups.{name} has format {format!r} and {kind[1]}-bit weights of type {kind[0]!r}")
+    return format, Fields(weights, f"config.json: quantization_config.config_groups.{name}.weights.")
 
 
 def _read_group(fields: Fields) -> int | None:

@@ -284,8 +284,8 @@ def test_recipe_for_keys_and_values_alone_changes_no_weights(
 
 def test_algorithm_of_a_recipe_beside_the_configuration_is_named(converted: Callable[..., Any]) -> None:
     _, plain = converted("llama", "modelopt")
-    (plain / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ConfigError, match="quant_algo 'NVFP4' is not supported"):
+    (plain / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ConfigError, match="quant_algo 'W4A8_AWQ' is not supported"):
         load(plain)
 
 
@@ -460,12 +460,11 @@ def test_fp8_without_a_quantization_config_is_refused(converted: Callable[..., A
         (compressed_config(strategy="block"), "weights.block_structure is missing; it must be a list"),
         ({**compressed_config(), "config_groups": {}}, "config_groups names no group of weights"),
         ({**compressed_config(), "config_groups": {"a": 3}}, "config_groups.a names no weights"),
-        (modelopt_config("NVFP4"), "quant_algo 'NVFP4' is not supported; supported: .*modelopt"),
-        (modelopt_config("MXFP8"), "quant_algo 'MXFP8' is not supported"),
+        (modelopt_config("MXFP8"), "quant_algo 'MXFP8' is not supported; supported: .*modelopt"),
         ({"quant_method": "modelopt"}, "modelopt without quant_algo is not supported"),
         (
-            modelopt_config("MIXED_PRECISION", quantized_layers=MIXED | {"lm_head": {"quant_algo": "W4A16_NVFP4"}}),
-            "quant_algo 'W4A16_NVFP4' of lm_head is not supported",
+            modelopt_config("MIXED_PRECISION", quantized_layers=MIXED | {"lm_head": {"quant_algo": "W4A8_AWQ"}}),
+            "quant_algo 'W4A8_AWQ' of lm_head is not supported",
         ),
         (
             modelopt_config("MIXED_PRECISION"),

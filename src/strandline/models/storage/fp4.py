@@ -1,0 +1,219 @@
+"""Weights in FP4 (e2m1) as files hold them: two to a byte, the earlier input in its low bits, beside their scales.
+
+A weight is ``code * scale * factor``: a scale covers a group of neighbouring inputs of a row, a factor a whole matrix.
+
+| files | codes | scales | factor |
+| --- | --- | --- | --- |
+| ModelOpt, NVFP4 | ``M.weight`` | ``M.weight_scale``, e4m3, of 16 inputs | ``M.weight_scale_2`` |
+| compressed-tensors, NVFP4 | ``M.weight_packed`` | the same | 1 / ``M.weight_global_scale`` |
+| compressed-tensors, MXFP4 | ``M.weight_packed`` | ``M.weight_scale``, uint8 exponents, of 32 inputs | 1 |
+
+Experts in one tensor have one dimension more. The files decide, tensor by tensor, what is quantised.
+
+Source: the published layouts of ModelOpt (``NVFP4``, ``W4A16_NVFP4``), and ``nvfp4-pack-quantized`` and
+``mxfp4-pack-quantized`` of compressed-tensors; Open Compute Project, "OCP Microscaling Formats (MX) Specification".
+
+Shape suffixes: N rows, K inputs, X groups of inputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from strandline.errors import WeightsError
+from strandline.models.layers.targets import Index, Target
+from strandline.models.storage.fp8 import CHUNK_ELEMENTS
+from strandline.models.storage.published import Holders
+from strandline.models.storage.quantization_config import Fp4Layout, Fp4Scheme
+from strandline.models.storage.scales import check_scale
+from strandline.models.storage.weights_files import WeightsFile
+
+CODES_DTYPE: Final = "U8"
+"""As files name it."""
+
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers by the lower three bits of a code; the fourth is the sign."""
+
+MAX_WEIGHT: Final = 4096.0
+"""No model has larger weights; files whose factor is the reciprocal of what it should be have."""
+
+E8M0_BIAS: Final = 127
+E8M0_NAN: Final = 255
+
+
+@dataclass(frozen=True, slots=True)
+class _Suffixes:
+    """What follows the name of a module, or of a tensor of experts, in the names of a weight's parts."""
+
+    codes: str
+    scales: str
+    factor: str | None
+    activations: tuple[str, ...]
+
+
+SUFFIXES: Final[Mapping[Fp4Layout, _Suffixes]] = {
+    "modelopt": _Suffixes("", "_scale", "_scale_2", ("input_scale",)),
+    "nvfp4-pack-quantized": _Suffixes("_packed", "_scale", "_global_scale", ("input_global_scale",)),
+    "mxfp4-pack-quantized": _Suffixes("_packed", "_scale", None, ()),
+}
+"""Added to the name of the weight; those of scales of activations replace ``weight`` at its end."""
+
+
+def find_fp4(holders: Holders, scheme: Fp4Scheme) -> dict[str, "PublishedFp4"]:
+    """Return the weights in FP4, by their names in a model that is not quantised."""
+    suffix = SUFFIXES[scheme.layout].codes
+    names = (name for name, file in holders.items() if name.endswith(suffix) and file.dtype(name) == CODES_DTYPE)
+    found = (PublishedFp4(name.removesuffix(suffix), scheme, holders) for name in names)
+    return {weight.name: weight for weight in found if suffix or {weight.scales, weight.factor} & holders.keys()}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedFp4:
+    """A weight in FP4, and its scales."""
+
+    name: str
+    scheme: Fp4Scheme
+    holders: Holders
+
+    @property
+    def codes(self) -> str:
+        """Name of the tensor of codes."""
+        return self.name + SUFFIXES[self.scheme.layout].codes
+
+    @property
+    def scales(self) -> str:
+        """Name of the tensor of scales."""
+        return self.name + SUFFIXES[self.scheme.layout].scales
+
+    @property
+    def factor(self) -> str | None:
+        """Name of the tensor that holds the factor, or its reciprocal; None if there is no factor."""
+        suffix = SUFFIXES[self.scheme.layout].factor
+        return None if suffix is None else self.name + suffix
+
+    @property
+    def _activations(self) -> list[str]:
+        """Names of the published scales of activations."""
+        module, _, kind = self.name.rpartition("weight")
+        suffixes = SUFFIXES[self.scheme.layout].activations if kind == "" and module else ()
+        return [module + suffix for suffix in suffixes if module + suffix in self.holders]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """See ``PublishedWeight``."""
+        factor = [] if self.factor is None else [self.factor]
+        parts = (name for name in (self.scales, *factor) if name in self.holders)
+        return (self.codes, *parts, *self._activations)
+
+    def check(self, target: Target) -> None:
+        """See ``PublishedWeight``."""
+        for part in (self.scales, self.factor):
+            if part is not None and part not in self.holders:
+                raise WeightsError(f"{part} is missing beside {self.codes}")
+        *outer, num_rows, num_inputs = (1, *target.shape) if len(target.shape) < 2 else target.shape
+        if len(target.shape) < 2 or num_inputs % self.scheme.group:
+            raise WeightsError(
+                f"{self.codes} stands for a weight of shape {list(target.shape)}; in FP4 are matrices, "
+                f"whose inputs are a multiple of {self.scheme.group}"
+            )
+        self._check_shape(self.codes, (*outer, num_rows, num_inputs // 2))
+        self._check_shape(self.scales, (*outer, num_rows, num_inputs // self.scheme.group))
+        dtype, wanted = self.holders[self.scales].dtype(self.scales), self.scheme.scale_dtype
+        if dtype != wanted:
+            raise WeightsError(f"{self.scales} is stored as {dtype}; scales of {self.scheme} are {wanted}")
+
+    def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
+        shape = self.holders[name].shape(name)
+        if tuple(shape) != wanted:
+            raise WeightsError(f"{name} has shape {shape}; the configuration and {self.scheme} ask for {list(wanted)}")
+
+    def open(self, target: Target, device: torch.device | str) -> "OpenFp4Weight":
+        """See ``PublishedWeight``."""
+        outer = target.shape[:-2]
+        for name in self._activations:
+            self._read_numbers(name, outer)
+        scale_NX = self.holders[self.scales].get(self.scales)
+        factor = self._read_factor(outer)
+        if bool((_numbers(scale_NX) < 0).any()):
+            raise WeightsError(f"{self.scales} has negative scales")
+        largest = _numbers(scale_NX).amax()
+        if not bool(largest.isfinite()):
+            raise WeightsError(f"{self.scales} has scales that are not numbers")
+        bound = float(largest * factor.max()) * E2M1[-1]
+        if bound > MAX_WEIGHT:
+            source = self.scales if self.factor is None else self.factor
+            raise WeightsError(f"{source} makes weights of up to {bound:.3g} of {self.codes}; limit: {MAX_WEIGHT}")
+        return OpenFp4Weight(self, self.holders[self.codes], scale_NX, factor, target.shape, device)
+
+    def _read_factor(self, outer: tuple[int, ...]) -> Tensor:
+        """Return the factor of each matrix, float32, of the dimensions before rows and inputs."""
+        if self.factor is None:
+            return torch.ones(outer)
+        numbers = self._read_numbers(self.factor, outer)
+        return numbers if self.scheme.layout == "modelopt" else numbers.reciprocal()
+
+    def _read_numbers(self, name: str, outer: tuple[int, ...]) -> Tensor:
+        """Return one positive number for each matrix; a single one may be of all."""
+        numbers = self.holders[name].get(name)
+        if numbers.numel() not in {1, torch.Size(outer).numel()}:
+            raise WeightsError(f"{name} has shape {list(numbers.shape)}; a matrix has one")
+        return check_scale(name, numbers).flatten().expand(torch.Size(outer).numel()).reshape(outer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenFp4Weight:
+    """A weight in FP4 whose codes are read part by part."""
+
+    published: PublishedFp4
+    file: WeightsFile
+    scale_NX: Tensor
+    """``[..., N, X]``, as published, on the host."""
+    factor: Tensor
+    """``[...]``, float32, on the host."""
+    shape: tuple[int, ...]
+    device: torch.device | str
+
+    def part(self, index: Index) -> tuple[Tensor, Tensor, Tensor]:
+        """Read a part, ``[rows, inputs]``, the dimensions before rows flattened.
+
+        Returns: uint8 codes, a float32 scale for each row and group that has some of the inputs, and a factor for each
+        row; all on the device.
+        """
+        index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        inputs = range(*index[-1].indices(self.shape[-1]))
+        group, first = self.published.scheme.group, inputs.start % 2
+        pairs = self.file.get(self.published.codes, (*index[:-1], slice(inputs.start // 2, -(-inputs.stop // 2))))
+        pairs = pairs.to(self.device).flatten(0, -2)
+        code_NK = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)[:, first : first + len(inputs)]
+        scale_NX = self.scale_NX[index[:-1]][..., inputs.start // group : -(-inputs.stop // group)].to(self.device)
+        factor = self.factor[index[:-2]].to(self.device)
+        rows = scale_NX.shape[-2]
+        return code_NK, _numbers(scale_NX).flatten(0, -2), factor.flatten().repeat_interleave(rows)
+
+    def read(self, index: Index, dtype: torch.dtype) -> Tensor:
+        """See ``OpenWeight``; computed in float32, ``CHUNK_ELEMENTS`` at a time."""
+        code_NK, scale_NX, factor_N = self.part(index)
+        index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        inputs = range(*index[-1].indices(self.shape[-1]))
+        group = self.published.scheme.group
+        group_K = torch.arange(inputs.start, inputs.stop, device=code_NK.device) // group - inputs.start // group
+        table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=code_NK.device)
+        out_NK = torch.empty_like(code_NK, dtype=dtype)
+        step = max(1, CHUNK_ELEMENTS // max(1, len(inputs)))
+        for start in range(0, len(out_NK), step):
+            rows = slice(start, start + step)
+            scaled_NX = scale_NX[rows] * factor_N[rows, None]
+            out_NK[rows] = table[code_NK[rows].int()].mul_(scaled_NX[:, group_K])
+        outer = [len(range(*part.indices(size))) for part, size in zip(index[:-1], self.shape[:-1], strict=True)]
+        return out_NK.view(*outer, len(inputs))
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    """Return published scales in float32."""
+    if scale.dtype != torch.uint8:
+        return scale.float()
+    powers = torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.int() - E8M0_BIAS)
+    return torch.where(scale == E8M0_NAN, torch.nan, powers)
