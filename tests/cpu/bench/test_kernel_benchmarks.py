@@ -104,6 +104,7 @@ def test_compare_finds_what_differs(
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
+@pytest.mark.filterwarnings("ignore:divide by zero")
 def test_every_case_runs_in_the_interpreter(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(binding, "why_unavailable", lambda *_: None)
     path = tmp_path / "rows.json"

@@ -23,7 +23,7 @@ from strandline.kernels.sizes import next_power_of_2
 from strandline.kernels.state_triton import FLOAT32_PRECISION
 
 TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=3)
-"""Not tuned (benchmarks/kernels/latent_attention.py)."""
+"""Not tuned (benchmarks/kernels, `latent-attention/expanded`)."""
 
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=1)
 """This path is for tests, not for speed."""

@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 FEW = Launch(block_v=32, num_warps=4)
 """For batches that do not fill the GPU: 4 of a state's numbers, one load, are a thread's. With 8 sequences of 8,192
-channels 3.7 us (benchmarks/kernels/recurrences.py, an H200); with 16 channels and 2 warps 6.0."""
+channels 3.7 us (benchmarks/kernels, `mamba1/decode`, an H200); with 16 channels and 2 warps 6.0."""
 
 FEW_SEQUENCES = 8
 
