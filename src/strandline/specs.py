@@ -244,8 +244,9 @@ class ModelSpec:
 
     @cached_property
     def replay_bytes(self) -> int:
-        """Bytes that all layers keep per draft token."""
-        return sum(tensor.num_bytes for layer in self.layers for tensor in layer.replay)
+        """Bytes of one draft token in a log: what all layers keep, and its final hidden state."""
+        of_layers = sum(tensor.num_bytes for layer in self.layers for tensor in layer.replay)
+        return of_layers + self.hidden_size * ITEM_BYTES[self.hidden_dtype] if self.has_states else 0
 
     @cached_property
     def log_bytes(self) -> int:

@@ -3,8 +3,11 @@
 A request may end in tokens that no later prompt contains: those of a stop string, which the answer's text leaves out.
 The next turn then needs the state before them. While an output may be about to end in that way, its lease therefore
 keeps a *fallback*: the slot with the state before the first such token. Later steps write another slot, as they do
-after a published snapshot. Where the lease's log still has these tokens, the fallback is not needed: fewer tokens are
-folded.
+after a published snapshot.
+
+Where the lease's log holds drafts that were accepted, the fallback is not needed: fewer of them are folded. Of decoded
+tokens that is not possible: the windows of convolutions, which have no log, and the final hidden state advance in the
+slot at every token.
 """
 
 from collections.abc import Iterable
@@ -47,7 +50,7 @@ class OwnStates:
         """Fold what the lease's log holds into the state in ``lease.dst``, by an action.
 
         Args:
-            end: fold the tokens before this position alone, for a lease that ends; None: all.
+            end: fold the drafts before this position alone, for a lease that ends; None: all tokens.
         """
         num_tokens = (lease.computed if end is None else end) - lease.folded
         if num_tokens and self._needs_slots:
@@ -108,7 +111,8 @@ class OwnStates:
     def _last_state(self, lease: Lease, end: int, kind: SnapshotKind) -> Cut | None:
         """Return the last state up to a position, if its keys and values are there; else the very last one, if any."""
         fallback, has_own = lease.fallback, lease.has_own_state
-        if has_own and lease.folded <= end and self._windows.has_window(lease, end):
+        is_there = end == lease.computed or (lease.holds_drafts and lease.folded <= end)
+        if has_own and is_there and self._windows.has_window(lease, end):
             return Cut(end, lease.dst, kind)
         if fallback is not None:
             is_before = fallback.position <= end and self._windows.has_window(lease, fallback.position)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from strandline.device.batch import fold_batch
+from strandline.device.draft_hidden import fold_hidden
 from strandline.device.transfers import Transfers
 from strandline.device.upload import upload_together
 from strandline.ids import BlockId
@@ -84,6 +85,7 @@ class CacheActions:
             batch = fold_batch(drafts, arena.bytes.device, self._kernels, arena.draft_tokens)
             for replay in self._memory.replays:
                 replay(batch)
+            fold_hidden(arena, self._kernels, drafts)
         decoded = [(fold.slot, fold.log, fold.num_tokens) for fold in folds if not fold.holds_drafts]
         if decoded:
             slot_N, log_N, len_N = upload_together(list(zip(*decoded, strict=True)), arena.bytes.device)

@@ -19,6 +19,7 @@ from strandline.device.allowed_tokens import AllowedMatcher
 from strandline.device.batch import HostBatch, batch_order, build_host_batch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
+from strandline.device.draft_hidden import store_verified
 from strandline.device.draft_layer import is_resumed, keep_decoded, make_drafts, pairs_of_step
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import Decoded, StepGraphs, StepHidden
@@ -289,15 +290,11 @@ class Runner:
             logits_RV = self.model.logits(hidden_XE[rows_R])
             sample_and_verify(logits_RV, verified, self._kernels)
             launched.take_verified(verified)
-        with_drafts = [sequence for sequence in verified if sequence.draft_ids]
-        last_rows = [rows[sequence.first_row + len(sequence.token_ids) - 1] for sequence in with_drafts]
-        slots = [sequences[sequence.index].state_dst for sequence in with_drafts]
-        if with_drafts:
-            last_rows_N, slots_N = upload_together([last_rows, slots], self.device)
-            self._store(hidden_XE, last_rows_N, self.arena.hidden_SE, slots_N)
+        sampled = [(sequences[each.index], rows[each.first_row]) for each in verified]
+        store_verified(self.arena, self._kernels, sampled, hidden_XE)
         if self._memory.draft is not None:
-            sampled = {sequence.index: sequence.token_ids for sequence in verified}
-            wanted = pairs_of_step(sequences, sampled, ends, stored_row_of)
+            chosen = {sequence.index: sequence.token_ids for sequence in verified}
+            wanted = pairs_of_step(sequences, chosen, ends, stored_row_of)
             model = cast(DraftingModel, self.model)
             launched.drafts = make_drafts(model, self._memory, self._kernels, wanted, hidden_XE)
 

@@ -2,8 +2,8 @@
 
 A step is two graphs. The first completes what the host did not know yet (``complete_verification``), and runs the model
 over certain tokens and drafts, up to the final hidden states. Then tokens are chosen behind all of them. The second
-counts on the device which drafts agree, stores the hidden state behind the last of them, and drafts for the next step
-with the model's draft layer. So the next step may be launched before the host knows what this one found.
+counts on the device which drafts agree, stores the hidden states behind certain tokens and drafts, and drafts for the
+next step with the model's draft layer. So the next step may be launched before the host knows what this one found.
 
 Shape suffixes as in ``kernels/batch.py`` and ``verification.py``; I integers of a buffer, E hidden size.
 """
@@ -131,9 +131,17 @@ class VerificationGraphs:
         accept = self._kernels[accept_drafts]
         accepted = accept(step.planned, step.tokens_T, self._last, self._stop_ids_XS, step.block_table_NM)
         step.num_accepted_N = accepted.num_accepted_N
-        self._kernels[store_hidden](step.hidden_TE, accepted.last_row_N, self._arena.hidden_SE, step.planned.state_dst)
+        self._store_hidden(step)
         if self._memory.draft is not None:
             self._make_pairs(step, accepted)
+
+    def _store_hidden(self, step: VerificationStep) -> None:
+        """Store final hidden states: of certain tokens in slots, of all drafts in logs."""
+        store, planned, replay = self._kernels[store_hidden], step.planned, step.batch.recurrent.replay
+        first_rows_N = planned.query_starts[: len(planned.state_dst)]
+        store(step.hidden_TE, first_rows_N, self._arena.hidden_SE, planned.state_dst)
+        if self._arena.hidden_drafts_JE is not None and replay is not None:
+            store(step.hidden_TE, replay.draft_rows_K, self._arena.hidden_drafts_JE, replay.draft_places_K)
 
     def _make_pairs(self, step: VerificationStep, accepted: AcceptedDrafts) -> None:
         """Make the pairs of all rows, and draft behind the last of each sequence (``draft_layer.py``).

@@ -93,6 +93,8 @@ class ArenaTensors:
             spec.hidden_dtype, (num_slabs, spec.hidden_size), spec.slab_bytes, spec.hidden_offset
         )
         """Per slot, the final hidden state of the last token that a snapshot covers."""
+        self.hidden_drafts_JE = self._new_hidden_drafts()
+        """The final hidden states of drafts, in the rows of ``LayerMemory.replay``; None: no slot will need them."""
 
     def prefault(self, num_bytes: int) -> None:
         """Prefault the first bytes on a CPU. They must not have been written yet."""
@@ -192,6 +194,12 @@ class ArenaTensors:
         if not self._num_replay_rows or not layer.replay:
             return None
         return {tensor.name: self._new_log(tensor, 1, self._num_replay_rows)[0] for tensor in layer.replay}
+
+    def _new_hidden_drafts(self) -> Tensor | None:
+        if not self._num_replay_rows or not self.spec.has_states:
+            return None
+        hidden = TensorSpec("hidden", (self.spec.hidden_size,), self.spec.hidden_dtype)
+        return self._new_log(hidden, 1, self._num_replay_rows)[0]
 
     def _new_log(self, tensor: TensorSpec, num_layers: int, num_logs: int) -> Tensor:
         filled = _zeros(num_layers * num_logs * tensor.num_bytes, self.bytes.device)

@@ -44,7 +44,7 @@ class DropSlot:
 
 @dataclass(frozen=True, slots=True)
 class FoldLog:
-    """Fold the first ``num_tokens`` tokens of a log into the state in a slot."""
+    """Fold the first ``num_tokens`` tokens of a log into the state in a slot: of decoded tokens all of them."""
 
     slot: SlotId
     log: LogId

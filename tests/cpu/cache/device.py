@@ -91,7 +91,8 @@ class Device:
                     assert not self._is_loading(slot=slot), f"slot {slot} is freed while it is loaded"
                     self._states[slot] = None
                     self.num_writes[slot] += 1
-                case FoldLog(slot, log, num_tokens):
+                case FoldLog(slot, log, num_tokens, holds_drafts):
+                    assert holds_drafts or num_tokens == len(self._logs[log]), "windows are those of all its tokens"
                     # The slot may have been freed since; then its content does not matter.
                     if (state := self.state(slot)) is not None:
                         self._states[slot] = state + self._logs[log][:num_tokens]

@@ -188,7 +188,7 @@ class History:
         self.prompts.append(tuple(decode(lease.tokens.data)))
         end = max(lease.computed - num_dropped, 0)
         ends = [lease.fallback.position] if lease.fallback is not None else []
-        ends += range(lease.folded, lease.computed + 1) if lease.has_own_state else []
+        ends += [lease.computed] if lease.has_own_state else []
         reached = max((position for position in ends if position <= end), default=max(ends, default=0))
         self.driver.release(lease, SnapshotKind.GENERATION_END, end)
         self._is_flushed = True

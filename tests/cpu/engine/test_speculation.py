@@ -338,7 +338,8 @@ def test_a_log_is_all_that_drafts_take(make: MakeLLM, make_speculating: MakeLLM)
     assert plain.engine.core.spec == spec
     arena = llm.engine.core.executor.runner.arena
     logs = [log for memory in arena.layers for log in (memory.replay or {}).values()]
-    per_request = sum(log.numel() * log.element_size() for log in logs) // (1 + 256)
+    assert arena.hidden_drafts_JE is not None
+    per_request = sum(log.numel() * log.element_size() for log in [*logs, arena.hidden_drafts_JE]) // (1 + 256)
     assert per_request == DRAFT_TOKENS * spec.replay_bytes
     assert all(memory.log is None for memory in arena.layers)
     assert spec.replay_bytes < spec.raw_slot_bytes / 2

@@ -12,6 +12,7 @@ from strandline.cache.inspection.invariants import check
 from strandline.records.plan import NewRequest
 from strandline.text.stop_finder import TextStopFinder
 from tests.cpu.engine.small_demo import small_demo
+from tests.cpu.engine.test_state_oracle import check_published_slots
 
 QUESTION: Final = [{"role": "user", "content": "Tell me of the teacher."}]
 NEXT: Final = {"role": "user", "content": "And now?"}
@@ -146,6 +147,41 @@ def test_states_before_stop_strings_are_right_with_drafts(llm: LLM, method: str,
         "where a stop string begins among drafts of an earlier step, they are lost"
     )
     assert not drafting.engine.cache.internals().leases
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("method", ["none", "mtp", "ngram"])
+def test_snapshots_before_stop_strings_hold_states_of_their_tokens(method: str, is_async: bool) -> None:
+    """Windows of convolutions and final hidden states, too; four sequences or more keep logs, one does not."""
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory": "64MiB", "max_model_len": 512}
+    judge = LLM("demo", **options)
+    if method != "none":
+        config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+        options["speculative_config"] = config
+    llm = LLM("demo", **options, async_scheduling=is_async)
+    for number, (start, end) in enumerate([(9, 10), (8, 14), (3, 12), (12, 33), (17, 20), (1, 9)]):
+        messages = [{"role": "system", "content": f"Oracle {number}."}, *QUESTION]
+        whole = chat(judge, messages)[0].outputs[0].text
+        answer_with_stop(llm, messages, [whole[start:end], whole[start] + " never"], num_others=5 * (number % 2))
+    while llm.engine.core.has_unfinished:  # a step may be under way
+        llm.engine.step()
+    check_published_slots(llm, judge)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_answers_continue_before_their_stop_strings(is_async: bool) -> None:
+    """The final hidden state in the snapshot gives the next token."""
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory": "64MiB", "max_model_len": 512}
+    llm, cold = LLM("demo", **options, async_scheduling=is_async), LLM("demo", **options, enable_prefix_caching=False)
+    for number, (start, end) in enumerate([(9, 10), (8, 14), (3, 12), (1, 9)]):
+        messages = [{"role": "system", "content": f"Continue {number}."}, *QUESTION]
+        whole = chat(cold, messages)[0].outputs[0].text
+        text = answer_with_stop(llm, messages, whole[start:end], num_others=5).outputs[0].text
+        answered = [*messages, {"role": "assistant", "content": text}]
+        prompt: Any = llm.render(answered, add_generation_prompt=False, continue_final_message=True)
+        [warm] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        [other] = cold.generate({"prompt_token_ids": prompt["prompt_token_ids"]}, GREEDY, use_tqdm=False)  # type: ignore[call-overload]
+        assert warm.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("is_async", [False, True])
