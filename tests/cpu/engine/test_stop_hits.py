@@ -154,11 +154,11 @@ def test_states_before_stop_strings_are_right_with_drafts(llm: LLM, method: str,
 def test_snapshots_before_stop_strings_hold_states_of_their_tokens(method: str, is_async: bool) -> None:
     """Windows of convolutions and final hidden states, too; four sequences or more keep logs, one does not."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory": "64MiB", "max_model_len": 512}
-    judge = LLM("demo", **options)
+    judge = LLM(small_demo(), **options)
     if method != "none":
         config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
         options["speculative_config"] = config
-    llm = LLM("demo", **options, async_scheduling=is_async)
+    llm = LLM(small_demo(), **options, async_scheduling=is_async)
     for number, (start, end) in enumerate([(9, 10), (8, 14), (3, 12), (12, 33), (17, 20), (1, 9)]):
         messages = [{"role": "system", "content": f"Oracle {number}."}, *QUESTION]
         whole = chat(judge, messages)[0].outputs[0].text
@@ -172,7 +172,10 @@ def test_snapshots_before_stop_strings_hold_states_of_their_tokens(method: str, 
 def test_answers_continue_before_their_stop_strings(is_async: bool) -> None:
     """The final hidden state in the snapshot gives the next token."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory": "64MiB", "max_model_len": 512}
-    llm, cold = LLM("demo", **options, async_scheduling=is_async), LLM("demo", **options, enable_prefix_caching=False)
+    llm, cold = (
+        LLM(small_demo(), **options, async_scheduling=is_async),
+        LLM(small_demo(), **options, enable_prefix_caching=False),
+    )
     for number, (start, end) in enumerate([(9, 10), (8, 14), (3, 12), (1, 9)]):
         messages = [{"role": "system", "content": f"Continue {number}."}, *QUESTION]
         whole = chat(cold, messages)[0].outputs[0].text
