@@ -25,10 +25,9 @@ from operands import (
 )
 from torch import Tensor
 
-from strandline.kernels.experts import block_scaled_moe_triton, four_bit_moe_triton
+from strandline.kernels.experts.few_launches import FEW, choose_dense
 from strandline.kernels.experts.many_launches import DENSE as DENSE_LAUNCHES
 from strandline.kernels.experts.many_launches import FOUR_BIT, FP8, Measured, choose_launches
-from strandline.kernels.experts.moe_few_triton import choose_few
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import linear, linear_and_logits
 from strandline.kernels.gemm.linear_triton import Gemv
@@ -218,20 +217,19 @@ def sizes_of(*sizes: int | None) -> tuple[Any, ...]:
 
 def few_launches(weight_format: str, module: str, model: Model, tokens: int) -> Iterator[Launch]:
     """Yield tilings of the way of few tokens: first products before the second one in force, then second products."""
-    kinds = {"is_gated": model.is_gated, "is_divided": False}
-    chosen = choose_few(tokens, model.routing.top_k, model.size, model.shared_size, **kinds)
-    if weight_format != "dense":
-        chosen = block_scaled_moe_triton.FEW[tokens > 1] if weight_format == "fp8" else four_bit_moe_triton.FEW
+    if weight_format == "dense":
+        sizes = (model.routing.top_k, model.size, model.shared_size)
+        chosen = choose_dense(tokens, *sizes, is_gated=model.is_gated)
+    else:
+        chosen = FEW[ScaledWeight if weight_format == "fp8" else FourBitWeight][tokens > 1]
     if chosen is None:
         return
     ups = [chosen._replace(block_up_n=n, block_up_k=k, warps_up=w) for n, k, w in parse_launches(sizes_of, FEW_UPS)]
     downs = [
         chosen._replace(block_down_n=n, warps_down=w, blocks_down=b) for n, w, b in parse_launches(sizes_of, FEW_DOWNS)
     ]
-    name = "choose_few" if weight_format == "dense" else "FEW"
     for few in [chosen, *ups, *downs]:
-        value = (few, few) if weight_format == "fp8" else few
-        yield Launch(f"few {tuple(few)}", {f"{module}.{name}": value, f"{module}.MAX_TOKENS_FEW": 16})
+        yield Launch(f"few {tuple(few)}", {f"{module}.choose_few": few, f"{module}.MAX_TOKENS_FEW": 16})
 
 
 TINY_SHAPE = {"model": TINY, "tokens": 2}

@@ -1,6 +1,6 @@
 """The experts in FP8 on a GPU (``block_scaled_moe.py``), organised as ``moe_triton.py``.
 
-Few tokens: as ``block_scaled_moe_few_triton.py`` says; more: as ``many_triton.py``. A shared expert of the same size is
+Few tokens: as ``few_triton.py`` says; more: as ``many_triton.py``. A shared expert of the same size is
 one more expert of up to ``MAX_TOKENS_JOINED`` tokens.
 
 Invariants: as in ``moe_triton.py``.
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand
-from strandline.kernels.experts.block_scaled_moe_few_triton import mixture_few
-from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, Few
+from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_few
+from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert, SharedOutput
@@ -30,10 +30,6 @@ from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing_triton import swiglu_quantized
-
-FEW = (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4))
-"""For one token, and for more (benchmarks/kernels, `experts/fp8`). A program of one warp needs no barrier. Of the
-second product of one token every warp has one of eight choices."""
 
 MAX_TOKENS_JOINED = 256
 """With more tokens, a product of its own for the shared expert is faster than the programs of one expert."""
@@ -51,15 +47,18 @@ def block_scaled_mixture(
     held: range | None = None,
 ) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
+    experts, shared = (
+        ExpertWeights(gate_up, down, held=held),
+        SharedExpert(shared_gate_up_TS, shared_down, shared_gate_T1),
+    )
     if len(x_TD) <= MAX_TOKENS_FEW:
-        arguments = (x_TD, shared_gate_up_TS, logits_TE, shared_gate_T1, gate_up, down, shared_down, routing)
-        return mixture_few(*arguments, FEW[len(x_TD) > 1], held)
+        few = choose_few(experts, shared, len(x_TD), routing.top_k)
+        return mixture_few(x_TD, experts, shared, logits_TE, None, routing, few)
     chosen = route(logits_TE, None, routing)
-    shared = SharedExpert(shared_gate_up_TS, shared_down, shared_gate_T1)
     if len(x_TD) > MAX_TOKENS_JOINED or shared_gate_up_TS.stride(1) != 1 or not can_extend(down, shared_down):
         shared = _output(shared, block_scaled_linear, linear)
     tiles = choose_launches(ScaledWeight, x_TD.dtype, chosen[1].numel() // logits_TE.shape[1])
-    return compute_choices(x_TD, ExpertWeights(gate_up, down, held=held), chosen, shared, tiles)
+    return compute_choices(x_TD, experts, chosen, shared, tiles)
 
 
 def _output(shared: SharedExpert, multiply_fp8: Callable[..., Tensor], multiply: Callable[..., Tensor]) -> SharedOutput:

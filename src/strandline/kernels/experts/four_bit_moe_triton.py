@@ -1,6 +1,6 @@
 """The experts in 4 bits on a GPU (``four_bit_moe.py``), organised as ``moe_triton.py``.
 
-Few tokens: as ``four_bit_moe_few_triton.py`` says; more: as ``many_triton.py``.
+Few tokens: as ``few_triton.py`` says; more: as ``many_triton.py``.
 
 Invariants: as in ``moe_triton.py``; ``_invariant`` versions multiply in one way of tiling.
 
@@ -11,11 +11,11 @@ Shape suffixes: as in ``moe.py``.
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand
-from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, Few
-from strandline.kernels.experts.four_bit_moe_few_triton import mixture_few
+from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_few
+from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
-from strandline.kernels.experts.moe import ExpertWeights, SharedOutput
+from strandline.kernels.experts.moe import ExpertWeights, SharedExpert, SharedOutput
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import route
 from strandline.kernels.gemm.four_bit_triton import four_bit_linear, four_bit_linear_invariant
@@ -25,8 +25,6 @@ from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import flat_rows
-
-FEW = Few(4, 2048, 2, 8, 4)
 
 
 def four_bit_mixture(
@@ -41,9 +39,11 @@ def four_bit_mixture(
     held: range | None = None,
 ) -> Summand:
     """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype."""
+    experts = ExpertWeights(gate_up, down, held=held)
     if len(x_TD) <= MAX_TOKENS_FEW:
-        projected = (flat_rows(shared_gate_up_TS), logits_TE, shared_gate_T1)
-        return mixture_few(flat_rows(x_TD), *projected, gate_up, down, shared_down, routing, FEW, held)
+        shared = SharedExpert(flat_rows(shared_gate_up_TS), shared_down, shared_gate_T1)
+        few = choose_few(experts, shared, len(x_TD), routing.top_k)
+        return mixture_few(flat_rows(x_TD), experts, shared, logits_TE, None, routing, few)
     chosen = route(logits_TE, None, routing)
     if isinstance(shared_down, FourBitWeight):
         shared_TD = four_bit_linear(swiglu(shared_gate_up_TS), shared_down)

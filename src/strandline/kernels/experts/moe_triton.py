@@ -1,6 +1,6 @@
 """Mixtures of experts on a GPU, without sorting and without waiting for the device.
 
-Few tokens (at most ``MAX_TOKENS_FEW``): as ``moe_few_triton.py`` says. More: one launch lists every expert's choices
+Few tokens (at most ``MAX_TOKENS_FEW``): as ``few_triton.py`` says. More: one launch lists every expert's choices
 (a choice is one token's k-th expert), then ``many_triton.py`` multiplies expert by expert. The choices of a token
 are left to the next operation, a norm or a sum over ranks, to be added up (``expert_choices.py``). Grids depend on
 shapes alone: programs without work leave at once.
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand, added_up
 from strandline.kernels.expert_choices_triton import add_choices
-from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW
+from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_few
+from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
-from strandline.kernels.experts.moe import Activation, ExpertWeights, SharedOutput
-from strandline.kernels.experts.moe_few_triton import Shared, choose_few, mixture_few
+from strandline.kernels.experts.moe import Activation, ExpertWeights, SharedExpert, SharedOutput
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import route
 from strandline.kernels.gemm.linear_triton import linear
@@ -106,15 +106,15 @@ def mixture_relu_squared_invariant(
     return added_up(_mixture_invariant(x_TD, up_EFD, down_EDF, shared, relu_squared, router, held))
 
 
-def _shared(projected_TS: Tensor | None, gate_T1: Tensor | None, down: DenseWeight | None) -> Shared | None:
-    return None if projected_TS is None or down is None else Shared(projected_TS, gate_T1, down.values_OI)
+def _shared(projected_TS: Tensor | None, gate_T1: Tensor | None, down: DenseWeight | None) -> SharedExpert | None:
+    return None if projected_TS is None or down is None else SharedExpert(projected_TS, down, gate_T1)
 
 
 def _mixture(
     x_TD: Tensor,
     up_EFD: Tensor,
     down_EDF: Tensor,
-    shared: Shared | None,
+    shared: SharedExpert | None,
     activate: Callable[[Tensor], Tensor],
     router: tuple[Tensor, Tensor | None, Routing],
     held: range | None,
@@ -125,17 +125,15 @@ def _mixture(
         activate: what the shared expert does to its projections.
         router: arguments of ``route``.
     """
-    (logits_TE, bias_E, routing), size = router, down_EDF.shape[2]
+    (_, _, routing), weights = router, _experts(up_EFD, down_EDF, held)
     if len(x_TD) <= MAX_TOKENS_FEW:
-        shared_size = 0 if shared is None else shared.down_DS.shape[1]
-        kind = {"is_gated": up_EFD.shape[1] == 2 * size, "is_divided": held is not None}
-        few = choose_few(len(x_TD), routing.top_k, size, shared_size, **kind)
+        few = choose_few(weights, shared, len(x_TD), routing.top_k)
         if few is not None:
-            return mixture_few(x_TD, logits_TE, up_EFD, down_EDF, shared, routing, few, bias_E, held)
+            return mixture_few(x_TD, weights, shared, *router, few)
     chosen = route(*router)
     added = None
     if shared is not None:
-        added = SharedOutput(linear(activate(shared.projected_TS), shared.down_DS), shared.gate_T1)
+        added = SharedOutput(linear(activate(shared.projected_TS), shared.down.values_OI), shared.gate_T1)
     return _many(x_TD, up_EFD, down_EDF, chosen, added, held, Launches.MEASURED)
 
 
@@ -143,7 +141,7 @@ def _mixture_invariant(
     x_TD: Tensor,
     up_EFD: Tensor,
     down_EDF: Tensor,
-    shared: Shared | None,
+    shared: SharedExpert | None,
     activate: Callable[[Tensor], Tensor],
     router: tuple[Tensor, Tensor | None, Routing],
     held: range | None,
@@ -152,7 +150,7 @@ def _mixture_invariant(
     chosen = route(*router)
     added = None
     if shared is not None:
-        added = SharedOutput(linear_invariant(activate(shared.projected_TS), shared.down_DS), shared.gate_T1)
+        added = SharedOutput(linear_invariant(activate(shared.projected_TS), shared.down.values_OI), shared.gate_T1)
     return _many(x_TD, up_EFD, down_EDF, chosen, added, held, Launches.FIXED)
 
 
@@ -166,10 +164,13 @@ def _many(
     launches: Launches,
 ) -> ExpertChoices:
     """Compute a mixture expert by expert."""
-    activation = Activation.SWIGLU if up_EFD.shape[1] == 2 * down_EDF.shape[2] else Activation.RELU_SQUARED
-    experts = ExpertWeights(DenseWeight(up_EFD), DenseWeight(down_EDF), activation, held)
     tiles = choose_launches(DenseWeight, x_TD.dtype, chosen[1].numel() // len(up_EFD), launches)
-    return compute_choices(x_TD, experts, chosen, shared, tiles)
+    return compute_choices(x_TD, _experts(up_EFD, down_EDF, held), chosen, shared, tiles)
+
+
+def _experts(up_EFD: Tensor, down_EDF: Tensor, held: range | None) -> ExpertWeights:
+    activation = Activation.SWIGLU if up_EFD.shape[1] == 2 * down_EDF.shape[2] else Activation.RELU_SQUARED
+    return ExpertWeights(DenseWeight(up_EFD), DenseWeight(down_EDF), activation, held)
 
 
 def experts(

@@ -21,8 +21,8 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import block_scaled_moe_triton, many_launches
-from strandline.kernels.experts.expert_tiles import Few
+from strandline.kernels.experts import block_scaled_moe_triton, few_launches, many_launches
+from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.many_launches import Measured
 from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.experts.moe import ExpertWeights, SharedOutput
@@ -189,7 +189,7 @@ def check_experts(
 def test_the_mixture_equals_a_loop_in_float64(
     num_tokens: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_scaled_moe_triton, "FEW", (FEW, FEW))
+    monkeypatch.setitem(few_launches.FEW, ScaledWeight, (FEW, FEW))
     check_mixture(num_tokens, shape, dtype, "cpu", is_shared_dense=num_tokens == 3, has_gate=dtype == torch.bfloat16)
 
 
@@ -200,7 +200,7 @@ def test_the_mixture_equals_a_loop_in_float64(
 def test_the_experts_of_two_ranks_add_up_to_all(
     num_tokens: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_scaled_moe_triton, "FEW", (FEW, FEW))
+    monkeypatch.setitem(few_launches.FEW, ScaledWeight, (FEW, FEW))
     use_small_tiles(monkeypatch)
     check_ranks(num_tokens, shape, dtype, "cpu")
 

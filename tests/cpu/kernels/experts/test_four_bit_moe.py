@@ -20,8 +20,8 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import four_bit_moe_triton, many_launches
-from strandline.kernels.experts.expert_tiles import Few
+from strandline.kernels.experts import few_launches, four_bit_moe_triton, many_launches
+from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.many_launches import Measured
 from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.experts.moe import ExpertWeights, SharedOutput
@@ -160,7 +160,7 @@ def check_experts(
 
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit_moe_triton, "FEW", FEW)
+    monkeypatch.setitem(few_launches.FEW, FourBitWeight, (FEW, FEW))
     small = Measured(TILES[0], TILES[0], TILES[0], (TILES[1],) * 3, TILES[0])
     monkeypatch.setitem(many_launches.MEASURED, FourBitWeight, small)
 

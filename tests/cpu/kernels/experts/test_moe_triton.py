@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts import moe_list_triton, moe_triton
-from strandline.kernels.experts.expert_tiles import MAX_TOKENS_FEW, Few
+from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, Few, choose_dense
+from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices
-from strandline.kernels.experts.moe import ExpertWeights, SharedOutput
-from strandline.kernels.experts.moe_few_triton import Shared, choose_few, mixture_few
+from strandline.kernels.experts.moe import Activation, ExpertWeights, SharedExpert, SharedOutput
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch
 
@@ -193,9 +193,10 @@ class Mixture:
     def run_few(self, few: Few, held: range | None = None) -> Tensor:
         """Compute it choice by choice, however many tokens there are."""
         part = slice(None) if held is None else slice(held.start, held.stop)
-        shared = Shared(self.shared_TS, self.gate_T1, self.shared_down)
-        arguments = (self.x_TD, self.logits_TE, self.up[part], self.down[part], shared)
-        return mixture_few(*arguments, self.routing, few, self.bias_E, held)
+        shared = SharedExpert(self.shared_TS, DenseWeight(self.shared_down), self.gate_T1)
+        activation = Activation.SWIGLU if self.is_gated else Activation.RELU_SQUARED
+        experts = ExpertWeights(DenseWeight(self.up[part]), DenseWeight(self.down[part]), activation, held)
+        return mixture_few(self.x_TD, experts, shared, self.logits_TE, self.bias_E, self.routing, few)
 
 
 def check_mixture(
@@ -261,15 +262,15 @@ def test_the_mixture_equals_a_loop_in_float64(
 
 
 def test_tiles_of_few_tokens_hold_so_many_numbers() -> None:
-    assert choose_few(1, 8, 512, 512, is_gated=True) == Few(2, 1024, 1, 4, 4)
-    assert choose_few(3, 8, 512, 512, is_gated=True) == Few(4, 512, 2, 4, 4)
-    assert choose_few(1, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4)
-    assert choose_few(3, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4, 2)
-    assert choose_few(3, 6, 1856, 3712, is_gated=False) == Few(4, 512, 1, 1, 4)
-    assert choose_few(1, 8, 4096, 0, is_gated=True) == Few(2, 1024, 1, 1, 8)
-    assert choose_few(1, 8, 4097, 0, is_gated=True) is None
-    assert choose_few(1, 2, 64, 2**16, is_gated=True) is None
-    assert choose_few(1, 22, 64, 64, is_gated=False) is None
+    assert choose_dense(1, 8, 512, 512, is_gated=True) == Few(2, 1024, 1, 4, 4)
+    assert choose_dense(3, 8, 512, 512, is_gated=True) == Few(4, 512, 2, 4, 4)
+    assert choose_dense(1, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4)
+    assert choose_dense(3, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4, 2)
+    assert choose_dense(3, 6, 1856, 3712, is_gated=False) == Few(4, 512, 1, 1, 4)
+    assert choose_dense(1, 8, 4096, 0, is_gated=True) == Few(2, 1024, 1, 1, 8)
+    assert choose_dense(1, 8, 4097, 0, is_gated=True) is None
+    assert choose_dense(1, 2, 64, 2**16, is_gated=True) is None
+    assert choose_dense(1, 22, 64, 64, is_gated=False) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

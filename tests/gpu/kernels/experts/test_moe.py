@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strandline.kernels.experts import moe_triton
-from strandline.kernels.experts.expert_tiles import Few
+from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.many_launches import DENSE, Pair
 from tests.cpu.kernels.experts.test_moe_triton import (
     check_experts,

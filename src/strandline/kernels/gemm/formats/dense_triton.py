@@ -1,6 +1,6 @@
 """Ordinary weights in kernels, of any strides.
 
-Shape suffixes: M rows of x, N outputs, K inputs.
+Shape suffixes: M rows of x, C matrices, one or as many as rows of x, N outputs, K inputs.
 """
 # mypy: ignore-errors
 
@@ -14,6 +14,10 @@ from strandline.kernels.gemm.weights import DenseWeight
 
 class DenseLayout(NamedTuple):
     """Nothing of an ordinary weight is compiled in."""
+
+    def fit_rows(self, block_n: int) -> int:
+        """Return how many rows of a matrix a program may take, at most this number."""
+        return block_n
 
 
 def data(weight: DenseWeight) -> tuple:
@@ -73,3 +77,80 @@ def tile(
         if IS_GATED:
             acc_up_MN = tl.dot(x_MK, up_KN, acc_up_MN, input_precision="ieee")
     return acc_MN, acc_up_MN
+
+
+@triton.jit
+def load_rows(
+    weight,
+    matrix_C,
+    first_N,
+    start,
+    N,
+    K,
+    LAYOUT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Load as ``operand_triton.py`` says, ``[C, N, K]``."""
+    weight_ptr, stride_matrix, stride_row, stride_input = weight
+    row_N = first_N + tl.arange(0, BLOCK_N)
+    col_K = tl.arange(0, BLOCK_K)
+    offset_CN = (matrix_C.to(tl.int64) * stride_matrix)[:, None] + (row_N * stride_row)[None, :]
+    ptr_CNK = weight_ptr + offset_CN[:, :, None] + (col_K * stride_input)[None, None, :] + start * stride_input
+    up_CNK_ptr = ptr_CNK + tl.cast(N, tl.int64) * stride_row
+    if IS_EVEN:
+        weight_CNK = tl.load(ptr_CNK, eviction_policy="evict_first")
+        up_CNK = weight_CNK
+        if IS_GATED:
+            up_CNK = tl.load(up_CNK_ptr, eviction_policy="evict_first")
+    else:
+        is_CNK = (row_N < N)[None, :, None] & (start + col_K < K)[None, None, :]
+        weight_CNK = tl.load(ptr_CNK, mask=is_CNK, other=0.0, eviction_policy="evict_first")
+        up_CNK = weight_CNK
+        if IS_GATED:
+            up_CNK = tl.load(up_CNK_ptr, mask=is_CNK, other=0.0, eviction_policy="evict_first")
+    return weight_CNK, up_CNK
+
+
+@triton.jit
+def multiply_rows(
+    loaded,
+    x,
+    row_M,
+    is_row_M,
+    weight,
+    matrix_C,
+    first_N,
+    start,
+    N,
+    K,
+    READ: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply as ``operand_triton.py`` says: products that are not added up yet, ``[M, N, K]``."""
+    weight_CNK, up_CNK = loaded
+    x_ptr, _, stride_x, _ = x
+    col_K = tl.arange(0, BLOCK_K)
+    if row_M.shape[0] == 1:
+        # A vector first: the compiler then moves inputs to the threads that hold the weight, and not the weight.
+        is_x_K = is_row_M
+        if not IS_EVEN:
+            is_x_K = is_x_K & (start + col_K < K)
+        x_M1K = READ(x_ptr + row_M.to(tl.int64) * stride_x + col_K + start, is_x_K, K)[None, None, :]
+    else:
+        x_M1K_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[:, None, None] + col_K[None, None, :] + start
+        is_x_M1K = is_row_M[:, None, None] & (start + col_K < K)[None, None, :]
+        x_M1K = READ(x_M1K_ptr, is_x_M1K, K)
+    return weight_CNK.to(tl.float32) * x_M1K, up_CNK.to(tl.float32) * x_M1K
+
+
+@triton.jit
+def add_rows(products_MNK):
+    """Return the sums of products, ``[M, N]``."""
+    return tl.sum(products_MNK, axis=2)

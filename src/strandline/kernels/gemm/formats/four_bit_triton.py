@@ -4,7 +4,12 @@ Bits ``[4 j, 4 j + 4)`` of a block's sixteen numbers are the codes of sixteen ne
 they are put into the mantissa of 128 in bfloat16, two planes at once, and the zero point is subtracted. The result is
 exact.
 
-Shape suffixes: as in ``dense_triton.py``; W numbers of a block.
+For few rows of x, a thread loads four numbers of a row, a piece. Every code becomes a float32 number without a
+conversion: its bits are put into the mantissa of 128. Codes of lower bits count a sixteenth there, and are multiplied
+with sixteen times the input. The excess of such a sum depends on the inputs alone; it is subtracted once for all of the
+weight's rows.
+
+Shape suffixes: as in ``dense_triton.py``; W numbers of a block or of a piece, J pieces.
 """
 # mypy: ignore-errors
 
@@ -20,6 +25,12 @@ BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
 BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
 ZERO = tl.constexpr(weights.SYMMETRIC_ZERO)
 
+PIECE_WORDS = tl.constexpr(4)
+PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
+
+MAGIC = 0x43000000
+"""128 in float32. As an argument of kernels, not a constant: the compiler then sets and masks bits at once."""
+
 
 class FourBitLayout(NamedTuple):
     """What is compiled in of a weight in 4 bits."""
@@ -27,10 +38,14 @@ class FourBitLayout(NamedTuple):
     group: int
     """Inputs that share a scale."""
 
+    def fit_rows(self, block_n: int) -> int:
+        """Return how many rows of a matrix a program may take, at most this number."""
+        return block_n
+
 
 def data(weight: FourBitWeight) -> tuple:
-    """Return words, which are contiguous, and how many a row has, scales, zero points, and strides of both."""
-    return weight.words, weight.words.shape[-1], weight.scales, weight.zeros, *weight.scales.stride()[-2:]
+    """Return words, which are contiguous, and how many a row has, scales, zeros, their strides, and ``MAGIC``."""
+    return weight.words, weight.words.shape[-1], weight.scales, weight.zeros, *weight.scales.stride()[-2:], MAGIC
 
 
 def layout(weight: FourBitWeight) -> FourBitLayout:
@@ -81,7 +96,7 @@ def tile(
     The weight's numbers are the left operand of products on tensor cores, which may come from registers.
     """
     x_ptr, _, stride_x, _ = x
-    weight_ptr, num_words, scale_ptr, zero_ptr, stride_sn, stride_sx = weight
+    weight_ptr, num_words, scale_ptr, zero_ptr, stride_sn, stride_sx, _ = weight
     tl.static_assert(BLOCK_K == BLOCK_INPUTS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     GROUP: tl.constexpr = LAYOUT.group
@@ -134,3 +149,172 @@ def tile(
                 acc_up_NM += sum_up_NM * up_scale_N[:, None]
                 up_scale_N = next_up_scale_N
     return tl.trans(acc_NM), tl.trans(acc_up_NM)
+
+
+@triton.jit
+def _load_words(weight_ptr, row_CN, is_1N, piece_J, num_words, IS_EVEN: tl.constexpr):
+    """Load pieces of rows, ``[J, C, N, W]``, bytes that are read once and need not stay in the cache."""
+    word_JW = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
+    ptr_JCNW = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JW[:, None, None, :]
+    if IS_EVEN:
+        words_JCNW = tl.load(ptr_JCNW, eviction_policy="evict_first")
+    else:
+        is_JCNW = is_1N[None, :, :, None] & (word_JW < num_words)[:, None, None, :]
+        words_JCNW = tl.load(ptr_JCNW, mask=is_JCNW, other=0, eviction_policy="evict_first")
+    return words_JCNW
+
+
+@triton.jit
+def load_rows(
+    weight,
+    matrix_C,
+    first_N,
+    start,
+    N,
+    K,
+    LAYOUT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Load as ``operand_triton.py`` says: words of pieces, ``[J, C, N, W]``."""
+    weight_ptr, num_words, _, _, _, _, _ = weight
+    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
+    row_N = first_N + tl.arange(0, BLOCK_N)
+    is_1N = (row_N < N)[None, :]
+    row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
+    piece_J = start // PIECE_INPUTS + tl.arange(0, BLOCK_K // PIECE_INPUTS)
+    words_JCNW = _load_words(weight_ptr, row_CN, is_1N, piece_J, num_words, IS_EVEN)
+    up_JCNW = words_JCNW
+    if IS_GATED:
+        up_JCNW = _load_words(weight_ptr, row_CN + N, is_1N, piece_J, num_words, IS_EVEN)
+    return words_JCNW, up_JCNW
+
+
+@triton.jit
+def _read_plane(x, row_M, is_row_M, piece_J, PLANE: tl.constexpr, K, READ: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Read the inputs that pieces' codes of a plane are multiplied with, ``[J, M, W]``, in float32."""
+    x_ptr, _, stride_x, _ = x
+    col_J = piece_J // 4 * BLOCK_INPUTS + piece_J % 4 * PIECE_WORDS + PLANE * BLOCK_WORDS
+    col_JW = col_J[:, None] + tl.arange(0, PIECE_WORDS)[None, :]
+    is_JMW = is_row_M[None, :, None]
+    if not IS_EVEN:
+        is_JMW = is_JMW & (col_JW < K)[:, None, :]
+    return READ(x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JW[:, None, :], is_JMW, K)
+
+
+@triton.jit
+def _add_planes(acc_JMNW, words_JCNW, low_JMW, high_JMW, PAIR: tl.constexpr, magic):
+    """Add the products with the codes of planes ``2 PAIR`` and ``2 PAIR + 1``, an excess of 2048 and 128 inputs.
+
+    All rows of x are multiplied with the same words, or each with words of its own.
+    """
+    SHIFT: tl.constexpr = 8 * PAIR - 12
+    words_JCNW = words_JCNW >> SHIFT if SHIFT > 0 else words_JCNW << -SHIFT
+    low_JCNW = ((words_JCNW & 0xF000) | magic).to(tl.float32, bitcast=True)
+    high_JCNW = ((words_JCNW & 0xF0000) | magic).to(tl.float32, bitcast=True)
+    acc_JMNW += high_JCNW * high_JMW[:, :, None, :]
+    return acc_JMNW + low_JCNW * (low_JMW * 16.0)[:, :, None, :]
+
+
+@triton.jit
+def _scaled_sums(
+    acc_JMNW,
+    low_JMW,
+    high_JMW,
+    scale_ptr,
+    zero_ptr,
+    row_CN,
+    is_1N,
+    group_J,
+    num_groups,
+    stride_sn,
+    stride_sx,
+    IS_EVEN: tl.constexpr,
+):
+    """Return the products of one group of every piece, ``[J, M, N]``.
+
+    Args:
+        acc_JMNW: sums of ``_add_planes``; ``low_JMW`` and ``high_JMW`` are those of the inputs.
+    """
+    offset_JCN = (row_CN * stride_sn)[None, :, :] + (group_J * stride_sx)[:, None, None]
+    if IS_EVEN:
+        scale_JCN = tl.load(scale_ptr + offset_JCN).to(tl.float32)
+    else:
+        is_JCN = is_1N[None, :, :] & (group_J < num_groups)[:, None, None]
+        scale_JCN = tl.load(scale_ptr + offset_JCN, mask=is_JCN, other=0.0).to(tl.float32)
+    if zero_ptr is None:
+        extra_JM = tl.sum(low_JMW * (2048.0 + ZERO) + high_JMW * (128.0 + ZERO), axis=2)
+        sum_JMN = tl.sum(acc_JMNW, axis=3) - extra_JM[:, :, None]
+    else:
+        if IS_EVEN:
+            zero_JCN = tl.load(zero_ptr + offset_JCN).to(tl.float32)
+        else:
+            zero_JCN = tl.load(zero_ptr + offset_JCN, mask=is_JCN, other=0).to(tl.float32)
+        extra_JM = tl.sum(low_JMW * 2048.0 + high_JMW * 128.0, axis=2)
+        input_JM = tl.sum(low_JMW + high_JMW, axis=2)
+        sum_JMN = tl.sum(acc_JMNW, axis=3) - extra_JM[:, :, None] - zero_JCN * input_JM[:, :, None]
+    return sum_JMN * scale_JCN
+
+
+@triton.jit
+def multiply_rows(
+    loaded,
+    x,
+    row_M,
+    is_row_M,
+    weight,
+    matrix_C,
+    first_N,
+    start,
+    N,
+    K,
+    READ: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, M, N]``."""
+    words_JCNW, up_JCNW = loaded
+    _, num_words, scale_ptr, zero_ptr, stride_sn, stride_sx, magic = weight
+    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
+    PAIRS: tl.constexpr = LAYOUT.group // (2 * BLOCK_WORDS)
+    GROUPS: tl.constexpr = BLOCK_INPUTS // LAYOUT.group
+    J: tl.constexpr = BLOCK_K // PIECE_INPUTS
+    M: tl.constexpr = row_M.shape[0]
+    row_N = first_N + tl.arange(0, BLOCK_N)
+    is_1N = (row_N < N)[None, :]
+    row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
+    piece_J = start // PIECE_INPUTS + tl.arange(0, J)
+    num_groups = num_words // BLOCK_WORDS * GROUPS
+    out_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
+    out_up_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
+    for group in tl.static_range(GROUPS):
+        acc_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
+        acc_up_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
+        sum_low_JMW = tl.zeros([J, M, PIECE_WORDS], dtype=tl.float32)
+        sum_high_JMW = tl.zeros([J, M, PIECE_WORDS], dtype=tl.float32)
+        for pair in tl.static_range(group * PAIRS, (group + 1) * PAIRS):
+            low_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair, K, READ, IS_EVEN)
+            high_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair + 1, K, READ, IS_EVEN)
+            sum_low_JMW += low_JMW
+            sum_high_JMW += high_JMW
+            acc_JMNW = _add_planes(acc_JMNW, words_JCNW, low_JMW, high_JMW, pair, magic)
+            if IS_GATED:
+                acc_up_JMNW = _add_planes(acc_up_JMNW, up_JCNW, low_JMW, high_JMW, pair, magic)
+        group_J = piece_J // 4 * GROUPS + group
+        sums = (sum_low_JMW, sum_high_JMW, scale_ptr, zero_ptr)
+        sizes = (is_1N, group_J, num_groups, stride_sn, stride_sx)
+        out_JMN += _scaled_sums(acc_JMNW, *sums, row_CN, *sizes, IS_EVEN)
+        if IS_GATED:
+            out_up_JMN += _scaled_sums(acc_up_JMNW, *sums, row_CN + N, *sizes, IS_EVEN)
+    return out_JMN, out_up_JMN
+
+
+@triton.jit
+def add_rows(sums_JMN):
+    """Return the sums of pieces' sums, ``[M, N]``."""
+    return tl.sum(sums_JMN, axis=0)

@@ -14,10 +14,24 @@ matrices of ``N`` rows, or ``2 N`` with a gate. ``read_M`` are rows of x, none a
 ``is_row_M`` is true are wanted. ``col_N`` are outputs, which may be after the last; ``first`` and ``end`` count blocks
 of ``BLOCK_K`` inputs. ``IS_EVEN``: ``K`` and ``N`` are multiples of ``BLOCK_K`` and ``BLOCK_N``. Both results are
 float32 ``[BLOCK_M, BLOCK_N]``; the second is that of the rows ``N`` further on, with a gate alone.
+
+``rows`` multiply few rows of x: they read the weight through registers, ``BLOCK_K`` inputs at a time::
+
+    rows.load(weight, matrix_C, first_N, start, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> loaded
+    rows.multiply(loaded, x, row_M, is_row_M, weight, matrix_C, first_N, start, N, K,
+                  READ, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> products, up_products
+    rows.add(products) -> acc_MN
+
+``matrix_C`` are the numbers of one matrix, or of one for each row of x; ``first_N`` is the first of ``BLOCK_N`` outputs
+and ``start``, a constant, the first of ``BLOCK_K`` inputs. Loads are apart so that a kernel may wait after the first
+one: weights are older than any launch of a step. Products of several chunks of inputs are added before they are reduced
+by ``add``; their shape is the format's. ``READ(pointers, mask, K)`` returns inputs in float32: as they are, or as an
+activation makes them of inputs and others ``K`` further on (``few_rows_triton.py``).
 """
 # mypy: ignore-errors
 
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +39,32 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from strandline.kernels.gemm.formats import dense_triton, four_bit_triton, fp8_triton
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
-from strandline.kernels.rowwise.quantized_rows import QuantizedRows, Rows
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight, Weight
+from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class RowFunctions(NamedTuple):
+    """Device functions that multiply few rows."""
+
+    load: JITFunction
+    multiply: JITFunction
+    add: JITFunction
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton's cache on disk knows them by: without this, by their names, whatever their source."""
+        return "-".join(function.cache_key for function in self)
 
 
 class Format(NamedTuple):
     """What kernels need of a format."""
 
     tile: JITFunction
+    rows: RowFunctions
+    min_block_k: int
+    """Fewest inputs that ``rows`` may take at a time."""
     data: Callable[..., tuple]
     """Returns a weight's tensors and strides."""
     layout: Callable[..., NamedTuple]
@@ -55,10 +85,15 @@ class Operand(NamedTuple):
     """A ``tl.constexpr`` argument."""
 
 
+def _format(module: ModuleType, min_block_k: int) -> Format:
+    rows = RowFunctions(module.load_rows, module.multiply_rows, module.add_rows)
+    return Format(module.tile, rows, min_block_k, module.data, module.layout)
+
+
 FORMATS: Mapping[type, Format] = {
-    DenseWeight: Format(dense_triton.tile, dense_triton.data, dense_triton.layout),
-    ScaledWeight: Format(fp8_triton.tile, fp8_triton.data, fp8_triton.layout, True, fp8_triton.can_extend),
-    FourBitWeight: Format(four_bit_triton.tile, four_bit_triton.data, four_bit_triton.layout),
+    DenseWeight: _format(dense_triton, 1),
+    ScaledWeight: _format(fp8_triton, GROUP)._replace(multiplies_fp8=True, can_extend=fp8_triton.can_extend),
+    FourBitWeight: _format(four_bit_triton, BLOCK_INPUTS),
 }
 
 

@@ -1,0 +1,89 @@
+"""How the two products of experts of a few tokens are tiled, by the weights' format, and for how many tokens.
+
+Measured by ``benchmarks/kernels``, ``experts --sweep``.
+"""
+
+from typing import Final, NamedTuple
+
+from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.sizes import next_power_of_2
+
+MAX_TOKENS_FEW: Final = 4
+"""With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
+
+
+class Few(NamedTuple):
+    """How the two products of a few tokens are tiled."""
+
+    block_up_n: int
+    block_up_k: int
+    warps_up: int
+    block_down_n: int
+    warps_down: int
+    blocks_down: int = 1
+    """Tiles of outputs of a program of the second product, one after the other. It loads the next one ahead."""
+
+
+class Down(NamedTuple):
+    """How large a program of the second product is, with dense weights."""
+
+    elements: int
+    """Numbers of the experts' weights, and of the shared one's, that it holds if a row of the output has no more."""
+    warps: int
+    blocks: int = 1
+    """Tiles of this size that it computes, one after the other."""
+
+
+MAX_CHOICES_FEW: Final = 16
+"""With more choices of a token, programs that derive them all from the logits take longer than a launch."""
+
+MAX_ELEMENTS_DOWN: Final = 32768
+"""Most numbers of a row of the second product: 64 KiB."""
+
+DOWN: Final = Down(16384, 4)
+DOWN_DIVIDED: Final = Down(16384, 4, 2)
+"""32 KiB; for several tokens and some of the experts two of these in turn."""
+
+UP: Final = (4, 512, 2)
+UP_RELU: Final = (4, 512, 1)
+UP_ONE: Final = (2, 1024, 1)
+UP_ONE_RELU: Final = (4, 1024, 1)
+"""Outputs, inputs at a time and warps of a program of the first product; for one token and all experts."""
+
+FEW: Final = {
+    ScaledWeight: (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4)),
+    FourBitWeight: (few := Few(4, 2048, 2, 8, 4), few),
+}
+"""For one token, and for more. In FP8 a program of one warp needs no barrier; of the second product of one token every
+warp has one of eight choices."""
+
+
+def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Few | None:
+    """Return the tiling; None: this way is no faster."""
+    if not isinstance(experts.down, DenseWeight):
+        return FEW[type(experts.down)][num_tokens > 1]
+    is_gated = experts.activation.is_gated
+    shared_size = 0 if shared is None else shared.projected_TS.shape[1] // (1 + is_gated)
+    sizes = (top_k, experts.down.shape[2], shared_size)
+    return choose_dense(num_tokens, *sizes, is_gated=is_gated, is_divided=experts.held is not None)
+
+
+def choose_dense(
+    num_tokens: int, top_k: int, size: int, shared_size: int, *, is_gated: bool, is_divided: bool = False
+) -> Few | None:
+    """Return the tiling for dense experts of a size, and a shared one of another, or 0; None: this way is no faster.
+
+    Programs of the first product hold 4 to 8 KiB at a time.
+
+    Args:
+        is_divided: whether other ranks have some of the experts.
+    """
+    largest = max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
+    if top_k > MAX_CHOICES_FEW or largest > MAX_ELEMENTS_DOWN:
+        return None
+    down = DOWN_DIVIDED if is_divided and num_tokens > 1 else DOWN
+    block_down_n = min(16, max(1, down.elements // largest))
+    warps_down = down.warps * max(1, largest // down.elements)
+    up, up_relu = (UP_ONE, UP_ONE_RELU) if num_tokens == 1 and not is_divided else (UP, UP_RELU)
+    return Few(*(up if is_gated else up_relu), block_down_n, warps_down, down.blocks)

@@ -1,0 +1,341 @@
+"""The experts of a few tokens on a GPU, in two launches, whatever the weights' format: every product is a GEMV.
+
+Both kernels take each token's experts from the router's logits by themselves, which costs less than a launch between
+would; the second also computes the shared expert's part. It reads weights before the first has ended: only the hidden
+features depend on that.
+
+Invariants: as in ``moe_triton.py``.
+
+Shape suffixes: as in ``moe.py``; in kernels M rows of x, N features, K the dimension that a product sums over, C a
+token's choices (``top_k``, padded to a power of two).
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from strandline.kernels.experts.few_launches import Few
+from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.experts.router_triton import choice_options, choose, choose_nth
+from strandline.kernels.gemm.formats.few_rows_triton import multiply_few, read_gated, read_plain, read_relu_squared
+from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
+from strandline.kernels.gemm.weights import Weight
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rowwise.activation_triton import silu_times, squared_relu
+from strandline.kernels.rowwise.quantized_rows import Rows
+from strandline.kernels.sizes import cdiv, next_power_of_2
+
+
+class _SharedArgument(NamedTuple):
+    """A shared expert as a runtime argument."""
+
+    x: tuple
+    gate_ptr: Tensor | None
+    stride_gate: int
+    weight: tuple
+    size: int
+
+
+class _SharedConstants(NamedTuple):
+    """What is compiled in of a shared expert."""
+
+    rows: RowFunctions
+    layout: NamedTuple
+    read: JITFunction
+    block_k: int
+
+    @property
+    def cache_key(self) -> str:
+        """As of ``RowFunctions``."""
+        return f"{self.rows.cache_key}-{self.layout}-{self.read.cache_key}-{self.block_k}"
+
+
+@triton.jit
+def _up_kernel(
+    x,
+    logits_ptr,
+    bias_ptr,
+    weight,
+    hidden_ptr,
+    stride_logits,
+    D,
+    F,
+    E,
+    first_expert,
+    num_held,
+    ROUTING: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    READ: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    TOP_K: tl.constexpr = ROUTING.top_k
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    choice = tl.program_id(1)
+    token = (choice // TOP_K).to(tl.int64)
+    first_N = tl.program_id(0) * BLOCK_N
+    row_N = first_N + tl.arange(0, BLOCK_N)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    token_logits_ptr = logits_ptr + token * stride_logits
+    expert = choose_nth(token_logits_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
+    is_held = True
+    if IS_DIVIDED:
+        expert = expert - first_expert
+        is_held = (expert >= 0) & (expert < num_held)
+    if is_held:
+        token_M = token + tl.arange(0, 1)
+        is_token_M = tl.full([1], True, tl.int1)
+        expert_C = expert + tl.arange(0, 1)
+        loaded = ROWS.load(weight, expert_C, first_N, 0, F, D, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K)
+        first_MN, up_MN = multiply_few(
+            loaded,
+            x,
+            token_M,
+            is_token_M,
+            weight,
+            expert_C,
+            first_N,
+            F,
+            D,
+            ROWS,
+            READ,
+            LAYOUT,
+            IS_GATED,
+            IS_EVEN,
+            NUM_K,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        hidden_MN = silu_times(first_MN, up_MN, dtype) if IS_GATED else squared_relu(first_MN, dtype)
+        hidden_MN_ptr = hidden_ptr + (choice.to(tl.int64) * F + row_N)[None, :]
+        tl.store(hidden_MN_ptr, hidden_MN, mask=(row_N < F)[None, :])
+
+
+@triton.jit
+def _load_shared(shared, first_N, D, SHARED: tl.constexpr, BLOCK_N: tl.constexpr):
+    LAYOUT: tl.constexpr = SHARED.layout
+    of_chunk = (shared.weight, tl.zeros([1], dtype=tl.int32), first_N, 0, D, shared.size)
+    return SHARED.rows.load(*of_chunk, LAYOUT, False, False, BLOCK_N, SHARED.block_k)
+
+
+@triton.jit
+def _multiply_shared(
+    loaded, shared, token, first_N, D, SHARED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return what the shared expert makes of a token's projections, times its gate."""
+    ROWS: tl.constexpr = SHARED.rows
+    READ: tl.constexpr = SHARED.read
+    LAYOUT: tl.constexpr = SHARED.layout
+    rows = (token + tl.arange(0, 1), tl.full([1], True, tl.int1))
+    of_weight = (shared.weight, tl.zeros([1], dtype=tl.int32), first_N, D, shared.size)
+    out_1N, _ = multiply_few(
+        loaded,
+        shared.x,
+        *rows,
+        *of_weight,
+        ROWS,
+        READ,
+        LAYOUT,
+        False,
+        False,
+        1,
+        BLOCK_N,
+        SHARED.block_k,
+    )
+    out_N = tl.reshape(out_1N, [BLOCK_N]).to(DTYPE).to(tl.float32)
+    if shared.gate_ptr is not None:
+        factor = tl.load(shared.gate_ptr + token * shared.stride_gate, cache_modifier=".cg").to(tl.float32)
+        out_N *= tl.sigmoid(factor).to(DTYPE).to(tl.float32)
+    return out_N
+
+
+@triton.jit
+def _down_kernel(
+    hidden_ptr,
+    logits_ptr,
+    bias_ptr,
+    weight,
+    shared,
+    out_ptr,
+    stride_logits,
+    D,
+    F,
+    E,
+    first_expert,
+    num_held,
+    ROUTING: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    READ: tl.constexpr,
+    SHARED: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    TOP_K: tl.constexpr = ROUTING.top_k
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    token = tl.program_id(1).to(tl.int64)
+    first_N = tl.program_id(0) * (BLOCKS * BLOCK_N)
+    choice_C = tl.arange(0, BLOCK_C)
+    is_choice_C = choice_C < TOP_K
+    # What was projected is there already, since the kernel before has waited for it; not so the hidden features.
+    if SHARED is not None:
+        shared_loaded = _load_shared(shared, first_N, D, SHARED, BLOCK_N)
+    chosen_C, weight_C = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
+    if IS_DIVIDED:
+        chosen_C = chosen_C - first_expert
+        is_choice_C = is_choice_C & (chosen_C >= 0) & (chosen_C < num_held)
+    if IS_DIVIDED or TOP_K < BLOCK_C:
+        # Others read again what one of them reads: masks would take half as many registers again.
+        chosen_C = tl.where(is_choice_C, chosen_C, tl.max(tl.where(is_choice_C, chosen_C, 0), axis=0))
+    loaded = ROWS.load(weight, chosen_C, first_N, 0, D, F, LAYOUT, False, IS_EVEN, BLOCK_N, BLOCK_K)
+    if SHARED is not None:
+        shared_N = _multiply_shared(shared_loaded, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    hidden = (hidden_ptr + token * TOP_K * F, None, F, 0)
+    for block in tl.static_range(BLOCKS):
+        if block + 1 < BLOCKS:
+            next_N = first_N + BLOCK_N
+            next_loaded = ROWS.load(weight, chosen_C, next_N, 0, D, F, LAYOUT, False, IS_EVEN, BLOCK_N, BLOCK_K)
+            if SHARED is not None:
+                next_shared = _load_shared(shared, next_N, D, SHARED, BLOCK_N)
+        out_CN, _ = multiply_few(
+            loaded,
+            hidden,
+            choice_C,
+            is_choice_C,
+            weight,
+            chosen_C,
+            first_N,
+            D,
+            F,
+            ROWS,
+            READ,
+            LAYOUT,
+            False,
+            IS_EVEN,
+            1,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        out_CN = tl.where(is_choice_C[:, None], out_CN.to(dtype).to(tl.float32) * weight_C[:, None], 0.0)
+        out_N = tl.sum(out_CN, axis=0)
+        if SHARED is not None:
+            out_N = out_N.to(dtype).to(tl.float32) + shared_N
+        row_N = first_N + tl.arange(0, BLOCK_N)
+        tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=row_N < D)
+        if block + 1 < BLOCKS:
+            first_N, loaded = next_N, next_loaded
+            if SHARED is not None:
+                shared_N = _multiply_shared(next_shared, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
+
+
+def mixture_few(
+    x_TD: Rows,
+    experts: ExpertWeights,
+    shared: SharedExpert | None,
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    routing: Routing,
+    few: Few,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, and of the shared one after its gate, choice by choice.
+
+    Args:
+        x_TD: rows are dense, as those of the shared expert's projections; quantised ones are taken by experts in FP8.
+    """
+    num_held, num_channels, size = experts.down.shape
+    is_gated = experts.activation.is_gated
+    hidden_AF = torch.empty((len(x_TD) * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
+    out_TD = torch.empty((len(x_TD), num_channels), dtype=x_TD.dtype, device=x_TD.device)
+    first_expert = 0 if experts.held is None else experts.held.start
+    sizes = (logits_TE.stride(0), num_channels, size, logits_TE.shape[1], first_expert, num_held)
+    options = {
+        "READ": read_plain,
+        "IS_DIVIDED": experts.held is not None,
+        **choice_options(routing, logits_TE.shape[1]),
+        **overlap_options(logits_TE),
+    }
+    weight, block_n, block_k = _fit(experts.up, few.block_up_n, min(few.block_up_k, next_power_of_2(num_channels)))
+    _up_kernel[(cdiv(size, block_n), len(hidden_AF))](
+        rows_operand(x_TD),
+        logits_TE,
+        bias_E,
+        weight.data,
+        hidden_AF,
+        *sizes,
+        LAYOUT=weight.layout,
+        ROWS=weight.format.rows,
+        IS_GATED=is_gated,
+        IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
+        NUM_K=cdiv(num_channels, block_k),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=few.warps_up,
+        **options,
+    )
+    argument, constants = None, None
+    weight, block_n, block_k = _fit(experts.down, few.block_down_n, next_power_of_2(size))
+    if shared is not None:
+        argument, constants, block_n = _shared_arguments(shared, block_n, is_gated=is_gated)
+    rows_down = block_n * few.blocks_down
+    _down_kernel[(cdiv(num_channels, rows_down), len(x_TD))](
+        hidden_AF,
+        logits_TE,
+        bias_E,
+        weight.data,
+        argument,
+        out_TD,
+        *sizes,
+        LAYOUT=weight.layout,
+        ROWS=weight.format.rows,
+        SHARED=constants,
+        IS_EVEN=size == block_k and num_channels % rows_down == 0,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        BLOCKS=few.blocks_down,
+        num_warps=few.warps_down,
+        **options,
+    )
+    return out_TD
+
+
+def _fit(weight: Weight, block_n: int, block_k: int) -> tuple[Operand, int, int]:
+    """Return a weight as an argument, and blocks of rows and inputs that its format allows."""
+    argument = operand(weight)
+    return argument, argument.layout.fit_rows(block_n), max(argument.format.min_block_k, block_k)
+
+
+def _shared_arguments(
+    shared: SharedExpert, block_n: int, *, is_gated: bool
+) -> tuple[_SharedArgument, _SharedConstants, int]:
+    """Return a shared expert as arguments, and a block of rows that its format allows, too."""
+    size = shared.down.shape[1]
+    weight, block_n, block_k = _fit(shared.down, block_n, next_power_of_2(size))
+    stride_gate = 0 if shared.gate_T1 is None else shared.gate_T1.stride(0)
+    argument = _SharedArgument(rows_operand(shared.projected_TS), shared.gate_T1, stride_gate, weight.data, size)
+    read = read_gated if is_gated else read_relu_squared
+    return argument, _SharedConstants(weight.format.rows, weight.layout, read, block_k), block_n
