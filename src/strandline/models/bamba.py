@@ -11,9 +11,10 @@ from strandline.config_fields import read_layer_types, read_max_position, read_v
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -41,10 +42,10 @@ def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
     def build_layer(kind: str) -> DecoderLayer:
         is_attention = kind == "full_attention"
         mixer = Attention(attention, site) if is_attention else Mamba2Layer(mamba2, site)
-        return DecoderLayer(mixer, GatedMlp(mlp, site), norm, hidden_size, site)
+        return pre_norm_layer(mixer, GatedMlp(mlp, site), norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

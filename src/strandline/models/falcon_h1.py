@@ -15,10 +15,11 @@ from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
 from strandline.models.layers.parallel import Multipliers, ParallelMixer
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -58,12 +59,12 @@ def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
     def build_layer() -> DecoderLayer:
         mixers = (Attention(attention, site), Mamba2Layer(mamba2, site))
         part = ScaledGatedMlp(mlp, gate_multiplier, mlp_multiplier, site)
-        return DecoderLayer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, site)
+        return pre_norm_layer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, site)
 
     layers = [build_layer() for _ in range(num_layers)]
     decoder = Decoder(
         layers,
-        norm,
+        PreNorm(norm, hidden_size, site),
         rotary,
         shape,
         site,

@@ -19,6 +19,7 @@ from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.clamped_moe import ClampedMlp, ClampedMoe, read_limit
+from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.hyper_connections import HyperConnection, HyperConnectionsConfig, StreamMean
 from strandline.models.layers.indexed_latent_attention import (
     GroupChoice,
@@ -30,7 +31,7 @@ from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAtt
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.layers.sigmoid_moe import read_experts
 from strandline.models.layers.site import Site
-from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
+from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 
 ATTENTION: Final = "indexed_attention"
@@ -57,7 +58,7 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
     mlp, moe, limit = GatedMlpConfig.read(fields), read_experts(fields), read_limit(fields)
     choice = GroupChoice()
 
-    def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> StreamsLayer:
+    def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> DecoderLayer:
         mixer: IndexedLatentAttention | KimiDeltaAttention
         if kind == ATTENTION:
             index = TokenIndex(attention, site) if indexer_kind == "full" else None
@@ -66,14 +67,15 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
             mixer = KimiDeltaAttention(delta, site)
         feed: ClampedMoe | ClampedMlp
         feed = ClampedMoe(moe, limit, site) if mlp_kind == "sparse" else ClampedMlp(mlp, limit, site)
-        mixes = HyperConnection(streams, site), HyperConnection(streams, site)
-        return StreamsLayer(mixer, feed, mixes, None, streams, site)
+        residuals = (StreamsResidual(HyperConnection(streams, site)) for _ in range(2))
+        return DecoderLayer(mixer, feed, *residuals)
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, indexer_types, strict=True)]
     is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
     last_mix = StreamMean(streams, site)
-    decoder = StreamsDecoder(layers, last_mix, streams, None, vocab_size, site, is_tied=is_tied)
-    published, draft_layer = partial(_published, decoder, layers), f"model.layers.{len(layers)}."
+    ends, shape = StreamsEnds(last_mix, streams.num_streams), (vocab_size, streams.hidden_size)
+    decoder = Decoder(layers, ends, None, shape, site, is_tied=is_tied)
+    published, draft_layer = partial(_published, decoder, last_mix, layers), f"model.layers.{len(layers)}."
     return CausalLM(decoder, read_max_position(fields), published, skipped_prefixes=(draft_layer,))
 
 
@@ -102,19 +104,20 @@ def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
     return replace(config, lower_bound=fields.number("linear_lower_bound", at_least=MIN_LOG_DECAY, at_most=0))
 
 
-def _published(decoder: StreamsDecoder, layers: Sequence[StreamsLayer], names: frozenset[str]) -> NamedTargets:
+def _published(
+    decoder: Decoder, last_mix: StreamMean, layers: Sequence[DecoderLayer], names: frozenset[str]
+) -> NamedTargets:
     """Yield the published tensors."""
-    assert isinstance(decoder.last_mix, StreamMean)
     yield from decoder.targets("model.", names)
-    yield "model.norm.weight", whole(decoder.last_mix.norm_E)
+    yield "model.norm.weight", whole(last_mix.norm_E)
     for index, layer in enumerate(layers):
         yield from _published_layer(layer, f"model.layers.{index}.", names)
 
 
-def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
+def _published_layer(layer: DecoderLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
     mixer, mlp = layer.mixer, layer.mlp
     norms = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
-    for (part, norm), mix in zip(norms.items(), (layer.mixer_mix, layer.mlp_mix), strict=True):
+    for (part, norm), mix in zip(norms.items(), mixes_of(layer), strict=True):
         assert isinstance(mix, HyperConnection)
         yield from mix.targets(f"{prefix}hc_{part}_")
         yield f"{prefix}{norm}.weight", whole(mix.norm_E)

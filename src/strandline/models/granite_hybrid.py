@@ -15,11 +15,12 @@ from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, spanned, stacked, whole
@@ -51,7 +52,7 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
 
     def build_layer(kind: str) -> DecoderLayer:
         is_attention = kind == "full_attention"
-        return DecoderLayer(
+        return pre_norm_layer(
             Attention(attention, site) if is_attention else Mamba2Layer(mamba2, site),
             SparseMoe(mlp, site) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, site),
             norm,
@@ -62,7 +63,7 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
 
     layers = [build_layer(kind) for kind in layer_types]
     multipliers = {"embedding_multiplier": embedding_multiplier, "logits_multiplier": 1 / logits_divisor}
-    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied, **multipliers)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied, **multipliers)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

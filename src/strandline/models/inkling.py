@@ -24,16 +24,16 @@ from strandline.config_fields import Fields, read_eps, read_layer_types, read_ma
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.recurrences.replay import ReplayLog
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
-from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
+from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, plain
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
 from strandline.models.layers.site import Site
@@ -148,15 +148,16 @@ class ConvolvedLayer(DecoderLayer):
         num_taps: int,
         site: Site,
     ) -> None:
-        super().__init__(mixer, mlp, norm, hidden_size, site)
+        super().__init__(mixer, mlp, PreNorm(norm, hidden_size, site), PreNorm(norm, hidden_size, site))
         self.mlp_scale = site.gain(1)
         self.mixer_conv, self.mlp_conv = (
             ResidualConvolution(name, hidden_size, num_taps, site) for name in ("mixer_window", "mlp_window")
         )
 
-    @property
-    def leaves_sum(self) -> bool:
-        return False
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self._sum = kernels.ranks.sum
 
     @property
     def spec(self) -> LayerSpec:
@@ -175,19 +176,14 @@ class ConvolvedLayer(DecoderLayer):
         self.mlp_conv.replay(batch, *memory.mlp_window)
 
     def forward(
-        self,
-        normed_TE: Any,
-        residual_TE: Tensor,
-        rotary: RotaryTable | None,
-        batch: StepBatch,
-        memory: ConvolvedLayerMemory,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the feed-forward part adds to the residual stream, and the stream without it."""
-        mixed_TE = self.mix(normed_TE, rotary, batch, memory.mixer)
-        mixed_TE = self.mixer_conv.convolve(mixed_TE, batch, *memory.mixer_window)
-        fed, residual_TE = self.feed(mixed_TE, residual_TE)
-        scaled_TE = added_up(fed).mul_(self.mlp_scale)
-        return self.mlp_conv.convolve(scaled_TE, batch, *memory.mlp_window), residual_TE
+        self, stream: Stream, rotary: RotaryTable | None, batch: StepBatch, memory: ConvolvedLayerMemory
+    ) -> Stream:
+        """Return the residual stream after the layer."""
+        mixed: Stream = self.mix(stream, rotary, batch, memory.mixer)
+        convolved_TE = self.mixer_conv.convolve(mixed.output(self._sum), batch, *memory.mixer_window)
+        fed: Stream = self.feed(Stream(mixed.residual_TE, convolved_TE))
+        scaled_TE = fed.output(self._sum).mul_(self.mlp_scale)
+        return Stream(fed.residual_TE, self.mlp_conv.convolve(scaled_TE, batch, *memory.mlp_window))
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the tensors of norms, convolutions and the scale, as transformers names them."""
@@ -216,7 +212,9 @@ class NormedDecoder(Decoder):
         *,
         logits_multiplier: float,
     ) -> None:
-        super().__init__(layers, norm, None, shape, site, is_tied=False, logits_multiplier=logits_multiplier)
+        ends = PreNorm(norm, shape[1], site)
+        super().__init__(layers, ends, None, shape, site, is_tied=False, logits_multiplier=logits_multiplier)
+        self.norm = norm
         self.num_published = num_published
         self.embed_norm_E = norm.weight(site, shape[1])
 
@@ -237,7 +235,7 @@ class NormedDecoder(Decoder):
         # Later releases of transformers save the norm as a part of the embedding.
         resaved = f"{prefix}embed_tokens.embed_norm.weight"
         yield resaved if resaved in names else f"{prefix}embed_norm.weight", whole(self.embed_norm_E)
-        yield from self.final_targets(prefix)
+        yield from self.ends.targets(prefix)
         yield "lm_head.weight", spanned(self.head.weight_OI, self.held_tokens, self.num_published)
 
 

@@ -22,11 +22,12 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -51,7 +52,7 @@ def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
 
     def build_layer(index: int, kind: str) -> DecoderLayer:
         is_attention, is_sparse = kind == "full_attention", _is_sparse(fields, index)
-        return DecoderLayer(
+        return pre_norm_layer(
             Attention(attention, site) if is_attention else Mamba1Layer(mamba, site),
             SparseMoe(moe, site) if is_sparse and moe.num_experts > 1 else GatedMlp(mlp, site),
             norm,
@@ -61,7 +62,7 @@ def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
 
     layers = [build_layer(index, kind) for index, kind in enumerate(read_layer_types(fields, LAYER_TYPES))]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, None, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

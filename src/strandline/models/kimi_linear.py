@@ -12,10 +12,11 @@ from typing import Final
 from strandline.config_fields import read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -50,7 +51,7 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
 
     def build_layer(kind: str, mlp_kind: str) -> DecoderLayer:
         is_linear, is_sparse = kind == "linear_attention", mlp_kind == "sparse"
-        return DecoderLayer(
+        return pre_norm_layer(
             KimiDeltaAttention(delta, site) if is_linear else LatentAttention(latent, site),
             SigmoidMoe(moe, site) if is_sparse else GatedMlp(mlp, site),
             norm,
@@ -60,7 +61,7 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, None, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -14,9 +14,10 @@ from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig
@@ -100,7 +101,7 @@ def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig
     conv, norm, hidden_size = ShortConvConfig.read(fields), plain(eps), attention.hidden_size
 
     def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> DecoderLayer:
-        return DecoderLayer(
+        return pre_norm_layer(
             Attention(attention, site) if kind == "full_attention" else ShortConv(conv, site),
             SigmoidMoe(mlp, site) if isinstance(mlp, SigmoidMoeConfig) else GatedMlp(mlp, site),
             norm,
@@ -110,7 +111,7 @@ def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig
 
     layers = [build_layer(*kinds) for kinds in zip(read_layer_types(fields, LAYER_TYPES), mlps, strict=True)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary_frequencies(fields), shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary_frequencies(fields), shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -11,9 +11,10 @@ from strandline.config_fields import read_layer_types, read_max_position, read_v
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
@@ -52,7 +53,7 @@ def build(
     max_position = read_max_position(fields)
     residual_norm = plain(attention.eps)
     layers = [
-        DecoderLayer(
+        pre_norm_layer(
             Attention(attention, site),
             SparseMoe(mlp, site) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, site),
             residual_norm,
@@ -61,7 +62,7 @@ def build(
         )
         for mlp in mlps
     ]
-    decoder = Decoder(layers, residual_norm, rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(residual_norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

@@ -21,8 +21,9 @@ from strandline.config_fields import (
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -66,11 +67,11 @@ def _build(fields: Fields, norm: InnerNorm, inner_eps: float, site: Site) -> Cau
     )
     residual_norm, hidden_size = plain(read_eps(fields, "layer_norm_epsilon")), mamba.hidden_size
     layers = [
-        DecoderLayer(Mamba1Layer(mamba, site), None, residual_norm, hidden_size, site)
+        pre_norm_layer(Mamba1Layer(mamba, site), None, residual_norm, hidden_size, site)
         for _ in read_layer_types(fields, LAYER_TYPES)
     ]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, residual_norm, None, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(residual_norm, shape[1], site), None, shape, site, is_tied=is_tied)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

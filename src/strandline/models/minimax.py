@@ -13,11 +13,11 @@ from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.lightning import LightningAttention, LightningConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.normed_stream import NormedStreamLayer, StreamScale
+from strandline.models.layers.residual import NormedStream, PreNorm, StreamScale, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -53,19 +53,17 @@ def build_minimax(config: ModelConfig, site: Site) -> CausalLM:
     def build_layer(index: int, kind: str) -> DecoderLayer:
         is_linear = kind == "linear_attention"
         lightning = _read_lightning(fields, attention, index / (len(layer_types) - 1 + 1e-5))
-        return NormedStreamLayer(
+        mixer_scale = _read_scale(fields, "linear_attn" if is_linear else "full_attn")
+        return DecoderLayer(
             LightningAttention(lightning, site) if is_linear else Attention(attention, site),
             SparseMoe(moe, site),
-            norm,
-            hidden_size,
-            site,
-            mixer_scale=_read_scale(fields, "linear_attn" if is_linear else "full_attn"),
-            mlp_scale=mlp_scale,
+            NormedStream(norm, hidden_size, site, mixer_scale),
+            NormedStream(norm, hidden_size, site, mlp_scale),
         )
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

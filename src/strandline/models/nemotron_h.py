@@ -23,11 +23,12 @@ from strandline.config_fields import DTYPES, Fields, read_eps, read_layer_types,
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
+from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.sigmoid_moe import read_routing
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -83,14 +84,14 @@ def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
                 mlp = ReluSquaredMoe(experts or _read_experts(fields), site)
             else:
                 mlp = ReluSquaredMlp(hidden_size, mlp_size, site, has_bias=has_bias)
-        return DecoderLayer(mixer, mlp, norm, hidden_size, site)
+        return pre_norm_layer(mixer, mlp, norm, hidden_size, site)
 
     def build_draft_layer() -> DraftLayer:
         layer = build_layer(*_read_draft_parts(fields))
         return DraftLayer(layer, _published_draft_layer, norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, norm, None, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
     has_draft_layer = fields.size(DRAFT_LAYERS, at_least=0, default=0) > 0
     published = partial(_published, decoder, layers)
     return CausalLM(decoder, max_position, published, build_draft_layer if has_draft_layer else None)
@@ -138,7 +139,7 @@ def _published_draft_layer(draft: DraftLayer, names: frozenset[str]) -> NamedTar
     yield f"{first}enorm.weight", whole(draft.embedding_norm_E)
     yield f"{first}hnorm.weight", whole(draft.hidden_norm_E)
     yield f"{first}eh_proj.weight", whole(draft.fc.weight_OI)
-    yield f"{last}final_layernorm.weight", whole(draft.norm_E)
+    yield f"{last}final_layernorm.weight", whole(draft.final.norm_E)
     yield from _published_parts(draft.layer, "mtp.layers.", 0, names)
 
 

@@ -16,9 +16,10 @@ from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, PostNormLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.residual import PostNorm, PreNorm, plain
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
@@ -44,14 +45,14 @@ def build_olmo_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
     def build_layer(kind: str) -> DecoderLayer:
-        rest = (GatedMlp(mlp, site), norm, hidden_size, site)
         if kind == "full_attention":
-            return PostNormLayer(Attention(attention, site), *rest)
-        return DecoderLayer(GatedDeltaNet(gated_delta, site), *rest)
+            residuals = PostNorm(norm, hidden_size, site), PostNorm(norm, hidden_size, site)
+            return DecoderLayer(Attention(attention, site), GatedMlp(mlp, site), *residuals)
+        return pre_norm_layer(GatedDeltaNet(gated_delta, site), GatedMlp(mlp, site), norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, _read_rotary(fields), shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), _read_rotary(fields), shape, site, is_tied=is_tied)
     max_position = read_max_position(fields)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 

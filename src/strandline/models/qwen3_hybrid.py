@@ -12,11 +12,12 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, zero_centered
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.multi_token import DraftLayer
+from strandline.models.layers.residual import PreNorm, ResidualNorm, zero_centered
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
@@ -79,7 +80,7 @@ def build(
         for kind, mlp in zip(config.layer_types, mlps, strict=True)
     ]
     layers, shape = [part.layer for part in parts], (config.vocab_size, config.attention.hidden_size)
-    decoder = Decoder(layers, norm, config.rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), config.rotary, shape, site, is_tied=is_tied)
 
     def build_draft_layer() -> DraftLayer:
         mlp = _build_mlp(mlps[-1], site)
@@ -122,10 +123,10 @@ def _build_layer(
     hidden_size = config.attention.hidden_size
     if kind == "full_attention":
         attention = GatedAttention(config.attention, site)
-        layer = DecoderLayer(attention, mlp, norm, hidden_size, site)
+        layer = pre_norm_layer(attention, mlp, norm, hidden_size, site)
         return _Layer(layer, "self_attn", attention.targets, mlp.targets)
     gated_delta = GatedDeltaNet(config.gated_delta, site)
-    layer = DecoderLayer(gated_delta, mlp, norm, hidden_size, site)
+    layer = pre_norm_layer(gated_delta, mlp, norm, hidden_size, site)
     return _Layer(
         layer,
         "linear_attn",
@@ -152,5 +153,5 @@ def _published_draft_layer(layer: _Layer, draft: DraftLayer, names: frozenset[st
     yield "mtp.fc.weight", whole(draft.fc.weight_OI)
     yield "mtp.pre_fc_norm_embedding.weight", whole(draft.embedding_norm_E)
     yield "mtp.pre_fc_norm_hidden.weight", whole(draft.hidden_norm_E)
-    yield "mtp.norm.weight", whole(draft.norm_E)
+    yield "mtp.norm.weight", whole(draft.final.norm_E)
     yield from layer.targets("mtp.layers.0.", names)

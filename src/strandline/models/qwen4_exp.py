@@ -18,6 +18,7 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.gated_streams import GatedMix, GatedStreamsConfig, LastGatedMix
 from strandline.models.layers.indexed_attention import IndexedAttention, IndexedAttentionConfig
@@ -25,7 +26,7 @@ from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesConfig
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
-from strandline.models.layers.streams import StreamsDecoder, StreamsLayer
+from strandline.models.layers.streams import FeaturesLayer, StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets
 from strandline.models.qwen3_5 import in_proj_targets
 
@@ -46,18 +47,20 @@ def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
     moe = SparseMoeConfig.read(fields, is_normalised=fields.flag("norm_topk_prob"))
     ngrams = _read_ngrams(fields, layer_types, streams.num_streams)
 
-    def build_layer(index: int, kind: str) -> StreamsLayer:
+    def build_layer(index: int, kind: str) -> DecoderLayer:
         mixer: IndexedAttention | GatedDeltaNet
         mixer = IndexedAttention(attention, site) if kind == ATTENTION else GatedDeltaNet(gated_delta, site)
-        features = NgramFeatures(ngrams[index], site) if index in ngrams else None
-        mixes = GatedMix(streams, site), GatedMix(streams, site)
-        return StreamsLayer(mixer, SparseMoe(moe, site), mixes, features, streams, site)
+        residuals = StreamsResidual(GatedMix(streams, site)), StreamsResidual(GatedMix(streams, site))
+        if index not in ngrams:
+            return DecoderLayer(mixer, SparseMoe(moe, site), *residuals)
+        return FeaturesLayer(mixer, SparseMoe(moe, site), residuals, NgramFeatures(ngrams[index], site))
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
     is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
     last_mix = LastGatedMix(streams, site)
-    decoder = StreamsDecoder(layers, last_mix, streams, rotary, vocab_size, site, is_tied=is_tied)
-    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
+    ends, shape = StreamsEnds(last_mix, streams.num_streams), (vocab_size, streams.hidden_size)
+    decoder = Decoder(layers, ends, rotary, shape, site, is_tied=is_tied)
+    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, last_mix, layers))
 
 
 def _read_gated_delta(fields: Fields) -> GatedDeltaNetConfig:
@@ -76,18 +79,19 @@ def _read_ngrams(fields: Fields, layer_types: Sequence[str], num_streams: int) -
     return {layer: NgramFeaturesConfig.read(fields, num_streams, number) for number, layer in enumerate(layers)}
 
 
-def _published(decoder: StreamsDecoder, layers: Sequence[StreamsLayer], names: frozenset[str]) -> NamedTargets:
+def _published(
+    decoder: Decoder, last_mix: LastGatedMix, layers: Sequence[DecoderLayer], names: frozenset[str]
+) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
-    assert isinstance(decoder.last_mix, LastGatedMix)
-    yield from decoder.last_mix.targets("model.hyper_connection_mixer.")
+    yield from last_mix.targets("model.hyper_connection_mixer.")
     for index, layer in enumerate(layers):
         yield from _published_layer(layer, f"model.layers.{index}.", names)
 
 
-def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
+def _published_layer(layer: DecoderLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
     mixer, mlp = layer.mixer, layer.mlp
-    for part, mix in {"attn": layer.mixer_mix, "mlp": layer.mlp_mix}.items():
+    for part, mix in zip(("attn", "mlp"), mixes_of(layer), strict=True):
         assert isinstance(mix, GatedMix)
         yield from mix.targets(f"{prefix}{part}_hyper_connection.")
     if isinstance(mixer, IndexedAttention):
@@ -98,5 +102,5 @@ def _published_layer(layer: StreamsLayer, prefix: str, names: frozenset[str]) ->
         yield from in_proj_targets(mixer, f"{prefix}linear_attn.")
     assert isinstance(mlp, SparseMoe)
     yield from mlp.targets(f"{prefix}mlp.", names)
-    if layer.features is not None:
+    if isinstance(layer, FeaturesLayer):
         yield from layer.features.targets(f"{prefix}ple.", names)

@@ -17,8 +17,9 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
-from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.griffin import GeluMlp, GriffinConfig, GriffinLayer
+from strandline.models.layers.residual import PreNorm, zero_centered
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -41,7 +42,7 @@ def build_recurrent_gemma(config: ModelConfig, site: Site) -> CausalLM:
     norm, hidden_size = zero_centered(read_eps(fields)), attention.hidden_size
 
     def build_layer(kind: str) -> DecoderLayer:
-        return DecoderLayer(
+        return pre_norm_layer(
             Attention(attention, site) if kind == "sliding_attention" else GriffinLayer(griffin, site),
             GeluMlp(hidden_size, mlp_size, site),
             norm,
@@ -52,7 +53,7 @@ def build_recurrent_gemma(config: ModelConfig, site: Site) -> CausalLM:
     layers = [build_layer(kind) for kind in layer_types]
     decoder = Decoder(
         layers,
-        norm,
+        PreNorm(norm, hidden_size, site),
         rotary_frequencies(fields),
         (read_vocab_size(fields), hidden_size),
         site,

@@ -17,10 +17,11 @@ from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, plain
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.residual import PreNorm, Unnormed, plain
 from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.shared_block import SharedBlock, SharedBlockConfig, SharedBlockLayer, SharedBlockUse
+from strandline.models.layers.shared_block import SharedBlock, SharedBlockConfig, SharedBlockUse
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -56,14 +57,14 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
         return decoder.embedding(token_ids_T)
 
     def build_layer(index: int, kind: str) -> DecoderLayer:
-        mamba, rest = Mamba2Layer(mamba2, site), (None, norm, block.hidden_size, site)
+        mamba = Mamba2Layer(mamba2, site)
         if kind == "linear_attention":
-            return DecoderLayer(mamba, *rest)
+            return pre_norm_layer(mamba, None, norm, block.hidden_size, site)
         use = layer_types[:index].count("hybrid")
-        return SharedBlockLayer(SharedBlockUse(blocks[use % num_blocks], mamba, embed, site), *rest)
+        return DecoderLayer(SharedBlockUse(blocks[use % num_blocks], mamba, norm, embed, site), None, Unnormed(), None)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
-    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers, blocks))
 
 
@@ -101,6 +102,6 @@ def _published(
         if num_uses < len(blocks):
             block_prefixes.append(f"{prefix}shared_transformer.")
             yield from blocks[num_uses].targets(block_prefixes[-1])
-        yield f"{prefix}mamba_decoder.input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}mamba_decoder.input_layernorm.weight", whole(mixer.norm_E)
         yield from mixer.targets(prefix, block_prefixes[num_uses % len(blocks)], num_uses)
         num_uses += 1

@@ -15,14 +15,15 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.operation import Operation
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolved_attention import ConvolvedAttention, ConvolvedAttentionConfig
-from strandline.models.layers.decoder import Decoder, DecoderLayer, ResidualNorm, plain
-from strandline.models.layers.rotary import RotaryTable, rotary_frequencies
+from strandline.models.layers.decoder import Decoder, DecoderLayer
+from strandline.models.layers.residual import NormedResidual, PreNorm, ResidualNorm, Stream, plain
+from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.skipping_moe import RouterState, SkippingMoe, SkippingMoeConfig
 from strandline.models.layers.targets import NamedTargets, whole
@@ -48,68 +49,44 @@ class ChannelScale(nn.Module):
         yield f"{prefix}_bias", whole(self.bias_E)
 
 
-class ScaledStreamLayer(DecoderLayer):
-    """Attention, then experts: each reads the normalised stream, and both the stream and what is added are scaled.
+class ScaledStream(NormedResidual):
+    """Parts read the normalised stream; the stream and what is added are scaled.
 
     Args:
-        is_first: whether it reads the embeddings, which are scaled, too.
+        embedded: scales the stream first.
     """
 
     def __init__(
-        self,
-        mixer: ConvolvedAttention,
-        mlp: SkippingMoe,
-        norm: ResidualNorm,
-        hidden_size: int,
-        site: Site,
-        *,
-        is_first: bool,
+        self, norm: ResidualNorm, hidden_size: int, site: Site, *, embedded: ChannelScale | None = None
     ) -> None:
-        super().__init__(mixer, mlp, norm, hidden_size, site)
-        self.embedded, *scales = (ChannelScale(hidden_size, site) for _ in range(5))
-        self.mixed, self.mixer_stream, self.added, self.mlp_stream = scales
-        self.is_first = is_first
-        if not is_first:
-            del self.embedded
+        super().__init__(norm, hidden_size, site)
+        self.embedded = embedded
+        self.added, self.stream = ChannelScale(hidden_size, site), ChannelScale(hidden_size, site)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
         return (self.norm.norm,)
 
-    def use_kernels(self, kernels: Kernels) -> None:
+    def connect(self, kernels: Kernels, part: object) -> None:
         """Compute with these kernels from now on."""
+        del part
         self._norm, self._sum = kernels[self.norm.norm], kernels.ranks.sum
 
-    @property
-    def leaves_sum(self) -> bool:
-        return False
+    def enter(self, stream: Stream) -> tuple[Tensor, Stream]:
+        """Return the part's input, and the stream."""
+        stream_TE = stream.settled(self._sum)
+        if self.embedded is not None:
+            stream_TE = self.embedded(stream_TE)
+        return self._norm(stream_TE, self.norm_E, self.norm.eps), Stream(stream_TE)
 
-    @property
-    def first_norm_E(self) -> None:
-        return None
-
-    def forward(
-        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the experts add to the residual stream, and the stream without that."""
-        del normed_TE  # the stream itself
-        mixer, mlp, eps = self.mixer, self.mlp, self.norm.eps
-        assert mixer is not None
-        assert mlp is not None
-        stream_TE = self.embedded(residual_TE) if self.is_first else residual_TE
-        mixed_TE = mixer(self._norm(stream_TE, self.mixer_norm_E, eps), rotary, batch, memory)
-        stream_TE = self.mixed(self._sum(mixed_TE)) + self.mixer_stream(stream_TE)
-        added_TE = self._sum(mlp(self._norm(stream_TE, self.mlp_norm_E, eps)))
-        return self.added(added_TE), self.mlp_stream(stream_TE)
+    def add(self, out: Summand, stream: Stream) -> Stream:
+        """Return the stream with the part's output, a summand of this rank."""
+        return Stream(self.stream(stream.residual_TE), self.added(self._sum(out)))
 
     def targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors of norms and scales."""
-        yield f"{prefix}input_layernorm.weight", whole(self.mixer_norm_E)
-        yield f"{prefix}post_attention_layernorm.weight", whole(self.mlp_norm_E)
-        yield from self.mixed.targets(f"{prefix}post_attention_residual_scale.hidden_states")
-        yield from self.mixer_stream.targets(f"{prefix}post_attention_residual_scale.residual")
-        yield from self.added.targets(f"{prefix}post_mlp_residual_scale.hidden_states")
-        yield from self.mlp_stream.targets(f"{prefix}post_mlp_residual_scale.residual")
+        """Yield the published scales."""
+        yield from self.added.targets(f"{prefix}.hidden_states")
+        yield from self.stream.targets(f"{prefix}.residual")
 
 
 def build_zaya(config: ModelConfig, site: Site) -> CausalLM:
@@ -126,25 +103,33 @@ def build_zaya(config: ModelConfig, site: Site) -> CausalLM:
     rotary = rotary_frequencies(fields, layer_type=LAYER_TYPE)
     norm, hidden_size, state = plain(moe.eps), moe.hidden_size, RouterState()
 
-    def build_layer(index: int) -> ScaledStreamLayer:
+    def build_layer(index: int) -> DecoderLayer:
         is_first = index == 0
-        mixer = ConvolvedAttention(attention, site)
-        experts = SkippingMoe(moe, state, site, is_first=is_first)
-        return ScaledStreamLayer(mixer, experts, norm, hidden_size, site, is_first=is_first)
+        mixer, experts = ConvolvedAttention(attention, site), SkippingMoe(moe, state, site, is_first=is_first)
+        embedded = ChannelScale(hidden_size, site) if is_first else None
+        before_mixer = ScaledStream(norm, hidden_size, site, embedded=embedded)
+        return DecoderLayer(mixer, experts, before_mixer, ScaledStream(norm, hidden_size, site))
 
     layers = [build_layer(index) for index in range(num_layers)]
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, norm, rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[ScaledStreamLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
-    yield from layers[0].embedded.targets("model.input_hidden_states")
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
-        yield from layer.targets(prefix)
+        before_mixer, before_mlp = layer.mixer_residual, layer.mlp_residual
+        assert isinstance(before_mixer, ScaledStream)
+        assert isinstance(before_mlp, ScaledStream)
+        if before_mixer.embedded is not None:
+            yield from before_mixer.embedded.targets("model.input_hidden_states")
+        yield f"{prefix}input_layernorm.weight", whole(before_mixer.norm_E)
+        yield f"{prefix}post_attention_layernorm.weight", whole(before_mlp.norm_E)
+        yield from before_mixer.targets(f"{prefix}post_attention_residual_scale")
+        yield from before_mlp.targets(f"{prefix}post_mlp_residual_scale")
         assert isinstance(mixer, ConvolvedAttention)
         yield from mixer.targets(f"{prefix}self_attn.")
         assert isinstance(mlp, SkippingMoe)

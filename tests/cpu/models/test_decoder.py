@@ -7,9 +7,10 @@ import torch
 
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
-from strandline.models.layers.decoder import Decoder, DecoderLayer, zero_centered
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.residual import PreNorm, zero_centered
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets
@@ -22,7 +23,7 @@ HIDDEN_SIZE = CONFIG.size("hidden_size")
 SITE = Site(torch.float32, torch.device("cpu"))
 NORM = zero_centered(1e-6)
 
-layer = partial(DecoderLayer, norm=NORM, hidden_size=HIDDEN_SIZE, site=SITE)
+layer = partial(pre_norm_layer, norm=NORM, hidden_size=HIDDEN_SIZE, site=SITE)
 
 
 def no_names(names: frozenset[str]) -> NamedTargets:
@@ -31,7 +32,7 @@ def no_names(names: frozenset[str]) -> NamedTargets:
 
 def make_model(layers: Sequence[DecoderLayer], rotary: RotaryFrequencies | None) -> CausalLM:
     shape = (VOCAB_SIZE, HIDDEN_SIZE)
-    decoder = Decoder(layers, NORM, rotary, shape, SITE, is_tied=False)
+    decoder = Decoder(layers, PreNorm(NORM, shape[1], SITE), rotary, shape, SITE, is_tied=False)
     return CausalLM(decoder, 512, no_names)
 
 
@@ -42,7 +43,7 @@ def parameters(model: CausalLM) -> Iterator[torch.Tensor]:
             if getattr(each, part) is not None:
                 yield from (getattr(each, norm), *getattr(each, part).parameters())
     assert model.decoder.head is not None
-    yield from (model.decoder.embed_ZE, model.decoder.norm_E, model.decoder.head.weight_OI)
+    yield from (model.decoder.embed_ZE, model.decoder.ends.norm_E, model.decoder.head.weight_OI)
 
 
 def fill(model: CausalLM) -> None:

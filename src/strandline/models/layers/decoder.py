@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers on a normalised residual stream, final norm and output head.
+"""The decoder: embedding, layers on a residual stream, final norm and output head.
 
 Parameters need no gradient.
 
@@ -6,7 +6,6 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -14,32 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strandline.errors import EngineError
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
-from strandline.kernels.expert_choices import Summand, added_up
+from strandline.kernels.expert_choices import Summand
 from strandline.kernels.gemm.linear import Linear, bind_linear, linear
 from strandline.kernels.gemm.weights import DenseWeight, Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
 from strandline.kernels.rowwise.embedding import embed_held
-from strandline.kernels.rowwise.norm import (
-    add_rms_norm,
-    add_rms_norm_zero_centered,
-    rms_norm,
-    rms_norm_zero_centered,
-)
-from strandline.kernels.rowwise.quantized_rows import plain_rows
-from strandline.kernels.rowwise.quantizing import QUANTIZED, with_quantized
 from strandline.kernels.rowwise.rotary import rotary_table
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.protocol import ModelMemory
+from strandline.models.layers.residual import NormedResidual, PreNorm, Residual, ResidualNorm, StreamEnds
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.layers.site import Site, dtype_name
-from strandline.models.layers.targets import NamedTargets, spanned, whole
+from strandline.models.layers.targets import NamedTargets, spanned
 from strandline.specs import LayerSpec, ModelSpec
 
 
@@ -65,29 +55,6 @@ FeedForward = Callable[[Any], Summand]
 """The part of a layer that works on each token separately; takes quantised rows if ``takes_quantized`` is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResidualNorm:
-    """How a family normalises its residual stream."""
-
-    norm: Operation[[Tensor, Tensor, float], Tensor]
-    """Normalises the stream, given a weight and ``eps``."""
-    add_norm: Operation[[Summand, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    """Adds a part's output to the stream and normalises it, given a weight and ``eps``; also returns the new stream."""
-    eps: float
-    weight: Callable[..., Tensor]
-    """Creates the weight of a norm, given a site and a size: ``gain``, or ``parameter`` if it is added to 1."""
-
-
-def plain(eps: float) -> ResidualNorm:
-    """Return the RMS norm whose weight multiplies the rounded result."""
-    return ResidualNorm(rms_norm, add_rms_norm, eps, Site.gain)
-
-
-def zero_centered(eps: float) -> ResidualNorm:
-    """Return the RMS norm whose weight is added to 1."""
-    return ResidualNorm(rms_norm_zero_centered, add_rms_norm_zero_centered, eps, Site.parameter)
-
-
 class ReplayingMixer(Mixer, Protocol):
     """A mixer with states that can be replayed, as described by its spec."""
 
@@ -96,51 +63,47 @@ class ReplayingMixer(Mixer, Protocol):
 
 
 class DecoderLayer(nn.Module):
-    """A mixer, a feed-forward part, or one and then the other, each on the normalised residual stream.
-
-    A part's result is a summand, which the norm behind it sums over all ranks, or this layer does (``leaves_sum``).
+    """A mixer, a feed-forward part, or one and then the other, each connected to the residual stream.
 
     Args:
         mixer: a module; None: the layer has none.
         mlp: a module; None: the layer has none.
-        multiplier: of what a part adds to the stream.
+        mixer_residual: connects the mixer.
+        mlp_residual: connects the feed-forward part.
     """
 
     def __init__(
         self,
         mixer: Mixer | None,
         mlp: FeedForward | None,
-        norm: ResidualNorm,
-        hidden_size: int,
-        site: Site,
-        *,
-        multiplier: float = 1.0,
+        mixer_residual: Residual | None,
+        mlp_residual: Residual | None,
     ) -> None:
         super().__init__()
-        self.norm, self.mixer, self.mlp = norm, mixer, mlp
-        self.multiplier = multiplier
-        if mixer is not None:
-            self.mixer_norm_E = norm.weight(site, hidden_size)
-        if mlp is not None:
-            self.mlp_norm_E = norm.weight(site, hidden_size)
+        self.mixer, self.mlp = mixer, mlp
+        self.mixer_residual, self.mlp_residual = mixer_residual, mlp_residual
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return with_quantized(self.norm.add_norm)
+        residuals = (self.mixer_residual, self.mlp_residual)
+        return tuple(operation for residual in residuals if residual is not None for operation in residual.operations)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._add_norm, mlp_norm = kernels[self.norm.add_norm], _fed_by(self.norm.add_norm, self.mlp)
-        self._sum, self._is_left = kernels.ranks.sum, self.leaves_sum
-        self._mlp_norm = bind_sum_add_norm(kernels, mlp_norm) if self.leaves_sum else kernels[mlp_norm]
+        if self.mixer_residual is not None:
+            self.mixer_residual.connect(kernels, self.mixer)
+        if self.mlp_residual is not None:
+            self.mlp_residual.connect(kernels, self.mlp)
 
     @property
-    def leaves_sum(self) -> bool:
-        """Whether the sum over ranks of a part's result is left to what follows: what ``forward`` adds is a summand.
+    def mixer_norm_E(self) -> Tensor:
+        """Weight of the norm that connects the mixer."""
+        return norm_of(self.mixer_residual)
 
-        It is not where a multiplier comes between the sum and the norm.
-        """
-        return self.multiplier == 1.0 and not (self.mixer is None and self.mlp is None)
+    @property
+    def mlp_norm_E(self) -> Tensor:
+        """Weight of the norm that connects the feed-forward part."""
+        return norm_of(self.mlp_residual)
 
     @property
     def spec(self) -> LayerSpec:
@@ -158,95 +121,56 @@ class DecoderLayer(nn.Module):
         """Advance the states over logged tokens alone; only of a layer whose spec says what is logged."""
         cast(ReplayingMixer, self.mixer).replay(batch, memory)
 
-    @property
-    def first_norm_E(self) -> Tensor | None:
-        """Weight of the norm before the layer's first part; None: that part reads the stream itself."""
-        return self.mlp_norm_E if self.mixer is None else self.mixer_norm_E
+    def forward(self, stream: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Any:
+        """Return the residual stream after the layer."""
+        return self.feed(self.mix(stream, rotary, batch, memory))
 
-    @property
-    def first_part(self) -> object:
-        """What reads the result of that norm alone, quantised if it takes that."""
-        return self.mlp if self.mixer is None else self.mixer
+    def mix(self, stream: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Any:
+        """Return the residual stream after the mixer."""
+        if self.mixer is None or self.mixer_residual is None:
+            return stream
+        hidden_TE, stream = self.mixer_residual.enter(stream)
+        return self.mixer_residual.add(self.mixer(hidden_TE, rotary, batch, memory), stream)
 
-    def forward(
-        self, normed_TE: Any, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
-    ) -> tuple[Summand, Tensor]:
-        """Return the last part's addition to the residual stream, or a summand of it, and the stream without it.
-
-        Args:
-            normed_TE: plain, or quantised if ``first_part`` takes that.
-        """
-        if self.mixer is not None:
-            return self.feed(self.mix(normed_TE, rotary, batch, memory), residual_TE)
-        if self.mlp is None:
-            return plain_rows(normed_TE), residual_TE
-        return self._fed(self.mlp, normed_TE), residual_TE
-
-    def mix(self, normed_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
-        """Return the mixer's addition to the residual stream, or a summand of it."""
-        if self.mixer is None:
-            raise EngineError("the layer has no mixer")
-        mixed_TE = self.mixer(normed_TE, rotary, batch, memory)
-        return mixed_TE if self._is_left else multiplied(self._sum(mixed_TE), self.multiplier)
-
-    def feed(self, mixed_TE: Tensor, residual_TE: Tensor) -> tuple[Summand, Tensor]:
-        """Do as ``forward``, behind the mixer."""
-        if self.mlp is None:
-            return mixed_TE, residual_TE
-        normed_TE, residual_TE = self._mlp_norm(mixed_TE, residual_TE, self.mlp_norm_E, self.norm.eps)
-        return self._fed(self.mlp, normed_TE), residual_TE
-
-    def _fed(self, mlp: FeedForward, normed_TE: Any) -> Summand:
-        fed = mlp(normed_TE)
-        return fed if self._is_left else multiplied(self._sum(fed), self.multiplier)
+    def feed(self, stream: Any) -> Any:
+        """Return the residual stream after the feed-forward part, given that after the mixer."""
+        if self.mlp is None or self.mlp_residual is None:
+            return stream
+        hidden_TE, stream = self.mlp_residual.enter(stream)
+        return self.mlp_residual.add(self.mlp(hidden_TE), stream)
 
 
-def _fed_by(operation: Operation[..., Any], part: object) -> Operation[..., Any]:
-    """Return the version of a norm whose results a part of a layer takes: quantised or not."""
-    return QUANTIZED[operation] if getattr(part, "takes_quantized", False) else operation
+def norm_of(residual: object) -> Tensor:
+    """Return the weight of the norm of a residual that has one."""
+    assert isinstance(residual, NormedResidual)
+    return residual.norm_E
 
 
-def multiplied(x: Tensor, multiplier: float) -> Tensor:
-    """Multiply a tensor in place, and return it."""
-    return x if multiplier == 1.0 else x.mul_(multiplier)
+def pre_norm_layer(
+    mixer: Mixer | None,
+    mlp: FeedForward | None,
+    norm: ResidualNorm,
+    hidden_size: int,
+    site: Site,
+    *,
+    multiplier: float = 1.0,
+) -> DecoderLayer:
+    """Return a layer whose parts read the normalised stream.
 
-
-class PostNormLayer(DecoderLayer):
-    """A mixer, then a feed-forward part, on the residual stream itself: their outputs are normalised."""
-
-    @property
-    def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (self.norm.norm,)
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        self._norm, self._sum = kernels[self.norm.norm], kernels.ranks.sum
-
-    @property
-    def leaves_sum(self) -> bool:
-        return False
-
-    @property
-    def first_norm_E(self) -> None:
-        return None
-
-    def forward(
-        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the feed-forward part's addition to the residual stream, and the stream without it."""
-        del normed_TE  # the stream itself
-        mixer, mlp, eps = self.mixer, self.mlp, self.norm.eps
-        assert mixer is not None
-        assert mlp is not None
-        mixed_TE = self._sum(mixer(residual_TE, rotary, batch, memory))
-        residual_TE = self._norm(mixed_TE, self.mixer_norm_E, eps).add_(residual_TE)
-        return self._norm(self._sum(mlp(residual_TE)), self.mlp_norm_E, eps), residual_TE
+    Args:
+        multiplier: scales each part's output before it is added.
+    """
+    residuals = (
+        None if part is None else PreNorm(norm, hidden_size, site, multiplier=multiplier) for part in (mixer, mlp)
+    )
+    return DecoderLayer(mixer, mlp, *residuals)
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output head.
 
     Args:
+        ends: begins the residual stream, and ends it with the final norm.
         rotary: of positions, for mixers that take them; None: no mixer does.
         is_tied: whether the output head is the embedding.
         embedding_multiplier: of the tokens' embeddings.
@@ -260,7 +184,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         layers: Sequence[DecoderLayer],
-        norm: ResidualNorm,
+        ends: StreamEnds,
         rotary: RotaryFrequencies | None,
         shape: tuple[int, int],
         site: Site,
@@ -271,7 +195,7 @@ class Decoder(nn.Module):
         logits_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.norm, self.dtype = norm, site.dtype
+        self.ends, self.dtype = ends, site.dtype
         self.shard, self.vocab_size = site.shard, shape[0]
         # Those to spare, at the end, are zeros.
         columns, hidden_size = columns_of(self.vocab_size, site.shard.index, site.shard.count), shape[1]
@@ -281,7 +205,6 @@ class Decoder(nn.Module):
         self.logits_soft_cap = logits_soft_cap
         self.embed_ZE = site.parameter(num_rows, hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm_E = norm.weight(site, hidden_size)
         self.head = None if is_tied else Projection(num_rows, hidden_size, site)
         for weight in (self.embed_ZE, None if self.head is None else self.head.weight_OI):
             if weight is not None:
@@ -295,18 +218,11 @@ class Decoder(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (*with_quantized(self.norm.norm, self.norm.add_norm), linear, embed_held, rotary_table)
+        return (*self.ends.operations, linear, embed_held, rotary_table)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        first, *rest = (layer.first_part for layer in self._layers)
-        self._norm = kernels[_fed_by(self.norm.norm, first)]
-        add_norms = [_fed_by(self.norm.add_norm, part) for part in (*rest, None)]
-        self._add_norms = [
-            bind_sum_add_norm(kernels, add_norm) if layer.leaves_sum else kernels[add_norm]
-            for layer, add_norm in zip(self._layers, add_norms, strict=True)
-        ]
-        self._sums = [kernels.ranks.sum if layer.leaves_sum else added_up for layer in self._layers]
+        self.ends.connect(kernels)
         self._ranks = kernels.ranks
         self._embed_held, self._rotary_table = kernels[embed_held], kernels[rotary_table]
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
@@ -348,19 +264,11 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
-        residual_TE, rotary = self.embed(batch)
-        layers, eps = self._layers, self.norm.eps
-        norms = [*(layer.first_norm_E for layer in layers[1:]), self.norm_E]
-        first_norm_E = layers[0].first_norm_E
-        normed_TE = residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps)
-        behind = zip(norms, self._add_norms, self._sums, strict=True)
-        for layer, layer_memory, (norm_E, add_norm, add_up) in zip(layers, memory.layers, behind, strict=True):
-            added_TE, residual_TE = layer(normed_TE, residual_TE, rotary, batch, layer_memory)
-            if norm_E is None:
-                normed_TE = residual_TE = add_up(added_TE).add_(residual_TE)
-            else:
-                normed_TE, residual_TE = add_norm(added_TE, residual_TE, norm_E, eps)
-        return normed_TE
+        embedded_TE, rotary = self.embed(batch)
+        stream = self.ends.begin(embedded_TE)
+        for layer, layer_memory in zip(self._layers, memory.layers, strict=True):
+            stream = layer(stream, rotary, batch, layer_memory)
+        return self.ends.leave(stream)
 
     @torch.no_grad()
     def logits(self, hidden_NE: Tensor) -> Tensor:
@@ -389,17 +297,18 @@ class Decoder(nn.Module):
         A tied head may be published all the same: it is the embedding once more.
         """
         yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.vocab_size)
-        yield from self.final_targets(prefix)
+        yield from self.ends.targets(prefix)
         if self.head is not None or "lm_head.weight" in names:
             rows_ZE = self.embed_ZE if self.head is None else self.head.weight_OI
             yield "lm_head.weight", spanned(rows_ZE, self.held_tokens, self.vocab_size)
-
-    def final_targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors behind the last layer, except the head's."""
-        yield f"{prefix}norm.weight", whole(self.norm_E)
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of all GEMM weights; they cannot be loaded or moved afterwards."""
         for module in self.modules():
             if isinstance(module, Projection):
                 module.lay_out(layout)
+
+
+def multiplied(x: Tensor, multiplier: float) -> Tensor:
+    """Multiply a tensor in place, and return it."""
+    return x if multiplier == 1.0 else x.mul_(multiplier)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
-from strandline.models.layers.decoder import DecoderLayer, Mixer, ResidualNorm
+from strandline.models.layers.decoder import DecoderLayer, Mixer
 from strandline.models.layers.projection import Projection
+from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets
@@ -40,7 +40,7 @@ class DraftLayer(nn.Module):
     """Norms of its two inputs, a projection of both, a decoder layer, and a norm.
 
     Args:
-        layer: whose mixer is a ``KeepingMixer``; its feed-forward part adds to the stream as in ``DecoderLayer.feed``.
+        layer: whose mixer is a ``KeepingMixer`` on a ``Stream``.
         published: as ``targets``, given this layer: the family's names.
     """
 
@@ -53,21 +53,20 @@ class DraftLayer(nn.Module):
         site: Site,
     ) -> None:
         super().__init__()
-        self.layer, self.norm = layer, norm
+        self.layer, self.norm, self.final = layer, norm, PreNorm(norm, hidden_size, site)
         self._published = published
         self.fc = Projection(hidden_size, 2 * hidden_size, site)
         """Columns: embedding, hidden state."""
-        self.embedding_norm_E, self.hidden_norm_E, self.norm_E = (norm.weight(site, hidden_size) for _ in range(3))
+        self.embedding_norm_E, self.hidden_norm_E = (norm.weight(site, hidden_size) for _ in range(2))
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (self.norm.norm, self.norm.add_norm)
+        return self.final.operations
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        add_norm: Operation[..., Any] = self.norm.add_norm
         self._norm = kernels[self.norm.norm]
-        self._add_norm = bind_sum_add_norm(kernels, add_norm) if self.layer.leaves_sum else kernels[add_norm]
+        self.final.connect(kernels)
 
     @property
     def spec(self) -> LayerSpec:
@@ -93,14 +92,8 @@ class DraftLayer(nn.Module):
             hidden_TE: final, normalised hidden states of those.
             rows_N: rows to return; None: all. Of the others, what later tokens read is stored.
         """
-        normed_TE, residual_TE = self._joined(embedded_TE, hidden_TE)
-        mixed_NE, residual_NE = self.layer.mix(normed_TE, rotary, batch, memory), residual_TE
-        if rows_N is not None:
-            mixed_NE, residual_NE = mixed_NE.index_select(0, rows_N), residual_NE.index_select(0, rows_N)
-        added_NE, residual_NE = self.layer.feed(mixed_NE, residual_NE)
-        drafted_NE: Tensor
-        drafted_NE, _ = self._add_norm(added_NE, residual_NE, self.norm_E, self.norm.eps)
-        return drafted_NE
+        stream: Stream = self.layer.mix(self._joined(embedded_TE, hidden_TE), rotary, batch, memory)
+        return self.final.leave(self.layer.feed(stream if rows_N is None else stream.rows(rows_N)))
 
     def keep(
         self, embedded_TE: Tensor, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
@@ -109,17 +102,16 @@ class DraftLayer(nn.Module):
 
         These are the layer's keys and values, which do not depend on other tokens: no attention, no feed-forward part.
         """
-        normed_TE, _ = self._joined(embedded_TE, hidden_TE)
+        assert self.layer.mixer_residual is not None
+        normed_TE, _ = self.layer.mixer_residual.enter(self._joined(embedded_TE, hidden_TE))
         cast(KeepingMixer, self.layer.mixer).keep(normed_TE, rotary, batch, memory)
 
-    def _joined(self, embedded_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of the decoder layer, and its residual stream."""
+    def _joined(self, embedded_TE: Tensor, hidden_TE: Tensor) -> Stream:
+        """Return the residual stream before the decoder layer."""
         eps = self.norm.eps
         embedded_TE = self._norm(embedded_TE, self.embedding_norm_E, eps)
         hidden_TE = self._norm(hidden_TE, self.hidden_norm_E, eps)
-        residual_TE = self.fc.multiply(torch.cat((embedded_TE, hidden_TE), dim=-1))
-        first_norm_E = self.layer.first_norm_E
-        return residual_TE if first_norm_E is None else self._norm(residual_TE, first_norm_E, eps), residual_TE
+        return Stream(self.fc.multiply(torch.cat((embedded_TE, hidden_TE), dim=-1)))
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of its weights; they cannot be loaded or moved afterwards."""

@@ -21,13 +21,14 @@ from strandline.kernels.attention.attention import paged_attention
 from strandline.kernels.attention.qkv import prepare_qkv
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.kernels.rowwise.activation import geglu
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.attention import KV_HEADS
-from strandline.models.layers.decoder import DecoderLayer
 from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
 from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.residual import ResidualNorm
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -132,15 +133,22 @@ class SharedBlockUse(nn.Module):
     """A layer's Mamba-2 part, and its use of a shared block.
 
     Args:
+        norm: of what the Mamba-2 part reads.
         embed: returns the embeddings of tokens.
     """
 
-    operations = (rms_norm, prepare_qkv, paged_attention, geglu)
-
-    def __init__(self, block: SharedBlock, mamba: Mamba2Layer, embed: Callable[[Tensor], Tensor], site: Site) -> None:
+    def __init__(
+        self,
+        block: SharedBlock,
+        mamba: Mamba2Layer,
+        norm: ResidualNorm,
+        embed: Callable[[Tensor], Tensor],
+        site: Site,
+    ) -> None:
         super().__init__()
         config = block.config
-        self.block, self.mamba, self.embed = block, mamba, embed
+        self.block, self.mamba, self.norm, self.embed = block, mamba, norm, embed
+        self.norm_E = norm.weight(site, config.hidden_size)
         self.linear = Projection(config.hidden_size, config.hidden_size, site)
         gate_up = (2 * config.intermediate_size, block.shard, 2)
         self.mlp_adapter = Adapter(config.hidden_size, config.rank, [gate_up], site)
@@ -148,6 +156,10 @@ class SharedBlockUse(nn.Module):
         if config.has_attention_adapters:
             qkv = [(size, shard, 1) for size, shard in zip(block.sizes, block.shards, strict=True)]
             self.attention_adapter = Adapter(2 * config.hidden_size, config.rank, qkv, site)
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return (rms_norm, self.norm.add_norm, prepare_qkv, paged_attention, geglu)
 
     @property
     def spec(self) -> LayerSpec:
@@ -162,7 +174,7 @@ class SharedBlockUse(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm, self._geglu = kernels[rms_norm], kernels[geglu]
+        self._rms_norm, self._geglu, self._add_norm = kernels[rms_norm], kernels[geglu], kernels[self.norm.add_norm]
         self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
         self._sum = kernels.ranks.sum
 
@@ -174,7 +186,20 @@ class SharedBlockUse(nn.Module):
         """Advance the states over logged tokens alone."""
         self.mamba.replay(batch, memory[1])
 
-    def forward(self, stream_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
+    def forward(
+        self,
+        stream_TE: Tensor,
+        rotary: RotaryTable | None,
+        batch: StepBatch,
+        memory: tuple[KVMemory, Mamba2Memory],
+    ) -> Tensor:
+        """Return what the Mamba-2 part makes of the residual stream and the block's output."""
+        kv, states = memory
+        normed_TE, _ = self._add_norm(self._block(stream_TE, rotary, batch, kv), stream_TE, self.norm_E, self.norm.eps)
+        mixed_TE: Tensor = self.mamba(normed_TE, rotary, batch, states)
+        return mixed_TE
+
+    def _block(self, stream_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
         """Return what the block makes of the stream, projected."""
         block, config = self.block, self.block.config
         x_TX = torch.cat((stream_TE, self.embed(batch.token_ids_T)), dim=-1)
@@ -206,26 +231,3 @@ class SharedBlockUse(nn.Module):
         if self.attention_adapter is not None:
             attention = f"{block_prefix}self_attn.linear_"
             yield from self.attention_adapter.targets([f"{attention}{name}_adapter_list.{use}" for name in "qkv"])
-
-
-class SharedBlockLayer(DecoderLayer):
-    """A layer with a shared block: it reads the residual stream itself."""
-
-    @property
-    def leaves_sum(self) -> bool:
-        return False
-
-    @property
-    def first_norm_E(self) -> None:
-        return None
-
-    def forward(
-        self, normed_TE: Tensor, residual_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the Mamba-2 part adds to the residual stream, and the stream without that."""
-        del normed_TE  # the stream itself
-        use, (kv, states) = self.mixer, memory
-        assert isinstance(use, SharedBlockUse)
-        made_TE = use(residual_TE, rotary, batch, kv)
-        mamba_normed_TE, _ = self._add_norm(made_TE, residual_TE, self.mixer_norm_E, self.norm.eps)
-        return self._sum(use.mamba(mamba_normed_TE, rotary, batch, states)), residual_TE
