@@ -1,7 +1,7 @@
 """Operations as an engine would bind them for the tensors that a test calls them with."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,12 +22,20 @@ def bound(operation: Operation[P, R]) -> Callable[P, R]:
 
     @wraps(operation.reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = next(arg for arg in args if isinstance(arg, Tensor))
+        first = next(_tensors(args))
         memory = tuple(_kept(signature.bind(*args, **kwargs).arguments))
         workload = Workload(first.device.type, _dtype_name(first), memory)
         return bind_kernels([operation], workload)[operation](*args, **kwargs)
 
     return call
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 def _kept(arguments: dict[str, Any]) -> Iterator[TensorSpec]:

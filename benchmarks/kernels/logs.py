@@ -15,7 +15,7 @@ from recurrences import TINY_KINDS, Kind, gdn
 from torch import Tensor
 
 from strandline.ids import NO_TOKEN, PendingToken
-from strandline.kernels.batch import LogBatch, ReplayBatch
+from strandline.kernels.batch import LogBatch, ReplayBatch, Slots
 from strandline.kernels.chunk_table import Chunks, ChunkTable
 from strandline.kernels.recurrences.conv1d import causal_conv1d_replay
 from strandline.kernels.recurrences.gdn import gdn_prefill
@@ -65,7 +65,8 @@ def decode_logged(batch: int, logged: int | None, state_dtype: torch.dtype, kind
         return LogMemory(*parts)
 
     arguments = [
-        (*kind.inputs(batch), state_SLX[:, layer], slots, slots, make_memory(), logs) for layer in range(num_layers)
+        (kind.inputs(batch), state_SLX[:, layer], Slots(slots, slots), make_memory(), logs)
+        for layer in range(num_layers)
     ]
     token_bytes = 4 * (num_keys * key_dim + num_heads * value_dim)
     written = sum(count > 0 for count in folded)
@@ -76,7 +77,7 @@ def decode_logged(batch: int, logged: int | None, state_dtype: torch.dtype, kind
         reference=gdn_decode_logged.reference,
         limit=2e-2,
         memory=lambda *arguments: [
-            arguments[-5][1:],
+            arguments[1][1:],
             *(part[1:] for part in (arguments[-2].key_JGLK, arguments[-2].value_JHLV, arguments[-2].decay_JHL)),
         ],
     )
@@ -115,18 +116,18 @@ def verify_gdn(sequences: int, kind: Kind = GDN) -> Work:
     replay, chunks = replay_of(sequences, is_padded=True)
     state_SLX, slots = kind.states(sequences, num_layers), torch.arange(1, sequences + 1)
     function = bound(gdn_prefill)
-    further = (slots, torch.zeros_like(slots), chunks, 1, replay)
-    whole = (*further[:2], replace(chunks, is_short=False), *further[3:])
+    further = (Slots(slots, torch.zeros_like(slots)), chunks, replay)
+    whole = (further[0], replace(chunks, is_short=False), replay)
     return Work(
         {
             "strandline": function,
-            "as a prefill": lambda *arguments: function(*arguments[:8], *whole),
+            "as a prefill": lambda inputs, state, *_: function(inputs, state, *whole),
         },
-        [(*kind.inputs(replay.num_rows), state_SLX[:, layer], *further) for layer in range(num_layers)],
+        [(kind.inputs(replay.num_rows), state_SLX[:, layer], *further) for layer in range(num_layers)],
         num_bytes=2.0 * sequences * kind.state_bytes,
         reference=gdn_prefill.reference,
         limit=2e-2,
-        memory=lambda *arguments: [arguments[7][1:]],
+        memory=lambda *arguments: [arguments[1][1:]],
         launches=verify_launches,
     )
 

@@ -26,6 +26,8 @@ from case import Call, Skipped, Work, case, turns
 from recurrences import KINDS, TINY_KINDS, Inputs, Kind, table_of
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
+
 LIMIT = 2e-2
 """Of errors: bfloat16 rounds by at most 4e-3, and intermediate results are rounded, too."""
 
@@ -60,7 +62,7 @@ def load_gdn(phase: str) -> Peer:
     flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
     def prepare(inputs: Inputs, state_NHKV: Tensor) -> Run:
-        q, k, v, a, b, rate, bias = inputs
+        q, k, v, a, b, rate, bias, _ = inputs
         return partial(operation, q, k, v, g=a, beta=b, initial_state=state_NHKV, A_log=rate, dt_bias=bias, **flags)
 
     return prepare
@@ -209,7 +211,7 @@ def compare(name: str, phase: str, work: tuple[int, int], kind: Kind | None = No
             peer(batched(kind, arrange(inputs), num_sequences), state_SX[1 : num_sequences + 1].clone())
             for arrange in (tuple, partial(separate, kind))
         ]
-        arguments.append(((*inputs, state_SX, *slots_of(phase, num_tokens, num_sequences)), *runs))
+        arguments.append(((inputs, state_SX, *slots_of(phase, num_tokens, num_sequences)), *runs))
     variants: dict[str, Call] = {
         "strandline": lambda ours, *_: function(ours),
         f"{package}, strided": lambda _, strided, __: in_rows(strided()),
@@ -218,7 +220,7 @@ def compare(name: str, phase: str, work: tuple[int, int], kind: Kind | None = No
     return Work(
         variants,
         arguments,
-        reference=partial(exact, kind.call(operation.reference), num_sequences),
+        reference=partial(exact, kind, kind.call(operation.reference), num_sequences),
         limit=LIMIT,
         peers=tuple(variants)[1:],
     )
@@ -228,20 +230,20 @@ def slots_of(phase: str, num_tokens: int, num_sequences: int) -> tuple[Any, ...]
     """Return the slots that are read and written, the same ones in a decode, and a prefill's chunks."""
     src_N = torch.arange(1, num_sequences + 1)
     if phase == "decode":
-        return src_N, src_N
-    return src_N, src_N + num_sequences, table_of(num_tokens, num_sequences)
+        return (Slots(src_N, src_N),)
+    return Slots(src_N, src_N + num_sequences), table_of(num_tokens, num_sequences)
 
 
 def finished(function: Call, num_sequences: int, arguments: Inputs) -> tuple[Tensor, Tensor]:
     """Return what one of our functions returns, and the final states: those of the last slots."""
-    state_SX = next(x for x in reversed(arguments) if is_float(x))
-    return function(*arguments), state_SX[-num_sequences:]
+    return function(*arguments), arguments[1][-num_sequences:]
 
 
-def exact(function: Call, num_sequences: int, arguments: Inputs, *_: object) -> tuple[Tensor, Tensor]:
+def exact(kind: Kind, function: Call, num_sequences: int, arguments: Inputs, *_: object) -> tuple[Tensor, Tensor]:
     """Return the same in float32, of copies."""
-    floats = [x.to(torch.float32, copy=True) if is_float(x) else x for x in arguments]
-    return finished(function, num_sequences, tuple(floats))
+    inputs, state_SX, *others = arguments
+    floats = kind.record(*(x.to(torch.float32, copy=True) if is_float(x) else x for x in inputs))
+    return finished(function, num_sequences, (floats, state_SX.to(torch.float32, copy=True), *others))
 
 
 def is_float(x: object) -> bool:

@@ -16,6 +16,7 @@ import torch
 from case import Call, Launch, Work, bound, case, parse_launches, random, turns
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable, build_chunk_table
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences import (
@@ -27,13 +28,13 @@ from strandline.kernels.recurrences import (
     rglru_triton,
 )
 from strandline.kernels.recurrences.conv1d import causal_conv1d_prefill, causal_conv1d_update
-from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill
 from strandline.kernels.recurrences.gdn_decode_triton import Launch as GdnLaunch
-from strandline.kernels.recurrences.kda import kda_decode, kda_prefill
-from strandline.kernels.recurrences.lightning import lightning_decode, lightning_prefill
-from strandline.kernels.recurrences.mamba1 import mamba1_decode, mamba1_prefill
-from strandline.kernels.recurrences.mamba2 import mamba2_decode, mamba2_prefill
-from strandline.kernels.recurrences.rglru import rglru_decode, rglru_prefill
+from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_prefill
+from strandline.kernels.recurrences.lightning import LightningInputs, lightning_decode, lightning_prefill
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_decode, mamba1_prefill
+from strandline.kernels.recurrences.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
+from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
 from strandline.kernels.recurrences.segments_triton import Division
 from strandline.kernels.sizes import NUM_SMS
 
@@ -60,6 +61,8 @@ class Kind:
 
     prefill: Operation[..., Any]
     decode: Operation[..., Any]
+    record: Callable[..., Any]
+    """Makes the operations' inputs of a token's inputs and the parameters."""
     tokens: tuple[tuple[int, ...], ...]
     """Shapes of a token's inputs."""
     parameters: Callable[[], Inputs]
@@ -80,10 +83,11 @@ class Kind:
     def token_sizes(self) -> list[int]:
         return [prod(shape) for shape in self.tokens]
 
-    def inputs(self, num_tokens: int) -> Inputs:
+    def inputs(self, num_tokens: int) -> Any:
         """Return random inputs and parameters."""
         parts = random(num_tokens, sum(self.token_sizes)).split(self.token_sizes, dim=1)
-        return (*(x.unflatten(1, shape) for x, shape in zip(parts, self.tokens, strict=True)), *self.parameters())
+        tokens = (x.unflatten(1, shape) for x, shape in zip(parts, self.tokens, strict=True))
+        return self.record(*tokens, *self.parameters())
 
     def states(self, num_slots: int, num_layers: int) -> Tensor:
         """Return slots of several layers' random states, and the null slot before them."""
@@ -97,9 +101,9 @@ class Kind:
         return self.call(bound(operation, is_deterministic=is_deterministic))
 
 
-def _convolve(function: Call, x: Tensor, rest: Tensor, weight: Tensor, *memory: Any) -> Any:
-    del rest
-    return function(x, weight, None, *memory, "silu")
+def _convolve(function: Call, inputs: Inputs, window: Tensor, slots: Slots, *chunks: ChunkTable) -> Any:
+    x, _, weight = inputs
+    return function(x, weight, None, window, *slots, *chunks, "silu")
 
 
 def decay_rates(num_heads: int, largest: float = 16) -> Tensor:
@@ -205,6 +209,7 @@ def gdn(num_heads: int, head_dim: int = 128, state_dtype: torch.dtype = torch.fl
     return Kind(
         gdn_prefill,
         gdn_decode,
+        GatedDeltaInputs,
         ((keys, head_dim), (keys, head_dim), (num_heads, head_dim), (num_heads,), (num_heads,)),
         lambda: (decay_rates(num_heads, 4), per_head(num_heads)),
         (num_heads, head_dim, head_dim),
@@ -220,6 +225,7 @@ def mamba2(num_heads: int, head_dim: int, num_groups: int, state_dim: int) -> Ki
     return Kind(
         mamba2_prefill,
         mamba2_decode,
+        Mamba2Inputs,
         ((num_heads, head_dim), group, group, (num_heads,)),
         lambda: (decay_rates(num_heads), per_head(num_heads), per_head(num_heads), (0.0, torch.inf)),
         (num_heads, state_dim, head_dim),
@@ -234,6 +240,7 @@ def kda(num_heads: int, head_dim: int = 128) -> Kind:
     return Kind(
         kda_prefill,
         kda_decode,
+        KimiDeltaInputs,
         (heads, heads, heads, heads, (num_heads,)),
         lambda: (decay_rates(num_heads), per_head(*heads) - 4.0, None),  # decays as moderate as published models' are
         (num_heads, head_dim, head_dim),
@@ -247,6 +254,7 @@ def lightning(num_heads: int, head_dim: int = 128) -> Kind:
     return Kind(
         lightning_prefill,
         lightning_decode,
+        LightningInputs,
         ((num_heads, head_dim),) * 3,
         lambda: (-torch.rand(num_heads),),
         (num_heads, head_dim, head_dim),
@@ -257,13 +265,15 @@ def lightning(num_heads: int, head_dim: int = 128) -> Kind:
 
 def rglru(width: int) -> Kind:
     tokens, parameters = ((width,), (width,), (width,), (1,)), lambda: (per_head(width),)
-    return Kind(rglru_prefill, rglru_decode, tokens, parameters, (width,), prefill_launches=rglru_prefills)
+    operations = (rglru_prefill, rglru_decode, GatedUnitInputs)
+    return Kind(*operations, tokens, parameters, (width,), prefill_launches=rglru_prefills)
 
 
 def mamba1(width: int, state_dim: int = 16) -> Kind:
     return Kind(
         mamba1_prefill,
         mamba1_decode,
+        Mamba1Inputs,
         ((width,), (width,), (state_dim,), (state_dim,), (width,)),
         lambda: (per_head(width), per_head(width), per_head(width, state_dim)),
         (width, state_dim),
@@ -278,6 +288,7 @@ def convolution(channels: int, num_others: int) -> Kind:
     return Kind(
         causal_conv1d_prefill,
         causal_conv1d_update,
+        lambda *inputs: inputs,
         ((channels,), (num_others,)),
         lambda: (random(channels, 4),),
         (3, channels),
@@ -319,11 +330,11 @@ def decode(kind: Kind, batch: int) -> Work:
     state_SLX, slots = kind.states(batch, num_layers), torch.randperm(batch) + 1
     return Work(
         _variants(kind, kind.decode),
-        [(*kind.inputs(batch), state_SLX[:, layer], slots, slots) for layer in range(num_layers)],
+        [(kind.inputs(batch), state_SLX[:, layer], Slots(slots, slots)) for layer in range(num_layers)],
         num_bytes=2.0 * batch * (kind.state_bytes + (2 * 8192 if kind.is_convolution else 0)),
         reference=kind.call(kind.decode.reference),
         limit=2e-2,
-        memory=lambda *arguments: [arguments[-3][1:]],
+        memory=lambda *arguments: [arguments[1][1:]],
         launches=kind.decode_launches,
     )
 
@@ -352,15 +363,15 @@ def prefill(kind: Kind, prompt: tuple[int, int, int, int]) -> Work:
     features = [2 * kind.token_sizes[0]] if kind.is_convolution else [*kind.token_sizes, max(kind.token_sizes)]
     num_bytes = 2.0 * num_tokens * sum(features) + num_slots * kind.state_bytes
     num_layers = turns(num_bytes, at_most=16)
-    state_SLX, slots = kind.states(num_slots, num_layers), torch.arange(1, 2 * num_sequences + 1)
+    state_SLX, slots = kind.states(num_slots, num_layers), Slots(*torch.arange(1, 2 * num_sequences + 1).chunk(2))
     return Work(
         _variants(kind, kind.prefill),
-        [(*kind.inputs(num_tokens), state_SLX[:, layer], *slots.chunk(2), table) for layer in range(num_layers)],
+        [(kind.inputs(num_tokens), state_SLX[:, layer], slots, table) for layer in range(num_layers)],
         num_bytes=num_bytes,
         num_flops=float(len(table.starts) * kind.chunk_flops),
         reference=kind.call(kind.prefill.reference) if num_tokens <= MAX_CHECKED_TOKENS else None,
         limit=2e-2,
-        memory=lambda *arguments: [arguments[-4][1:]],
+        memory=lambda *arguments: [arguments[1][1:]],
         launches=kind.prefill_launches,
     )
 
@@ -378,15 +389,14 @@ def gdn_parts(prompt: tuple[int, int, int, int], kind: Kind = KINDS["gdn"]) -> W
     """Return the two kernels of Gated DeltaNet's prefill, each alone."""
     work = prefill(kind, prompt)
 
-    def prepare(q: Any, k: Any, _: Any, a: Any, b: Any, rate: Any, bias: Any, *memory: Any) -> Any:
-        return gdn_prefill_triton.prepare(q, k, a, b, rate, bias, memory[-1])
+    def prepare(inputs: GatedDeltaInputs, *memory: Any) -> Any:
+        return gdn_prefill_triton.prepare(inputs, memory[-1])
 
     prepared = prepare(*work.arguments[0])
 
-    def advance(q: Any, k: Any, v: Any, *others: Any) -> Any:
-        state, src, dst, chunks = others[4:]
-        launch = delta_rule_triton.choose_launch(chunks, *v.shape[1:])
-        return delta_rule_triton.advance(q, k, v, prepared, state, src, dst, chunks, launch)
+    def advance(inputs: GatedDeltaInputs, state: Tensor, slots: Slots, chunks: ChunkTable) -> Any:
+        launch = delta_rule_triton.choose_launch(chunks, *inputs.v_THV.shape[1:])
+        return delta_rule_triton.advance(inputs[:3], prepared, state, slots, chunks, launch)
 
     return Work({"prepare": prepare, "advance": advance}, work.arguments, partial=("prepare", "advance"))
 
@@ -406,12 +416,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def prefill_on_cpu(kind: Kind, tokens: int, dtype: torch.dtype) -> Work:
     """Return one layer's prefill of a sequence that resumes from a state."""
     work = prefill(kind, (tokens, 1, 0, 0))
-    [arguments] = work.arguments
-    typed = [x.to(dtype) for x in arguments[: len(kind.tokens)]]
+    [(inputs, *others)] = work.arguments
+    count = len(kind.tokens)
+    typed = kind.record(*(x.to(dtype) for x in inputs[:count]), *inputs[count:])
     return replace(
         work,
         variants={"strandline": bound(mamba2_prefill), "torch": mamba2_prefill.reference},
-        arguments=[(*typed, *arguments[len(kind.tokens) :])],
+        arguments=[(typed, *others)],
         num_bytes=0.0,
         num_flops=0.0,
         peers={"torch"},

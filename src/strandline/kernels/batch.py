@@ -10,7 +10,7 @@ device of the model; tuples are host copies for the kernels that loop over seque
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -107,6 +107,15 @@ class ReplayBatch:
     """Values derived from the tables above, computed by one layer and reused by others."""
 
 
+class Slots(NamedTuple):
+    """Slots of the states of N sequences (contract 3): each state is read from ``src`` and written to ``dst``."""
+
+    src_N: Tensor
+    """int64 slots; several sequences may share one. The null slot means a fresh state: zeros."""
+    dst_N: Tensor
+    """int64 slots, each distinct or null; may equal ``src_N``. The null slot drops the state."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentBatch:
     """Slots of the sequences' states (contract 3): read ``src``, write ``dst``."""
@@ -134,3 +143,13 @@ class StepBatch:
     """Number of their rows, which come first: one per sequence."""
     attention: AttentionBatch
     recurrent: RecurrentBatch
+
+    @property
+    def decode_slots(self) -> Slots:
+        """Slots of the decodes' states."""
+        return Slots(self.recurrent.src_N[: self.num_decodes], self.recurrent.dst_N[: self.num_decodes])
+
+    @property
+    def prefill_slots(self) -> Slots:
+        """Slots of the prefills' states."""
+        return Slots(self.recurrent.src_N[self.num_decodes :], self.recurrent.dst_N[self.num_decodes :])

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from torch import Tensor
+
 NUM_SMS: Final = 132
 """Multiprocessors of the H200, for which grids are shaped; other GPUs run the same grids."""
 
@@ -14,3 +16,8 @@ def cdiv(size: int, tile: int) -> int:
 def next_power_of_2(size: int) -> int:
     """Return the smallest power of two that is no smaller."""
     return 1 << (size - 1).bit_length()
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of all dimensions but the last, tensor by tensor, as kernels take them."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:-1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
 from strandline.kernels.arena import ArenaTensors, LayerMemory
-from strandline.kernels.batch import LogBatch, StepBatch
+from strandline.kernels.batch import LogBatch, Slots, StepBatch
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
 from strandline.models.layers.protocol import ModelMemory
@@ -149,12 +149,10 @@ class DecayedSum:
         key, value, decay = (log[name] for name in names) if log else (None, None, None)
         return DecayedMemory(states["sum"], None if key is None else (key, value, decay))
 
-    def prefill(
-        self, inputs: DecayedInputs, memory: DecayedMemory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
-    ) -> Tensor:
-        states = [self._committed(memory, src) for src in src_N.tolist()]
+    def prefill(self, inputs: DecayedInputs, memory: DecayedMemory, slots: Slots, chunks: ChunkTable) -> Tensor:
+        states = [self._committed(memory, src) for src in slots.src_N.tolist()]
         outs = []
-        for index, dst in enumerate(dst_N.tolist()):
+        for index, dst in enumerate(slots.dst_N.tolist()):
             for chunk in range(chunks.first_chunks[index], chunks.first_chunks[index + 1]):
                 start = chunks.starts[chunk]
                 for row in range(start, start + chunks.lengths[chunk]):
@@ -164,12 +162,10 @@ class DecayedSum:
             store_slot(memory.sum_SKV, dst, states[index])
         return torch.stack(outs)
 
-    def decode(
-        self, inputs: DecayedInputs, memory: DecayedMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
-    ) -> Tensor:
-        states = [self._committed(memory, src) for src in src_N.tolist()]
+    def decode(self, inputs: DecayedInputs, memory: DecayedMemory, slots: Slots, log: LogBatch | None) -> Tensor:
+        states = [self._committed(memory, src) for src in slots.src_N.tolist()]
         outs = []
-        for index, (state_KV, dst) in enumerate(zip(states, dst_N.tolist(), strict=True)):
+        for index, (state_KV, dst) in enumerate(zip(states, slots.dst_N.tolist(), strict=True)):
             log_id, num_logged = (int(log.log_N[index]), log.lens[index]) if log else (NULL_LOG, 0)
             current_KV = self._unlogged(state_KV, memory, log_id, num_logged)
             new_KV, out_V = advance(current_KV, *(x[index] for x in inputs))
@@ -269,15 +265,13 @@ class RecurrentWithWindows:
         recurrent, near_SE, far_SE = memory
         delayed_TE = 0.5 * self.near.delayed(hidden_TE, batch, near_SE) - self.far.delayed(hidden_TE, batch, far_SE)
         inputs = self._project(hidden_TE + delayed_TE)
-        slots, num_decodes, outs = batch.recurrent, batch.num_decodes, []
+        num_decodes, outs = batch.num_decodes, []
         if num_decodes:
             decoded = DecayedInputs(*(x[:num_decodes] for x in inputs))
-            where = (slots.src_N[:num_decodes], slots.dst_N[:num_decodes])
-            outs.append(self.recurrence.decode(decoded, recurrent, *where, slots.log))
+            outs.append(self.recurrence.decode(decoded, recurrent, batch.decode_slots, batch.recurrent.log))
         if num_decodes < len(hidden_TE):
             prefilled = DecayedInputs(*(x[num_decodes:] for x in inputs))
-            where = (slots.src_N[num_decodes:], slots.dst_N[num_decodes:])
-            outs.append(self.recurrence.prefill(prefilled, recurrent, *where, slots.chunks))
+            outs.append(self.recurrence.prefill(prefilled, recurrent, batch.prefill_slots, batch.recurrent.chunks))
         return torch.cat(outs) @ self.out_EV.T
 
     def reference(self, hidden_TE: Tensor, token_ids_T: Tensor) -> Tensor:

@@ -33,6 +33,11 @@ from strandline.kernels.recurrences import (
     mamba2_triton,
     rglru_triton,
 )
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs
+from strandline.kernels.recurrences.kda import KimiDeltaInputs
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
+from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
+from strandline.kernels.recurrences.rglru import GatedUnitInputs
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -129,6 +134,7 @@ class Kind:
 
     prefill: Callable[..., Tensor]
     tokens: tuple[tuple[int, ...], ...]
+    inputs: Callable[..., Any]
     parameters: Callable[[], tuple[Any, ...]]
     state: tuple[int, ...]
 
@@ -137,30 +143,35 @@ KINDS = {
     "gdn": Kind(
         gdn_prefill_triton.gdn_prefill,
         ((1, 16), (1, 16), (2, 16), (2,), (2,)),
+        GatedDeltaInputs,
         lambda: (torch.rand(2).log(), torch.randn(2)),
         (2, 16, 16),
     ),
     "mamba2": Kind(
         mamba2_triton.mamba2_prefill,
         ((2, 16), (1, 16), (1, 16), (2,)),
+        Mamba2Inputs,
         lambda: (torch.rand(2).log(), torch.randn(2), torch.randn(2), (0.01, torch.inf)),
         (2, 16, 16),
     ),
     "rglru": Kind(
         rglru_triton.rglru_prefill,
         ((20,), (20,), (20,), (1,)),
+        GatedUnitInputs,
         lambda: (torch.randn(20),),
         (20,),
     ),
     "mamba1": Kind(
         mamba1_prefill_triton.mamba1_prefill,
         ((20,), (20,), (5,), (5,), (20,)),
+        Mamba1Inputs,
         lambda: (torch.randn(20), torch.randn(20), torch.rand(20, 5).log()),
         (20, 5),
     ),
     "kda": Kind(
         kda_triton.kda_prefill,
         ((2, 16), (2, 16), (2, 16), (2, 16), (2,)),
+        KimiDeltaInputs,
         lambda: (torch.rand(2).log(), torch.randn(2, 16), None),
         (2, 16, 16),
     ),
@@ -179,10 +190,10 @@ def test_a_recurrence_gives_the_same_and_leaves_the_same(size: StepSize, kind: s
     padded_SX = state_SX.clone()
 
     def run(batch: StepBatch, inputs: list[Tensor], state_SX: Tensor) -> Tensor:
-        first, slots = batch.num_decodes, batch.recurrent
-        places = (slots.src_N[first:], slots.dst_N[first:], slots.chunks)
+        first = batch.num_decodes
+        prefilled = recurrence.inputs(*(x[first:] for x in inputs), *parameters)
         with poisoned_memory():
-            out_T = recurrence.prefill(*(x[first:] for x in inputs), *parameters, state_SX, *places)
+            out_T = recurrence.prefill(prefilled, state_SX, batch.prefill_slots, batch.recurrent.chunks)
         return torch.cat([torch.zeros(first, *out_T.shape[1:]), out_T])
 
     expected = run(step.plain, inputs, state_SX)

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from strandline.kernels.attention.attention_triton import paged_attention
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.operation import Launches
-from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode_invariant
-from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill_invariant
+from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode
+from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill
 from strandline.kernels.rowwise.norm_triton import rms_norm_gated, rms_norm_zero_centered
 from tests.cpu.kernels.attention.test_attention import Case, decodes, make_case
 from tests.cpu.kernels.attention.test_attention_triton import to_device
-from tests.cpu.kernels.recurrences.test_gdn_prefill_triton import REAL, Layer, Shape, make_arena, make_layer
+from tests.cpu.kernels.recurrences.test_gdn_prefill_triton import REAL, Shape, make_arena, make_layer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -54,13 +55,6 @@ def test_attention_of_a_token_does_not_depend_on_the_step(heads: tuple[int, int,
                     assert torch.equal(again, rows[a - start : b - start]), (start, end, a, b)
 
 
-def rows_of(layer: Layer, start: int, end: int) -> Layer:
-    return replace(
-        layer,
-        **{name: getattr(layer, name)[start:end] for name in ("q_TGK", "k_TGK", "v_THV", "a_TH", "b_TH")},
-    )
-
-
 @DTYPES
 @pytest.mark.parametrize("shape", [REAL, Shape(4, 8, 64, 64), Shape(2, 4, 8, 8)], ids=str)
 def test_prompt_in_steps_on_the_grid_is_bitwise_equal(shape: Shape, dtype: torch.dtype) -> None:
@@ -69,8 +63,8 @@ def test_prompt_in_steps_on_the_grid_is_bitwise_equal(shape: Shape, dtype: torch
 
     def run(start: int, end: int, src: int, dst: int, cuts: tuple[tuple[int, int], ...] = ()) -> torch.Tensor:
         table = build_chunk_table([(start, end)], [cuts], "cuda")
-        slots = torch.tensor([src], device="cuda"), torch.tensor([dst], device="cuda")
-        return gdn_prefill_invariant(*rows_of(layer, start, end).arguments(), state, *slots, table)
+        slots = Slots(torch.tensor([src], device="cuda"), torch.tensor([dst], device="cuda"))
+        return gdn_prefill(layer.rows(start, end), state, slots, table, launches=Launches.FIXED)
 
     whole = run(0, num_tokens, 0, 1, ((64, 2), (640, 3)))
     for cut, slot in ((64, 2), (640, 3)):
@@ -79,8 +73,8 @@ def test_prompt_in_steps_on_the_grid_is_bitwise_equal(shape: Shape, dtype: torch
         assert torch.equal(run(cut, num_tokens, slot, 5), whole[cut:])
         assert torch.equal(state[5], state[1])
     both = build_chunk_table([(0, num_tokens), (0, 300)], [(), ()], "cuda")
-    slots = torch.tensor([0, 0], device="cuda"), torch.tensor([6, 7], device="cuda")
-    beside = gdn_prefill_invariant(*layer.arguments(), state, *slots, both)
+    slots = Slots(torch.tensor([0, 0], device="cuda"), torch.tensor([6, 7], device="cuda"))
+    beside = gdn_prefill(layer, state, slots, both, launches=Launches.FIXED)
     assert torch.equal(beside[:num_tokens], whole)
     assert torch.equal(state[6], state[1])
 
@@ -91,8 +85,9 @@ def test_a_decoded_token_does_not_depend_on_its_neighbours(dtype: torch.dtype) -
     state = make_arena([1], REAL, "cuda")
 
     def run(start: int, end: int, dst: int) -> torch.Tensor:
-        slots = torch.ones(end - start, dtype=torch.int64, device="cuda"), torch.arange(dst, dst + end - start).cuda()
-        return gdn_decode_invariant(*rows_of(layer, start, end).arguments(), state, *slots)
+        src_N = torch.ones(end - start, dtype=torch.int64, device="cuda")
+        slots = Slots(src_N, torch.arange(dst, dst + end - start).cuda())
+        return gdn_decode(layer.rows(start, end), state, slots, launches=Launches.FIXED)
 
     whole = run(0, 20, 2)
     expected = state[2 + 7].clone()

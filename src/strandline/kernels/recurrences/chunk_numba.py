@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS
 from strandline.kernels.recurrences.chunkwise import MIN_EXPONENT
 from strandline.kernels.runtime_numba import exp, floats, helper, load, store
@@ -25,10 +26,9 @@ MATRIX_ROW = TOKEN_PANELS * PANEL
 """Elements in a row of a chunk's matrices."""
 
 
-def source_addresses(
-    state_SHKV: Tensor, src: list[int], dst: list[int], cut_slots: tuple[int, ...]
-) -> tuple[list[Tensor], Tensor]:
-    """Return addresses of initial states, 0 for zeros; and copies of those that another sequence will overwrite."""
+def source_addresses(state_SHKV: Tensor, slots: Slots, cut_slots: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+    """Return copies of initial states that another sequence will overwrite; and addresses of all, 0 for zeros."""
+    src, dst = slots.src_N.tolist(), slots.dst_N.tolist()
     writers = Counter(dst)
     writers.update(cut_slots)
     copies, addresses = [], []

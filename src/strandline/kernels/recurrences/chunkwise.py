@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 
 FLOAT32_STATE: Final = {"state": ("float32",)}
@@ -34,19 +35,15 @@ Advance = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """Returns the state after some rows, one sequence's next ones, and their outputs, given the float32 state before."""
 
 
-def advance_chunks(
-    advance: Advance, out_T: Tensor, state_SX: Tensor, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
-) -> Tensor:
+def advance_chunks(advance: Advance, out_T: Tensor, state_SX: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Run over the new tokens of N sequences; fill and return ``out_T``.
 
     Args:
         state_SX: view of all slots in any floating dtype, strided over slots, each slot's state contiguous.
-        src_N: int64 slots; several sequences may share one.
-        dst_N: int64 slots, each distinct or null; may equal ``src_N``.
         chunks: the table of these T rows.
     """
-    dst = dst_N.tolist()
-    for i, source_X in enumerate(_sources(state_SX, src_N.tolist(), dst, chunks.cut_slots)):
+    dst = slots.dst_N.tolist()
+    for i, source_X in enumerate(_sources(state_SX, slots.src_N.tolist(), dst, chunks.cut_slots)):
         state_X = source_X
         for chunk in range(chunks.first_chunks[i], chunks.first_chunks[i + 1]):
             rows = slice(chunks.starts[chunk], chunks.starts[chunk] + chunks.lengths[chunk])
@@ -56,10 +53,10 @@ def advance_chunks(
     return out_T
 
 
-def advance_tokens(advance: Advance, out_N: Tensor, state_SX: Tensor, src_N: Tensor, dst_N: Tensor) -> Tensor:
+def advance_tokens(advance: Advance, out_N: Tensor, state_SX: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; fill and return ``out_N``. Arguments as of ``advance_chunks``."""
-    dst = dst_N.tolist()
-    for i, source_X in enumerate(_sources(state_SX, src_N.tolist(), dst, ())):
+    dst = slots.dst_N.tolist()
+    for i, source_X in enumerate(_sources(state_SX, slots.src_N.tolist(), dst, ())):
         rows = slice(i, i + 1)
         state_X, out_N[rows] = advance(source_X, rows)
         _store(state_SX, dst[i], state_X)
@@ -79,9 +76,9 @@ def chunk_decays(log_decay_MH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return decay_HMM, sum_HM1.exp().float(), decay_HMM[:, -1:].mT
 
 
-def is_overwritten(src_N: Tensor, dst_N: Tensor) -> bool:
+def is_overwritten(slots: Slots) -> bool:
     """Return whether a sequence writes where another one reads."""
-    srcs, dsts = src_N.tolist(), dst_N.tolist()
+    srcs, dsts = slots.src_N.tolist(), slots.dst_N.tolist()
     own = dict(zip(dsts, srcs, strict=True))
     return any(src != NULL_SLOT and src in own and (own[src] != src or srcs.count(src) > 1) for src in srcs)
 

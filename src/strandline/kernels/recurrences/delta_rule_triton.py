@@ -45,9 +45,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.recurrences.segments_triton import Division, divide
-from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import FLOAT32_PRECISION, without_empty
 
 
@@ -340,21 +341,19 @@ def _advance_kernel(
 
 
 def advance(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     prepared: Prepared,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
     launch: Advance,
     out_THV: Tensor | None = None,
 ) -> Tensor:
-    """Carry the states through the chunks; return ``out_THV`` in the dtype of ``q_TGK``, a new tensor if None.
+    """Carry the states through the chunks; return ``out_THV`` in the dtype of the queries, a new tensor if None.
 
     Rows and heads must start at multiples of 16 bytes (:func:`aligned`).
     """
+    q_TGK, k_TGK, v_THV = qkv
     num_tokens, num_heads, value_dim = v_THV.shape
     _, num_key_heads, key_dim = k_TGK.shape
     num_sequences, num_segments, device = chunks.num_sequences, launch.num_segments, q_TGK.device
@@ -380,11 +379,11 @@ def advance(
             grid = (max(num_blocks, cdiv(block_k, block_w)), num_heads, 4 * num_segments)
         num_stages = PARTIAL_STAGES if is_partial else launch.num_stages
         _advance_kernel[grid](
-            q_TGK, k_TGK, v_THV, *prepared, out_THV, state_SHKV, partial_JHVK, transitions_JHPKK, src_N, dst_N,
+            *qkv, *prepared, out_THV, state_SHKV, partial_JHVK, transitions_JHPKK, *slots,
             chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, chunks.first_chunks_N1,
             num_tokens, len(chunks.starts), num_sequences, num_segments,
-            q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1), v_THV.stride(0), v_THV.stride(1),
-            state_SHKV.stride(0), H=num_heads, HEADS_PER_KEY=num_heads // num_key_heads, K=key_dim, V=value_dim,
+            *strides(*qkv), state_SHKV.stride(0),
+            H=num_heads, HEADS_PER_KEY=num_heads // num_key_heads, K=key_dim, V=value_dim,
             BLOCK_K=block_k, BLOCK_V=num_blocks * block_w, BLOCK_W=block_w, L=CHUNK_TOKENS, P=num_parts,
             IS_DIVIDED=is_divided, IS_PARTIAL=is_partial, MIN_CHUNKS=DIVISION.min_chunks, BLOCK_N=MAX_DIVIDED,
             HAS_SCALES=prepared.scales_CHXL is not None, PRECISION=FLOAT32_PRECISION,

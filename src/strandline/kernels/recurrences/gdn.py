@@ -18,11 +18,13 @@ Shape suffixes: T tokens, N sequences, M tokens of one chunk, G key heads, H val
 channels, V value channels, S slots.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import numba, operation, triton
 from strandline.kernels.recurrences.chunkwise import (
@@ -38,23 +40,29 @@ from strandline.kernels.rowwise.norm import l2_norm
 L2_NORM_EPS = 1e-6
 
 
+class GatedDeltaInputs(NamedTuple):
+    """Raw queries, keys, values and gate inputs of tokens, and the layer's gate parameters."""
+
+    q_TGK: Tensor
+    k_TGK: Tensor
+    v_THV: Tensor
+    a_TH: Tensor
+    b_TH: Tensor
+    A_log_H: Tensor
+    dt_bias_H: Tensor
+    max_beta: int = 1
+    """Limit of the write strength: 1, or 2 where eigenvalues may be negative."""
+
+
 @operation(
-    triton("recurrences.gdn_prefill_triton", invariant="recurrences.gdn_prefill_triton"),
+    triton("recurrences.gdn_prefill_triton", takes_launches=True),
     numba("recurrences.gdn_prefill_numba", memory=FLOAT32_STATE),
 )
 def gdn_prefill(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
+    inputs: GatedDeltaInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    max_beta: int = 1,
     replay: ReplayBatch | None = None,
     out_THV: Tensor | None = None,
 ) -> Tensor:
@@ -64,48 +72,34 @@ def gdn_prefill(
     after each chunk with a cut to the cut's slot. ``q`` and ``k`` are not normalised yet.
 
     Args:
-        state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
-        max_beta: limit of the write strength: 1, or 2 where eigenvalues may be negative.
+        state_SHKV: as ``chunks``, an argument of ``chunkwise.advance_chunks``.
         replay: the rows are logged tokens and the step's own, and outputs of the latter are returned, in their order.
         out_THV: contiguous memory for the outputs; None: a new tensor. Not with ``replay``.
     """
-    dtype, (q_TGK, k_TGK) = q_TGK.dtype, normalise(q_TGK, k_TGK)
-    log_decay_TH, beta_TH = gates(a_TH, b_TH, A_log_H, dt_bias_H, max_beta)
+    dtype, v_THV, (q_TGK, k_TGK) = inputs.q_TGK.dtype, inputs.v_THV, normalise(inputs.q_TGK, inputs.k_TGK)
+    log_decay_TH, beta_TH = gates(inputs)
 
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         return _advance(state_HKV, q_TGK[rows], k_TGK[rows], v_THV[rows], log_decay_TH[rows], beta_TH[rows])
 
     if out_THV is None:
         out_THV = torch.empty_like(v_THV, dtype=dtype)
-    return of_step(replay, advance_chunks(advance, out_THV, state_SHKV, src_N, dst_N, chunks))
+    return of_step(replay, advance_chunks(advance, out_THV, state_SHKV, slots, chunks))
 
 
 @operation(
-    triton("recurrences.gdn_decode_triton", invariant="recurrences.gdn_decode_triton"),
+    triton("recurrences.gdn_decode_triton", takes_launches=True),
     numba("recurrences.gdn_decode_numba", memory=FLOAT32_STATE),
 )
-def gdn_decode(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    a_NH: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    max_beta: int = 1,
-) -> Tensor:
+def gdn_decode(inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
-    Slots and ``max_beta`` as in :func:`gdn_prefill`. Backends need not support a ``src`` that is another sequence's
-    ``dst``.
+    Backends need not support a ``src`` that is another sequence's ``dst``.
     """
-    log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H, max_beta)
+    v_NHV, (log_decay_NH, beta_NH) = inputs.v_THV, gates(inputs)
     decay_NH11, beta_NH11 = (x[..., None, None] for x in (log_decay_NH.exp(), beta_NH))
-    heads_per_key = v_NHV.shape[1] // k_NGK.shape[1]
-    q_NH1K, k_NH1K = (x.repeat_interleave(heads_per_key, 1).unsqueeze(2) for x in normalise(q_NGK, k_NGK))
+    heads_per_key = v_NHV.shape[1] // inputs.k_TGK.shape[1]
+    q_NH1K, k_NH1K = (x.repeat_interleave(heads_per_key, 1).unsqueeze(2) for x in normalise(inputs.q_TGK, inputs.k_TGK))
 
     def advance(before_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         i = rows.start
@@ -114,41 +108,31 @@ def gdn_decode(
         state_HKV.addcmul_(k_NH1K[i].mT, beta_NH11[i] * error_H1V)
         return state_HKV, (q_NH1K[i] @ state_HKV).transpose(0, 1)
 
-    return advance_tokens(advance, torch.empty_like(v_NHV, dtype=q_NGK.dtype), state_SHKV, src_N, dst_N)
+    return advance_tokens(advance, torch.empty_like(v_NHV, dtype=inputs.q_TGK.dtype), state_SHKV, slots)
 
 
-def gdn_recurrent_reference(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_HKV: Tensor,
-    max_beta: int = 1,
-) -> tuple[Tensor, Tensor]:
+def gdn_recurrent_reference(inputs: GatedDeltaInputs, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
-    heads_per_key = v_THV.shape[1] // k_TGK.shape[1]
-    q_THK, k_THK = (x.repeat_interleave(heads_per_key, 1) for x in normalise(q_TGK, k_TGK))
-    log_decay_TH, beta_TH = gates(a_TH, b_TH, A_log_H, dt_bias_H, max_beta)
+    heads_per_key = inputs.v_THV.shape[1] // inputs.k_TGK.shape[1]
+    q_THK, k_THK = (x.repeat_interleave(heads_per_key, 1) for x in normalise(inputs.q_TGK, inputs.k_TGK))
+    log_decay_TH, beta_TH = gates(inputs)
     outs = []
-    for q, k, v, g, beta in zip(q_THK, k_THK, v_THV.float(), log_decay_TH, beta_TH, strict=True):
+    for q, k, v, g, beta in zip(q_THK, k_THK, inputs.v_THV.float(), log_decay_TH, beta_TH, strict=True):
         state_HKV = state_HKV * g.exp()[:, None, None]
         error = v - torch.einsum("hkv,hk->hv", state_HKV, k)
         state_HKV = state_HKV + torch.einsum("hk,hv,h->hkv", k, error, beta)
         outs.append(torch.einsum("hkv,hk->hv", state_HKV, q))
-    return torch.stack(outs).to(q_TGK.dtype), state_HKV
+    return torch.stack(outs).to(inputs.q_TGK.dtype), state_HKV
 
 
-def gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, max_beta: int) -> tuple[Tensor, Tensor]:
+def gates(inputs: GatedDeltaInputs) -> tuple[Tensor, Tensor]:
     """Return the log decay (at most 0) and the write strength, in float32.
 
     Computed in float64: torch rounds a float32 ``exp`` differently in the last, partial vector of a tensor, so the bits
     of a sequence would depend on the batch around it.
     """
-    decay_rate_TH = F.softplus(a_TH.double() + dt_bias_H).mul_(A_log_H.double().exp())
-    beta_TH = b_TH.double().sigmoid_().mul_(max_beta)
+    decay_rate_TH = F.softplus(inputs.a_TH.double() + inputs.dt_bias_H).mul_(inputs.A_log_H.double().exp())
+    beta_TH = inputs.b_TH.double().sigmoid_().mul_(inputs.max_beta)
     return decay_rate_TH.clamp_max_(-MIN_LOG_DECAY).neg_().float(), beta_TH.float()
 
 

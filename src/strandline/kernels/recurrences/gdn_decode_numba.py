@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY, is_overwritten
-from strandline.kernels.recurrences.gdn import L2_NORM_EPS
+from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_log import LogMemory
 from strandline.kernels.runtime_numba import (
     arguments,
@@ -50,49 +50,23 @@ LOG_FIELDS = "log_keys log_key_stride log_values log_value_stride log_decays log
 NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens num_folded".split(), 0)
 
 
-def gdn_decode(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    a_NH: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    max_beta: int = 1,
-) -> Tensor:
+def gdn_decode(inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.gdn.gdn_decode`."""
-    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, max_beta)
-    if is_overwritten(src_N, dst_N):
-        raise ValueError(f"a sequence writes where another one reads: from slots {src_N} to {dst_N}")
-    return _decode(inputs, NO_LOGS)
+    if is_overwritten(slots):
+        raise ValueError(f"a sequence writes where another one reads: from slots {slots.src_N} to {slots.dst_N}")
+    return _decode(inputs, state_SHKV, slots, NO_LOGS)
 
 
 def gdn_decode_logged(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    a_NH: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    memory: LogMemory,
-    logs: LogBatch,
-    max_beta: int = 1,
+    inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.gdn_log.gdn_decode_logged`."""
-    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, max_beta)
     where = {
         "logs": logs.log_N.data_ptr(),
         "log_lens": logs.len_N.data_ptr(),
         "num_folded": logs.num_folded_N.data_ptr(),
     }
-    return _decode(inputs, {**where, **_log_arguments(memory)})
+    return _decode(inputs, state_SHKV, slots, {**where, **_log_arguments(memory)})
 
 
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
@@ -109,21 +83,9 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
         )
 
 
-def layer_arguments(
-    rows: tuple[Tensor, ...],
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    max_beta: int,
-    state_SHKV: Tensor,
-    dst_N: Tensor,
-    out: Tensor,
-) -> dict[str, int]:
-    """Return the arguments that ``LAYER_FIELDS`` names.
-
-    Args:
-        rows: queries, keys, values and gate inputs; the channels of each token are contiguous.
-    """
-    q, k, v, a, b = rows
+def layer_arguments(inputs: GatedDeltaInputs, state_SHKV: Tensor, dst_N: Tensor, out: Tensor) -> dict[str, int]:
+    """Return the arguments that ``LAYER_FIELDS`` names; the channels of each token are contiguous."""
+    q, k, v, a, b, A_log_H, dt_bias_H, max_beta = inputs
     return {
         **_state_arguments(state_SHKV, k.shape[1]),
         "dtype": kind(q),
@@ -172,15 +134,18 @@ def _log_arguments(memory: LogMemory) -> dict[str, int]:
     }
 
 
-def _decode(inputs: tuple, logs: dict[str, int]) -> Tensor:
-    rows = tuple(packed_rows(x) for x in inputs[:5])
-    A_log_H, dt_bias_H, state_SHKV, src_N, dst_N, max_beta = inputs[5:]
-    q_NGK, _, v_NHV = rows[:3]
-    out_NHV = v_NHV.new_empty(v_NHV.shape, dtype=q_NGK.dtype)
+def packed(inputs: GatedDeltaInputs) -> GatedDeltaInputs:
+    """Return inputs in which the channels of each token are contiguous."""
+    return GatedDeltaInputs(*map(packed_rows, inputs[:5]), *inputs[5:])
+
+
+def _decode(inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, logs: dict[str, int]) -> Tensor:
+    inputs, v_NHV = packed(inputs), inputs.v_THV
+    out_NHV = v_NHV.new_empty(v_NHV.shape, dtype=inputs.q_TGK.dtype)
     _decode_kernel(
         v_NHV.shape[0] * v_NHV.shape[1],
-        **layer_arguments(rows, A_log_H, dt_bias_H, max_beta, state_SHKV, dst_N, out_NHV),
-        src=src_N.data_ptr(),
+        **layer_arguments(inputs, state_SHKV, slots.dst_N, out_NHV),
+        src=slots.src_N.data_ptr(),
         **logs,
     )
     return out_NHV

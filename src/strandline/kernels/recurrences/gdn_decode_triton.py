@@ -27,13 +27,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
-from strandline.kernels.recurrences.gdn import L2_NORM_EPS
+from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_log import LogMemory
 from strandline.kernels.recurrences.gdn_log_triton import add_logged, load_logged, weights_of_logged
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 
 
 class Launch(NamedTuple):
@@ -64,99 +65,48 @@ Other tiles: ``docs/decisions/0008-log-of-decoded-tokens.md``."""
 
 
 def gdn_decode(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    a_NH: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    max_beta: int = 1,
+    inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
     The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``. No sequence's ``src`` may be
     another sequence's ``dst``.
     """
-    launch = FEW if len(q_NGK) <= FEW_SEQUENCES else MANY
-    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
-    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, max_beta, launch)
-
-
-def gdn_decode_invariant(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    a_NH: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    max_beta: int = 1,
-) -> Tensor:
-    """As :func:`gdn_decode`, with one launch for any number of sequences."""
-    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
-    return _decode(inputs, state_SHKV, src_N, dst_N, (None,) * 6, 0, max_beta, MANY)
+    is_small = len(inputs.q_TGK) <= FEW_SEQUENCES and launches is Launches.MEASURED
+    return _decode(inputs, state_SHKV, slots, (None,) * 6, 0, FEW if is_small else MANY)
 
 
 def gdn_decode_logged(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    a_NH: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    memory: LogMemory,
-    logs: LogBatch,
-    max_beta: int = 1,
+    inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """As ``gdn_log.gdn_decode_logged``, and strides as in :func:`gdn_decode`; logs are contiguous."""
-    launch = FEW if len(q_NGK) <= FEW_LOGGED_SEQUENCES else MANY_LOGGED
-    inputs = (q_NGK, k_NGK, v_NHV, a_NH, b_NH, A_log_H, dt_bias_H)
+    launch = FEW if len(inputs.q_TGK) <= FEW_LOGGED_SEQUENCES else MANY_LOGGED
     log = (memory.key_JGLK, memory.value_JHLV, memory.decay_JHL, logs.log_N, logs.len_N, logs.num_folded_N)
-    return _decode(inputs, state_SHKV, src_N, dst_N, log, memory.decay_JHL.shape[2], max_beta, launch)
+    return _decode(inputs, state_SHKV, slots, log, memory.decay_JHL.shape[2], launch)
 
 
 def _decode(
-    inputs: tuple[Tensor, ...],
+    inputs: GatedDeltaInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     log: tuple[Tensor | None, ...],
     num_places: int,
-    max_beta: int,
     launch: Launch,
 ) -> Tensor:
     """Launch the kernel; with no places in a log, without logs."""
-    q_NGK, k_NGK, v_NHV, a_NH, b_NH, _, _ = inputs
+    *tensors, max_beta = inputs
+    q_NGK, k_NGK, v_NHV, a_NH, b_NH, _, _ = tensors
     num_sequences, num_heads, value_dim = v_NHV.shape
     num_key_heads, key_dim = k_NGK.shape[1:]
     out_NHV = torch.empty((num_sequences, num_heads, value_dim), dtype=q_NGK.dtype, device=q_NGK.device)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
-        *inputs,
+        *tensors,
         state_SHKV,
-        src_N,
-        dst_N,
+        *slots,
         *log,
         out_NHV,
-        q_NGK.stride(0),
-        q_NGK.stride(1),
-        k_NGK.stride(0),
-        k_NGK.stride(1),
-        v_NHV.stride(0),
-        v_NHV.stride(1),
-        a_NH.stride(0),
-        b_NH.stride(0),
+        *strides(q_NGK, k_NGK, v_NHV, a_NH, b_NH),
         state_SHKV.stride(0),
         G=num_key_heads,
         H=num_heads,

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.operation import numba, operation, triton
 from strandline.kernels.recurrences.chunkwise import FLOAT32_STATE, MIN_EXPONENT
-from strandline.kernels.recurrences.gdn import gates, normalise
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gates, normalise
 
 LOG_TOKENS: Final = 8
 """Tokens in a log. A longer log makes writes of the state rarer and reads of the log longer."""
@@ -56,33 +56,22 @@ class LogMemory:
 
 @operation(triton("recurrences.gdn_decode_triton"), numba("recurrences.gdn_decode_numba", memory=FLOAT32_STATE))
 def gdn_decode_logged(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    a_NH: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    memory: LogMemory,
-    logs: LogBatch,
-    max_beta: int = 1,
+    inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NGK``.
 
     Where ``src`` is not ``dst``, the log must be empty. No sequence's ``src`` may be another sequence's ``dst``.
     """
+    q_NGK, k_NGK, v_NHV, *_ = inputs
     num_sequences, num_heads, value_dim = v_NHV.shape
-    log_decay_NH, beta_NH = gates(a_NH, b_NH, A_log_H, dt_bias_H, max_beta)
+    log_decay_NH, beta_NH = gates(inputs)
     key_query_NGXK = torch.stack(normalise(q_NGK, k_NGK)[::-1], dim=2)
     key_query_NHXK = key_query_NGXK.repeat_interleave(num_heads // k_NGK.shape[1], dim=1)
     if 0 in logs.lens:
         memory.empty(logs.log_N[logs.len_N == 0])
 
     read_NHXV = v_NHV.new_zeros(num_sequences, num_heads, 2, value_dim, dtype=torch.float32)
-    srcs = src_N.tolist()
+    srcs, dst_N = slots.src_N.tolist(), slots.dst_N
     for i, src in enumerate(srcs):
         if src != NULL_SLOT:
             torch.bmm(key_query_NHXK[i], state_SHKV[src].float(), out=read_NHXV[i])

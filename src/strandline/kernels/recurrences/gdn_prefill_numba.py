@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.recurrences.chunk_numba import (
     MATRIX_ROW,
@@ -32,8 +32,8 @@ from strandline.kernels.recurrences.chunk_numba import (
     transpose,
     write_state,
 )
-from strandline.kernels.recurrences.gdn import L2_NORM_EPS
-from strandline.kernels.recurrences.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments
+from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
+from strandline.kernels.recurrences.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments, packed
 from strandline.kernels.recurrences.replay import of_step
 from strandline.kernels.runtime_numba import (
     arguments,
@@ -43,40 +43,30 @@ from strandline.kernels.runtime_numba import (
     ints,
     kernel,
     load,
-    packed_rows,
 )
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower, substitute
 
 
 def gdn_prefill(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
+    inputs: GatedDeltaInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    max_beta: int = 1,
     replay: ReplayBatch | None = None,
     out_THV: Tensor | None = None,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.gdn.gdn_prefill`."""
-    inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH)
-    rows = tuple(packed_rows(x) for x in inputs)
+    inputs, v_THV = packed(inputs), inputs.v_THV
     if out_THV is None:
-        out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype)
-    copies, source_N = source_addresses(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
-    num_sequences, num_key_heads, (num_heads, value_dim) = len(src_N), k_TGK.shape[1], v_THV.shape[1:]
+        out_THV = torch.empty(v_THV.shape, dtype=inputs.q_TGK.dtype)
+    copies, source_N = source_addresses(state_SHKV, slots, chunks.cut_slots)
+    num_sequences, num_key_heads, (num_heads, value_dim) = len(source_N), inputs.k_TGK.shape[1], v_THV.shape[1:]
     most_parts = num_heads // num_key_heads * cdiv(value_dim, PANEL)
     num_parts = min(most_parts, cdiv(torch.get_num_threads(), num_sequences * num_key_heads))
     _kernel(
         num_sequences * num_key_heads * num_parts,
-        **layer_arguments(rows, A_log_H, dt_bias_H, max_beta, state_SHKV, dst_N, out_THV),
+        **layer_arguments(inputs, state_SHKV, slots.dst_N, out_THV),
         num_parts=num_parts,
         sources=source_N.data_ptr(),
         num_sequences=num_sequences,

@@ -26,21 +26,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.delta_rule_triton import (
     FEW_PROGRAMS,
-    Advance,
     Prepared,
     advance,
     aligned,
     choose_launch,
 )
-from strandline.kernels.recurrences.gdn import L2_NORM_EPS
+from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_short_triton import gdn_prefill_short
 from strandline.kernels.recurrences.replay import of_step
-from strandline.kernels.sizes import next_power_of_2
+from strandline.kernels.sizes import next_power_of_2, strides
 from strandline.kernels.state_triton import FLOAT32_PRECISION, LOG2_E, fast_exp2, softplus
 
 PREPARE_WARPS = 4
@@ -178,87 +178,33 @@ def _prepare_kernel(
 
 
 def gdn_prefill(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
+    inputs: GatedDeltaInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    max_beta: int = 1,
     replay: ReplayBatch | None = None,
     out_THV: Tensor | None = None,
+    *,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_TGK``.
 
     As ``gdn.gdn_prefill``. The last dimension of q, k and v must be contiguous, and each slot's
     ``[H, K, V]``. Copies q, k or v whose rows or heads do not start at multiples of 16 bytes.
     """
-    inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
-    if chunks.is_short:
-        out = gdn_prefill_short(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, replay)
+    is_fixed = launches is Launches.FIXED
+    if chunks.is_short and not is_fixed:
+        out = gdn_prefill_short(inputs, state_SHKV, slots, chunks, replay)
         return out if out_THV is None else out_THV.copy_(out)
-    launch = choose_launch(chunks, *v_THV.shape[1:])
-    return of_step(replay, _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, launch, out_THV))
+    launch = FEW_PROGRAMS if is_fixed else choose_launch(chunks, *inputs.v_THV.shape[1:])
+    qkv = aligned(inputs.q_TGK), aligned(inputs.k_TGK), aligned(inputs.v_THV)
+    prepared = prepare(GatedDeltaInputs(*qkv, *inputs[3:]), chunks)
+    return of_step(replay, advance(qkv, prepared, state_SHKV, slots, chunks, launch, out_THV))
 
 
-def gdn_prefill_invariant(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-    max_beta: int = 1,
-    replay: ReplayBatch | None = None,
-    out_THV: Tensor | None = None,
-) -> Tensor:
-    """As :func:`gdn_prefill`, with the same kernel for any number of other sequences."""
-    inputs = (q_TGK, k_TGK, v_THV, a_TH, b_TH, A_log_H, dt_bias_H)
-    return of_step(replay, _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, max_beta, FEW_PROGRAMS, out_THV))
-
-
-def _prefill(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-    max_beta: int,
-    launch: Advance,
-    out_THV: Tensor | None,
-) -> Tensor:
-    q_TGK, k_TGK, v_THV = aligned(q_TGK), aligned(k_TGK), aligned(v_THV)
-    prepared = prepare(q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, chunks, max_beta)
-    return advance(q_TGK, k_TGK, v_THV, prepared, state_SHKV, src_N, dst_N, chunks, launch, out_THV)
-
-
-def prepare(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    chunks: ChunkTable,
-    max_beta: int = 1,
-) -> Prepared:
+def prepare(inputs: GatedDeltaInputs, chunks: ChunkTable) -> Prepared:
     """Compute the matrices of all chunks."""
+    q_TGK, k_TGK, _, a_TH, b_TH, A_log_H, dt_bias_H, max_beta = inputs
     _, num_key_heads, key_dim = k_TGK.shape
     num_heads, num_chunks = a_TH.shape[1], len(chunks.starts)
     block_k = max(16, next_power_of_2(key_dim))
@@ -280,10 +226,7 @@ def prepare(
         *prepared,
         chunks.starts_C,
         chunks.lengths_C,
-        q_TGK.stride(0),
-        q_TGK.stride(1),
-        k_TGK.stride(0),
-        k_TGK.stride(1),
+        *strides(q_TGK, k_TGK),
         *a_TH.stride(),
         *b_TH.stride(),
         H=num_heads,

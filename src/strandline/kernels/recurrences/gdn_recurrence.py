@@ -6,28 +6,16 @@ Shape suffixes: T tokens, N sequences, G key heads, H value heads, K key channel
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import Tensor
 
-from strandline.kernels.batch import LogBatch, ReplayBatch
+from strandline.kernels.batch import LogBatch, ReplayBatch, Slots
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged, gdn_fold
 from strandline.specs import LogSpec, TensorSpec
-
-
-class GatedDeltaInputs(NamedTuple):
-    """Raw queries, keys, values and gate inputs of tokens, and the layer's gate parameters."""
-
-    q_TGK: Tensor
-    k_TGK: Tensor
-    v_THV: Tensor
-    a_TH: Tensor
-    b_TH: Tensor
-    A_log_H: Tensor
-    dt_bias_H: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +45,6 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     state_dtype: str
-    max_beta: int = 1
-    """Limit of the write strength: 1, or 2 where eigenvalues may be negative."""
     kernels: GatedDeltaKernels = GatedDeltaKernels()
 
     operations: ClassVar = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
@@ -89,22 +75,19 @@ class GatedDelta:
         self,
         inputs: GatedDeltaInputs,
         memory: GatedDeltaMemory,
-        src_N: Tensor,
-        dst_N: Tensor,
+        slots: Slots,
         chunks: ChunkTable,
         replay: ReplayBatch | None = None,
         out_THV: Tensor | None = None,
     ) -> Tensor:
         """Run over the new tokens of N sequences; return ``out_THV``, where tokens are replayed without theirs."""
-        return self.kernels.prefill(*inputs, memory.state_SHKV, src_N, dst_N, chunks, self.max_beta, replay, out_THV)
+        return self.kernels.prefill(inputs, memory.state_SHKV, slots, chunks, replay, out_THV)
 
-    def decode(
-        self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
-    ) -> Tensor:
+    def decode(self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, slots: Slots, log: LogBatch | None) -> Tensor:
         """Advance N sequences by one token each; return ``out_THV``."""
         if log is not None and memory.log is not None:
-            return self.kernels.decode_logged(*inputs, memory.state_SHKV, src_N, dst_N, memory.log, log, self.max_beta)
-        return self.kernels.decode(*inputs, memory.state_SHKV, src_N, dst_N, self.max_beta)
+            return self.kernels.decode_logged(inputs, memory.state_SHKV, slots, memory.log, log)
+        return self.kernels.decode(inputs, memory.state_SHKV, slots)
 
     def fold(self, memory: GatedDeltaMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
         """Fold N logs into the states in N slots, in all stacked layers."""

@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.conv1d_replay_triton import row_tables
-from strandline.kernels.recurrences.gdn import L2_NORM_EPS
+from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_decode_triton import _log_decay_of
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 
 
 class Short(NamedTuple):
@@ -57,18 +57,10 @@ def choose_launch(num_sequences: int) -> Short:
 
 
 def gdn_prefill_short(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
+    inputs: GatedDeltaInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    max_beta: int = 1,
     replay: ReplayBatch | None = None,
     launch: Short | None = None,
 ) -> Tensor:
@@ -76,6 +68,8 @@ def gdn_prefill_short(
 
     Rows of a padded step that belong to no token get zeros.
     """
+    *tensors, max_beta = inputs
+    q_TGK, k_TGK, v_THV, a_TH, b_TH, _, _ = tensors
     launch = launch or choose_launch(chunks.num_sequences)
     num_rows, num_heads, value_dim = v_THV.shape
     num_key_heads, key_dim = k_TGK.shape[1:]
@@ -87,16 +81,9 @@ def gdn_prefill_short(
     out_THV = torch.empty((num_tokens, num_heads, value_dim), dtype=q_TGK.dtype, device=q_TGK.device)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     _short_kernel[(cdiv(value_dim, block_v), num_heads, chunks.num_sequences)](
-        q_TGK,
-        k_TGK,
-        v_THV,
-        a_TH,
-        b_TH,
-        A_log_H,
-        dt_bias_H,
+        *tensors,
         state_SHKV,
-        src_N,
-        dst_N,
+        *slots,
         chunks.first_chunks_N1,
         chunks.starts_C,
         chunks.lengths_C,
@@ -106,14 +93,7 @@ def gdn_prefill_short(
         out_THV,
         num_rows,
         num_tokens,
-        q_TGK.stride(0),
-        q_TGK.stride(1),
-        k_TGK.stride(0),
-        k_TGK.stride(1),
-        v_THV.stride(0),
-        v_THV.stride(1),
-        a_TH.stride(0),
-        b_TH.stride(0),
+        *strides(q_TGK, k_TGK, v_THV, a_TH, b_TH),
         state_SHKV.stride(0),
         G=num_key_heads,
         H=num_heads,

@@ -45,11 +45,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
-from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import (
     FLOAT32_PRECISION,
     LOG2_E,
@@ -119,6 +121,16 @@ class Gates(NamedTuple):
         """Return what kernels take."""
         stride = 0 if self.dt_TH is None else self.dt_TH.stride(0)
         return (self.dt_TH, self.rate_H, self.dt_bias_H, stride, *self.dt_limit)
+
+
+class HeadDecayInputs(NamedTuple):
+    """Queries, keys and values of some tokens; what decays and weights are made of; and a factor of each value."""
+
+    q_TGK: Tensor
+    k_TGK: Tensor
+    v_THV: Tensor
+    gates: Gates
+    skip_H: Tensor | None = None
 
 
 def choose_launch(key_dim: int, value_dim: int) -> Launch:
@@ -338,58 +350,24 @@ def _advance_kernel(
 
 
 def prefill(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    gates: Gates,
-    skip_H: Tensor | None,
+    inputs: HeadDecayInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
+    launches: Launches,
 ) -> Tensor:
     """Run over the new tokens of N sequences; return ``out_THV`` in the dtype of ``v_THV``.
 
     The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``.
     """
-    _, num_heads, value_dim = v_THV.shape
-    columns = choose_launch(k_TGK.shape[2], value_dim).columns
-    num_programs = max(1, chunks.num_sequences * num_heads * cdiv(value_dim, columns))
-    num_segments = choose_segments(num_programs, chunks.num_sequences, len(chunks.starts))
-    return _prefill(q_TGK, k_TGK, v_THV, gates, skip_H, state_SHKV, src_N, dst_N, chunks, num_segments)
-
-
-def prefill_invariant(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    gates: Gates,
-    skip_H: Tensor | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
-    """As :func:`prefill`, with one segment, whatever other sequences there are."""
-    return _prefill(q_TGK, k_TGK, v_THV, gates, skip_H, state_SHKV, src_N, dst_N, chunks, 1)
-
-
-def _prefill(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    gates: Gates,
-    skip_H: Tensor | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-    num_segments: int,
-) -> Tensor:
+    q_TGK, k_TGK, v_THV, gates, skip_H = inputs
     _, num_heads, value_dim = v_THV.shape
     _, num_groups, key_dim = k_TGK.shape
     num_sequences, num_chunks, device = chunks.num_sequences, len(chunks.starts), v_THV.device
     launch = choose_launch(key_dim, value_dim)
+    num_programs = max(1, num_sequences * num_heads * cdiv(value_dim, launch.columns))
+    is_fixed = launches is Launches.FIXED
+    num_segments = 1 if is_fixed else choose_segments(num_programs, num_sequences, num_chunks)
     block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     # X: the high and the low part of the log2 decay from the chunk's start, the weight.
     rows_CHXL = torch.empty(num_chunks, num_heads, 3, CHUNK_TOKENS, dtype=torch.float32, device=device)
@@ -407,10 +385,10 @@ def _prefill(
     for is_partial in (True, False) if is_divided else (False,):
         num_parts = num_segments - 1 if is_partial else num_segments
         _advance_kernel[(cdiv(value_dim, block_w), num_heads, num_sequences * num_parts)](
-            q_TGK, k_TGK, v_THV, rows_CHXL, skip_H, out_THV, state_SHKV, partial_NJHKV, left_NJH, src_N, dst_N,
+            q_TGK, k_TGK, v_THV, rows_CHXL, skip_H, out_THV, state_SHKV, partial_NJHKV, left_NJH, *slots,
             chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, chunks.first_chunks_N1, num_segments,
-            q_TGK.stride(0), q_TGK.stride(1), k_TGK.stride(0), k_TGK.stride(1), v_THV.stride(0), v_THV.stride(1),
-            state_SHKV.stride(0), HAS_SKIP=skip_H is not None, IS_PARTIAL=is_partial, IS_DIVIDED=is_divided,
+            *strides(q_TGK, k_TGK, v_THV), state_SHKV.stride(0),
+            HAS_SKIP=skip_H is not None, IS_PARTIAL=is_partial, IS_DIVIDED=is_divided,
             G=num_groups, H=num_heads, K=key_dim, V=value_dim,
             BLOCK_K=max(16, next_power_of_2(key_dim)), BLOCK_W=block_w, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION,
             NUM_STAGES=launch.num_stages if v_THV.dtype != torch.float32 else 1, num_warps=launch.num_warps,
@@ -418,34 +396,26 @@ def _prefill(
     return out_THV
 
 
-def choose_decode_launch(num_sequences: int) -> DecodeLaunch:
+def choose_decode_launch(num_sequences: int, launches: Launches) -> DecodeLaunch:
     """Return the launch for a batch."""
-    return FEW if num_sequences <= FEW_SEQUENCES else MANY
+    return FEW if num_sequences <= FEW_SEQUENCES and launches is Launches.MEASURED else MANY
 
 
-def decode(
-    q_NGK: Tensor,
-    k_NGK: Tensor,
-    v_NHV: Tensor,
-    gates: Gates,
-    skip_H: Tensor | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    launch: DecodeLaunch,
-) -> Tensor:
+def decode(inputs: HeadDecayInputs, state_SHKV: Tensor, slots: Slots, launches: Launches) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``v_NHV``.
 
     Strides as in :func:`prefill`. No sequence's ``src`` may be another sequence's ``dst``.
     """
+    q_NGK, k_NGK, v_NHV, gates, skip_H = inputs
     num_sequences, num_heads, value_dim = v_NHV.shape
     _, num_groups, key_dim = k_NGK.shape
+    launch = choose_decode_launch(num_sequences, launches)
     out_NHV = torch.empty(v_NHV.shape, dtype=v_NHV.dtype, device=v_NHV.device)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
-        q_NGK, k_NGK, v_NHV, *gates.arguments, skip_H, state_SHKV, src_N, dst_N, out_NHV,
-        q_NGK.stride(0), q_NGK.stride(1), k_NGK.stride(0), k_NGK.stride(1), v_NHV.stride(0), v_NHV.stride(1),
-        state_SHKV.stride(0), HAS_STEPS=gates.dt_TH is not None, HAS_SKIP=skip_H is not None,
+        q_NGK, k_NGK, v_NHV, *gates.arguments, skip_H, state_SHKV, *slots, out_NHV,
+        *strides(q_NGK, k_NGK, v_NHV), state_SHKV.stride(0),
+        HAS_STEPS=gates.dt_TH is not None, HAS_SKIP=skip_H is not None,
         G=num_groups, H=num_heads, K=key_dim, V=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block_v,
         MIN_LOG_DECAY=MIN_LOG_DECAY, num_warps=launch.num_warps, **overlap_options(v_NHV),
     )  # fmt: skip

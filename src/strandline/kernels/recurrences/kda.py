@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.recurrences.chunkwise import MIN_EXPONENT, MIN_LOG_DECAY, advance_chunks, advance_tokens
@@ -38,62 +39,38 @@ class KimiDeltaInputs(NamedTuple):
     b_TH: Tensor
     A_log_H: Tensor
     dt_bias_HK: Tensor
+    lower_bound: float | None = None
+    """Lower bound of log decays, less than 0; None: unbounded."""
 
 
-@operation(triton("recurrences.kda_triton", invariant="recurrences.kda_triton"))
-def kda_prefill(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    f_THK: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
+@operation(triton("recurrences.kda_triton", takes_launches=True))
+def kda_prefill(inputs: KimiDeltaInputs, state_SHKV: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_THK``.
 
     Reads each sequence's initial state from slot ``src``, writes its final state to slot ``dst`` and the state
     after each chunk with a cut to the cut's slot. ``q`` and ``k`` come raw: they are normalised here.
 
     Args:
-        lower_bound: of log decays, less than 0; None: there is none.
-        state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
+        state_SHKV: as ``chunks``, an argument of ``chunkwise.advance_chunks``.
     """
-    dtype, (q_THK, k_THK) = q_THK.dtype, normalise(q_THK, k_THK)
-    log_decay_THK, beta_TH = gates(f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
+    dtype, v_THV, (q_THK, k_THK) = inputs.q_THK.dtype, inputs.v_THV, normalise(inputs.q_THK, inputs.k_THK)
+    log_decay_THK, beta_TH = gates(inputs)
 
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         return _advance(state_HKV, q_THK[rows], k_THK[rows], v_THV[rows], log_decay_THK[rows], beta_TH[rows])
 
-    return advance_chunks(advance, torch.empty_like(v_THV, dtype=dtype), state_SHKV, src_N, dst_N, chunks)
+    return advance_chunks(advance, torch.empty_like(v_THV, dtype=dtype), state_SHKV, slots, chunks)
 
 
-@operation(triton("recurrences.kda_triton", invariant="recurrences.kda_triton"))
-def kda_decode(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    f_NHK: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
+@operation(triton("recurrences.kda_triton", takes_launches=True))
+def kda_decode(inputs: KimiDeltaInputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NHK``.
 
-    Arguments as of :func:`kda_prefill`. Backends need not bear a ``src`` that is another sequence's ``dst``.
+    Backends need not support a ``src`` that is another sequence's ``dst``.
     """
-    log_decay_NHK, beta_NH = gates(f_NHK, b_NH, A_log_H, dt_bias_HK, lower_bound)
+    v_NHV, (log_decay_NHK, beta_NH) = inputs.v_THV, gates(inputs)
     decay_NHK1, beta_NH11 = log_decay_NHK.double().exp().float().unsqueeze(-1), beta_NH[..., None, None]
-    q_NH1K, k_NH1K = (x.unsqueeze(2) for x in normalise(q_NHK, k_NHK))
+    q_NH1K, k_NH1K = (x.unsqueeze(2) for x in normalise(inputs.q_THK, inputs.k_THK))
 
     def advance(before_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         i = rows.start
@@ -102,23 +79,13 @@ def kda_decode(
         state_HKV.addcmul_(k_NH1K[i].mT, beta_NH11[i] * error_H1V)
         return state_HKV, (q_NH1K[i] @ state_HKV).transpose(0, 1)
 
-    return advance_tokens(advance, torch.empty_like(v_NHV, dtype=q_NHK.dtype), state_SHKV, src_N, dst_N)
+    return advance_tokens(advance, torch.empty_like(v_NHV, dtype=inputs.q_THK.dtype), state_SHKV, slots)
 
 
-def kda_recurrent_reference(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    f_THK: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
-    state_HKV: Tensor,
-) -> tuple[Tensor, Tensor]:
+def kda_recurrent_reference(inputs: KimiDeltaInputs, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
-    dtype, (q_THK, k_THK) = q_THK.dtype, normalise(q_THK, k_THK)
-    log_decay_THK, beta_TH = gates(f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
+    dtype, v_THV, (q_THK, k_THK) = inputs.q_THK.dtype, inputs.v_THV, normalise(inputs.q_THK, inputs.k_THK)
+    log_decay_THK, beta_TH = gates(inputs)
     outs = []
     for q, k, v, g, beta in zip(q_THK, k_THK, v_THV.float(), log_decay_THK, beta_TH, strict=True):
         state_HKV = state_HKV * g.exp().unsqueeze(-1)
@@ -128,20 +95,18 @@ def kda_recurrent_reference(
     return torch.stack(outs).to(dtype), state_HKV
 
 
-def gates(
-    f_THK: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: float | None
-) -> tuple[Tensor, Tensor]:
+def gates(inputs: KimiDeltaInputs) -> tuple[Tensor, Tensor]:
     """Return the log decays (at most 0) and the write strength, in float32.
 
     Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
     vector, so that the bits of one sequence would depend on the batch around it.
     """
-    x_THK, rate_H1 = f_THK.double() + dt_bias_HK, A_log_H.double().exp().unsqueeze(-1)
-    if lower_bound is None:
+    x_THK, rate_H1 = inputs.f_THK.double() + inputs.dt_bias_HK, inputs.A_log_H.double().exp().unsqueeze(-1)
+    if inputs.lower_bound is None:
         decay_rate_THK = F.softplus(x_THK).mul_(rate_H1)
     else:
-        decay_rate_THK = x_THK.mul_(rate_H1).sigmoid_().mul_(-lower_bound)
-    return decay_rate_THK.clamp_max_(-MIN_LOG_DECAY).neg_().float(), b_TH.double().sigmoid_().float()
+        decay_rate_THK = x_THK.mul_(rate_H1).sigmoid_().mul_(-inputs.lower_bound)
+    return decay_rate_THK.clamp_max_(-MIN_LOG_DECAY).neg_().float(), inputs.b_TH.double().sigmoid_().float()
 
 
 def _advance(

@@ -33,11 +33,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.delta_rule_triton import (
     FEW_PROGRAMS,
-    Advance,
     Prepared,
     advance,
     aligned,
@@ -45,8 +46,9 @@ from strandline.kernels.recurrences.delta_rule_triton import (
 )
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS
 from strandline.kernels.recurrences.gdn_prefill_triton import inverse_unit_lower
-from strandline.kernels.recurrences.head_decay_triton import MANY, DecodeLaunch, choose_decode_launch
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.recurrences.head_decay_triton import choose_decode_launch
+from strandline.kernels.recurrences.kda import KimiDeltaInputs
+from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import (
     FLOAT32_PRECISION,
     LOG2_E,
@@ -76,62 +78,20 @@ slices at least: compiled for one, by Triton 3.6 for Hopper, ``write`` is wrong 
 
 
 def kda_prefill(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    f_THK: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
+    inputs: KimiDeltaInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
+    *,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_THK``.
 
     As ``kda.kda_prefill``. The last dimension of every tensor must be contiguous, and each
     slot's ``[H, K, V]``. No ``src`` may be the ``dst`` of another sequence, nor a cut's slot.
     """
-    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
-    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, choose_launch(chunks, *v_THV.shape[1:]))
-
-
-def kda_prefill_invariant(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    f_THK: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
-    """As :func:`kda_prefill`, with one kernel that carries a state, whatever other sequences there are."""
-    inputs = (q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound)
-    return _prefill(*inputs, state_SHKV, src_N, dst_N, chunks, FEW_PROGRAMS)
-
-
-def _prefill(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    f_THK: Tensor,
-    b_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-    launch: Advance,
-) -> Tensor:
+    q_THK, k_THK, v_THV, f_THK, b_TH, A_log_H, dt_bias_HK, lower_bound = inputs
+    launch = FEW_PROGRAMS if launches is Launches.FIXED else choose_launch(chunks, *v_THV.shape[1:])
     num_tokens, num_heads, key_dim = q_THK.shape
     num_chunks, dtype, device = len(chunks.starts), q_THK.dtype, q_THK.device
     block_k = max(2 * SLICE, next_power_of_2(key_dim))
@@ -149,14 +109,14 @@ def _prefill(
     _prepare_kernel[(num_heads, num_chunks)](
         q_THK, k_THK, f_THK, b_TH, A_log_H, dt_bias_HK, scaled_q_THK, scaled_k_THK,
         prepared.attend_CHLL, prepared.write_CHLK, prepared.decay, chunks.starts_C, chunks.lengths_C,
-        q_THK.stride(0), q_THK.stride(1), k_THK.stride(0), k_THK.stride(1), f_THK.stride(0), f_THK.stride(1),
-        b_TH.stride(0), LOWER_BOUND=lower_bound, H=num_heads, K=key_dim, BLOCK_K=block_k, BLOCK_S=SLICE, L=CHUNK_TOKENS,
+        *strides(q_THK, k_THK, f_THK, b_TH),
+        LOWER_BOUND=lower_bound, H=num_heads, K=key_dim, BLOCK_K=block_k, BLOCK_S=SLICE, L=CHUNK_TOKENS,
         EPS=L2_NORM_EPS, PRECISION=FLOAT32_PRECISION,
         INVERSE=tl.float32 if is_float32 else tl.float16, num_warps=PREPARE_WARPS, num_stages=1,
         maxnreg=None if is_float32 else PREPARE_REGISTERS,
     )  # fmt: skip
-    q_and_k = scaled_q_THK[..., :key_dim], scaled_k_THK[..., :key_dim]
-    return advance(*q_and_k, aligned(v_THV), prepared, state_SHKV, src_N, dst_N, chunks, launch)
+    qkv = scaled_q_THK[..., :key_dim], scaled_k_THK[..., :key_dim], aligned(v_THV)
+    return advance(qkv, prepared, state_SHKV, slots, chunks, launch)
 
 
 @triton.jit
@@ -361,62 +321,22 @@ def _prepare_kernel(
 
 
 def kda_decode(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    f_NHK: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    inputs: KimiDeltaInputs, state_SHKV: Tensor, slots: Slots, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NHK``.
 
     The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``. No sequence's ``src`` may be
     another sequence's ``dst``.
     """
-    inputs = (q_NHK, k_NHK, v_NHV, f_NHK, b_NH, A_log_H, dt_bias_HK)
-    return _decode(inputs, lower_bound, state_SHKV, src_N, dst_N, choose_decode_launch(len(q_NHK)))
-
-
-def kda_decode_invariant(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    f_NHK: Tensor,
-    b_NH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    lower_bound: float | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
-    """As :func:`kda_decode`, with one launch for any number of sequences."""
-    inputs = (q_NHK, k_NHK, v_NHV, f_NHK, b_NH, A_log_H, dt_bias_HK)
-    return _decode(inputs, lower_bound, state_SHKV, src_N, dst_N, MANY)
-
-
-def _decode(
-    inputs: tuple[Tensor, ...],
-    lower_bound: float | None,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    launch: DecodeLaunch,
-) -> Tensor:
-    q_NHK, k_NHK, v_NHV, f_NHK, b_NH, *_ = inputs
+    *tensors, lower_bound = inputs
+    q_NHK, k_NHK, v_NHV, f_NHK, b_NH, *_ = tensors
+    launch = choose_decode_launch(len(q_NHK), launches)
     num_sequences, num_heads, value_dim = v_NHV.shape
     key_dim = k_NHK.shape[2]
     out_NHV = torch.empty(v_NHV.shape, dtype=q_NHK.dtype, device=q_NHK.device)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
-        *inputs, state_SHKV, src_N, dst_N, out_NHV,
-        q_NHK.stride(0), q_NHK.stride(1), k_NHK.stride(0), k_NHK.stride(1), v_NHV.stride(0), v_NHV.stride(1),
-        f_NHK.stride(0), f_NHK.stride(1), b_NH.stride(0), state_SHKV.stride(0),
+        *tensors, state_SHKV, *slots, out_NHV, *strides(q_NHK, k_NHK, v_NHV, f_NHK, b_NH), state_SHKV.stride(0),
         LOWER_BOUND=lower_bound, H=num_heads, K=key_dim, V=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block_v,
         SCALE=key_dim**-0.5, EPS=L2_NORM_EPS, num_warps=launch.num_warps, **overlap_options(q_NHK),
     )  # fmt: skip

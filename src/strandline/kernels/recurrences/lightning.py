@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.recurrences.chunkwise import advance_chunks, advance_tokens, chunk_decays
@@ -32,17 +33,8 @@ class LightningInputs(NamedTuple):
     log_decay_H: Tensor
 
 
-@operation(triton("recurrences.lightning_triton", invariant="recurrences.lightning_triton"))
-def lightning_prefill(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    log_decay_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
+@operation(triton("recurrences.lightning_triton", takes_launches=True))
+def lightning_prefill(inputs: LightningInputs, state_SHKV: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_THK``.
 
     Reads each sequence's initial state from slot ``src``, writes its final state to slot ``dst`` and the state
@@ -50,8 +42,9 @@ def lightning_prefill(
 
     Args:
         log_decay_H: float32, at most 0.
-        state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
+        state_SHKV: as ``chunks``, an argument of ``chunkwise.advance_chunks``.
     """
+    q_THK, k_THK, v_THV, log_decay_H = inputs
 
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         q_HMK, k_HMK, v_HMV = (x[rows].transpose(0, 1).float() for x in (q_THK, k_THK, v_THV))
@@ -61,23 +54,16 @@ def lightning_prefill(
         state_HKV = torch.baddbmm(from_start_HM1[:, -1:] * state_HKV, k_HMK.mT, to_end_HM1 * v_HMV)
         return state_HKV, out_HMV.transpose(0, 1)
 
-    return advance_chunks(advance, torch.empty_like(v_THV), state_SHKV, src_N, dst_N, chunks)
+    return advance_chunks(advance, torch.empty_like(v_THV), state_SHKV, slots, chunks)
 
 
-@operation(triton("recurrences.lightning_triton", invariant="recurrences.lightning_triton"))
-def lightning_decode(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    log_decay_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
+@operation(triton("recurrences.lightning_triton", takes_launches=True))
+def lightning_decode(inputs: LightningInputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``q_NHK``.
 
-    Arguments as of :func:`lightning_prefill`. Backends need not bear a ``src`` that is another sequence's ``dst``.
+    Backends need not support a ``src`` that is another sequence's ``dst``.
     """
+    q_NHK, k_NHK, v_NHV, log_decay_H = inputs
     decay_H11 = log_decay_H.double().exp().float()[:, None, None]
 
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -85,13 +71,12 @@ def lightning_decode(
         state_HKV = torch.addcmul(decay_H11 * state_HKV, k_H1K.mT, v_H1V)
         return state_HKV, (q_H1K @ state_HKV).transpose(0, 1)
 
-    return advance_tokens(advance, torch.empty_like(v_NHV), state_SHKV, src_N, dst_N)
+    return advance_tokens(advance, torch.empty_like(v_NHV), state_SHKV, slots)
 
 
-def lightning_recurrent_reference(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, log_decay_H: Tensor, state_HKV: Tensor
-) -> tuple[Tensor, Tensor]:
+def lightning_recurrent_reference(inputs: LightningInputs, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
+    q_THK, k_THK, v_THV, log_decay_H = inputs
     outs = []
     for q, k, v in zip(q_THK.float(), k_THK.float(), v_THV.float(), strict=True):
         state_HKV = state_HKV * log_decay_H.exp()[:, None, None] + torch.einsum("hk,hv->hkv", k, v)

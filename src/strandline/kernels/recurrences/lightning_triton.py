@@ -9,67 +9,32 @@ Shape suffixes: as in ``lightning.py``.
 
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.recurrences.head_decay_triton import (
-    MANY,
-    Gates,
-    choose_decode_launch,
-    decode,
-    prefill,
-    prefill_invariant,
-)
+from strandline.kernels.operation import Launches
+from strandline.kernels.recurrences.head_decay_triton import Gates, HeadDecayInputs, decode, prefill
+from strandline.kernels.recurrences.lightning import LightningInputs
 
 
 def lightning_prefill(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    log_decay_H: Tensor,
+    inputs: LightningInputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
+    *,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """As :func:`strandline.kernels.recurrences.lightning.lightning_prefill`."""
-    return prefill(q_THK, k_THK, v_THV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, chunks)
-
-
-def lightning_prefill_invariant(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    log_decay_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
-    """As :func:`lightning_prefill`, with sequences undivided, whatever others there are."""
-    return prefill_invariant(q_THK, k_THK, v_THV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, chunks)
+    return prefill(_inputs(inputs), state_SHKV, slots, chunks, launches)
 
 
 def lightning_decode(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    log_decay_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    inputs: LightningInputs, state_SHKV: Tensor, slots: Slots, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """As :func:`strandline.kernels.recurrences.lightning.lightning_decode`."""
-    launch = choose_decode_launch(len(src_N))
-    return decode(q_NHK, k_NHK, v_NHV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, launch)
+    return decode(_inputs(inputs), state_SHKV, slots, launches)
 
 
-def lightning_decode_invariant(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    log_decay_H: Tensor,
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
-    """As :func:`lightning_decode`, with one launch for any number of sequences."""
-    return decode(q_NHK, k_NHK, v_NHV, Gates(log_decay_H), None, state_SHKV, src_N, dst_N, MANY)
+def _inputs(inputs: LightningInputs) -> HeadDecayInputs:
+    q_THK, k_THK, v_THV, log_decay_H = inputs
+    return HeadDecayInputs(q_THK, k_THK, v_THV, Gates(log_decay_H))

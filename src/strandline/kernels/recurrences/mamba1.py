@@ -17,30 +17,33 @@ Shape suffixes: T tokens, N sequences, M successive tokens of one, V channels, K
 S slots.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.recurrences.chunkwise import advance_chunks, advance_tokens
 
 
-@operation(triton("recurrences.mamba1_prefill_triton", invariant="recurrences.mamba1_prefill_triton"))
-def mamba1_prefill(
-    x_TV: Tensor,
-    z_TV: Tensor,
-    B_TK: Tensor,
-    C_TK: Tensor,
-    dt_TV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
+class Mamba1Inputs(NamedTuple):
+    """Some tokens' values, gates, projections and raw time steps, and the layer's part in these."""
+
+    x_TV: Tensor
+    z_TV: Tensor
+    B_TK: Tensor
+    C_TK: Tensor
+    dt_TV: Tensor
+    D_V: Tensor
+    dt_bias_V: Tensor
+    A_log_VK: Tensor
+
+
+@operation(triton("recurrences.mamba1_prefill_triton", takes_launches=True))
+def mamba1_prefill(inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_TV`` in the dtype of ``x_TV``.
 
     Reads each sequence's initial state from slot ``src``, writes its final state to slot ``dst`` and the state
@@ -49,8 +52,9 @@ def mamba1_prefill(
     Args:
         z_TV: gate of the output, raw.
         dt_TV: time steps, raw.
-        state_SVK: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
+        state_SVK: as ``chunks``, an argument of ``chunkwise.advance_chunks``.
     """
+    x_TV, z_TV, B_TK, C_TK, dt_TV, D_V, dt_bias_V, A_log_VK = inputs
     step_TV, rate_VK = time_steps(dt_TV, dt_bias_V), decay_rates(A_log_VK)
 
     def advance(state_VK: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -58,27 +62,16 @@ def mamba1_prefill(
         states_MVK = states_after(state_VK, step_TV[rows], step_TV[rows] * x_MV, B_TK[rows].float(), rate_VK)
         return states_MVK[-1], read(states_MVK, x_MV, z_TV[rows], C_TK[rows], D_V)
 
-    return advance_chunks(advance, torch.empty_like(x_TV), state_SVK, src_N, dst_N, chunks)
+    return advance_chunks(advance, torch.empty_like(x_TV), state_SVK, slots, chunks)
 
 
-@operation(triton("recurrences.mamba1_triton", invariant="recurrences.mamba1_triton"))
-def mamba1_decode(
-    x_NV: Tensor,
-    z_NV: Tensor,
-    B_NK: Tensor,
-    C_NK: Tensor,
-    dt_NV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
+@operation(triton("recurrences.mamba1_triton", takes_launches=True))
+def mamba1_decode(inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; return ``out_NV`` in the dtype of ``x_NV``.
 
-    Arguments as of :func:`mamba1_prefill`. Backends need not bear a ``src`` that is another sequence's ``dst``.
+    Backends need not support a ``src`` that is another sequence's ``dst``.
     """
+    x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK = inputs
     step_NV, rate_VK = time_steps(dt_NV, dt_bias_V), decay_rates(A_log_VK)
 
     def advance(state_VK: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -86,21 +79,12 @@ def mamba1_decode(
         states_MVK = states_after(state_VK, step_NV[rows], step_NV[rows] * x_MV, B_NK[rows].float(), rate_VK)
         return states_MVK[-1], read(states_MVK, x_MV, z_NV[rows], C_NK[rows], D_V)
 
-    return advance_tokens(advance, torch.empty_like(x_NV), state_SVK, src_N, dst_N)
+    return advance_tokens(advance, torch.empty_like(x_NV), state_SVK, slots)
 
 
-def mamba1_recurrent_reference(
-    x_TV: Tensor,
-    z_TV: Tensor,
-    B_TK: Tensor,
-    C_TK: Tensor,
-    dt_TV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_VK: Tensor,
-) -> tuple[Tensor, Tensor]:
+def mamba1_recurrent_reference(inputs: Mamba1Inputs, state_VK: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
+    x_TV, z_TV, B_TK, C_TK, dt_TV, D_V, dt_bias_V, A_log_VK = inputs
     step_TV = F.softplus(dt_TV.float() + dt_bias_V)
     outs = []
     for x_V, z_V, B_K, C_K, step_V in zip(x_TV.float(), z_TV.float(), B_TK.float(), C_TK.float(), step_TV, strict=True):

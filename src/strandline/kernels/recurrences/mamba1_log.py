@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.operation import operation, triton
-from strandline.kernels.recurrences.mamba1 import decay_rates, read, states_after, time_steps
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, decay_rates, read, states_after, time_steps
 
 LOG_TOKENS: Final = 4
 """A logged token is an eighth of a state with 16 dimensions a channel: more cost as much to read as they save."""
@@ -53,28 +53,18 @@ class LogMemory:
 
 @operation(triton("recurrences.mamba1_triton"))
 def mamba1_decode_logged(
-    x_NV: Tensor,
-    z_NV: Tensor,
-    B_NK: Tensor,
-    C_NK: Tensor,
-    dt_NV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    memory: LogMemory,
-    logs: LogBatch,
+    inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """Advance N sequences by one token each; return ``out_NV`` in the dtype of ``x_NV``.
 
     Where ``src`` is not ``dst``, the log must be empty. No sequence's ``src`` may be another sequence's ``dst``.
     """
+    x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK = inputs
     rate_VK, step_NV, float_NV = decay_rates(A_log_VK), time_steps(dt_NV, dt_bias_V), x_NV.float()
     new = (step_NV, step_NV * float_NV, B_NK.float())
     out_NV = torch.empty_like(x_NV)
-    where = zip(src_N.tolist(), dst_N.tolist(), logs.log_N.tolist(), logs.lens, logs.num_folded, strict=True)
+    srcs, dsts = slots.src_N.tolist(), slots.dst_N.tolist()
+    where = zip(srcs, dsts, logs.log_N.tolist(), logs.lens, logs.num_folded, strict=True)
     for i, (src, dst, log, num_logged, num_folded) in enumerate(where):
         row = slice(i, i + 1)
         source_VK = torch.zeros_like(state_SVK[0], dtype=torch.float32) if src == NULL_SLOT else state_SVK[src].float()

@@ -17,9 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
+from strandline.kernels.operation import Launches
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
 from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
-from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import LOG2_E, fast_exp2, load_state, softplus, store_state
 
 
@@ -42,52 +45,16 @@ WIDENED_TOKENS = 1024
 
 
 def mamba1_prefill(
-    x_TV: Tensor,
-    z_TV: Tensor,
-    B_TK: Tensor,
-    C_TK: Tensor,
-    dt_TV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
+    inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, chunks: ChunkTable, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """As ``mamba1.mamba1_prefill``; the last dimension of every tensor must be contiguous."""
-    if len(x_TV) >= WIDENED_TOKENS:
-        B_TK, C_TK = B_TK.float(), C_TK.float()
-    inputs = (x_TV, z_TV, B_TK, C_TK, dt_TV, D_V, dt_bias_V, A_log_VK)
-    num_programs = chunks.num_sequences * cdiv(len(A_log_VK), 32 * LAUNCH.num_warps)
-    num_segments = divide(DIVISION, num_programs, chunks.num_sequences, len(chunks.starts))
-    return _prefill(inputs, state_SVK, src_N, dst_N, chunks, num_segments)
-
-
-def mamba1_prefill_invariant(
-    x_TV: Tensor,
-    z_TV: Tensor,
-    B_TK: Tensor,
-    C_TK: Tensor,
-    dt_TV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
-    """As :func:`mamba1_prefill`, with one segment, whatever other sequences there are."""
-    inputs = (x_TV, z_TV, B_TK.float(), C_TK.float(), dt_TV, D_V, dt_bias_V, A_log_VK)
-    return _prefill(inputs, state_SVK, src_N, dst_N, chunks, 1)
-
-
-def _prefill(
-    inputs: tuple[Tensor, ...], state_SVK: Tensor, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable, num_segments: int
-) -> Tensor:
+    is_fixed = launches is Launches.FIXED
+    if is_fixed or len(inputs.x_TV) >= WIDENED_TOKENS:
+        inputs = inputs._replace(B_TK=inputs.B_TK.float(), C_TK=inputs.C_TK.float())
     x_TV, z_TV, B_TK, C_TK, dt_TV, *_ = inputs
     num_sequences, (num_channels, state_dim) = chunks.num_sequences, state_SVK.shape[1:]
+    num_programs = num_sequences * cdiv(num_channels, 32 * LAUNCH.num_warps)
+    num_segments = 1 if is_fixed else divide(DIVISION, num_programs, num_sequences, len(chunks.starts))
     out_TV = torch.empty(x_TV.shape, dtype=x_TV.dtype, device=x_TV.device)
     is_divided = num_segments > 1
     partial_NJKV = step_NJV = None
@@ -99,10 +66,10 @@ def _prefill(
     for is_partial in (True, False) if is_divided else (False,):
         num_parts = num_segments - 1 if is_partial else num_segments
         _walk_kernel[(cdiv(num_channels, block_v), num_sequences * num_parts)](
-            *inputs, out_TV, state_SVK, partial_NJKV, step_NJV, src_N, dst_N,
+            *inputs, out_TV, state_SVK, partial_NJKV, step_NJV, *slots,
             chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_segments,
-            x_TV.stride(0), z_TV.stride(0), B_TK.stride(0), C_TK.stride(0), dt_TV.stride(0), state_SVK.stride(0),
-            1, IS_PARTIAL=is_partial, IS_DIVIDED=is_divided, V=num_channels, K=state_dim, BLOCK_V=block_v,
+            *strides(x_TV, z_TV, B_TK, C_TK, dt_TV), state_SVK.stride(0), 1,
+            IS_PARTIAL=is_partial, IS_DIVIDED=is_divided, V=num_channels, K=state_dim, BLOCK_V=block_v,
             BLOCK_K=next_power_of_2(state_dim), ROWS=LAUNCH.rows, num_warps=LAUNCH.num_warps,
         )  # fmt: skip
     return out_TV

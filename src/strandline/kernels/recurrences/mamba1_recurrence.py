@@ -6,28 +6,16 @@ Shape suffixes: T tokens, N sequences, V channels, K dimensions of a channel's s
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import Tensor
 
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.recurrences.mamba1 import mamba1_decode, mamba1_prefill
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_decode, mamba1_prefill
 from strandline.kernels.recurrences.mamba1_log import LOG_TOKENS, LogMemory, mamba1_decode_logged, mamba1_fold
 from strandline.specs import LogSpec, TensorSpec
-
-
-class Mamba1Inputs(NamedTuple):
-    """Some tokens' values, gates, projections and raw time steps, and the layer's part in these."""
-
-    x_TV: Tensor
-    z_TV: Tensor
-    B_TK: Tensor
-    C_TK: Tensor
-    dt_TV: Tensor
-    D_V: Tensor
-    dt_bias_V: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +69,15 @@ class Mamba1:
         """Return the layer's memory as the kernels take it."""
         return Mamba1Memory(states["state"], LogMemory(log["step"], log["input"], log["B"]) if log else None)
 
-    def prefill(
-        self, inputs: Mamba1Inputs, memory: Mamba1Memory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable
-    ) -> Tensor:
+    def prefill(self, inputs: Mamba1Inputs, memory: Mamba1Memory, slots: Slots, chunks: ChunkTable) -> Tensor:
         """Run over the new tokens of N sequences; return ``out_TV``."""
-        return self.kernels.prefill(*inputs, self.A_log_VK, memory.state_SVK, src_N, dst_N, chunks)
+        return self.kernels.prefill(inputs, memory.state_SVK, slots, chunks)
 
-    def decode(
-        self, inputs: Mamba1Inputs, memory: Mamba1Memory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None
-    ) -> Tensor:
+    def decode(self, inputs: Mamba1Inputs, memory: Mamba1Memory, slots: Slots, log: LogBatch | None) -> Tensor:
         """Advance N sequences by one token each; return ``out_TV``."""
-        arguments = (*inputs, self.A_log_VK, memory.state_SVK, src_N, dst_N)
         if log is not None and memory.log is not None:
-            return self.kernels.decode_logged(*arguments, memory.log, log)
-        return self.kernels.decode(*arguments)
+            return self.kernels.decode_logged(inputs, memory.state_SVK, slots, memory.log, log)
+        return self.kernels.decode(inputs, memory.state_SVK, slots)
 
     def fold(self, memory: Mamba1Memory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
         """Fold N logs into the states in N slots."""

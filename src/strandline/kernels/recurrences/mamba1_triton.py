@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
 from strandline.kernels.recurrences.mamba1_log import LogMemory
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import LOG2_E, fast_exp2, load_state, softplus, store_state
 
 
@@ -42,86 +44,42 @@ MANY = Launch(block_v=64, num_warps=2)
 """More of what a program loads once, its projections and addresses, is shared by more channels."""
 
 
-def choose_launch(num_sequences: int) -> Launch:
-    """Return the launch for a batch."""
-    return FEW if num_sequences <= FEW_SEQUENCES else MANY
+def choose_launch(num_sequences: int, launches: Launches = Launches.MEASURED) -> Launch:
+    """Return the launch for a batch: others may sum a state in another order."""
+    return FEW if num_sequences <= FEW_SEQUENCES and launches is Launches.MEASURED else MANY
 
 
 def mamba1_decode(
-    x_NV: Tensor,
-    z_NV: Tensor,
-    B_NK: Tensor,
-    C_NK: Tensor,
-    dt_NV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """As ``mamba1.mamba1_decode``; the last dimension of every tensor must be contiguous."""
-    inputs = (x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK)
-    return _decode(inputs, state_SVK, src_N, dst_N, None, None, choose_launch(len(src_N)))
-
-
-def mamba1_decode_invariant(
-    x_NV: Tensor,
-    z_NV: Tensor,
-    B_NK: Tensor,
-    C_NK: Tensor,
-    dt_NV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
-    """As :func:`mamba1_decode`, with one launch for all batches: others may sum a state in another order."""
-    inputs = (x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK)
-    return _decode(inputs, state_SVK, src_N, dst_N, None, None, MANY)
+    return _decode(inputs, state_SVK, slots, None, None, choose_launch(len(slots.src_N), launches))
 
 
 def mamba1_decode_logged(
-    x_NV: Tensor,
-    z_NV: Tensor,
-    B_NK: Tensor,
-    C_NK: Tensor,
-    dt_NV: Tensor,
-    D_V: Tensor,
-    dt_bias_V: Tensor,
-    A_log_VK: Tensor,
-    state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    memory: LogMemory,
-    logs: LogBatch,
+    inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """As :func:`strandline.kernels.recurrences.mamba1_log.mamba1_decode_logged`; logs are contiguous."""
-    inputs = (x_NV, z_NV, B_NK, C_NK, dt_NV, D_V, dt_bias_V, A_log_VK)
-    return _decode(inputs, state_SVK, src_N, dst_N, memory, logs, choose_launch(len(src_N)))
+    return _decode(inputs, state_SVK, slots, memory, logs, choose_launch(len(slots.src_N)))
 
 
 def _decode(
-    inputs: tuple[Tensor, ...],
+    inputs: Mamba1Inputs,
     state_SVK: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     memory: LogMemory | None,
     logs: LogBatch | None,
     launch: Launch,
 ) -> Tensor:
     x_NV, z_NV, B_NK, C_NK, dt_NV, *_ = inputs
-    num_sequences, (num_channels, state_dim) = len(src_N), state_SVK.shape[1:]
+    num_sequences, (num_channels, state_dim) = len(slots.src_N), state_SVK.shape[1:]
     tensors, size = (None,) * 6, 0
     if memory is not None and logs is not None:
         tensors = (memory.step_JLV, memory.input_JLV, memory.B_JLK, logs.log_N, logs.len_N, logs.num_folded_N)
         size = memory.B_JLK.shape[1]
     out_NV = torch.empty(x_NV.shape, dtype=x_NV.dtype, device=x_NV.device)
     _decode_kernel[(cdiv(num_channels, launch.block_v), num_sequences)](
-        *inputs, out_NV, state_SVK, src_N, dst_N, *tensors,
-        x_NV.stride(0), z_NV.stride(0), B_NK.stride(0), C_NK.stride(0), dt_NV.stride(0), state_SVK.stride(0),
+        *inputs, out_NV, state_SVK, *slots, *tensors, *strides(x_NV, z_NV, B_NK, C_NK, dt_NV), state_SVK.stride(0),
         L=size, V=num_channels, K=state_dim, BLOCK_V=launch.block_v, BLOCK_K=next_power_of_2(state_dim),
         num_warps=launch.num_warps, **overlap_options(x_NV),
     )  # fmt: skip

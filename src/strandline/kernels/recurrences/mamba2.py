@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import numba, operation, triton
 from strandline.kernels.recurrences.chunkwise import (
@@ -42,26 +43,15 @@ class Mamba2Inputs(NamedTuple):
     A_log_H: Tensor
     D_H: Tensor
     dt_bias_H: Tensor
+    dt_limit: tuple[float, float] = (0.0, torch.inf)
+    """The least and the largest time step."""
 
 
 @operation(
-    triton("recurrences.mamba2_triton", invariant="recurrences.mamba2_triton"),
+    triton("recurrences.mamba2_triton", takes_launches=True),
     numba("recurrences.mamba2_prefill_numba", memory=FLOAT32_STATE),
 )
-def mamba2_prefill(
-    x_THV: Tensor,
-    B_TGK: Tensor,
-    C_TGK: Tensor,
-    dt_TH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
+def mamba2_prefill(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``x_THV``.
 
     Reads each sequence's initial state from slot ``src``, writes its final state to slot ``dst`` and the state
@@ -69,10 +59,10 @@ def mamba2_prefill(
 
     Args:
         dt_TH: time steps, raw.
-        dt_limit: the least and the largest time step.
-        state_SHKV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
+        state_SHKV: as ``chunks``, an argument of ``chunkwise.advance_chunks``.
     """
-    step_TH1, log_decay_TH = time_steps(dt_TH, A_log_H, dt_bias_H, dt_limit)
+    x_THV, B_TGK, C_TGK, D_H = inputs.x_THV, inputs.B_TGK, inputs.C_TGK, inputs.D_H
+    step_TH1, log_decay_TH = time_steps(inputs)
 
     def advance(state_HKV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         x_MHV = x_THV[rows].float()
@@ -81,31 +71,20 @@ def mamba2_prefill(
         )
         return state_HKV, out_MHV.addcmul_(x_MHV, D_H.float().unsqueeze(1))
 
-    return advance_chunks(advance, torch.empty_like(x_THV), state_SHKV, src_N, dst_N, chunks)
+    return advance_chunks(advance, torch.empty_like(x_THV), state_SHKV, slots, chunks)
 
 
 @operation(
-    triton("recurrences.mamba2_triton", invariant="recurrences.mamba2_triton"),
+    triton("recurrences.mamba2_triton", takes_launches=True),
     numba("recurrences.mamba2_decode_numba", memory=FLOAT32_STATE),
 )
-def mamba2_decode(
-    x_NHV: Tensor,
-    B_NGK: Tensor,
-    C_NGK: Tensor,
-    dt_NH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
+def mamba2_decode(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``x_NHV``.
 
-    Arguments as of :func:`mamba2_prefill`. Backends need not bear a ``src`` that is another sequence's ``dst``.
+    Backends need not support a ``src`` that is another sequence's ``dst``.
     """
-    step_NH1, log_decay_NH = time_steps(dt_NH, A_log_H, dt_bias_H, dt_limit)
+    x_NHV, B_NGK, C_NGK, D_H = inputs.x_THV, inputs.B_TGK, inputs.C_TGK, inputs.D_H
+    step_NH1, log_decay_NH = time_steps(inputs)
     decay_NH11, heads_per_group = log_decay_NH.exp()[..., None, None], x_NHV.shape[1] // B_NGK.shape[1]
     B_NHK1, C_NH1K = (x.float().repeat_interleave(heads_per_group, 1).unsqueeze(d) for x, d in ((B_NGK, 3), (C_NGK, 2)))
 
@@ -116,24 +95,15 @@ def mamba2_decode(
         out_HV = (C_NH1K[i] @ state_HKV).squeeze(1)
         return state_HKV, out_HV.addcmul_(x_HV, D_H.float().unsqueeze(1))
 
-    return advance_tokens(advance, torch.empty_like(x_NHV), state_SHKV, src_N, dst_N)
+    return advance_tokens(advance, torch.empty_like(x_NHV), state_SHKV, slots)
 
 
-def mamba2_recurrent_reference(
-    x_THV: Tensor,
-    B_TGK: Tensor,
-    C_TGK: Tensor,
-    dt_TH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_HKV: Tensor,
-) -> tuple[Tensor, Tensor]:
+def mamba2_recurrent_reference(inputs: Mamba2Inputs, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
+    x_THV, B_TGK, C_TGK, D_H = inputs.x_THV, inputs.B_TGK, inputs.C_TGK, inputs.D_H
     heads_per_group = x_THV.shape[1] // B_TGK.shape[1]
     B_THK, C_THK = (x.float().repeat_interleave(heads_per_group, 1) for x in (B_TGK, C_TGK))
-    step_TH1, log_decay_TH = time_steps(dt_TH, A_log_H, dt_bias_H, dt_limit)
+    step_TH1, log_decay_TH = time_steps(inputs)
     outs = []
     for x, B, C, step, log_decay in zip(x_THV.float(), B_THK, C_THK, step_TH1, log_decay_TH, strict=True):
         state_HKV = state_HKV * log_decay.exp()[:, None, None] + torch.einsum("hk,hv->hkv", B, step * x)
@@ -141,16 +111,14 @@ def mamba2_recurrent_reference(
     return torch.stack(outs).to(x_THV.dtype), state_HKV
 
 
-def time_steps(
-    dt_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, dt_limit: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
+def time_steps(inputs: Mamba2Inputs) -> tuple[Tensor, Tensor]:
     """Return the time steps ``step_TH1`` and the log decays ``log_decay_TH`` (at most 0), in float32.
 
     Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
     vector, so that the bits of one sequence would depend on the batch around it.
     """
-    step_TH = F.softplus(dt_TH.double() + dt_bias_H).clamp_(*dt_limit)
-    log_decay_TH = (step_TH * A_log_H.double().exp()).clamp_max_(-MIN_LOG_DECAY).neg_()
+    step_TH = F.softplus(inputs.dt_TH.double() + inputs.dt_bias_H).clamp_(*inputs.dt_limit)
+    log_decay_TH = (step_TH * inputs.A_log_H.double().exp()).clamp_max_(-MIN_LOG_DECAY).neg_()
     return step_TH.float().unsqueeze(-1), log_decay_TH.float()
 
 

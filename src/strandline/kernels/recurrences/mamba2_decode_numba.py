@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
+from strandline.kernels.batch import Slots
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY, is_overwritten
+from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
@@ -36,25 +38,14 @@ PREFETCH_BYTES = 4096
 CACHE_LINE_BYTES = 64
 
 
-def mamba2_decode(
-    x_NHV: Tensor,
-    B_NGK: Tensor,
-    C_NGK: Tensor,
-    dt_NH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
+def mamba2_decode(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.mamba2.mamba2_decode`."""
-    if is_overwritten(src_N, dst_N):
-        raise ValueError(f"a sequence writes where another one reads: from slots {src_N} to {dst_N}")
+    *tokens, A_log_H, D_H, dt_bias_H, dt_limit = inputs
+    if is_overwritten(slots):
+        raise ValueError(f"a sequence writes where another one reads: from slots {slots.src_N} to {slots.dst_N}")
     if state_SHKV.dtype != torch.float32:
         raise ValueError(f"states are {state_SHKV.dtype}; this kernel reads and writes float32")
-    x_NHV, B_NGK, C_NGK, dt_NH = (packed_rows(x) for x in (x_NHV, B_NGK, C_NGK, dt_NH))
+    x_NHV, B_NGK, C_NGK, dt_NH = map(packed_rows, tokens)
     out_NHV = x_NHV.new_empty(x_NHV.shape)
     num_sequences, num_heads, head_dim = x_NHV.shape
     _decode_kernel(
@@ -80,8 +71,8 @@ def mamba2_decode(
         max_step=dt_limit[1],
         states=state_SHKV.data_ptr(),
         state_stride=state_SHKV.stride(0),
-        src=src_N.data_ptr(),
-        dst=dst_N.data_ptr(),
+        src=slots.src_N.data_ptr(),
+        dst=slots.dst_N.data_ptr(),
         out=out_NHV.data_ptr(),
     )
     return out_NHV

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.recurrences.chunk_numba import (
     MATRIX_ROW,
@@ -29,6 +30,7 @@ from strandline.kernels.recurrences.chunk_numba import (
     transpose,
     write_state,
 )
+from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
 from strandline.kernels.recurrences.mamba2_decode_numba import time_step
 from strandline.kernels.runtime_numba import (
     arguments,
@@ -45,27 +47,15 @@ from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower
 
 
-def mamba2_prefill(
-    x_THV: Tensor,
-    B_TGK: Tensor,
-    C_TGK: Tensor,
-    dt_TH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
+def mamba2_prefill(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.mamba2.mamba2_prefill`."""
+    *tokens, A_log_H, D_H, dt_bias_H, dt_limit = inputs
     if state_SHKV.dtype != torch.float32:
         raise ValueError(f"states are {state_SHKV.dtype}; this kernel reads and writes float32")
-    x_THV, B_TGK, C_TGK, dt_TH = (packed_rows(x) for x in (x_THV, B_TGK, C_TGK, dt_TH))
+    x_THV, B_TGK, C_TGK, dt_TH = map(packed_rows, tokens)
     out_THV = x_THV.new_empty(x_THV.shape)
-    copies, source_N = source_addresses(state_SHKV, src_N.tolist(), dst_N.tolist(), chunks.cut_slots)
-    num_sequences, num_groups, (num_heads, head_dim) = len(src_N), B_TGK.shape[1], x_THV.shape[1:]
+    copies, source_N = source_addresses(state_SHKV, slots, chunks.cut_slots)
+    num_sequences, num_groups, (num_heads, head_dim) = len(source_N), B_TGK.shape[1], x_THV.shape[1:]
     heads_per_group = num_heads // num_groups
     num_parts = min(heads_per_group * cdiv(head_dim, PANEL), cdiv(torch.get_num_threads(), num_sequences * num_groups))
     _prefill_kernel(
@@ -91,7 +81,7 @@ def mamba2_prefill(
         max_step=dt_limit[1],
         states=state_SHKV.data_ptr(),
         state_stride=state_SHKV.stride(0),
-        dst=dst_N.data_ptr(),
+        dst=slots.dst_N.data_ptr(),
         out=out_THV.data_ptr(),
         num_parts=num_parts,
         sources=source_N.data_ptr(),

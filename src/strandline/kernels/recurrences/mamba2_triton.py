@@ -9,86 +9,32 @@ Shape suffixes: as in ``mamba2.py``.
 
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.recurrences.head_decay_triton import (
-    MANY,
-    Gates,
-    choose_decode_launch,
-    decode,
-    prefill,
-    prefill_invariant,
-)
+from strandline.kernels.operation import Launches
+from strandline.kernels.recurrences.head_decay_triton import Gates, HeadDecayInputs, decode, prefill
+from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
 
 
 def mamba2_prefill(
-    x_THV: Tensor,
-    B_TGK: Tensor,
-    C_TGK: Tensor,
-    dt_TH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
+    inputs: Mamba2Inputs,
     state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
+    *,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """As :func:`strandline.kernels.recurrences.mamba2.mamba2_prefill`."""
-    gates = Gates(A_log_H, dt_TH, dt_bias_H, dt_limit)
-    return prefill(C_TGK, B_TGK, x_THV, gates, D_H, state_SHKV, src_N, dst_N, chunks)
-
-
-def mamba2_prefill_invariant(
-    x_THV: Tensor,
-    B_TGK: Tensor,
-    C_TGK: Tensor,
-    dt_TH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
-    """As :func:`mamba2_prefill`, with sequences undivided, whatever others there are."""
-    gates = Gates(A_log_H, dt_TH, dt_bias_H, dt_limit)
-    return prefill_invariant(C_TGK, B_TGK, x_THV, gates, D_H, state_SHKV, src_N, dst_N, chunks)
+    return prefill(_inputs(inputs), state_SHKV, slots, chunks, launches)
 
 
 def mamba2_decode(
-    x_NHV: Tensor,
-    B_NGK: Tensor,
-    C_NGK: Tensor,
-    dt_NH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """As :func:`strandline.kernels.recurrences.mamba2.mamba2_decode`."""
-    gates, launch = Gates(A_log_H, dt_NH, dt_bias_H, dt_limit), choose_decode_launch(len(src_N))
-    return decode(C_NGK, B_NGK, x_NHV, gates, D_H, state_SHKV, src_N, dst_N, launch)
+    return decode(_inputs(inputs), state_SHKV, slots, launches)
 
 
-def mamba2_decode_invariant(
-    x_NHV: Tensor,
-    B_NGK: Tensor,
-    C_NGK: Tensor,
-    dt_NH: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    dt_limit: tuple[float, float],
-    state_SHKV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
-    """As :func:`mamba2_decode`, with one launch for any number of sequences."""
-    gates = Gates(A_log_H, dt_NH, dt_bias_H, dt_limit)
-    return decode(C_NGK, B_NGK, x_NHV, gates, D_H, state_SHKV, src_N, dst_N, MANY)
+def _inputs(inputs: Mamba2Inputs) -> HeadDecayInputs:
+    gates = Gates(inputs.A_log_H, inputs.dt_TH, inputs.dt_bias_H, inputs.dt_limit)
+    return HeadDecayInputs(inputs.C_TGK, inputs.B_TGK, inputs.x_THV, gates, inputs.D_H)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from strandline.kernels.arena import LayerStack
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.specs import LogSpec, TensorSpec
 
@@ -45,14 +45,14 @@ class Recurrence(Protocol[Inputs, Memory]):
     def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> Memory:
         """Return the kernels' memory, given the tensors by name; with a leading dimension, that of several layers."""
 
-    def prefill(self, inputs: Inputs, memory: Memory, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable) -> Tensor:
+    def prefill(self, inputs: Inputs, memory: Memory, slots: Slots, chunks: ChunkTable) -> Tensor:
         """Run over the new tokens of N sequences; return the output of every token.
 
         Reads each sequence's states from slot ``src``, writes those after its last token to slot ``dst``, and those
         after each chunk with a cut to the cut's slot.
         """
 
-    def decode(self, inputs: Inputs, memory: Memory, src_N: Tensor, dst_N: Tensor, log: LogBatch | None) -> Tensor:
+    def decode(self, inputs: Inputs, memory: Memory, slots: Slots, log: LogBatch | None) -> Tensor:
         """Advance N sequences by one token each; return the outputs.
 
         Args:

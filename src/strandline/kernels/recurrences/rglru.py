@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.recurrences.chunkwise import advance_chunks, advance_tokens
@@ -40,18 +41,8 @@ class GatedUnitInputs(NamedTuple):
     rate_V: Tensor
 
 
-@operation(triton("recurrences.rglru_triton", invariant="recurrences.rglru_triton"))
-def rglru_prefill(
-    x_TV: Tensor,
-    i_TV: Tensor,
-    r_TV: Tensor,
-    first_T1: Tensor,
-    rate_V: Tensor,
-    state_SV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
+@operation(triton("recurrences.rglru_triton", takes_launches=True))
+def rglru_prefill(inputs: GatedUnitInputs, state_SV: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_TV`` in the dtype of ``x_TV``.
 
     Reads each sequence's initial state from slot ``src``, writes its final state to slot ``dst`` and the state
@@ -60,9 +51,9 @@ def rglru_prefill(
     Args:
         i_TV: gates of the inputs, raw; ``r_TV`` those of the decays.
         first_T1: 1 for the first token of a text, else 0.
-        state_SV: slots, ``src_N``, ``dst_N`` and ``chunks`` as of ``chunkwise.advance_chunks``.
+        state_SV: as ``chunks``, an argument of ``chunkwise.advance_chunks``.
     """
-    decay_TV, written_TV = gates(x_TV, i_TV, r_TV, first_T1, rate_V)
+    decay_TV, written_TV = gates(inputs)
 
     def advance(state_V: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         states_MV = written_TV[rows].clone()
@@ -70,37 +61,27 @@ def rglru_prefill(
             state_V = after_V.addcmul_(decay_V, state_V)
         return states_MV[-1], states_MV
 
-    return advance_chunks(advance, torch.empty_like(x_TV), state_SV, src_N, dst_N, chunks)
+    return advance_chunks(advance, torch.empty_like(inputs.x_TV), state_SV, slots, chunks)
 
 
 @operation(triton("recurrences.rglru_triton"))
-def rglru_decode(
-    x_NV: Tensor,
-    i_NV: Tensor,
-    r_NV: Tensor,
-    first_N1: Tensor,
-    rate_V: Tensor,
-    state_SV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
+def rglru_decode(inputs: GatedUnitInputs, state_SV: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; return ``out_NV`` in the dtype of ``x_NV``.
 
-    Arguments as of :func:`rglru_prefill`. Backends need not bear a ``src`` that is another sequence's ``dst``.
+    Backends need not support a ``src`` that is another sequence's ``dst``.
     """
-    decay_NV, written_NV = gates(x_NV, i_NV, r_NV, first_N1, rate_V)
+    decay_NV, written_NV = gates(inputs)
 
     def advance(state_V: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         state_MV = torch.addcmul(written_NV[rows], decay_NV[rows], state_V)
         return state_MV[0], state_MV
 
-    return advance_tokens(advance, torch.empty_like(x_NV), state_SV, src_N, dst_N)
+    return advance_tokens(advance, torch.empty_like(inputs.x_TV), state_SV, slots)
 
 
-def rglru_recurrent_reference(
-    x_TV: Tensor, i_TV: Tensor, r_TV: Tensor, first_T1: Tensor, rate_V: Tensor, state_V: Tensor
-) -> tuple[Tensor, Tensor]:
+def rglru_recurrent_reference(inputs: GatedUnitInputs, state_V: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and final state of one sequence, token by token: far too slow, kept as the baseline."""
+    x_TV, i_TV, r_TV, first_T1, rate_V = inputs
     log_decay_TV = -DECAY_SCALE * F.softplus(rate_V) * r_TV.float().sigmoid()
     scale_TV = torch.where(first_T1 > 0.5, 1.0, (1 - (2 * log_decay_TV).exp()).sqrt())
     outs = []
@@ -110,12 +91,13 @@ def rglru_recurrent_reference(
     return torch.stack(outs).to(x_TV.dtype), state_V
 
 
-def gates(x_TV: Tensor, i_TV: Tensor, r_TV: Tensor, first_T1: Tensor, rate_V: Tensor) -> tuple[Tensor, Tensor]:
+def gates(inputs: GatedUnitInputs) -> tuple[Tensor, Tensor]:
     """Return the decays and what tokens write, in float32.
 
     Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
     vector, so that the bits of one sequence would depend on the batch around it.
     """
+    x_TV, i_TV, r_TV, first_T1, rate_V = inputs
     log_decay_TV = r_TV.double().sigmoid_().mul_(F.softplus(rate_V.double())).mul_(-DECAY_SCALE)
     scale_TV = torch.expm1(2 * log_decay_TV).neg_().sqrt_().masked_fill_(first_T1 > 0.5, 1.0)
     return log_decay_TV.exp_().float(), scale_TV.mul_(i_TV.double().sigmoid_()).mul_(x_TV).float()

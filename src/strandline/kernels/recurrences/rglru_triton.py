@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.recurrences.rglru import DECAY_SCALE
+from strandline.kernels.operation import Launches
+from strandline.kernels.recurrences.rglru import DECAY_SCALE, GatedUnitInputs
 from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
-from strandline.kernels.sizes import NUM_SMS, cdiv
+from strandline.kernels.sizes import NUM_SMS, cdiv, strides
 from strandline.kernels.state_triton import load_state, softplus, store_state
 
 
@@ -41,42 +43,18 @@ DIVISION = Division(wanted_programs=12 * NUM_SMS, min_chunks=2, max_segments=32)
 
 
 def rglru_prefill(
-    x_TV: Tensor,
-    i_TV: Tensor,
-    r_TV: Tensor,
-    first_T1: Tensor,
-    rate_V: Tensor,
+    inputs: GatedUnitInputs,
     state_SV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
+    *,
+    launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """As ``rglru.rglru_prefill``; the last dimension of every tensor must be contiguous."""
-    num_programs = chunks.num_sequences * cdiv(len(rate_V), LAUNCH.block_v)
-    num_segments = divide(DIVISION, num_programs, chunks.num_sequences, len(chunks.starts))
-    return _prefill((x_TV, i_TV, r_TV, first_T1, rate_V), state_SV, src_N, dst_N, chunks, num_segments)
-
-
-def rglru_prefill_invariant(
-    x_TV: Tensor,
-    i_TV: Tensor,
-    r_TV: Tensor,
-    first_T1: Tensor,
-    rate_V: Tensor,
-    state_SV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-) -> Tensor:
-    """As :func:`rglru_prefill`, with one segment, whatever other sequences there are."""
-    return _prefill((x_TV, i_TV, r_TV, first_T1, rate_V), state_SV, src_N, dst_N, chunks, 1)
-
-
-def _prefill(
-    inputs: tuple[Tensor, ...], state_SV: Tensor, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable, num_segments: int
-) -> Tensor:
     x_TV, i_TV, r_TV, first_T1, _ = inputs
     num_sequences, num_channels = chunks.num_sequences, x_TV.shape[1]
+    num_programs, is_fixed = num_sequences * cdiv(num_channels, LAUNCH.block_v), launches is Launches.FIXED
+    num_segments = 1 if is_fixed else divide(DIVISION, num_programs, num_sequences, len(chunks.starts))
     out_TV = torch.empty(x_TV.shape, dtype=x_TV.dtype, device=x_TV.device)
     is_divided = num_segments > 1
     partial_NJV = decay_NJV = None
@@ -86,30 +64,21 @@ def _prefill(
     for is_partial in (True, False) if is_divided else (False,):
         num_parts = num_segments - 1 if is_partial else num_segments
         _walk_kernel[(cdiv(num_channels, LAUNCH.block_v), num_sequences * num_parts)](
-            *inputs, out_TV, state_SV, partial_NJV, decay_NJV, src_N, dst_N,
+            *inputs, out_TV, state_SV, partial_NJV, decay_NJV, *slots,
             chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_segments,
-            x_TV.stride(0), i_TV.stride(0), r_TV.stride(0), first_T1.stride(0), state_SV.stride(0),
+            *strides(x_TV, i_TV, r_TV, first_T1), state_SV.stride(0),
             IS_PARTIAL=is_partial, IS_DIVIDED=is_divided, V=num_channels, BLOCK_V=LAUNCH.block_v, ROWS=LAUNCH.rows,
             DECAY_SCALE=DECAY_SCALE, num_warps=LAUNCH.num_warps,
         )  # fmt: skip
     return out_TV
 
 
-def rglru_decode(
-    x_NV: Tensor,
-    i_NV: Tensor,
-    r_NV: Tensor,
-    first_N1: Tensor,
-    rate_V: Tensor,
-    state_SV: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-) -> Tensor:
+def rglru_decode(inputs: GatedUnitInputs, state_SV: Tensor, slots: Slots) -> Tensor:
     """As ``rglru.rglru_decode``; the last dimension of every tensor must be contiguous."""
+    x_NV, i_NV, r_NV, first_N1, _ = inputs
     out_NV = torch.empty(x_NV.shape, dtype=x_NV.dtype, device=x_NV.device)
-    _decode_kernel[(cdiv(x_NV.shape[1], LAUNCH.block_v), len(src_N))](
-        x_NV, i_NV, r_NV, first_N1, rate_V, out_NV, state_SV, src_N, dst_N,
-        x_NV.stride(0), i_NV.stride(0), r_NV.stride(0), first_N1.stride(0), state_SV.stride(0),
+    _decode_kernel[(cdiv(x_NV.shape[1], LAUNCH.block_v), len(x_NV))](
+        *inputs, out_NV, state_SV, *slots, *strides(x_NV, i_NV, r_NV, first_N1), state_SV.stride(0),
         V=x_NV.shape[1], BLOCK_V=LAUNCH.block_v, DECAY_SCALE=DECAY_SCALE, num_warps=LAUNCH.num_warps,
     )  # fmt: skip
     return out_NV

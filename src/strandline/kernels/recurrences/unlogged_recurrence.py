@@ -8,17 +8,17 @@ Shape suffixes: N sequences, S slots, X the dimensions of one state.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import Operation
 from strandline.specs import LogSpec, TensorSpec
 
-Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
+Inputs = TypeVar("Inputs")
 
 Pair = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 
@@ -28,16 +28,14 @@ class UnloggedRecurrence(Generic[Inputs]):
     """A recurrence of one size. Its memory is ``state_SX``.
 
     Args:
-        operations: prefill and decode; both take the inputs one by one, then the constants, states and slots.
+        operations: prefill and decode; both take the inputs, states and slots.
         shape: X.
-        constants: what else the operations need to know, alike for all tokens.
         kernels: the functions that run the operations; None: the reference implementations.
     """
 
     operations: tuple[Operation[..., Tensor], Operation[..., Tensor]]
     shape: tuple[int, ...]
     state_dtype: str
-    constants: tuple[Any, ...] = ()
     kernels: Pair | None = None
 
     def with_kernels(self, kernels: Kernels) -> "UnloggedRecurrence[Inputs]":
@@ -63,14 +61,14 @@ class UnloggedRecurrence(Generic[Inputs]):
         del log
         return states["state"]
 
-    def prefill(self, inputs: Inputs, memory: Tensor, src_N: Tensor, dst_N: Tensor, chunks: ChunkTable) -> Tensor:
+    def prefill(self, inputs: Inputs, memory: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
         """Run over the new tokens of N sequences; return the output of every token."""
-        return self._functions[0](*inputs, *self.constants, memory, src_N, dst_N, chunks)
+        return self._functions[0](inputs, memory, slots, chunks)
 
-    def decode(self, inputs: Inputs, memory: Tensor, src_N: Tensor, dst_N: Tensor, log: LogBatch | None) -> Tensor:
+    def decode(self, inputs: Inputs, memory: Tensor, slots: Slots, log: LogBatch | None) -> Tensor:
         """Advance N sequences by one token each; return the outputs."""
         del log
-        return self._functions[1](*inputs, *self.constants, memory, src_N, dst_N)
+        return self._functions[1](inputs, memory, slots)
 
     def fold(self, memory: Tensor, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
         """Do nothing: there is no log."""

@@ -23,7 +23,8 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
-from strandline.kernels.recurrences.gdn_recurrence import GatedDelta, GatedDeltaInputs, GatedDeltaMemory
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs
+from strandline.kernels.recurrences.gdn_recurrence import GatedDelta, GatedDeltaMemory
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gated
 from strandline.kernels.rowwise.quantized_rows import Rows
@@ -104,11 +105,11 @@ class GatedDeltaNet(nn.Module):
         self.shard, config = site.shard, config.of(site.shard)
         self.num_key_heads, self.num_heads = config.num_key_heads, config.num_heads
         self.key_dim, self.value_dim = config.key_dim, config.value_dim
-        self.eps, self.is_sigmoid_gated = config.eps, config.is_sigmoid_gated
+        self.eps, self.is_sigmoid_gated, self.max_beta = config.eps, config.is_sigmoid_gated, config.max_beta
         if self.is_sigmoid_gated:
             self.operations = (rms_norm_sigmoid_gated, *GatedDelta.operations)
         sizes = (self.num_key_heads, self.num_heads, self.key_dim, self.value_dim)
-        self.recurrence = GatedDelta(*sizes, config.state_dtype, config.max_beta)
+        self.recurrence = GatedDelta(*sizes, config.state_dtype)
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
@@ -174,11 +175,9 @@ class GatedDeltaNet(nn.Module):
     def _decode(
         self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
     ) -> Tensor:
-        decodes, slots = slice(batch.num_decodes), batch.recurrent
-        src_N, dst_N = slots.src_N[decodes], slots.dst_N[decodes]
         y_NC = self.conv.decode(x_NC, batch, memory.window_SRC)
-        inputs = GatedDeltaInputs(*self._heads(y_NC), a_NH, b_NH, self.A_log_H, self.dt_bias_H)
-        return self.recurrence.decode(inputs, memory.recurrent, src_N, dst_N, slots.log)
+        inputs = GatedDeltaInputs(*self._heads(y_NC), a_NH, b_NH, self.A_log_H, self.dt_bias_H, self.max_beta)
+        return self.recurrence.decode(inputs, memory.recurrent, batch.decode_slots, batch.recurrent.log)
 
     def _prefill(
         self,
@@ -189,11 +188,11 @@ class GatedDeltaNet(nn.Module):
         memory: GatedDeltaNetMemory,
         out_THV: Tensor | None = None,
     ) -> Tensor:
-        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
-        src_N, dst_N = slots.src_N[prefills], slots.dst_N[prefills]
+        recurrent = batch.recurrent
         y_TC, a_TH, b_TH = self.conv.prefill((x_TC, a_TH, b_TH), batch, memory.window_SRC, memory.replay)
-        inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H)
-        return self.recurrence.prefill(inputs, memory.recurrent, src_N, dst_N, slots.chunks, slots.replay, out_THV)
+        inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H, self.max_beta)
+        slots, chunks, replay = batch.prefill_slots, recurrent.chunks, recurrent.replay
+        return self.recurrence.prefill(inputs, memory.recurrent, slots, chunks, replay, out_THV)
 
     def _heads(self, y_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = y_TC.split(self.conv_sizes, dim=-1)

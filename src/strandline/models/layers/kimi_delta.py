@@ -89,7 +89,7 @@ class KimiDeltaAttention(nn.Module):
         hidden_size, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         size = num_heads * head_dim
         self.recurrence: UnloggedRecurrence[KimiDeltaInputs] = UnloggedRecurrence(
-            (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype, (config.lower_bound,)
+            (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype
         )
         self.sizes = [3 * size, head_dim, head_dim, num_heads]
         self.in_proj = Projection(sum(self.sizes), hidden_size, site)
@@ -149,7 +149,7 @@ class KimiDeltaAttention(nn.Module):
 
     def _inputs(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, f_THK: Tensor, b_TH: Tensor) -> KimiDeltaInputs:
         dt_bias_HK = self.dt_bias_O.unflatten(0, (self.config.num_heads, -1))
-        return KimiDeltaInputs(q_THK, k_THK, v_THK, f_THK, b_TH, self.A_log_H, dt_bias_HK)
+        return KimiDeltaInputs(q_THK, k_THK, v_THK, f_THK, b_TH, self.A_log_H, dt_bias_HK, self.config.lower_bound)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Inputs, Mamba1Memory
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
+from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Memory
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.convolution import CausalConvolution
@@ -145,7 +146,7 @@ class Mamba1Layer(nn.Module):
         return [self._rms_norm(x, weight, self.config.eps) for x, weight in zip(projected, weights, strict=True)]
 
     def _inputs(self, x_TV: Tensor, z_TV: Tensor, B_TK: Tensor, C_TK: Tensor, dt_TV: Tensor) -> Mamba1Inputs:
-        return Mamba1Inputs(x_TV, z_TV, B_TK, C_TK, dt_TV, self.D_V, self.dt_bias_V)
+        return Mamba1Inputs(x_TV, z_TV, B_TK, C_TK, dt_TV, self.D_V, self.dt_bias_V, self.recurrence.A_log_VK)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

@@ -139,7 +139,7 @@ class Mamba2Layer(nn.Module):
         self.config = config = config.of(site.shard)
         num_heads, head_dim, state_dim = config.num_heads, config.head_dim, config.state_dim
         self.recurrence: UnloggedRecurrence[Mamba2Inputs] = UnloggedRecurrence(
-            (mamba2_prefill, mamba2_decode), (num_heads, state_dim, head_dim), config.state_dtype, (config.dt_limit,)
+            (mamba2_prefill, mamba2_decode), (num_heads, state_dim, head_dim), config.state_dtype
         )
         inner_rows, state_rows = num_heads * head_dim, config.num_groups * state_dim
         self.conv_sizes = [inner_rows, state_rows, state_rows]
@@ -214,22 +214,21 @@ class Mamba2Layer(nn.Module):
         return self._rms_norm_of_gated(out_TO, z_TO, self.norm_O, self.config.eps, self.config.num_groups)
 
     def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
-        decodes, slots = slice(batch.num_decodes), batch.recurrent
         inputs = self._inputs(self.conv.decode(x_DC, batch, memory.window_SRC), dt_DH)
-        return self.recurrence.decode(inputs, memory.state_SHKV, slots.src_N[decodes], slots.dst_N[decodes], slots.log)
+        return self.recurrence.decode(inputs, memory.state_SHKV, batch.decode_slots, batch.recurrent.log)
 
     def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
-        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
+        recurrent = batch.recurrent
         inputs = self._inputs(*self.conv.prefill((x_RC, dt_RH), batch, memory.window_SRC, memory.replay))
-        sequences = (slots.src_N[prefills], slots.dst_N[prefills], slots.chunks)
-        return of_step(slots.replay, self.recurrence.prefill(inputs, memory.state_SHKV, *sequences))
+        out_RHV = self.recurrence.prefill(inputs, memory.state_SHKV, batch.prefill_slots, recurrent.chunks)
+        return of_step(recurrent.replay, out_RHV)
 
     def _inputs(self, y_TC: Tensor, dt_TH: Tensor) -> Mamba2Inputs:
         config = self.config
         x_TO, B_TO, C_TO = y_TC.split(self.conv_sizes, dim=-1)
         x_THV = x_TO.unflatten(-1, (config.num_heads, config.head_dim))
         B_TGK, C_TGK = (x.unflatten(-1, (config.num_groups, config.state_dim)) for x in (B_TO, C_TO))
-        return Mamba2Inputs(x_THV, B_TGK, C_TGK, dt_TH, self.A_log_H, self.D_H, self.dt_bias_H)
+        return Mamba2Inputs(x_THV, B_TGK, C_TGK, dt_TH, self.A_log_H, self.D_H, self.dt_bias_H, config.dt_limit)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors; the published input projection has the output gate's rows first."""

@@ -32,13 +32,12 @@ def advance(
         tokens: tensors with a row for each token of the step.
         log: of such tensors.
     """
-    num_rows, num_decodes, slots = batch.num_decode_rows, batch.num_decodes, batch.recurrent
-    src_N, dst_N, outs = slots.src_N, slots.dst_N, []
+    num_rows, recurrent, outs = batch.num_decode_rows, batch.recurrent, []
     if num_rows:
         decoded = inputs(*(x[:num_rows] for x in tokens))
-        outs.append(recurrence.decode(decoded, memory, src_N[:num_decodes], dst_N[:num_decodes], slots.log))
+        outs.append(recurrence.decode(decoded, memory, batch.decode_slots, recurrent.log))
     if num_rows < len(tokens[0]) or not outs:
-        prefilled = inputs(*with_logged(slots.replay, log, tuple(x[num_rows:] for x in tokens)))
-        out = recurrence.prefill(prefilled, memory, src_N[num_decodes:], dst_N[num_decodes:], slots.chunks)
-        outs.append(of_step(slots.replay, out))
+        prefilled = inputs(*with_logged(recurrent.replay, log, tuple(x[num_rows:] for x in tokens)))
+        out = recurrence.prefill(prefilled, memory, batch.prefill_slots, recurrent.chunks)
+        outs.append(of_step(recurrent.replay, out))
     return outs[0] if len(outs) == 1 else torch.cat(outs)

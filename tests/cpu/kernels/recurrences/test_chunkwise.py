@@ -15,14 +15,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.operation import Operation
-from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill, gdn_recurrent_reference
-from strandline.kernels.recurrences.kda import kda_decode, kda_prefill, kda_recurrent_reference
-from strandline.kernels.recurrences.lightning import lightning_decode, lightning_prefill, lightning_recurrent_reference
-from strandline.kernels.recurrences.mamba1 import mamba1_decode, mamba1_prefill, mamba1_recurrent_reference
-from strandline.kernels.recurrences.mamba2 import mamba2_decode, mamba2_prefill, mamba2_recurrent_reference
-from strandline.kernels.recurrences.rglru import rglru_decode, rglru_prefill, rglru_recurrent_reference
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill, gdn_recurrent_reference
+from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_prefill, kda_recurrent_reference
+from strandline.kernels.recurrences.lightning import (
+    LightningInputs,
+    lightning_decode,
+    lightning_prefill,
+    lightning_recurrent_reference,
+)
+from strandline.kernels.recurrences.mamba1 import (
+    Mamba1Inputs,
+    mamba1_decode,
+    mamba1_prefill,
+    mamba1_recurrent_reference,
+)
+from strandline.kernels.recurrences.mamba2 import (
+    Mamba2Inputs,
+    mamba2_decode,
+    mamba2_prefill,
+    mamba2_recurrent_reference,
+)
+from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, rglru_prefill, rglru_recurrent_reference
 from tests.bound import bound
 
 pytestmark = pytest.mark.usefixtures("each_version")
@@ -44,6 +60,8 @@ class Kind:
     tokens: tuple[tuple[int, ...], ...]
     parameters: Callable[[], tuple[Any, ...]]
     state: tuple[int, ...]
+    inputs: Callable[..., Any]
+    """Makes the operations' inputs of a token's inputs and the parameters."""
 
 
 def decay_rates(num_heads: int) -> Tensor:
@@ -59,6 +77,7 @@ KINDS = {
         ((2, 16), (2, 16), (4, 24), (4,), (4,)),
         lambda: (decay_rates(4), torch.randn(4)),
         (4, 16, 24),
+        GatedDeltaInputs,
     ),
     "kda": Kind(
         kda_prefill,
@@ -67,6 +86,7 @@ KINDS = {
         ((4, 16), (4, 16), (4, 24), (4, 16), (4,)),
         lambda: (decay_rates(4), torch.randn(4, 16), None),
         (4, 16, 24),
+        KimiDeltaInputs,
     ),
     "lightning": Kind(
         lightning_prefill,
@@ -75,6 +95,7 @@ KINDS = {
         ((4, 16), (4, 16), (4, 20)),
         lambda: (-torch.empty(4).uniform_(0.1, 2),),
         (4, 16, 20),
+        LightningInputs,
     ),
     "rglru": Kind(
         rglru_prefill,
@@ -83,6 +104,7 @@ KINDS = {
         ((20,), (20,), (20,), (1,)),
         lambda: (torch.randn(20),),
         (20,),
+        GatedUnitInputs,
     ),
     "mamba1": Kind(
         mamba1_prefill,
@@ -91,6 +113,7 @@ KINDS = {
         ((20,), (20,), (5,), (5,), (20,)),
         lambda: (torch.randn(20), torch.randn(20), torch.empty(20, 5).uniform_(0.001, 4).log()),
         (20, 5),
+        Mamba1Inputs,
     ),
     "mamba2": Kind(
         mamba2_prefill,
@@ -99,6 +122,7 @@ KINDS = {
         ((6, 12), (2, 16), (2, 16), (6,)),
         lambda: (decay_rates(6), torch.randn(6), torch.randn(6), (0.01, torch.inf)),
         (6, 16, 12),
+        Mamba2Inputs,
     ),
     "mamba2-one-group": Kind(
         mamba2_prefill,
@@ -107,6 +131,7 @@ KINDS = {
         ((3, 20), (1, 8), (1, 8), (3,)),
         lambda: (decay_rates(3), torch.randn(3), torch.randn(3), (0.0, 0.7)),
         (3, 8, 20),
+        Mamba2Inputs,
     ),
 }
 
@@ -130,18 +155,21 @@ class Layer:
     def in_dtype(self, dtype: torch.dtype) -> "Layer":
         return Layer(self.kind, tuple(x.to(dtype) for x in self.tokens), self.parameters)
 
+    @property
+    def inputs(self) -> Any:
+        return self.kind.inputs(*self.tokens, *self.parameters)
+
     def token_by_token(self, state_X: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kind.reference(*self.tokens, *self.parameters, state_X)
+        return self.kind.reference(self.inputs, state_X)
 
     def prefill(self, state_SX: Tensor, prompts: Sequence["Prompt"]) -> Tensor:
         """Run over prompts whose tokens are these rows, prompt after prompt."""
         chunks = build_chunk_table([(p.start, p.end) for p in prompts], [p.cuts for p in prompts])
-        slots = (torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts]))
-        return bound(self.kind.prefill)(*self.tokens, *self.parameters, state_SX, *slots, chunks)
+        slots = Slots(torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts]))
+        return bound(self.kind.prefill)(self.inputs, state_SX, slots, chunks)
 
     def decode(self, state_SX: Tensor, src: Sequence[int], dst: Sequence[int]) -> Tensor:
-        slots = (torch.tensor(src), torch.tensor(dst))
-        return bound(self.kind.decode)(*self.tokens, *self.parameters, state_SX, *slots)
+        return bound(self.kind.decode)(self.inputs, state_SX, Slots(torch.tensor(src), torch.tensor(dst)))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Shape suffixes as in ``kernels/recurrences/gdn.py``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.recurrences import gdn
-from strandline.kernels.recurrences.gdn import gdn_recurrent_reference
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_recurrent_reference
 from tests.bound import bound
+from tests.cpu.kernels.recurrences.test_chunkwise import Prompt
 
 gdn_decode = bound(gdn.gdn_decode)
 gdn_prefill = bound(gdn.gdn_prefill)
@@ -46,38 +49,18 @@ class Shape:
     value_dim: int = 24
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(GatedDeltaInputs):
     """Parameters of one layer and the inputs of T tokens."""
-
-    q_TGK: Tensor
-    k_TGK: Tensor
-    v_THV: Tensor
-    a_TH: Tensor
-    b_TH: Tensor
-    A_log_H: Tensor
-    dt_bias_H: Tensor
-    max_beta: int = 1
 
     def rows(self, start: int, end: int) -> "Layer":
         """Return the layer with the inputs of rows ``[start, end)``."""
-        tokens = {name: getattr(self, name)[start:end] for name in ("q_TGK", "k_TGK", "v_THV", "a_TH", "b_TH")}
-        return replace(self, **tokens)
+        tokens: list[Any] = [x[start:end] for x in self[:5]]
+        return Layer(*tokens, *self[5:])
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        """Return what every kernel takes first."""
-        return self.q_TGK, self.k_TGK, self.v_THV, self.a_TH, self.b_TH, self.A_log_H, self.dt_bias_H
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One sequence of a step: its token range, where its state comes from and goes to, and its cuts."""
-
-    start: int
-    end: int
-    src: int
-    dst: int
-    cuts: tuple[tuple[int, int], ...] = ()
+    def exact(self) -> "Layer":
+        """Return it in float32 on the CPU."""
+        tensors: list[Any] = [x.float().cpu() for x in self[:7]]
+        return Layer(*tensors, self.max_beta)
 
 
 def make_layer(num_tokens: int, shape: Shape = Shape(), dtype: torch.dtype = torch.float32) -> Layer:
@@ -111,8 +94,8 @@ def initial_state(state_SHKV: Tensor, slot: int) -> Tensor:
 def prefill(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt]) -> Tensor:
     """Run the kernel over prompts whose tokens are the layer's rows, prompt after prompt."""
     chunks = build_chunk_table([(p.start, p.end) for p in prompts], [p.cuts for p in prompts])
-    src_N, dst_N = torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts])
-    return gdn_prefill(*layer.arguments(), state_SHKV, src_N, dst_N, chunks, layer.max_beta)
+    slots = Slots(torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts]))
+    return gdn_prefill(layer, state_SHKV, slots, chunks)
 
 
 def check_prefill(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt]) -> None:
@@ -126,7 +109,7 @@ def check_prefill(layer: Layer, state_SHKV: Tensor, prompts: Sequence[Prompt]) -
         for stop, slot in (*prompt.cuts, (prompt.end, prompt.dst)):
             if stop > position:
                 part = layer.rows(row, row + stop - position)
-                expected_THV, state_HKV = gdn_recurrent_reference(*part.arguments(), state_HKV, layer.max_beta)
+                expected_THV, state_HKV = gdn_recurrent_reference(part, state_HKV)
                 torch.testing.assert_close(out_THV[row : row + stop - position], expected_THV, **FLOAT32)
                 row, position = row + stop - position, stop
             if slot:
@@ -208,7 +191,7 @@ def test_null_destination_drops_the_state() -> None:
 
 def test_nan_in_the_tokens_of_one_sequence_stays_there() -> None:
     layer = make_layer(40)
-    for tokens in layer.arguments()[:5]:
+    for tokens in layer[:5]:
         tokens[10:25] = POISON
     out_THV = prefill(layer, make_arena(), [Prompt(0, 10, 0, 1), Prompt(0, 15, 0, 2), Prompt(0, 15, 0, 3)])
     assert out_THV[:10].isfinite().all()
@@ -299,11 +282,11 @@ def test_partition_into_steps_and_cuts_changes_no_state_or_output(data: st.DataO
         start = end
     state_HKV, position = torch.zeros_like(state_SHKV[0]), 0
     for stop in sorted({*cuts, *bounds}):
-        _, state_HKV = gdn_recurrent_reference(*layer.rows(position, stop).arguments(), state_HKV)
+        _, state_HKV = gdn_recurrent_reference(layer.rows(position, stop), state_HKV)
         for slot in {slot_of_cut.get(stop, 0), bounds.index(stop) + 1 if stop in bounds else 0} - {0}:
             torch.testing.assert_close(state_SHKV[slot], state_HKV, **FLOAT32)
         position = stop
-    expected_THV, _ = gdn_recurrent_reference(*layer.arguments(), torch.zeros_like(state_HKV))
+    expected_THV, _ = gdn_recurrent_reference(layer, torch.zeros_like(state_HKV))
     torch.testing.assert_close(torch.cat(outs), expected_THV, **FLOAT32)
 
 
@@ -317,7 +300,7 @@ def test_extreme_gates_neither_overflow_nor_lose_the_weak_ones(gate: str) -> Non
     if gate == "infinite":
         a_TH = layer.a_TH.clone()
         a_TH[::7] = torch.inf
-    layer = replace(layer, a_TH=a_TH, A_log_H=torch.tensor([2.7, 0.0, -3.0, 4.0]))
+    layer = layer._replace(a_TH=a_TH, A_log_H=torch.tensor([2.7, 0.0, -3.0, 4.0]))
     check_prefill(layer, make_arena([1]), [Prompt(5, 155, 1, 2, ((70, 3),))])
     check_decode(layer.rows(0, 14), make_arena([1]), [1] * 14, list(range(2, 16)))
 
@@ -325,19 +308,19 @@ def test_extreme_gates_neither_overflow_nor_lose_the_weak_ones(gate: str) -> Non
 def test_repeated_keys_written_at_full_strength_stay_accurate() -> None:
     layer = make_layer(130)
     k_TGK = layer.k_TGK[:1] + 1e-3 * layer.k_TGK
-    layer = replace(layer, k_TGK=k_TGK, b_TH=torch.full_like(layer.b_TH, 20.0), a_TH=layer.a_TH - 30.0)
+    layer = layer._replace(k_TGK=k_TGK, b_TH=torch.full_like(layer.b_TH, 20.0), a_TH=layer.a_TH - 30.0)
     check_prefill(layer, make_arena([1]), [Prompt(0, 130, 1, 2)])
 
 
 def test_negative_eigenvalues_in_prefill_and_decode_equal_the_recurrence() -> None:
-    layer = replace(make_layer(141), max_beta=2)
+    layer = make_layer(141)._replace(max_beta=2)
     check_prefill(layer, make_arena([2]), [Prompt(37, 178, src=2, dst=1, cuts=((100, 3),))])
     check_decode(layer.rows(0, 3), make_arena([1, 2]), [1, 2, 0], [1, 3, 4])
 
 
 def test_zero_queries_and_keys_give_zeros() -> None:
     layer = make_layer(70)
-    layer = replace(layer, q_TGK=torch.zeros_like(layer.q_TGK), k_TGK=torch.zeros_like(layer.k_TGK))
+    layer = layer._replace(q_TGK=torch.zeros_like(layer.q_TGK), k_TGK=torch.zeros_like(layer.k_TGK))
     check_prefill(layer, make_arena([1]), [Prompt(0, 70, 1, 2)])
 
 
@@ -351,7 +334,7 @@ def transformers_inputs(layer: Layer) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("max_beta", [1, 2])
 @pytest.mark.parametrize("peer", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
 def test_prefill_equals_transformers(peer, max_beta: int) -> None:  # type: ignore[no-untyped-def]
-    layer, state_SHKV = replace(make_layer(150), max_beta=max_beta), make_arena([1])
+    layer, state_SHKV = make_layer(150)._replace(max_beta=max_beta), make_arena([1])
     q, k, v, g, beta = transformers_inputs(layer)
     expected_THV, expected_HKV = peer(
         q, k, v, g=g, beta=beta, initial_state=state_SHKV[1:2], output_final_state=True, use_qk_l2norm_in_kernel=True
@@ -363,9 +346,7 @@ def test_prefill_equals_transformers(peer, max_beta: int) -> None:  # type: igno
 
 def test_bfloat16_inputs_cost_one_rounding_of_the_output() -> None:
     layer, state_SHKV = make_layer(300, dtype=torch.bfloat16), make_arena([1])
-    exact_THV, exact_HKV = gdn_recurrent_reference(
-        *(x.float() for x in layer.arguments()), initial_state(state_SHKV, 1)
-    )
+    exact_THV, exact_HKV = gdn_recurrent_reference(layer.exact(), initial_state(state_SHKV, 1))
     out_THV = prefill(layer, state_SHKV, [Prompt(9, 309, 1, 2)])
     assert out_THV.dtype == torch.bfloat16
     assert (out_THV.float() - exact_THV).norm() < BFLOAT16_RELATIVE_NORM * exact_THV.norm()
@@ -374,13 +355,12 @@ def test_bfloat16_inputs_cost_one_rounding_of_the_output() -> None:
 
 def test_prefill_reads_strided_inputs() -> None:
     layer = make_layer(80)
-    wide = {name: torch.cat((x, x), dim=-1).chunk(2, dim=-1)[1] for name, x in vars(layer).items() if "T" in name}
-    check_prefill(replace(layer, **wide), make_arena([1]), [Prompt(0, 80, 1, 2)])
+    wide = {name: torch.cat((x, x), dim=-1).chunk(2, dim=-1)[1] for name, x in layer._asdict().items() if "T" in name}
+    check_prefill(layer._replace(**wide), make_arena([1]), [Prompt(0, 80, 1, 2)])
 
 
 def decode(layer: Layer, state_SHKV: Tensor, src: Sequence[int], dst: Sequence[int]) -> Tensor:
-    slots = torch.tensor(src), torch.tensor(dst)
-    return gdn_decode(*layer.arguments(), state_SHKV, *slots, layer.max_beta)
+    return gdn_decode(layer, state_SHKV, Slots(torch.tensor(src), torch.tensor(dst)))
 
 
 def check_decode(layer: Layer, state_SHKV: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -389,8 +369,7 @@ def check_decode(layer: Layer, state_SHKV: Tensor, src: Sequence[int], dst: Sequ
     expected_NHV = torch.empty_like(layer.v_THV)
     for i, (src_slot, dst_slot) in enumerate(zip(src, dst, strict=True)):
         before_HKV = initial_state(state_SHKV, src_slot)
-        token = layer.rows(i, i + 1).arguments()
-        expected_NHV[i], after_HKV = gdn_recurrent_reference(*token, before_HKV, layer.max_beta)
+        expected_NHV[i], after_HKV = gdn_recurrent_reference(layer.rows(i, i + 1), before_HKV)
         if dst_slot:
             expected_SHKV[dst_slot] = after_HKV
     torch.testing.assert_close(decode(layer, state_SHKV, src, dst), expected_NHV, **FLOAT32)
@@ -426,9 +405,7 @@ def test_decode_of_sequence_does_not_depend_on_its_batch() -> None:
 
 def test_decode_in_bfloat16_costs_one_rounding_of_the_output() -> None:
     layer, state_SHKV = make_layer(1, dtype=torch.bfloat16), make_arena([1])
-    exact_NHV, exact_HKV = gdn_recurrent_reference(
-        *(x.float() for x in layer.arguments()), initial_state(state_SHKV, 1)
-    )
+    exact_NHV, exact_HKV = gdn_recurrent_reference(layer.exact(), initial_state(state_SHKV, 1))
     out_NHV = decode(layer, state_SHKV, [1], [1])
     assert out_NHV.dtype == torch.bfloat16
     assert (out_NHV.float() - exact_NHV).norm() < BFLOAT16_RELATIVE_NORM * exact_NHV.norm()

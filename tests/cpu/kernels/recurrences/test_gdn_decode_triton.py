@@ -7,17 +7,21 @@ The ``check_`` functions run on any device; tests/gpu runs them at the published
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
+from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences import gdn
+from tests.cpu.kernels.recurrences.test_gdn import Layer
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode, gdn_decode_invariant
+from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
@@ -40,8 +44,8 @@ class Shape:
     value_dim: int = 64
 
 
-def make_inputs(num_sequences: int, shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return what the operation takes before the states; q, k, v, a and b are parts of one wide tensor's rows."""
+def make_inputs(num_sequences: int, shape: Shape, dtype: torch.dtype, device: str) -> Layer:
+    """Return random inputs; q, k, v, a and b are parts of one wide tensor's rows."""
     sizes = [shape.key_heads * shape.key_dim] * 2 + [shape.value_heads * shape.value_dim] + [shape.value_heads] * 2
     wide = torch.full((num_sequences, sum(sizes) + 48), torch.nan, device=device)
     wide[:, 16 : 16 + sum(sizes)].normal_()
@@ -49,7 +53,7 @@ def make_inputs(num_sequences: int, shape: Shape, dtype: torch.dtype, device: st
     q_NGK, k_NGK = (x.unflatten(1, (shape.key_heads, shape.key_dim)) for x in parts[:2])
     v_NHV = parts[2].unflatten(1, (shape.value_heads, shape.value_dim))
     A_log_H = torch.empty(shape.value_heads, device=device).uniform_(0.001, 4).log()
-    return [q_NGK, k_NGK, v_NHV, *parts[3:], A_log_H, torch.randn(shape.value_heads, device=device)]
+    return Layer(q_NGK, k_NGK, v_NHV, parts[3], parts[4], A_log_H, torch.randn(shape.value_heads, device=device))
 
 
 def make_arena(
@@ -78,26 +82,24 @@ def check_decode(
     dtype: torch.dtype,
     device: str,
     state_dtype: torch.dtype = torch.float32,
-    inputs: list[Tensor] | None = None,
-    max_beta: int = 1,
+    inputs: Layer | None = None,
 ) -> None:
     """Assert outputs and states of one token per sequence, and that no other slot has changed a bit."""
     filled = sorted({*src} - {0})
     state_SHKV = make_arena(max(*src, *dst) + 2, filled, shape, device, state_dtype)
     before_SHKV = state_SHKV.cpu().clone()
     inputs = inputs or make_inputs(len(src), shape, dtype, device)
-    slots = (torch.tensor(src, device=device), torch.tensor(dst, device=device))
+    slots = Slots(torch.tensor(src, device=device), torch.tensor(dst, device=device))
     with poisoned_memory():
-        out_NHV = gdn_decode(*inputs, state_SHKV, *slots, max_beta)
+        out_NHV = gdn_decode(inputs, state_SHKV, slots)
     assert out_NHV.dtype == dtype
     after_SHKV = state_SHKV.cpu()
     expected_SHKV = before_SHKV.clone()
     expected_NHV = torch.empty(out_NHV.shape)
-    host = [x.cpu().float() for x in inputs]
+    host = inputs.exact()
     for i, (src_slot, dst_slot) in enumerate(zip(src, dst, strict=True)):
         state_HKV = before_SHKV[src_slot].float() if src_slot else torch.zeros(before_SHKV.shape[1:])
-        tokens = [x[i : i + 1] for x in host[:5]]
-        out_1HV, state_HKV = gdn.gdn_recurrent_reference(*tokens, *host[5:], state_HKV, max_beta)
+        out_1HV, state_HKV = gdn.gdn_recurrent_reference(host.rows(i, i + 1), state_HKV)
         expected_NHV[i] = out_1HV[0]
         if dst_slot:
             expected_SHKV[dst_slot] = state_HKV
@@ -115,11 +117,11 @@ def check_batch_changes_no_bit(num_sequences: int, shape: Shape, dtype: torch.dt
     slots = torch.arange(1, num_sequences + 1, device=device)
     batch_SHKV = make_arena(num_sequences + 1, slots.tolist(), shape, device)
     alone_SHKV = batch_SHKV.clone()
-    out_NHV = gdn_decode_invariant(*inputs, batch_SHKV, slots, slots)
+    decode = partial(gdn_decode, launches=Launches.FIXED)
+    out_NHV = decode(inputs, batch_SHKV, Slots(slots, slots))
     for i in {0, num_sequences // 2, num_sequences - 1}:
-        one = slice(i, i + 1)
-        row = [x[one] for x in inputs[:5]]
-        assert torch.equal(gdn_decode_invariant(*row, *inputs[5:], alone_SHKV, slots[one], slots[one])[0], out_NHV[i])
+        one = Slots(slots[i : i + 1], slots[i : i + 1])
+        assert torch.equal(decode(inputs.rows(i, i + 1), alone_SHKV, one)[0], out_NHV[i])
         assert torch.equal(alone_SHKV[i + 1], batch_SHKV[i + 1])
 
 
@@ -129,7 +131,7 @@ def check_gates(dtype: torch.dtype, device: str) -> None:
     for a in (-200.0, -8.0, 0.0, 25.0, 3e4, torch.inf):
         for b in (-200.0, 0.0, 200.0):
             inputs = make_inputs(2, shape, dtype, device)
-            inputs[3], inputs[4] = torch.full_like(inputs[3], a), torch.full_like(inputs[4], b)
+            inputs = inputs._replace(a_TH=torch.full_like(inputs.a_TH, a), b_TH=torch.full_like(inputs.b_TH, b))
             check_decode([1, 2], [1, 3], shape, dtype, device, inputs=inputs)
 
 
@@ -140,7 +142,7 @@ def check_nan_stays_in_its_sequence(device: str) -> None:
     inputs = make_inputs(3, Shape(), torch.float32, device)
     for x in inputs[:5]:
         x[1] = torch.nan
-    out_NHV = gdn_decode(*inputs, state_SHKV, slots, slots)
+    out_NHV = gdn_decode(inputs, state_SHKV, Slots(slots, slots))
     assert out_NHV[[0, 2]].isfinite().all()
     assert out_NHV[1].isnan().all()
     assert state_SHKV[[1, 3]].isfinite().all()
@@ -164,7 +166,8 @@ def test_decode_in_place_from_a_shared_slot_and_from_nothing(num_sequences: int)
 
 
 def test_negative_eigenvalues_equal_the_recurrence() -> None:
-    check_decode([1, 2, 0], [1, 3, 4], Shape(), torch.float32, "cpu", max_beta=2)
+    inputs = make_inputs(3, Shape(), torch.float32, "cpu")._replace(max_beta=2)
+    check_decode([1, 2, 0], [1, 3, 4], Shape(), torch.float32, "cpu", inputs=inputs)
 
 
 def test_padded_rows_and_null_destinations_write_nothing() -> None:
@@ -191,9 +194,9 @@ def test_nan_in_one_sequence_stays_there() -> None:
 
 def test_zero_keys_and_queries_give_zeros() -> None:
     inputs = make_inputs(2, Shape(), torch.float32, "cpu")
-    inputs[0].zero_()
-    inputs[1].zero_()
+    inputs.q_TGK.zero_()
+    inputs.k_TGK.zero_()
     state_SHKV = make_arena(3, [1, 2], Shape(), "cpu")
     slots = torch.tensor([1, 2])
-    assert (gdn_decode(*inputs, state_SHKV, slots, slots) == 0).all()
+    assert (gdn_decode(inputs, state_SHKV, Slots(slots, slots)) == 0).all()
     assert state_SHKV[1:].isfinite().all()

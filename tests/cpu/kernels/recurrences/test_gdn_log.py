@@ -7,6 +7,7 @@ The ``check_`` functions take either version of the operations, on any device; s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.recurrences import gdn_log
-from strandline.kernels.recurrences.gdn import gdn_recurrent_reference
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_recurrent_reference
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory
 from tests.bound import bound
 from tests.cpu.kernels.recurrences.test_gdn import FLOAT32, Shape, make_arena, make_layer
@@ -90,7 +91,9 @@ class Decoding:
         self.setting, shape = setting, setting.shape
         one = make_layer(num_tokens, shape)
         self.layers = [
-            replace(make_layer(num_tokens, shape, setting.dtype), A_log_H=one.A_log_H, dt_bias_H=one.dt_bias_H)
+            make_layer(num_tokens, shape, setting.dtype)._replace(
+                A_log_H=one.A_log_H, dt_bias_H=one.dt_bias_H, max_beta=setting.max_beta
+            )
             for _ in range(num_sequences)
         ]
         state_SHKV = make_arena(range(1, num_sequences + 1), shape)
@@ -118,10 +121,10 @@ class Decoding:
             early: the sequences that fold although their logs have room.
         """
         device = self.setting.device
-        rows = [self.layers[i].rows(self.done[i], self.done[i] + 1).arguments() for i in members]
+        rows = [self.layers[i].rows(self.done[i], self.done[i] + 1)[:5] for i in members]
         rows += [rows[0]] * num_padding
-        inputs = [torch.cat(column).to(device) for column in list(zip(*rows, strict=True))[:5]]
-        gates = [x.to(device) for x in (self.layers[0].A_log_H, self.layers[0].dt_bias_H)]
+        tensors: list[Any] = [*map(torch.cat, zip(*rows, strict=True)), *self.layers[0][5:7]]
+        inputs = GatedDeltaInputs(*(x.to(device) for x in tensors), self.setting.max_beta)
         src = [self.slots[i] for i in members]
         dst = src if dst is None else dst
         padding = [NULL_SLOT] * num_padding
@@ -132,10 +135,9 @@ class Decoding:
             [*(self.logged[i] + 1 if folds[i] else 0 for i in members), *padding],
             device,
         )
-        slots = [torch.tensor([*column, *padding], device=device) for column in (src, dst)]
+        slots = Slots(*(torch.tensor([*column, *padding], device=device) for column in (src, dst)))
         with poisoned_memory():
-            memory = (self.state_SHKV, *slots, self.memory.of_layer(0), logs)
-            out_NHV = self.setting.decode(*inputs, *gates, *memory, self.setting.max_beta)
+            out_NHV = self.setting.decode(inputs, self.state_SHKV, slots, self.memory.of_layer(0), logs)
         assert out_NHV.dtype == self.setting.dtype
         for i, target, out_HV in zip(members, dst, out_NHV.cpu(), strict=False):
             if target == NULL_SLOT:
@@ -151,7 +153,7 @@ class Decoding:
     def check(self, i: int) -> None:
         """Assert that a sequence's outputs are those of the recurrence, and its state after a fold, too."""
         layer = self.layers[i].rows(0, self.done[i])
-        expected_THV, state_HKV = gdn_recurrent_reference(*layer.arguments(), self.initial[i], self.setting.max_beta)
+        expected_THV, state_HKV = gdn_recurrent_reference(layer, self.initial[i])
         tolerance = FLOAT32 if self.setting.dtype == torch.float32 else BFLOAT16
         torch.testing.assert_close(torch.stack(self.outs[i]).float(), expected_THV.float(), **tolerance)
         self.fold([i])
@@ -251,7 +253,7 @@ def check_fold_follows_plan(setting: Setting) -> None:
     before_SHKV = decoding.state_SHKV.cpu()
     decoding.step([0, 1], early=[0])
     assert decoding.logged == [0, 4]
-    _, folded_HKV = gdn_recurrent_reference(*decoding.layers[0].rows(0, 4).arguments(), decoding.initial[0])
+    _, folded_HKV = gdn_recurrent_reference(decoding.layers[0].rows(0, 4), decoding.initial[0])
     torch.testing.assert_close(decoding.state_SHKV[1].cpu(), folded_HKV, **FLOAT32)
     assert torch.equal(decoding.state_SHKV[2].cpu(), before_SHKV[2])
     for _ in range(4):

@@ -5,22 +5,27 @@ Shape suffixes as in ``kernels/recurrences/gdn.py``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import Chunks, build_chunk_table, plan_chunks
+from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences import gdn
 from strandline.kernels.recurrences.gdn_prefill_numba import gdn_prefill as gdn_prefill_by_numba
 from tests.bound import bound
+from tests.cpu.kernels.recurrences.test_chunkwise import Prompt
+from tests.cpu.kernels.recurrences.test_gdn import Layer
 
 gdn_prefill_by_torch = bound(gdn.gdn_prefill)
 
 if find_spec("triton") is not None:
     from strandline.kernels.recurrences import delta_rule_triton
-    from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill, gdn_prefill_invariant
+    from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -45,35 +50,6 @@ class Shape:
 
 
 REAL = Shape(16, 32, 128, 128)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One sequence of a step: its token range, where its state comes from and goes to, and its cuts."""
-
-    start: int
-    end: int
-    src: int
-    dst: int
-    cuts: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Parameters of one layer and the inputs of T tokens."""
-
-    q_TGK: Tensor
-    k_TGK: Tensor
-    v_THV: Tensor
-    a_TH: Tensor
-    b_TH: Tensor
-    A_log_H: Tensor
-    dt_bias_H: Tensor
-    max_beta: int = 1
-
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return what the kernel takes first."""
-        return self.q_TGK, self.k_TGK, self.v_THV, self.a_TH, self.b_TH, self.A_log_H, self.dt_bias_H
 
 
 def make_layer(num_tokens: int, shape: Shape, dtype: torch.dtype, device: str) -> Layer:
@@ -112,18 +88,14 @@ def check(
     """Assert outputs, every slot that is written and that no other is; return the larger error."""
     device = state_SHKV.device
     ranges, cuts = [(p.start, p.end) for p in prompts], [p.cuts for p in prompts]
-    exact = Layer(*(x.float().cpu() for x in layer.arguments()))
     expected_SHKV = state_SHKV.cpu().clone()
-    src_N, dst_N = torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts])
-    expected_THV = gdn_prefill_by_torch(
-        *exact.arguments(), expected_SHKV, src_N, dst_N, build_chunk_table(ranges, cuts), layer.max_beta
-    )
+    slots = Slots(torch.tensor([p.src for p in prompts]), torch.tensor([p.dst for p in prompts]))
+    expected_THV = gdn_prefill_by_torch(layer.exact(), expected_SHKV, slots, build_chunk_table(ranges, cuts))
     # Freed memory that the kernels' scratch is likely to get.
     poison = [torch.full((layer.v_THV.numel() * n,), POISON, device=device) for n in (1, 2, 3, 4)]
     del poison
     chunks = replace(build_chunk_table(ranges, cuts, device), is_short=is_short)
-    slots = src_N.to(device), dst_N.to(device)
-    out_THV = gdn_prefill(*layer.arguments(), state_SHKV, *slots, chunks, layer.max_beta)
+    out_THV = gdn_prefill(layer, state_SHKV, Slots(*(x.to(device) for x in slots)), chunks)
     assert out_THV.dtype == layer.q_TGK.dtype
     out_error = float((out_THV.cpu().float() - expected_THV).norm() / expected_THV.norm())
     is_written = expected_SHKV.isfinite()
@@ -162,12 +134,12 @@ def check_verification(num_sequences: int, shape: Shape, device: str, dtype: tor
         for i in range(num_sequences)
     ]
     prompts = [p if not p.cuts or p.cuts[0][0] <= p.end else replace(p, cuts=((p.end, p.src),)) for p in prompts]
-    layer = replace(make_layer(sum(p.end - p.start for p in prompts), shape, dtype, device), max_beta=2)
+    layer = make_layer(sum(p.end - p.start for p in prompts), shape, dtype, device)._replace(max_beta=2)
     check(layer, make_arena(range(1, 1 + num_sequences), shape, device), prompts, limit, is_short=True)
 
 
 def check_negative_eigenvalues(device: str, dtype: torch.dtype, limit: float) -> None:
-    layer = replace(make_layer(130, Shape(), dtype, device), max_beta=2)
+    layer = make_layer(130, Shape(), dtype, device)._replace(max_beta=2)
     check(layer, make_arena([2], Shape(), device), [Prompt(37, 167, 2, 1, ((100, 3),))], limit)
 
 
@@ -181,7 +153,7 @@ def check_gates(gate: str, device: str) -> None:
     if gate == "infinite":
         a_TH = layer.a_TH.clone()
         a_TH[::7] = torch.inf
-    layer = replace(layer, a_TH=a_TH, A_log_H=torch.tensor([2.7, 0.0, -3.0, 4.0], device=device))
+    layer = layer._replace(a_TH=a_TH, A_log_H=torch.tensor([2.7, 0.0, -3.0, 4.0], device=device))
     check(layer, make_arena([1], shape, device), [Prompt(5, 155, 1, 2, ((70, 3),))], FLOAT32_ERROR)
 
 
@@ -190,7 +162,7 @@ def check_repeated_keys(device: str, dtype: torch.dtype, limit: float, max_beta:
     layer = make_layer(130, shape, dtype, device)
     k_TGK = (layer.k_TGK[:1].float() + 1e-3 * layer.k_TGK.float()).to(dtype)
     b_TH, a_TH = torch.full_like(layer.b_TH, 20.0), layer.a_TH - 30.0
-    layer = replace(layer, k_TGK=k_TGK, b_TH=b_TH, a_TH=a_TH, max_beta=max_beta)
+    layer = layer._replace(k_TGK=k_TGK, b_TH=b_TH, a_TH=a_TH, max_beta=max_beta)
     check(layer, make_arena([1], shape, device), [Prompt(0, 130, 1, 2)], limit)
 
 
@@ -218,7 +190,7 @@ def check_segments(
     layer = make_layer(sum(p.end - p.start for p in prompts), shape, dtype, device)
     # Every other head hardly decays: what was before a segment is still in the states behind it.
     layer.A_log_H[::2] = -9.0
-    layer = replace(layer, max_beta=1 + max_segments % 2)
+    layer = layer._replace(max_beta=1 + max_segments % 2)
     check(layer, make_arena([7, 14], shape, device), prompts, limit)
 
 
@@ -245,8 +217,8 @@ def check_padded_segments(device: str, dtype: torch.dtype, monkeypatch: pytest.M
         torch.manual_seed(7)
         state_SHKV = make_arena([1, 2], Shape(), device)
         assert delta_rule_triton.choose_launch(table, 2, 16).num_segments == 4
-        places = (torch.tensor(slots[0], device=device), torch.tensor(slots[1], device=device))
-        out_THV = gdn_prefill(*layer.arguments(), state_SHKV, *places, table)
+        places = Slots(torch.tensor(slots[0], device=device), torch.tensor(slots[1], device=device))
+        out_THV = gdn_prefill(layer, state_SHKV, places, table)
         results.append((out_THV, state_SHKV.nan_to_num(9.0)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert results[0][0].isfinite().all()
@@ -255,11 +227,11 @@ def check_padded_segments(device: str, dtype: torch.dtype, monkeypatch: pytest.M
 def check_nan_stays(device: str) -> None:
     shape = Shape()
     layer = make_layer(40, shape, torch.float32, device)
-    for tokens in layer.arguments()[:5]:
+    for tokens in layer[:5]:
         tokens[10:25] = POISON
-    slots = torch.tensor([0, 0, 0], device=device), torch.tensor([1, 2, 3], device=device)
+    slots = Slots(torch.tensor([0, 0, 0], device=device), torch.tensor([1, 2, 3], device=device))
     chunks = build_chunk_table([(0, 10), (0, 15), (0, 15)], [(), (), ()], device)
-    out_THV = gdn_prefill(*layer.arguments(), make_arena([], shape, device), *slots, chunks)
+    out_THV = gdn_prefill(layer, make_arena([], shape, device), slots, chunks)
     assert out_THV[:10].isfinite().all()
     assert out_THV[10:25].isnan().all()
     assert out_THV[25:].isfinite().all()
@@ -327,9 +299,8 @@ def test_deterministic_prefills_are_not_divided(monkeypatch: pytest.MonkeyPatch)
 
     def run(start: int, end: int, src: int, dst: int) -> Tensor:
         table = build_chunk_table([(start, end)], [()])
-        rows = (x[start:end] for x in layer.arguments()[:5])
-        slots = torch.tensor([src]), torch.tensor([dst])
-        return gdn_prefill_invariant(*rows, layer.A_log_H, layer.dt_bias_H, state_SHKV, *slots, table)
+        slots = Slots(torch.tensor([src]), torch.tensor([dst]))
+        return gdn_prefill(layer.rows(start, end), state_SHKV, slots, table, launches=Launches.FIXED)
 
     whole = run(0, 300, 0, 1)
     assert torch.equal(torch.cat([run(0, 64, 0, 2), run(64, 256, 2, 2), run(256, 300, 2, 2)]), whole)
@@ -339,9 +310,14 @@ def test_deterministic_prefills_are_not_divided(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("is_short", [False, True])
 def test_outputs_are_written_where_they_are_wanted(is_short: bool) -> None:
     layer, table = make_layer(4, Shape(), torch.float32, "cpu"), build_chunk_table([(0, 4)], [()])
-    arguments = (*layer.arguments(), make_arena([], Shape(), "cpu"), torch.tensor([0]), torch.tensor([0]))
+    arguments = (layer, make_arena([], Shape(), "cpu"), Slots(torch.tensor([0]), torch.tensor([0])))
     expected = gdn_prefill_by_torch(*arguments, table)
-    for prefill in (gdn_prefill_by_torch, gdn_prefill, gdn_prefill_invariant, gdn_prefill_by_numba):
+    for prefill in (
+        gdn_prefill_by_torch,
+        gdn_prefill,
+        partial(gdn_prefill, launches=Launches.FIXED),
+        gdn_prefill_by_numba,
+    ):
         rows_THV = torch.full((9, *layer.v_THV.shape[1:]), POISON)
         out_THV = prefill(*arguments, replace(table, is_short=is_short), out_THV=rows_THV[3:7])
         assert out_THV.data_ptr() == rows_THV[3:].data_ptr()

@@ -5,21 +5,22 @@ The ``check_`` function runs on any device; tests/gpu runs it at the published m
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from strandline.kernels.batch import Slots
+from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences import gdn
 from strandline.kernels.recurrences.replay import of_step
 from tests.cpu.kernels.recurrences.test_conv1d_replay_triton import LENGTHS, Lengths, make_step
-from tests.cpu.kernels.recurrences.test_gdn_prefill_triton import FLOAT32_ERROR, Layer, Shape, make_layer
+from tests.cpu.kernels.recurrences.test_gdn_prefill_triton import FLOAT32_ERROR, Shape, make_layer
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill, gdn_prefill_invariant
+from strandline.kernels.recurrences.gdn_prefill_triton import gdn_prefill
 from strandline.kernels.recurrences.gdn_short_triton import FEW, MANY, Short, gdn_prefill_short
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
@@ -43,22 +44,21 @@ def check_replay(
     launch: Short | None = None,
 ) -> None:
     replay, chunks, ends = make_step(lengths, 16, device, num_fillers)
-    layer = replace(make_layer(replay.num_rows, shape, dtype, device), max_beta=2)
+    layer = make_layer(replay.num_rows, shape, dtype, device)._replace(max_beta=2)
     # What no chunk holds must not be read.
-    for tokens in layer.arguments()[:5]:
+    for tokens in layer[:5]:
         tokens[-1] = torch.nan
     state_shape = (2 * len(lengths) + 2, shape.value_heads, shape.key_dim, shape.value_dim)
     state_SHKV = torch.full(state_shape, torch.nan, device=device)
     is_read = ends["src"] != 0
     state_SHKV[ends["src"][is_read]] = torch.randn(int(is_read.sum()), *state_shape[1:], device=device)
     expected_SHKV = state_SHKV.cpu().clone()
-    exact = Layer(*(x.float().cpu() for x in layer.arguments()))
     on_host, host_chunks, host_ends = make_step(lengths, 16, "cpu", num_fillers)
-    slots = (host_ends["src"], host_ends["dst"], host_chunks)
-    expected_THV = gdn.gdn_prefill.reference(*exact.arguments(), expected_SHKV, *slots, layer.max_beta, on_host)
+    slots = Slots(host_ends["src"], host_ends["dst"])
+    expected_THV = gdn.gdn_prefill.reference(layer.exact(), expected_SHKV, slots, host_chunks, on_host)
     with poisoned_memory():
-        table = (ends["src"], ends["dst"], chunks, layer.max_beta, replay, launch)
-        out_THV = gdn_prefill_short(*layer.arguments(), state_SHKV, *table)
+        slots = Slots(ends["src"], ends["dst"])
+        out_THV = gdn_prefill_short(layer, state_SHKV, slots, chunks, replay, launch)
     assert out_THV.dtype == dtype
     assert len(out_THV) == len(replay.step_rows_T)
     assert not out_THV[-num_fillers:].any()
@@ -87,9 +87,9 @@ def test_all_rows_of_no_token_are_zeros(lengths: Lengths, num_fillers: int) -> N
     check_replay(lengths, Shape(), "cpu", torch.float32, FLOAT32_ERROR, num_fillers)
 
 
-@pytest.mark.parametrize("function", [gdn_prefill, gdn_prefill_invariant])
+@pytest.mark.parametrize("launches", Launches)
 @pytest.mark.parametrize("is_short", [True, False])
-def test_replayed_rows_are_left_out_by_every_version(function: Callable[..., torch.Tensor], *, is_short: bool) -> None:
+def test_replayed_rows_are_left_out_by_every_version(launches: Launches, *, is_short: bool) -> None:
     replay, chunks, ends = make_step(LENGTHS[1], 4, "cpu")
     replay, chunks = (
         replace(replay, is_padded=False, step_rows_T=replay.step_rows_T[:-1]),
@@ -97,9 +97,9 @@ def test_replayed_rows_are_left_out_by_every_version(function: Callable[..., tor
     )
     layer = make_layer(replay.num_rows, Shape(), torch.float32, "cpu")
     state_SHKV = torch.randn(2 * len(LENGTHS[1]) + 2, 2, 16, 16)
-    slots = (ends["src"], ends["dst"], chunks)
-    every_RHV = function(*layer.arguments(), state_SHKV.clone(), *slots)
-    own_THV = function(*layer.arguments(), state_SHKV, *slots, replay=replay)
+    slots = Slots(ends["src"], ends["dst"])
+    every_RHV = gdn_prefill(layer, state_SHKV.clone(), slots, chunks, launches=launches)
+    own_THV = gdn_prefill(layer, state_SHKV, slots, chunks, replay, launches=launches)
     assert torch.equal(own_THV, of_step(replay, every_RHV))
 
 
@@ -110,8 +110,8 @@ def test_a_step_without_rows_advances_states_alone() -> None:
     layer = make_layer(replay.num_rows, Shape(), torch.float32, "cpu")
     state_SHKV = torch.randn(6, 2, 16, 16)
     expected_SHKV = state_SHKV.clone()
-    slots = (ends["src"], ends["dst"], chunks)
-    gdn.gdn_prefill.reference(*layer.arguments(), expected_SHKV, *slots)
-    out_THV = gdn_prefill_short(*layer.arguments(), state_SHKV, *slots, replay=replay)
+    slots = Slots(ends["src"], ends["dst"])
+    gdn.gdn_prefill.reference(layer, expected_SHKV, slots, chunks)
+    out_THV = gdn_prefill_short(layer, state_SHKV, slots, chunks, replay)
     assert out_THV.shape == (0, 2, 16)
     torch.testing.assert_close(state_SHKV, expected_SHKV)

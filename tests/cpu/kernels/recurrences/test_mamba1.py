@@ -11,11 +11,11 @@ from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from strandline.ids import NULL_LOG
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import LogBatch
+from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.recurrences.mamba1 import mamba1_prefill
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_prefill
 from strandline.kernels.recurrences.mamba1_log import LOG_TOKENS
-from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Inputs, Mamba1Kernels
+from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Kernels
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
 from strandline.specs import LayerSpec, ModelSpec
 
@@ -23,10 +23,11 @@ NUM_CHANNELS, STATE_DIM = 20, 5
 NUM_SLABS, NUM_LOGS = 12, 5
 
 
-def random_inputs(num_tokens: int) -> Mamba1Inputs:
+def random_inputs(num_tokens: int, A_log_VK: Tensor) -> Mamba1Inputs:
     sizes = (NUM_CHANNELS, NUM_CHANNELS, STATE_DIM, STATE_DIM, NUM_CHANNELS)
     x_TV, z_TV, B_TK, C_TK, dt_TV = (torch.randn(num_tokens, size) for size in sizes)
-    return Mamba1Inputs(x_TV, z_TV, B_TK, C_TK, dt_TV, torch.randn(NUM_CHANNELS), torch.randn(NUM_CHANNELS))
+    D_V, dt_bias_V = torch.randn(2, NUM_CHANNELS)
+    return Mamba1Inputs(x_TV, z_TV, B_TK, C_TK, dt_TV, D_V, dt_bias_V, A_log_VK)
 
 
 def random_rates() -> Tensor:
@@ -34,8 +35,8 @@ def random_rates() -> Tensor:
 
 
 def test_prefill_equals_transformers() -> None:
-    inputs, A_log_VK = random_inputs(150), random_rates()
-    x_TV, z_TV, B_TK, C_TK, dt_TV, D_V, dt_bias_V = inputs
+    inputs = random_inputs(150, random_rates())
+    x_TV, z_TV, B_TK, C_TK, dt_TV, D_V, dt_bias_V, A_log_VK = inputs
     expected_BVT, expected_BVK = mamba_selective_scan(
         x_TV.T[None],
         dt_TV.T[None],
@@ -48,19 +49,19 @@ def test_prefill_equals_transformers() -> None:
         delta_softplus=True,
         return_last_state=True,
     )
-    state_SVK, slots = torch.full((3, NUM_CHANNELS, STATE_DIM), torch.nan), (torch.tensor([0]), torch.tensor([2]))
-    out_TV = mamba1_prefill.reference(*inputs, A_log_VK, state_SVK, *slots, build_chunk_table([(0, 150)], [()]))
+    state_SVK, slots = torch.full((3, NUM_CHANNELS, STATE_DIM), torch.nan), Slots(torch.tensor([0]), torch.tensor([2]))
+    out_TV = mamba1_prefill.reference(inputs, state_SVK, slots, build_chunk_table([(0, 150)], [()]))
     torch.testing.assert_close(out_TV, expected_BVT[0].T, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state_SVK[2], expected_BVK[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dt", [-200.0, 20.0, 3e4])
 def test_extreme_time_steps_give_numbers(dt: float) -> None:
-    inputs = random_inputs(100)
+    inputs = random_inputs(100, random_rates())
     inputs.dt_TV[::7] = dt
-    state_SVK, slots = torch.randn(3, NUM_CHANNELS, STATE_DIM), (torch.tensor([1]), torch.tensor([2]))
+    state_SVK, slots = torch.randn(3, NUM_CHANNELS, STATE_DIM), Slots(torch.tensor([1]), torch.tensor([2]))
     table = build_chunk_table([(5, 105)], [()])
-    out_TV = mamba1_prefill.reference(*inputs, random_rates(), state_SVK, *slots, table)
+    out_TV = mamba1_prefill.reference(inputs, state_SVK, slots, table)
     assert out_TV.isfinite().all()
     assert state_SVK[2].isfinite().all()
 
@@ -94,14 +95,14 @@ class Sequences:
 
     def step(self, members: Sequence[int], folding: Sequence[int]) -> None:
         """Advance some sequences by a token; both ways of computing give the same bits."""
-        inputs = random_inputs(len(members))
+        inputs = random_inputs(len(members), self.recurrence.A_log_VK)
         slots = torch.tensor([1 + member for member in members])
         lens = [self.lens[member] for member in members]
         num_folded = [n + 1 if member in folding else 0 for member, n in zip(members, lens, strict=True)]
         logs = LogBatch(slots, torch.tensor(lens), slots, tuple(lens), torch.tensor(num_folded), tuple(num_folded))
-        out_NV = self.recurrence.decode(inputs, self.memory, slots, slots, logs)
+        out_NV = self.recurrence.decode(inputs, self.memory, Slots(slots, slots), logs)
         plain = self.recurrence.bind({"state": self.plain_SVK}, None)
-        assert torch.equal(out_NV, self.recurrence.decode(inputs, plain, slots, slots, None))
+        assert torch.equal(out_NV, self.recurrence.decode(inputs, plain, Slots(slots, slots), None))
         for member in members:
             self.lens[member] = 0 if member in folding else self.lens[member] + 1
 
@@ -140,8 +141,9 @@ def test_an_ended_sequence_changes_neither_state_nor_log(kernels: Mamba1Kernels)
     sequences.step([0, 1], [])
     before = [tensor.clone() for tensor in (sequences.state_SVK, sequences.arena.stacks[0].log["step"])]
     logs = LogBatch(torch.tensor([1, 2]), torch.tensor([1, 1]), slice(1, 3), (1, 1), torch.tensor([0, 2]), (0, 2))
-    nowhere = torch.tensor([0, 0])
-    sequences.recurrence.decode(random_inputs(2), sequences.memory, torch.tensor([1, 2]), nowhere, logs)
+    inputs = random_inputs(2, sequences.recurrence.A_log_VK)
+    slots = Slots(torch.tensor([1, 2]), torch.tensor([0, 0]))
+    sequences.recurrence.decode(inputs, sequences.memory, slots, logs)
     after = [sequences.state_SVK, sequences.arena.stacks[0].log["step"]]
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
@@ -150,10 +152,9 @@ def test_a_state_that_moves_leaves_its_source_as_it_was(kernels: Mamba1Kernels) 
     sequences = Sequences(1, kernels)
     before_VK = sequences.state_SVK[1].clone()
     logs = LogBatch(torch.tensor([NULL_LOG]), torch.tensor([0]), slice(0, 1), (0,), torch.tensor([1]), (1,))
-    inputs = random_inputs(1)
-    out_NV = sequences.recurrence.decode(inputs, sequences.memory, torch.tensor([1]), torch.tensor([7]), logs)
+    inputs, slots = random_inputs(1, sequences.recurrence.A_log_VK), Slots(torch.tensor([1]), torch.tensor([7]))
+    out_NV = sequences.recurrence.decode(inputs, sequences.memory, slots, logs)
     plain = sequences.recurrence.bind({"state": sequences.plain_SVK}, None)
-    slots = (torch.tensor([1]), torch.tensor([7]))
-    assert torch.equal(out_NV, sequences.recurrence.decode(inputs, plain, *slots, None))
+    assert torch.equal(out_NV, sequences.recurrence.decode(inputs, plain, slots, None))
     assert torch.equal(sequences.state_SVK[1], before_VK)
     assert torch.equal(sequences.state_SVK, sequences.plain_SVK)

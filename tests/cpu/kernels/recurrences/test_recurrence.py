@@ -73,12 +73,12 @@ def test_gated_delta_recurrences_of_one_size_are_equal() -> None:
     assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 8, 8), True)]
 
 
-def test_unlogged_recurrences_are_equal_where_size_and_constants_are() -> None:
+def test_unlogged_recurrences_are_equal_where_operations_and_sizes_are() -> None:
     operations = (mamba2_prefill, mamba2_decode)
-    one = UnloggedRecurrence[Any](operations, (4, 16, 8), "float32", ((0.0, 1.0),))
-    assert one == UnloggedRecurrence(operations, (4, 16, 8), "float32", ((0.0, 1.0),))
-    assert one != UnloggedRecurrence(operations, (4, 16, 8), "float32", ((0.1, 1.0),))
-    assert one != UnloggedRecurrence((lightning_prefill, lightning_decode), (4, 16, 8), "float32", ((0.0, 1.0),))
+    one = UnloggedRecurrence[Any](operations, (4, 16, 8), "float32")
+    assert one == UnloggedRecurrence(operations, (4, 16, 8), "float32")
+    assert one != UnloggedRecurrence(operations, (4, 16, 4), "float32")
+    assert one != UnloggedRecurrence((lightning_prefill, lightning_decode), (4, 16, 8), "float32")
     recurrence: Recurrence[Any, Any] = one
     assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 16, 8), True)]
     assert recurrence.log is None

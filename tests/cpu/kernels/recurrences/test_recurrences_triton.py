@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import Chunks, build_chunk_table, plan_chunks
+from strandline.kernels.operation import Launches, Operation
 from tests.cpu.kernels.recurrences import test_chunkwise
 from tests.cpu.kernels.recurrences.test_chunkwise import Kind, Prompt, decay_rates
 from tests.poison import poisoned_memory
@@ -98,12 +101,11 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
-def version(kind: Kind, name: str) -> Any:
-    """Return the Triton function of ``prefill`` or ``decode``; with ``_invariant``, that of deterministic engines."""
-    operation = kind.prefill if name.startswith("prefill") else kind.decode
+def version(operation: Operation[..., Tensor], launches: Launches = Launches.MEASURED) -> Any:
+    """Return the Triton function of an operation, with these launches where it takes any."""
     (backend,) = (x for x in operation.backends if x.name == "Triton")
-    suffix = "_invariant" if name.endswith("_invariant") and backend.invariant_module else ""
-    return getattr(import_module(f"strandline.kernels.{backend.module}"), operation.name + suffix)
+    function = getattr(import_module(f"strandline.kernels.{backend.module}"), operation.name)
+    return partial(function, launches=launches) if backend.takes_launches else function
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ class Layer:
     kind: Kind
     tokens: tuple[Tensor, ...]
     parameters: tuple[Any, ...]
+
+    @property
+    def inputs(self) -> Any:
+        """Return what operations take first."""
+        return self.kind.inputs(*self.tokens, *self.parameters)
 
     def rows(self, start: int, end: int) -> "Layer":
         return replace(self, tokens=tuple(x[start:end] for x in self.tokens))
@@ -161,8 +168,8 @@ def check_slots(found_SX: Tensor, expected_SX: Tensor, before_SX: Tensor, limit:
             assert error(found_X, expected_X) <= limit, slot
 
 
-def slots_of(prompts: Sequence[Prompt], device: str) -> tuple[Tensor, Tensor]:
-    return torch.tensor([p.src for p in prompts], device=device), torch.tensor([p.dst for p in prompts], device=device)
+def slots_of(prompts: Sequence[Prompt], device: str) -> Slots:
+    return Slots(*(torch.tensor([getattr(p, name) for p in prompts], device=device) for name in ("src", "dst")))
 
 
 def check_prefill(layer: Layer, state_SX: Tensor, prompts: Sequence[Prompt], limit: float) -> None:
@@ -171,13 +178,12 @@ def check_prefill(layer: Layer, state_SX: Tensor, prompts: Sequence[Prompt], lim
     before_SX = state_SX.cpu().clone()
     expected_SX = before_SX.to(torch.float32, copy=True)
     table = ([(p.start, p.end) for p in prompts], [p.cuts for p in prompts])
-    expected_T = layer.kind.prefill.reference(
-        *exact.tokens, *exact.parameters, expected_SX, *slots_of(prompts, "cpu"), build_chunk_table(*table)
-    )
+    host = (slots_of(prompts, "cpu"), build_chunk_table(*table))
+    expected_T = layer.kind.prefill.reference(exact.inputs, expected_SX, *host)
     slots = slots_of(prompts, device)
     with poisoned_memory():
-        prefill = version(layer.kind, "prefill")
-        out_T = prefill(*layer.tokens, *layer.parameters, state_SX, *slots, build_chunk_table(*table, device))
+        prefill = version(layer.kind.prefill)
+        out_T = prefill(layer.inputs, state_SX, slots, build_chunk_table(*table, device))
     assert out_T.dtype == layer.tokens[0].dtype
     assert error(out_T, expected_T) <= limit
     check_slots(state_SX.cpu(), expected_SX.to(state_SX.dtype), before_SX, limit)
@@ -205,11 +211,11 @@ def check_mixed_batch(kind: Kind, device: str, dtype: torch.dtype, limit: float)
 def check_steps_on_the_grid(kind: Kind, device: str, dtype: torch.dtype) -> None:
     """Assert that a prompt in two steps, or beside another one, has the same bits as at once."""
     layer, state_SX = make_layer(kind, 230, dtype, device), make_slots(kind, [], device)
-    prefill = version(kind, "prefill_invariant")
+    prefill = version(kind.prefill, Launches.FIXED)
 
     def run(layer: Layer, *prompts: Prompt) -> Tensor:
         table = build_chunk_table([(p.start, p.end) for p in prompts], [p.cuts for p in prompts], device)
-        out_T: Tensor = prefill(*layer.tokens, *layer.parameters, state_SX, *slots_of(prompts, device), table)
+        out_T: Tensor = prefill(layer.inputs, state_SX, slots_of(prompts, device), table)
         return out_T
 
     whole_T = run(layer.rows(0, 150), Prompt(0, 150, 0, 1, ((64, 2),)))
@@ -258,8 +264,8 @@ def check_empty_chunks(kind: Kind, device: str, dtype: torch.dtype) -> None:
         own_SX.copy_(state_SX)
         table = chunks.with_tensors([torch.tensor(column, device=device) for column in chunks.columns])
         with poisoned_memory():
-            prefill = version(kind, "prefill_invariant")
-            out_T = prefill(*layer.tokens, *layer.parameters, own_SX, *slots_of(prompts, device), table)
+            prefill = version(kind.prefill, Launches.FIXED)
+            out_T = prefill(layer.inputs, own_SX, slots_of(prompts, device), table)
         results.append((out_T, own_SX.nan_to_num(99.0)))
     (out_T, found_SX), (padded_T, padded_SX) = results
     assert torch.equal(padded_T, out_T)
@@ -273,12 +279,12 @@ def check_nan_stays(kind: Kind, device: str) -> None:
     prompts = [Prompt(0, 10, 4, 1), Prompt(0, 15, 0, 2), Prompt(0, 15, 5, 3)]
     table = build_chunk_table([(p.start, p.end) for p in prompts], [()] * 3, device)
     slots = slots_of(prompts, device)
-    out_T = version(kind, "prefill")(*layer.tokens, *layer.parameters, state_SX, *slots, table)
+    out_T = version(kind.prefill)(layer.inputs, state_SX, slots, table)
     assert out_T[[*range(10), *range(25, 40)]].isfinite().all()
     assert out_T[10:25].isnan().all()
     assert state_SX[[1, 3]].isfinite().all()
     layer = layer.rows(9, 11)
-    out_N = version(kind, "decode")(*layer.tokens, *layer.parameters, state_SX, slots[0][[0, 2]], slots[1][[0, 2]])
+    out_N = version(kind.decode)(layer.inputs, state_SX, Slots(*(x[[0, 2]] for x in slots)))
     assert out_N[0].isfinite().all()
     assert out_N[1].isnan().all()
 
@@ -289,8 +295,8 @@ def check_gate(kind: Kind, gate: float, device: str) -> None:
     layer.tokens[3][::7] = gate
     check_prefill(layer, state_SX, [Prompt(5, 155, 1, 2, ((70, 3),))], FLOAT32_ERROR)
     layer = layer.rows(6, 8)
-    slots_N = torch.tensor([1, 1], device=device), torch.tensor([4, 5], device=device)
-    out_N = version(kind, "decode")(*layer.tokens, *layer.parameters, state_SX, *slots_N)
+    slots = Slots(torch.tensor([1, 1], device=device), torch.tensor([4, 5], device=device))
+    out_N = version(kind.decode)(layer.inputs, state_SX, slots)
     assert out_N.isfinite().all()
     assert state_SX[4:6].isfinite().all()
 
@@ -319,11 +325,10 @@ def check_decode(
     state_SX = make_slots(kind, sorted({*src} - {0}), device, state_dtype, max(*src, *dst) + 2)
     before_SX, exact = state_SX.cpu().clone(), layer.exact()
     expected_SX = before_SX.to(torch.float32, copy=True)
-    slots = torch.tensor(src), torch.tensor(dst)
-    expected_N = kind.decode.reference(*exact.tokens, *exact.parameters, expected_SX, *slots)
+    slots = Slots(torch.tensor(src), torch.tensor(dst))
+    expected_N = kind.decode.reference(exact.inputs, expected_SX, slots)
     with poisoned_memory():
-        places = (x.to(device) for x in slots)
-        out_N = version(kind, "decode")(*layer.tokens, *layer.parameters, state_SX, *places)
+        out_N = version(kind.decode)(layer.inputs, state_SX, Slots(*(x.to(device) for x in slots)))
     assert out_N.dtype == dtype
     assert error(out_N, expected_N) <= (FLOAT32_ERROR if dtype == torch.float32 else 8e-3)
     limit = FLOAT32_ERROR if state_dtype == torch.float32 else 8e-3
@@ -334,11 +339,10 @@ def check_batch_changes_no_bit(kind: Kind, device: str, num_sequences: int) -> N
     layer = make_layer(kind, num_sequences, torch.float32, device)
     slots_N = torch.arange(1, num_sequences + 1, device=device)
     batch_SX = make_slots(kind, slots_N.tolist(), device, num_slots=num_sequences + 1)
-    alone_SX, decode = batch_SX.clone(), version(kind, "decode_invariant")
-    out_N = decode(*layer.tokens, *layer.parameters, batch_SX, slots_N, slots_N)
+    alone_SX, decode = batch_SX.clone(), version(kind.decode, Launches.FIXED)
+    out_N = decode(layer.inputs, batch_SX, Slots(slots_N, slots_N))
     for i in {0, num_sequences // 2, num_sequences - 1}:
-        one = layer.rows(i, i + 1)
-        alone_N = decode(*one.tokens, *one.parameters, alone_SX, slots_N[i : i + 1], slots_N[i : i + 1])
+        alone_N = decode(layer.rows(i, i + 1).inputs, alone_SX, Slots(*[slots_N[i : i + 1]] * 2))
         assert torch.equal(alone_N[0], out_N[i])
         assert torch.equal(alone_SX[i + 1], batch_SX[i + 1])
 

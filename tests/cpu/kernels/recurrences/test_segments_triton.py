@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import Chunks, build_chunk_table
+from strandline.kernels.operation import Launches
 from tests.cpu.kernels.recurrences.test_chunkwise import Kind, Prompt
 from tests.cpu.kernels.recurrences.test_recurrences_triton import (
     FLOAT32_ERROR,
     KINDS,
+    Layer,
     check_prefill,
     error,
     make_layer,
@@ -40,10 +43,11 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     return KINDS[request.param]
 
 
-def run(kind: Kind, name: str, layer_rows: tuple[Tensor, ...], state_SX: Tensor, prompt: Prompt) -> Tensor:
+def run(layer: Layer, state_SX: Tensor, prompt: Prompt, launches: Launches = Launches.MEASURED) -> Tensor:
     table = build_chunk_table([(prompt.start, prompt.end)], [prompt.cuts])
     with poisoned_memory():
-        out_T: Tensor = version(kind, name)(*layer_rows, state_SX, *slots_of([prompt], "cpu"), table)
+        prefill = version(layer.kind.prefill, launches)
+        out_T: Tensor = prefill(layer.inputs, state_SX, slots_of([prompt], "cpu"), table)
     return out_T
 
 
@@ -74,30 +78,28 @@ EVERY_OFFSET = [
 def test_resumed_at_any_offset_equals_uncached(kind: Kind, offset: int) -> None:
     layer, state_SX = make_layer(kind, NUM_TOKENS, torch.float32, "cpu"), make_slots(kind, [], "cpu")
 
-    def part(name: str, prompt: Prompt) -> Tensor:
-        rows = layer.rows(prompt.start, prompt.end)
-        return run(kind, name, (*rows.tokens, *rows.parameters), state_SX, prompt)
+    def part(prompt: Prompt, launches: Launches = Launches.MEASURED) -> Tensor:
+        return run(layer.rows(prompt.start, prompt.end), state_SX, prompt, launches)
 
-    whole_T = part("prefill", Prompt(0, NUM_TOKENS, 0, 1))
-    cut_T = part("prefill", Prompt(0, NUM_TOKENS, 0, 2, ((offset, 3),)))
-    resumed_T = part("prefill", Prompt(offset, NUM_TOKENS, 3, 4))
+    whole_T = part(Prompt(0, NUM_TOKENS, 0, 1))
+    cut_T = part(Prompt(0, NUM_TOKENS, 0, 2, ((offset, 3),)))
+    resumed_T = part(Prompt(offset, NUM_TOKENS, 3, 4))
     assert error(cut_T, whole_T) <= FLOAT32_ERROR
     assert error(resumed_T, whole_T[offset:]) <= FLOAT32_ERROR
     assert error(state_SX[4], state_SX[1]) <= FLOAT32_ERROR
-    one_T = part("prefill_invariant", Prompt(0, NUM_TOKENS, 0, 5, ((offset, 6),)))
-    assert torch.equal(part("prefill_invariant", Prompt(offset, NUM_TOKENS, 6, 7)), one_T[offset:])
+    one_T = part(Prompt(0, NUM_TOKENS, 0, 5, ((offset, 6),)), Launches.FIXED)
+    assert torch.equal(part(Prompt(offset, NUM_TOKENS, 6, 7), Launches.FIXED), one_T[offset:])
     assert torch.equal(state_SX[7], state_SX[5])
 
 
 def test_sequences_without_chunks_and_empty_chunks_change_nothing(kind: Kind) -> None:
     layer, state_SX = make_layer(kind, 130, torch.float32, "cpu"), make_slots(kind, [1], "cpu")
-    plain_SX, slots = state_SX.clone(), (torch.tensor([1, 0, 0]), torch.tensor([2, 0, 0]))
+    plain_SX, slots = state_SX.clone(), Slots(torch.tensor([1, 0, 0]), torch.tensor([2, 0, 0]))
     columns = ((0, 4, 4, 4), (0, 64, 128, 130, 130, 130), (64, 64, 2, 0, 0, 0), (0, 3, 0, 0, 0, 0))
     table = Chunks(*columns).with_tensors([torch.tensor(column) for column in columns])
     with poisoned_memory():
-        out_T = version(kind, "prefill")(*layer.tokens, *layer.parameters, state_SX, *slots, table)
-    arguments = (*layer.tokens, *layer.parameters)
-    expected_T = run(kind, "prefill", arguments, plain_SX, Prompt(0, 130, 1, 2, ((128, 3),)))
+        out_T = version(kind.prefill)(layer.inputs, state_SX, slots, table)
+    expected_T = run(layer, plain_SX, Prompt(0, 130, 1, 2, ((128, 3),)))
     assert error(out_T, expected_T) <= FLOAT32_ERROR
     assert error(state_SX[2:4], plain_SX[2:4]) <= FLOAT32_ERROR
     assert torch.equal(state_SX[4:].nan_to_num(9.0), plain_SX[4:].nan_to_num(9.0))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode
 from tests.cpu.kernels.recurrences.test_gdn_decode_triton import (
     DTYPES,
@@ -52,14 +53,14 @@ def test_a_graph_replays_the_step_on_new_slots_and_inputs() -> None:
     eager_SHKV = state_SHKV.clone()
     # Last: states and slots must be older than the launch before.
     inputs = make_inputs(4, QWEN35, torch.bfloat16, "cuda")
-    gdn_decode(*inputs, state_SHKV, src_N, dst_N)
+    gdn_decode(inputs, state_SHKV, Slots(src_N, dst_N))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out_NHV = gdn_decode(*inputs, state_SHKV, src_N, dst_N)
+        out_NHV = gdn_decode(inputs, state_SHKV, Slots(src_N, dst_N))
     src_N.copy_(torch.tensor([1, 2, 8, 0], device="cuda"))
     dst_N.copy_(torch.tensor([1, 3, 4, 0], device="cuda"))
-    inputs[2].normal_()
+    inputs.v_THV.normal_()
     graph.replay()
-    expected_NHV = gdn_decode(*inputs, eager_SHKV, src_N, dst_N)
+    expected_NHV = gdn_decode(inputs, eager_SHKV, Slots(src_N, dst_N))
     assert torch.equal(out_NHV, expected_NHV)
     assert torch.equal(state_SHKV.nan_to_num(99.0), eager_SHKV.nan_to_num(99.0))
