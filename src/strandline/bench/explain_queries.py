@@ -14,7 +14,7 @@ from strandline.bench.load_notes import LoadNote, LoadNotes
 from strandline.bench.replay import Replay
 from strandline.bench.replay_setup import ReplaySetup
 from strandline.bench.replica import Machine, Replica
-from strandline.cache.inspection.explanation import explain_admission, resting_tokens
+from strandline.cache.inspection.explanation import explain_admission, tier_tokens
 from strandline.cache.inspection.lookups import Lookup
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Account, Reason
@@ -162,7 +162,7 @@ class ExplainedReplay(Replay):
                 block_bytes = self.machine.spec.block_bytes
                 explanation = explain_admission(replica.cache, lookup, prompt, block_bytes=block_bytes)
                 self.answer = CacheAnswer(explanation=explanation)
-                self.resting = resting_tokens(replica.cache, prompt)
+                self.resting = tier_tokens(replica.cache, prompt)
 
 
 def explain_in_trace(question: TraceQuestion, *, as_json: bool) -> int:

@@ -49,7 +49,7 @@ class SimulatedStores:
                     self.loaded_bytes += num_bytes
                     self._begin(action, num_bytes, now_s)
                 case StoreOut(path=StoredPath() as path):
-                    num_blocks = len(path.places) + (path.tail > 0)
+                    num_blocks = len(path.addresses) + (path.tail > 0)
                     self._begin(action, self._num_bytes(num_blocks, int(path.slot > 0)), now_s)
                 case _:
                     pass

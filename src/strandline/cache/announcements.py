@@ -8,7 +8,7 @@ from strandline.cache.tree import Run, Snapshot
 class Announces(Protocol):
     """Collects events. Called after a change of the index."""
 
-    def meet(self, salt: str) -> None:
+    def add_salt(self, salt: str) -> None:
         """Learn of a salt, from the first request under it."""
 
     def store(self, snapshot: Snapshot, salt: str) -> None:

@@ -54,5 +54,5 @@ class Below(Protocol):
     def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:
         """Return the load that brings the longest prefix of a prompt, if longer than ``beyond``. Changes nothing."""
 
-    def pass_on(self) -> None:
+    def begin_spills(self) -> None:
         """Issue the actions that free memory in the tiers before it is needed."""

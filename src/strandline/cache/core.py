@@ -9,7 +9,7 @@ Invariants, held by ``cache/inspection/invariants.py``: a published slot is neve
 owner; the path of a lease is never evicted; byte accounting is exact.
 
 A request that resumes at ``p`` reads the shared snapshot at ``p`` in place and shares all whole blocks that
-match, including those beyond ``p``, where it recomputes the state but not the keys and values. When ``p`` lies
+match, including those beyond ``p``, where it recomputes the state but not the keys and values. When ``p`` is
 inside a block, the request gets its own copy of that block's first ``p % 64`` tokens.
 
 For a model that keeps no states (``AtTokens``), there are no snapshots and no slots but the null slot: a request
@@ -61,10 +61,10 @@ class PrefixCache:
         reuse: records uses, and learns from them how likely others are.
         rule: where prompts resume.
         max_slots: reserve this many slabs for slots and the others for blocks, as a baseline; None: no static share.
-        enabled: when False, requests get blocks and slots, but nothing is kept or found.
+        enabled: when False, requests get blocks and slots, but nothing is cached.
         num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
         log_tokens: capacity of a log, in decoded tokens.
-        announcer: collects events for ``take_events``; None: there are none.
+        announcer: collects events; None: events are off.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class PrefixCache:
         self._log_tokens = log_tokens
 
     def attach(self, below: Below) -> None:
-        """Offer what is evicted to these tiers, and find what is loaded from them or from elsewhere. Called once."""
+        """Offer evicted entries to these tiers, and let lookups find what is being loaded. Called once."""
         self._below = self._leaders.below = self._reasons.below = below
         self._memory.lower = below.first_tier
 
     # Looking up
 
     def lookup(self, tokens: TokenBuffer, salt: str = "") -> Account:
-        """Return what a request with these tokens would hit, and why the rest would miss. Changes nothing."""
+        """Return what a request with these tokens would hit, and why its other tokens would miss. Changes nothing."""
         if not self.is_enabled:
             return Account.not_asked(len(tokens))
         return self._reasons.account(tokens, salt, self._index.match(salt, tokens.data))
@@ -177,14 +177,14 @@ class PrefixCache:
     ) -> Lease | None:
         """Grant a lease: the cached blocks of the prompt, a slot and a log. It starts where the prompt resumes.
 
-        When no other request runs and the memory does not hold the snapshot beside the request's own state, the
+        When no other request runs and the memory cannot hold both the snapshot and the request's own state, the
         request starts from the first token (``NO_ROOM``): no release would ever make room for it. Without states, the
         same holds for the part of a block, and the request starts after the whole ones.
 
         Args:
             tokens: all tokens known so far. The lease keeps the buffer and sees tokens appended later.
             step_tokens: tokens of the request's first step, which need room beyond what is cached.
-            read: when False, the request computes everything; it may still leave snapshots behind.
+            read: when False, the request computes everything; it may still leave snapshots.
             marks: positions up to which other prompts are likely to share this one.
             shared_end: publish blocks up to this position only, and emit no cuts from there on; None: everywhere.
             past_bin: ``Lease.interarrival_bin`` before the request was preempted; None: it was not.
@@ -291,7 +291,7 @@ class PrefixCache:
 
         Args:
             wants_log: whether a step of one certain token may use the log. A step that emits a cut never does.
-            num_drafts: tokens before ``end`` that may turn out wrong, behind one that is certain: the step folds what
+            num_drafts: tokens before ``end`` that may turn out wrong, after one that is certain: the step folds what
                 comes before them, and the log takes them. No cut may be due among these tokens.
             may_hold_drafts: whether the log may hold drafts that are not committed yet.
         """
@@ -375,17 +375,17 @@ class PrefixCache:
             False when that snapshot exists already, or no slot can be allocated; the lease keeps its slot.
         """
         self._publish_partial_block(lease)
-        place = self._states.place(lease, kind, lease.computed) if lease.has_own_state else None
-        if place is None:
+        home = self._states.home_for(lease, kind, lease.computed) if lease.has_own_state else None
+        if home is None:
             return False
-        # The snapshot is pinned until the next step has read it, so that step's token must find room beside it.
+        # The snapshot is pinned until the next step has read it, so there must be memory for that step's token too.
         num_blocks = -(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table)
         slot = self._memory.take_slot() if self._memory.can_take(max(num_blocks, 0), 1) else None
         if slot is None:
             return False
         self._states.fold(lease)
         cut = Cut(lease.computed, lease.dst, kind)
-        snapshot = self._publisher.publish(lease, cut, place, num_readers=1)
+        snapshot = self._publisher.publish(lease, cut, home, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
 
@@ -434,7 +434,7 @@ class PrefixCache:
     def take_actions(self) -> list[Action]:
         """Return the actions issued since the last call, in order."""
         if self._below is not None:
-            self._below.pass_on()
+            self._below.begin_spills()
         actions = self._memory.actions
         self._memory.actions = []
         return actions

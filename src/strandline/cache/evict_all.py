@@ -4,7 +4,7 @@ from strandline.cache.core import PrefixCache
 
 
 def evict_all(cache: PrefixCache) -> None:
-    """Evict all that no request holds. What is worth it rests below the device, once the actions are carried out."""
+    """Evict all that no request holds. Tiers store what is worth it, once the actions are carried out."""
     memory = cache.internals().memory
     for slot in list(iter(memory.take_slot, None)):
         memory.free_slot(slot)

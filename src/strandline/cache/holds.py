@@ -1,9 +1,9 @@
-"""Holds: prefixes that are kept as they are, for other engines to fetch, or until they have been written to files.
+"""Holds: prefixes that are pinned, for other engines to fetch, or until they have been written to files.
 
-A hold is a lease without a request. It keeps the blocks and the snapshots of a prefix from eviction, and where they
-are. The last, partly filled block is a copy, so that nothing that happens to the index touches it.
+A hold is a lease without a request. It keeps the blocks and the snapshots of a prefix from being evicted or moved. The
+last, partly filled block is a copy, so that nothing that happens to the index touches it.
 
-Invariant: what a hold keeps is neither written, moved nor freed before ``drop``.
+Invariant: what a hold pins is neither written, moved nor freed before ``drop``.
 """
 
 from array import array
@@ -125,7 +125,7 @@ class Holds:
 
 
 def slots_at(lease: Lease, positions: Iterable[int]) -> list[SlotId]:
-    """Return where the snapshots of a hold at these positions lie."""
+    """Return the slots of a hold's snapshots at these positions."""
     slot_at = {snapshot.position: snapshot.slot for snapshot in lease.held or ()}
     return [slot_at[position] for position in positions]
 
@@ -138,7 +138,7 @@ def useful_positions(offered: Mapping[int, SnapshotKind], num_spare: int) -> lis
 
     Args:
         offered: their kinds, by position.
-        num_spare: slots that may be taken beside that of the deepest.
+        num_spare: slots that may be taken in addition to that of the deepest.
     """
     by_depth = sorted(offered, reverse=True)
     useful = [*by_depth[:2], *(position for position in by_depth[2:] if offered[position] in SHARED_KINDS)]

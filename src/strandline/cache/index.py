@@ -1,7 +1,7 @@
 """The prefix index: one tree of cached runs per salt, and lookups in it.
 
 A request is looked up several times: to rank it in the queue, to find a leader, and when it is admitted. Comparing all
-its tokens each time would cost more than the rest of its admission, so the last answer is kept until the index
+its tokens each time would cost more than all else in its admission, so the last answer is valid until the index
 changes.
 """
 
@@ -56,7 +56,7 @@ class PrefixIndex:
             root = self.roots[salt] = Run(None, 0, b"", array("i"))
             root.salt = salt
             if self._memory.announcer is not None:
-                self._memory.announcer.meet(salt)
+                self._memory.announcer.add_salt(salt)
         return root
 
     def split_at(self, end: Walk) -> Run:

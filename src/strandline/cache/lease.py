@@ -45,10 +45,10 @@ class StepGrant(NamedTuple):
 
 
 class Lease:
-    """Blocks and slots of one running request, and its place in the prefix index.
+    """Blocks and slots of one running request, and its position in the prefix index.
 
     The next step reads the state from slot ``src`` and writes it to ``dst``. They differ when the request resumes from
-    a shared snapshot or has just left one behind; after a committed step ``src`` is ``dst``.
+    a shared snapshot or has just left one; after a committed step ``src`` is ``dst``.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class Lease:
         """Its blocks in order: published ones, which are shared and immutable, then its own."""
         self.num_published = 0
         self.num_left = 0
-        """Blocks at the start of the table that lie behind its window: the null block stands for those freed since.
+        """Blocks at the start of the table that its window has passed: the null block stands for those freed since.
 
         Of a load or a hold, any published block may have been freed that nothing needs.
         """
@@ -117,7 +117,7 @@ class Lease:
         self.fallback: Cut | None = None
         """Its state a few tokens ago, to be published if the request ends with these; None: not kept."""
         self.tail: Run | None = None
-        """The tail that makes the block being filled visible in the index, once a snapshot lies inside that block."""
+        """The tail that makes the block being filled visible in the index, once a snapshot is inside that block."""
         self.is_active = True
         self.held: tuple[Snapshot, ...] | None = None
         """The snapshots that it keeps as they are: no request runs (``Holds``). None: it is no hold."""

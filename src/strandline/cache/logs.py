@@ -6,7 +6,7 @@ from strandline.ids import NULL_LOG, LogId
 
 
 class LogPool:
-    """Grants logs, the smallest id first, so that those in use lie together.
+    """Grants logs, the smallest id first, so that those in use are adjacent.
 
     Args:
         num_logs: number of logs; their ids start at 1.
@@ -18,7 +18,7 @@ class LogPool:
         self._num_logs = num_logs
 
     def grant(self) -> LogId:
-        """Return a free log, or the null log when there is none."""
+        """Return a free log, or the null log when all are granted."""
         return heappop(self._free) if self._free else NULL_LOG
 
     def free(self, log: LogId) -> None:

@@ -43,7 +43,7 @@ class CacheMemory:
 
     Attributes:
         num_evictable_blocks, num_evictable_slots: what eviction could free, always exact.
-        announcer: emits events of what becomes resumable and what ceases to be; None: there are none.
+        announcer: collects events of what becomes resumable and what ceases to be; None: events are off.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CacheMemory:
         self.on_ended: Callable[[Lease], None] = _ignore
         """Called with each lease that was taken back."""
         self.lower: FirstTier | None = None
-        """The tier below the device, which takes in what is evicted; None: there is none."""
+        """The tier that evicted entries are offered to; None: they are dropped."""
         self.num_evictable_blocks = 0
         self.num_evictable_slots = 0
         self.num_snapshots_evicted = 0
@@ -121,7 +121,7 @@ class CacheMemory:
         room = allocator.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
         if not num_slots:
             return num_blocks <= room
-        # The blocks that stay must fit beside the slots. Slab 0 only holds blocks.
+        # The blocks and the slots that stay must fit together. Slab 0 only holds blocks.
         blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
         slots_that_stay = allocator.num_slots - self.num_evictable_slots + num_slots
         slabs_of_blocks = max(-(-max(blocks_that_stay - (size - 1), 0) // size), allocator.num_held_slabs)
@@ -212,7 +212,7 @@ class CacheMemory:
             node = node.parent
 
     def try_pin(self, upper: Run, match: Match, num_blocks: int, num_slots: int) -> bool:
-        """Keep what a match uses from being evicted, if so much memory can be allocated beside it.
+        """Pin what a match uses, if this much memory can be allocated in addition.
 
         Args:
             upper: the run that ends with the match's last whole block.
@@ -306,9 +306,9 @@ class CacheMemory:
         if above is not None:
             self.offer(above)
         positions = snapshot.home.positions
-        place = bisect_right(positions, snapshot.position)
-        if snapshot.stub_key is None and place < len(positions):
-            self.offer(snapshot.home.snapshots[positions[place]])
+        index = bisect_right(positions, snapshot.position)
+        if snapshot.stub_key is None and index < len(positions):
+            self.offer(snapshot.home.snapshots[positions[index]])
 
     # Evicting
 
@@ -320,11 +320,11 @@ class CacheMemory:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue
 
     def evict(self) -> bool:
-        """Evict the entry of least worth. False: there is none."""
+        """Evict the entry of least worth; return False if nothing can be evicted."""
         return self._evict_one(self._queue, 1)
 
     def _evict_one(self, queue: EvictionQueue[Entry], num_blocks: int) -> bool:
-        """Evict the entry of least worth; of a run, about ``num_blocks`` blocks. False: there is none."""
+        """Evict the entry of least worth, or about ``num_blocks`` blocks of a run; False: no entry is left."""
         entry = queue.pop()
         if entry is None:
             return False
@@ -415,7 +415,7 @@ class CacheMemory:
             self.offer(parent.snapshots[parent.positions[-1]])
 
     def _demote_snapshot(self, lower: FirstTier, snapshot: Snapshot) -> None:
-        """Let a snapshot rest below the device; it is still in the index."""
+        """Offer a snapshot, which is still in the index, to the tier below."""
         last = run_of_last_block(snapshot)
         if last is None:
             raise CacheInvariantError(f"the snapshot at {snapshot.position} has no block")
@@ -433,19 +433,19 @@ class CacheMemory:
         )
 
     def _demote_blocks(self, lower: FirstTier, run: Run, kept: int) -> None:
-        """Let the whole blocks of a childless run from ``kept`` on rest below the device, as far as they are needed."""
+        """Offer the whole blocks of a childless run from ``kept`` on to the tier below."""
         if not run.is_tail:
             salt, data = path_to(run)
             first = run.start_block + kept
             lower.demote_blocks(salt, data, first, run.blocks[kept:], use=run.use, is_shared=run.is_shared)
 
     def open_gaps(self, run: Run, indices: Sequence[int]) -> None:
-        """Free these blocks of a run, in order, which keeps their tokens; what rests below the device may need them."""
+        """Free these blocks of a run, in order; the run retains their tokens. The tier below may need the blocks."""
         first = indices[0]
         blocks = array("i", [NULL_BLOCK]) * (indices[-1] + 1 - first)
         for index in indices:
-            place = index - run.start_block
-            blocks[index - first], run.blocks[place] = run.blocks[place], NULL_BLOCK
+            own = index - run.start_block
+            blocks[index - first], run.blocks[own] = run.blocks[own], NULL_BLOCK
         if self.lower is not None and not run.is_tail:
             salt, data = path_to(run)
             self.lower.demote_blocks(salt, data, first, blocks, use=run.use, is_shared=run.is_shared)
@@ -484,7 +484,7 @@ def resolve(entry: Entry) -> Entry | None:
 
 
 def _ignore(gone: Snapshot | Lease) -> None:
-    """Do nothing where no windows are."""
+    """Callback for models without sliding windows."""
 
 
 def _can_evict(entry: Entry) -> bool:

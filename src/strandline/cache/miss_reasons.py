@@ -30,7 +30,7 @@ class MissReasons:
         self._leases = leases
         self._rule = rule
         self.below: Below | None = None
-        """The tiers below the device; None: there are none."""
+        """The tiers; None: the cache has only the device."""
 
     def account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         """Return the account of a lookup; None: nothing is cached under its salt."""
@@ -77,9 +77,9 @@ class MissReasons:
         if not leases:
             return None
         root = self._index.roots.get(salt)
-        place, size = start * TOKEN_BYTES, (start + 1) * TOKEN_BYTES
-        token = tokens.data[place:size]
-        alike = [lease for lease in leases if lease.root is root and lease.tokens.data[place:size] == token]
+        offset, size = start * TOKEN_BYTES, (start + 1) * TOKEN_BYTES
+        token = tokens.data[offset:size]
+        alike = [lease for lease in leases if lease.root is root and lease.tokens.data[offset:size] == token]
         if not alike:
             return None
         head = tokens.data[:size]

@@ -16,7 +16,7 @@ from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
-from strandline.cache.tree import Place, find_home, snapshot_at
+from strandline.cache.tree import Home, find_home, snapshot_at
 from strandline.cache.windows import Windows
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.records.account import SnapshotKind
@@ -57,12 +57,12 @@ class OwnStates:
             self._memory.actions.append(FoldLog(lease.dst, lease.log, num_tokens, lease.holds_drafts))
         lease.folded += num_tokens
 
-    def place(self, lease: Lease, kind: SnapshotKind, position: int) -> Place | None:
-        """Return the place of a snapshot on the lease's path; None if it is unwanted, impossible or there already."""
+    def home_for(self, lease: Lease, kind: SnapshotKind, position: int) -> Home | None:
+        """Return the home of a new snapshot on the lease's path; None if it is unwanted, impossible or exists."""
         if self._placement is None or position == 0 or not self._placement.keeps(kind):
             return None
-        place = find_home(lease.run, lease.tokens.data, position)
-        return place if snapshot_at(place, position) is None else None
+        home = find_home(lease.run, lease.tokens.data, position)
+        return home if snapshot_at(home, position) is None else None
 
     def keep_fallback(self, lease: Lease) -> None:
         """Keep the state at ``lease.computed`` in the lease's slot, and give the lease a new one for the steps after.
@@ -97,12 +97,12 @@ class OwnStates:
     def leave_last(self, lease: Lease, kind: SnapshotKind, end: int) -> None:
         """Publish the last state of a lease that ends, or the last one up to a position, and free its other slots."""
         state = self._last_state(lease, min(end, lease.computed), kind)
-        place = None if state is None else self.place(lease, kind, state.position)
+        home = None if state is None else self.home_for(lease, kind, state.position)
         left = {slot for slot in (lease.dst, lease.fallback and lease.fallback.slot) if slot}
-        if state is not None and place is not None:
+        if state is not None and home is not None:
             if state.slot == lease.dst:
                 self.fold(lease, state.position)
-            self._publisher.publish(lease, state, place)
+            self._publisher.publish(lease, state, home)
             left.discard(state.slot)
         for slot in left:
             self._memory.free_slot(slot)

@@ -1,7 +1,7 @@
 """Probation: probes that no prompt has proven hold at most a share of the slots, and a new one replaces the oldest.
 
 A probe is a guess where prompts will diverge. A prompt that resumes from it and matches deeper proves nothing about
-its place: that prompt leaves a snapshot at the branch point itself, which serves all later ones.
+its position: that prompt leaves a snapshot at the branch point itself, which serves all later ones.
 """
 
 from typing import Final

@@ -13,7 +13,7 @@ from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.probation import Probation
 from strandline.cache.tree import (
-    Place,
+    Home,
     Run,
     Snapshot,
     absorb_stubs,
@@ -174,34 +174,34 @@ class Publisher:
         reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
         lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
         for cut in reached:
-            place = find_home(lease.run, lease.tokens.data, cut.position)
-            if snapshot_at(place, cut.position) is None:
-                self.publish(lease, cut, place)
+            home = find_home(lease.run, lease.tokens.data, cut.position)
+            if snapshot_at(home, cut.position) is None:
+                self.publish(lease, cut, home)
             else:
                 self._memory.free_slot(cut.slot)
 
-    def publish(self, lease: Lease, cut: Cut, place: Place, *, num_readers: int = 0) -> Snapshot:
+    def publish(self, lease: Lease, cut: Cut, home: Home, *, num_readers: int = 0) -> Snapshot:
         """Publish a snapshot of the lease's path, and the tokens of its block if they are not yet.
 
         Args:
-            place: where ``find_home`` says that the snapshot belongs.
+            home: the result of ``find_home`` for its position.
             num_readers: leases that will read it in their next step.
         """
         slot, position, kind = cut.slot, cut.position, cut.kind
         if kind is SnapshotKind.PROBE and lease.transfer is not None:
             kind = SnapshotKind.BRANCH  # a prompt that needs it has proven it
-        home, stub_key = place
-        if stub_key is not None and held_child(home, stub_key) is None:
+        run, stub_key = home
+        if stub_key is not None and held_child(run, stub_key) is None:
             self._publish_tail(lease, stub_key)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         is_shared = is_on_cached_path and not lease.is_return
         use = Use(self._reuse.now, lease.interarrival_bin)
         snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared)
-        attach_snapshot(home, snapshot, stub_key)
+        attach_snapshot(run, snapshot, stub_key)
         if self._memory.announcer is not None:
             self._memory.announcer.store(snapshot, lease.salt)
         snapshot.last_tick = self._memory.next_tick()
-        home.evicted_snapshots.pop(position if stub_key is None else stub_key, None)
+        run.evicted_snapshots.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)
         if lease.transfer is None:
             self._counters.snapshots_taken[kind] += 1

@@ -39,7 +39,7 @@ class Match(NamedTuple):
 
 
 NO_MATCH: Final = Match(Walk(Run(None, 0, b"", array("i")), 0, None, 0), 0, None)
-"""That of a prompt whose salt has no tree."""
+"""The match of a prompt whose salt has no tree."""
 
 
 class ResumeRule(Protocol):
@@ -47,7 +47,7 @@ class ResumeRule(Protocol):
 
     @property
     def window_tokens(self) -> int | None:
-        """Blocks further behind than this are freed, except those that snapshots need; None: none are."""
+        """Size of the window, before which blocks are freed unless snapshots need them; None: blocks are not freed."""
 
     @property
     def needs_slots(self) -> bool:

@@ -93,7 +93,7 @@ class SlabAllocator:
         return taken
 
     def _open_slab(self) -> bool:
-        """Use a free slab for blocks. False when there is none."""
+        """Use a free slab for blocks; return False if no slab is free."""
         if not self._free_slabs or len(self._block_slabs) == self.max_block_slabs:
             return False
         slab = self._free_slabs.pop()
@@ -172,7 +172,7 @@ class SlabAllocator:
         held = self._held
         candidates = [slab for slab in self._free_in if slab and slab not in held]
         if not candidates and held:
-            # The free blocks lie beside held ones: a full slab is emptied into them.
+            # The free blocks share slabs with held ones: a full slab is emptied into them.
             candidates = sorted(self._block_slabs - held.keys() - {0})[:1]
         return max(candidates, key=self._num_free, default=None)
 

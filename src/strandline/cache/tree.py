@@ -6,7 +6,7 @@ with the same beginning is added, unless that run's first block is a gap: no tai
 sibling which holds its first block.
 
 A snapshot at a position ``p`` with ``p % 64 == 0`` belongs to the run of the block that ends there. Any other ``p``
-lies inside a block. If that block is the first of its run, sibling runs may share the tokens up to ``p``, so the
+is inside a block. If that block is the first of its run, sibling runs may share the tokens up to ``p``, so the
 snapshot is a *stub* of the parent, keyed by the block's tokens before ``p``; otherwise it belongs to the run. Thus
 a lookup finds it whichever of the siblings matches.
 
@@ -34,7 +34,7 @@ MAX_GHOSTS = 64
 class Snapshot:
     """A published slot: the state of all recurrent layers after exactly ``position`` tokens.
 
-    The slot is never written. What changes is the snapshot's place in the tree, and its recorded use.
+    The slot is never written. Only the snapshot's position in the tree and its recorded use change.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class Snapshot:
         self.kind = kind
         self.home: Run
         self.stub_key: bytes | None = None
-        """The tokens inside its block when it is a stub of ``home``; None when it lies within ``home``."""
+        """The tokens inside its block when it is a stub of ``home``; None when it is within ``home``."""
         self.num_readers = num_readers
         """Leases that read its slot in their next step: it is not evicted."""
         self.num_waiters = 0
@@ -141,7 +141,7 @@ class Run:
         self.start_block = start_block
         self.tokens = bytearray(tokens)
         self.blocks = blocks
-        """The null block stands for one that was freed because it lies behind every window (``Windows``)."""
+        """The null block stands for one that was freed because all windows have passed it (``Windows``)."""
         self.num_gaps = blocks.count(NULL_BLOCK)
         """How many of its blocks were."""
         self.children: dict[bytes, Run] = {}
@@ -219,7 +219,7 @@ def path_to(run: Run) -> tuple[str, bytes]:
     return path[-1].salt, b"".join(node.tokens for node in reversed(path))
 
 
-Place = tuple[Run, bytes | None]
+Home = tuple[Run, bytes | None]
 """Where a snapshot belongs in the tree: its run, and its key if it is a stub of that run."""
 
 
@@ -227,8 +227,8 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
     """Return the deepest snapshot above ``snapshot`` on its path, or None."""
     run, key = snapshot.home, snapshot.stub_key
     if key is None:
-        if place := bisect_left(run.positions, snapshot.position):
-            return run.snapshots[run.positions[place - 1]]
+        if index := bisect_left(run.positions, snapshot.position):
+            return run.snapshots[run.positions[index - 1]]
     else:
         stub = _stub_before(run, key)
         if stub is not None:
@@ -263,14 +263,14 @@ def _stub_before(run: Run, key: bytes) -> Snapshot | None:
 def num_continuations(snapshot: Snapshot) -> int:
     """Count the cached continuations of a snapshot, up to two.
 
-    The rest of the block that the snapshot lies in does not count when it serves no request and no other snapshot, as
-    after the eviction of an answer's snapshot: that block is kept for this snapshot alone.
+    The tokens after it in its block do not count when they serve no request and no other snapshot, as after the
+    eviction of an answer's snapshot: that block is cached for this snapshot alone.
     """
     run, key = snapshot.home, snapshot.stub_key
     if key is None:
         return 1 if run.positions[-1] > snapshot.position else min(len(run.child_keys), 2)
-    place = bisect_left(run.child_keys, key)
-    longer = [child for child in run.child_keys[place : place + 2] if child.startswith(key) and len(child) > len(key)]
+    index = bisect_left(run.child_keys, key)
+    longer = [child for child in run.child_keys[index : index + 2] if child.startswith(key) and len(child) > len(key)]
     if len(longer) == 1 and _is_kept_for(run.children[longer[0]], snapshot):
         return 0
     return len(longer)
@@ -375,7 +375,7 @@ def detach_snapshot(snapshot: Snapshot) -> None:
     _remember(home.evicted_snapshots, snapshot.position if key is None else key, None)
 
 
-def find_home(run: Run, data: bytearray, position: int) -> Place:
+def find_home(run: Run, data: bytearray, position: int) -> Home:
     """Return the run and the stub key of a snapshot at ``position`` on the path that ends with ``run``."""
     inside = position % BLOCK_TOKENS
     block = position // BLOCK_TOKENS if inside else position // BLOCK_TOKENS - 1
@@ -391,10 +391,10 @@ def find_home(run: Run, data: bytearray, position: int) -> Place:
     return node, None
 
 
-def snapshot_at(place: Place, position: int) -> Snapshot | None:
-    """Return the snapshot at a place that ``find_home`` returned, or None."""
-    home, stub_key = place
-    return home.snapshots.get(position) if stub_key is None else home.stubs.get(stub_key)
+def snapshot_at(home: Home, position: int) -> Snapshot | None:
+    """Return the snapshot at a position whose home is ``find_home``'s result, or None."""
+    run, stub_key = home
+    return run.snapshots.get(position) if stub_key is None else run.stubs.get(stub_key)
 
 
 def add_child(parent: Run, child: Run) -> None:
@@ -425,20 +425,20 @@ def remove_child(child: Run, *, ghost_tokens: int) -> None:
 
 def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
     """Return a child whose first block begins with ``prefix``, or None."""
-    place = bisect_left(run.child_keys, prefix)
-    if place < len(run.child_keys) and run.child_keys[place].startswith(prefix):
-        return run.children[run.child_keys[place]]
+    index = bisect_left(run.child_keys, prefix)
+    if index < len(run.child_keys) and run.child_keys[index].startswith(prefix):
+        return run.children[run.child_keys[index]]
     return None
 
 
 def held_child(run: Run, prefix: bytes) -> Run | None:
     """Return a child whose first block begins with ``prefix`` and takes memory, or None."""
-    place = bisect_left(run.child_keys, prefix)
-    while place < len(run.child_keys) and run.child_keys[place].startswith(prefix):
-        child = run.children[run.child_keys[place]]
+    index = bisect_left(run.child_keys, prefix)
+    while index < len(run.child_keys) and run.child_keys[index].startswith(prefix):
+        child = run.children[run.child_keys[index]]
         if child.blocks[0] != NULL_BLOCK:
             return child
-        place += 1
+        index += 1
     return None
 
 

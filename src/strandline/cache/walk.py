@@ -50,8 +50,8 @@ def walk(root: Run, data: bytearray) -> Walk:
 
 def _end_between_runs(run: Run, key: bytes) -> Walk:
     best_key, best_tokens = None, 0
-    place = bisect_left(run.child_keys, key)
-    for neighbour in run.child_keys[max(place - 1, 0) : place + 1]:
+    index = bisect_left(run.child_keys, key)
+    for neighbour in run.child_keys[max(index - 1, 0) : index + 1]:
         tokens = common_tokens(neighbour, key)
         if tokens > best_tokens:
             best_key, best_tokens = neighbour, tokens
@@ -84,8 +84,8 @@ def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
         stub = _longest_stub(run, data) if is_whole else None
         if stub is not None:
             return stub
-        if place := bisect_right(run.positions, end.kv_tokens):
-            return run.snapshots[run.positions[place - 1]]
+        if index := bisect_right(run.positions, end.kv_tokens):
+            return run.snapshots[run.positions[index - 1]]
     return None
 
 
@@ -102,8 +102,8 @@ def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
 
 def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
     """Count the children whose first block begins with ``prefix``, up to two."""
-    place = bisect_left(run.child_keys, prefix)
-    return sum(key.startswith(prefix) for key in run.child_keys[place : place + 2])
+    index = bisect_left(run.child_keys, prefix)
+    return sum(key.startswith(prefix) for key in run.child_keys[index : index + 2])
 
 
 def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:

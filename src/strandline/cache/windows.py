@@ -1,9 +1,9 @@
 """Sliding windows: blocks of keys and values that no resume can need are freed.
 
 Where all attention of a model has windows, a request at position ``p`` reads the keys and values of
-``[p - window_tokens + 1, p)`` alone. A block that lies before that of every request and every snapshot that use it is
-freed at once. Its run keeps its tokens, with the null block in its place: a *gap*. Lookups go on to find the
-snapshots behind it, and branches.
+``[p - window_tokens + 1, p)`` alone. A block before the windows of all requests and snapshots that use it is
+freed at once. Its run retains its tokens, with the null block instead: a *gap*. Lookups still find the snapshots
+after it, and branches.
 """
 
 import sys
@@ -18,7 +18,7 @@ from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 
 
 class Windows:
-    """Frees blocks behind the windows of leases and snapshots.
+    """Frees blocks that the windows of leases and snapshots have passed.
 
     Args:
         leases: all of them, whose tables name the blocks that they read.
@@ -46,7 +46,7 @@ class Windows:
         return True
 
     def advance(self, lease: Lease) -> None:
-        """Free the blocks that a lease has left behind, unless something else needs them."""
+        """Free the blocks that a lease's window has passed, unless something else needs them."""
         if lease.computed < self._window_tokens:
             return
         first = lease.num_left
@@ -106,14 +106,14 @@ class Windows:
 
     @staticmethod
     def _last_runs(snapshot: Snapshot) -> Iterator[Run]:
-        """Yield the runs whose first block a stub lies in."""
+        """Yield the runs whose first block contains a stub."""
         key = snapshot.stub_key
         if key is not None:
             yield from [child for child_key, child in snapshot.home.children.items() if child_key.startswith(key)]
 
 
 def _has_snapshot(run: Run, after: int, before: int) -> bool:
-    """Return whether a snapshot with a position in ``(after, before)`` lies in a run or below it."""
+    """Return whether a snapshot with a position in ``(after, before)`` is in a run or below it."""
     waiting = [run]
     while waiting:
         node = waiting.pop()

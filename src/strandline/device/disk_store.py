@@ -49,33 +49,33 @@ Pieces = Callable[[], Iterator[memoryview]]
 class Source(Protocol):
     """The store that entries are read from."""
 
-    def read(self, place: int) -> StoredBytes:
-        """Return the content of a place; it stays valid until the place is dropped."""
+    def read(self, address: int) -> StoredBytes:
+        """Return the content of an address; it stays valid until the address is dropped."""
 
 
 class _Wanted(NamedTuple):
     """A block or slot to read."""
 
     located: Located | None
-    """None: its place is unknown."""
-    place: int
+    """None: its address is unknown."""
+    address: int
     block: BlockId | None
     slot: SlotId | None
 
 
 class _LostError(Exception):
-    """Places that will never be read; the message is the reason."""
+    """Addresses that will never be read; the message is the reason."""
 
-    def __init__(self, reason: str, places: tuple[int, ...]) -> None:
+    def __init__(self, reason: str, addresses: tuple[int, ...]) -> None:
         super().__init__(reason)
-        self.places = places
+        self.addresses = addresses
 
 
 class DiskStore:
-    """The files of a directory, by place. All methods belong to the thread that launches steps.
+    """The files of a directory, by address. All methods belong to the thread that launches steps.
 
     Args:
-        places: locations of all entries in the directory.
+        addresses: locations of all entries in the directory.
         source: the store above.
         completions: queue for the ends of transfers.
         slots: encoding of slots, the same as in the store above.
@@ -84,7 +84,7 @@ class DiskStore:
     def __init__(
         self,
         directory: DiskDirectory,
-        places: dict[int, Located],
+        addresses: dict[int, Located],
         source: Source,
         copies: ArenaCopies,
         completions: Completions,
@@ -92,7 +92,7 @@ class DiskStore:
     ) -> None:
         self._slots = slots
         self._directory = directory
-        self._places = places
+        self._addresses = addresses
         self._source = source
         self._copies = copies
         self._completions = completions
@@ -102,7 +102,7 @@ class DiskStore:
         self._num_storing = 0
         self._is_closed = False
         self._changed = Condition()
-        """Guards everything above, and the places."""
+        """Guards everything above, and the addresses."""
         self._shrinking = Lock()
         self._paused_until_s = self._logged_s = float("-inf")
         self._pause_cause = ""
@@ -111,22 +111,22 @@ class DiskStore:
         for thread in self._threads:
             thread.start()
 
-    def rename(self, places: Mapping[int, int]) -> None:
-        """Rename the places of the entries found, and remove those without a new name. Called before any action."""
-        unused = [place for place in self._places if place not in places]
+    def rename(self, addresses: Mapping[int, int]) -> None:
+        """Rename the addresses of the entries found, and remove those without a new name. Called before any action."""
+        unused = [address for address in self._addresses if address not in addresses]
         if unused:
             text = "%d blocks and snapshots of the disk cache %s are of no use: other ranks lack them"
             LOGGER.warning(text, len(unused), self._directory.path)
         self.drop(unused)
         with self._changed:
-            self._places = {places[place]: located for place, located in self._places.items()}
+            self._addresses = {addresses[address]: located for address, located in self._addresses.items()}
 
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Begin to write blocks and slots of the arena."""
         fence = self._copies.fence()
         with self._changed:
-            wanted = [_Wanted(self._places.get(place), place, block, None) for block, place in action.blocks]
-            wanted += [_Wanted(self._places.get(place), place, None, slot) for slot, place in action.slots]
+            wanted = [_Wanted(self._addresses.get(address), address, block, None) for block, address in action.blocks]
+            wanted += [_Wanted(self._addresses.get(address), address, None, slot) for slot, address in action.slots]
             self._loads.append((action.transfer, partial(self._load, action.transfer, wanted, fence)))
             self._changed.notify()
 
@@ -141,18 +141,18 @@ class DiskStore:
             self._completions.put(Completion(action.transfer, is_done=False, cause=self._pause_cause))
             return
         sources = dict[int, Pieces](
-            (place, partial(_host, self._source.read(source))) for source, place in action.stored
+            (address, partial(_host, self._source.read(source))) for source, address in action.stored
         )
-        sources |= {place: partial(self._block, block, fence) for block, place in action.blocks}
-        sources |= {place: partial(self._slot, slot, fence) for slot, place in action.slots}
+        sources |= {address: partial(self._block, block, fence) for block, address in action.blocks}
+        sources |= {address: partial(self._slot, slot, fence) for slot, address in action.slots}
         with self._changed:
             self._stores.append(partial(self._store, action.transfer, path, sources))
             self._changed.notify()
 
-    def drop(self, places: Iterable[int]) -> None:
-        """Free places: remove their files or, of blocks that others come before, cut their files off."""
+    def drop(self, addresses: Iterable[int]) -> None:
+        """Free addresses: remove their files or, of blocks that others come before, cut their files off."""
         with self._changed:
-            dropped = [self._places.pop(place) for place in places if place in self._places]
+            dropped = [self._addresses.pop(address) for address in addresses if address in self._addresses]
             for file, item in dropped:
                 file.is_live[item] = False
             self._loads += [
@@ -214,7 +214,7 @@ class DiskStore:
             self._read(wanted, fence)
             is_done = True
         except _LostError as error:
-            lost = error.places
+            lost = error.addresses
             self._warn_of_load(str(error))
         except OSError as error:
             self._warn_of_load(cause_of(error))
@@ -237,13 +237,13 @@ class DiskStore:
         parts_of = dict[StoredFile, list[_Wanted]]()
         for part in wanted:
             if part.located is None:
-                raise _LostError("its place is not known", (part.place,))
+                raise _LostError("its address is not known", (part.address,))
             parts_of.setdefault(part.located.file, []).append(part)
         for file, parts in parts_of.items():
             try:
                 descriptor = open_for_reading(self._directory.descriptor, file.name)
             except FileNotFoundError:
-                raise _LostError(f"{file.name} is gone", tuple(part.place for part in parts)) from None
+                raise _LostError(f"{file.name} is gone", tuple(part.address for part in parts)) from None
             try:
                 for pieces in _pieces(parts):
                     self._read_pieces(descriptor, file, pieces, fence)
@@ -262,11 +262,11 @@ class DiskStore:
             try:
                 read_item(descriptor, file.header, index, file.offsets[index], target[start:end])
             except DamagedFileError as error:
-                raise _LostError(f"{file.name}: {error}", (part.place,)) from None
+                raise _LostError(f"{file.name}: {error}", (part.address,)) from None
             except OSError as error:
                 if error.errno != EIO:
                     raise
-                raise _LostError(f"{file.name}: {cause_of(error)}", (part.place,)) from error
+                raise _LostError(f"{file.name}: {cause_of(error)}", (part.address,)) from error
             start = end
         if parts[0].slot is not None:
             self._copies.write_slot(parts[0].slot, target, self._slots, fence)
@@ -289,22 +289,24 @@ class DiskStore:
 
     def _write(self, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""
-        parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = [(blocks, blocks.places) for blocks in path.blocks]
+        parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = [
+            (blocks, blocks.addresses) for blocks in path.blocks
+        ]
         if path.slot:
             parts.append((None, (path.slot, *[path.tail] * bool(path.tail))))
-        places = dict[int, Located]()
+        addresses = dict[int, Located]()
         try:
             for blocks, numbers in parts:
                 file = self._directory.new_file(path, blocks)
-                items = [sources[place]() for place in numbers]
+                items = [sources[address]() for address in numbers]
                 file.header = write_file(self._directory.descriptor, file.name, file.header, items)
-                places |= {place: Located(file, index) for index, place in enumerate(numbers)}
+                addresses |= {address: Located(file, index) for index, address in enumerate(numbers)}
         except BaseException:
-            for file in dict.fromkeys(located.file for located in places.values()):
+            for file in dict.fromkeys(located.file for located in addresses.values()):
                 self._remove(file)
             raise
         with self._changed:
-            self._places |= places
+            self._addresses |= addresses
 
     def _block(self, block: BlockId, fence: Fence) -> Iterator[memoryview]:
         """Yield the bytes of a block of the device."""
@@ -336,7 +338,7 @@ class DiskStore:
 
 
 def _host(source: StoredBytes) -> Iterator[memoryview]:
-    """Yield the bytes of a place in the store above in pieces, once they are there."""
+    """Yield the bytes of an address in the store above in pieces, once they are there."""
     if source.event is not None:
         source.event.synchronize()
     for piece in source.pieces:

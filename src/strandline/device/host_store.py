@@ -58,7 +58,7 @@ def _slab_bytes(spec: ModelSpec) -> int:
 
 
 class StoredBytes(NamedTuple):
-    """The content of a place."""
+    """The content of an address."""
 
     pieces: list[Tensor]
     """In order."""
@@ -67,7 +67,7 @@ class StoredBytes(NamedTuple):
 
 
 class HostPages:
-    """The pages, and their assignment to places.
+    """The pages, and their assignment to addresses.
 
     Args:
         num_pages: how many.
@@ -85,25 +85,25 @@ class HostPages:
         self._pages_of: dict[int, list[int]] = {}
         self._bytes_of: dict[int, int] = {}
 
-    def take(self, place: int, num_bytes: int) -> list[Tensor]:
-        """Allocate room under a new place; return it as consecutive pieces.
+    def take(self, address: int, num_bytes: int) -> list[Tensor]:
+        """Allocate room under a new address; return it as consecutive pieces.
 
         Raises:
-            CacheInvariantError: there is no room, or the place is in use.
+            CacheInvariantError: there is no room, or the address is in use.
         """
         num_pages = -(-num_bytes // self.page_bytes)
-        if place in self._pages_of or num_pages > len(self._free):
+        if address in self._pages_of or num_pages > len(self._free):
             raise CacheInvariantError(
-                f"place {place} needs {num_pages} pages of host memory, {len(self._free)} are free"
+                f"address {address} needs {num_pages} pages of host memory, {len(self._free)} are free"
             )
-        self._pages_of[place] = [self._free.pop() for _ in range(num_pages)]
-        self._bytes_of[place] = num_bytes
-        return self.find(place, num_bytes)
+        self._pages_of[address] = [self._free.pop() for _ in range(num_pages)]
+        self._bytes_of[address] = num_bytes
+        return self.find(address, num_bytes)
 
-    def find(self, place: int, num_bytes: int) -> list[Tensor]:
-        """Return the first bytes of a place as pieces in order, neighbouring pages in one."""
+    def find(self, address: int, num_bytes: int) -> list[Tensor]:
+        """Return the first bytes of an address as pieces in order, neighbouring pages in one."""
         pieces = []
-        pages, size = self._pages_of[place], self.page_bytes
+        pages, size = self._pages_of[address], self.page_bytes
         left = num_bytes
         for first, count in stretches(pages):
             taken = min(left, count * size)
@@ -111,20 +111,20 @@ class HostPages:
             left -= taken
         return pieces
 
-    def whole(self, place: int) -> list[Tensor]:
-        """Return all bytes of a place as pieces in order."""
-        return self.find(place, self._bytes_of[place])
+    def whole(self, address: int) -> list[Tensor]:
+        """Return all bytes of an address as pieces in order."""
+        return self.find(address, self._bytes_of[address])
 
-    def pages_of(self, places: Iterable[int]) -> list[int]:
-        """Return the pages of places, in order."""
-        return [page for place in places for page in self._pages_of[place]]
+    def pages_of(self, addresses: Iterable[int]) -> list[int]:
+        """Return the pages of addresses, in order."""
+        return [page for address in addresses for page in self._pages_of[address]]
 
-    def drop(self, places: Iterable[int]) -> None:
-        """Free places. What is stored next takes their pages in this order."""
+    def drop(self, addresses: Iterable[int]) -> None:
+        """Free addresses. What is stored next takes their pages in this order."""
         freed = list[int]()
-        for place in places:
-            freed += self._pages_of.pop(place)
-            del self._bytes_of[place]
+        for address in addresses:
+            freed += self._pages_of.pop(address)
+            del self._bytes_of[address]
         self._free += reversed(freed)
 
 
@@ -157,24 +157,24 @@ class HostStore:
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Write blocks and slots of the arena."""
         start_s = SYSTEM_CLOCK()
-        for target, place, encoding in _parts(action, arena, self._slots):
-            _load(self._pages, place, target, encoding)
+        for target, address, encoding in _parts(action, arena, self._slots):
+            _load(self._pages, address, target, encoding)
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
         """Read blocks and slots of the arena."""
         start_s = SYSTEM_CLOCK()
-        for source, place, encoding in _parts(action, arena, self._slots):
-            _store(self._pages, place, source, encoding)
+        for source, address, encoding in _parts(action, arena, self._slots):
+            _store(self._pages, address, source, encoding)
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
-    def read(self, place: int) -> StoredBytes:
-        """Return what a place holds; it stays there until the place is dropped."""
-        return StoredBytes(self._pages.whole(place), None)
+    def read(self, address: int) -> StoredBytes:
+        """Return what an address holds; it stays there until the address is dropped."""
+        return StoredBytes(self._pages.whole(address), None)
 
-    def drop(self, places: Iterable[int]) -> None:
-        """Free places."""
-        self._pages.drop(places)
+    def drop(self, addresses: Iterable[int]) -> None:
+        """Free addresses."""
+        self._pages.drop(addresses)
 
     def cancel(self, transfer: TransferId) -> None:
         """Do nothing: every transfer has ended when it begins."""
@@ -206,9 +206,9 @@ class PinnedStore:
         """Ranges of the staging memory, oldest first, and the event after which each is free."""
         self._landing = torch.empty(LANDING_SLABS * slab_bytes, dtype=torch.uint8, device=device)
         self._stored: dict[int, torch.cuda.Event] = {}
-        """By place: the event after which it is complete."""
+        """By address: the event after which it is complete."""
         self._read: dict[int, torch.cuda.Event] = {}
-        """By place that has been loaded: the event after which it has been read."""
+        """By address that has been loaded: the event after which it has been read."""
         self._readers: dict[int, torch.cuda.Event] = {}
         """By free page: the event after which it may be written."""
         self._gathered: torch.cuda.Event | None = None
@@ -220,8 +220,8 @@ class PinnedStore:
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Write blocks and slots of the arena, after the steps launched so far and the stores of what is loaded."""
         self._in.wait_stream(torch.cuda.current_stream(self._device))
-        places = [place for _, place in (*action.blocks, *action.slots)]
-        for stored in dict.fromkeys(self._stored[place] for place in places):
+        addresses = [address for _, address in (*action.blocks, *action.slots)]
+        for stored in dict.fromkeys(self._stored[address] for address in addresses):
             self._in.wait_event(stored)
         if self._gathered is not None:
             self._in.wait_event(self._gathered)
@@ -229,17 +229,17 @@ class PinnedStore:
             begun = _recorded()
             for pairs in _groups(action.blocks, len(self._landing) // self._pages.page_bytes):
                 self._load_blocks(pairs)
-            for slot, place in action.slots:
-                _load(self._pages, place, arena.slot(slot), self._slots)
+            for slot, address in action.slots:
+                _load(self._pages, address, arena.slot(slot), self._slots)
             end = _recorded()
-        self._read.update(dict.fromkeys(places, end))
+        self._read.update(dict.fromkeys(addresses, end))
         self._ended.put((action.transfer, begun, end))
 
     def _load_blocks(self, pairs: Sequence[tuple[BlockId, int]]) -> None:
-        """Copy blocks to the landing memory and from there to their places in the arena, on the current stream."""
+        """Copy blocks to the landing memory and from there to their addresses in the arena, on the current stream."""
         size, start = self._pages.page_bytes, 0
         landed_X = self._landing[: len(pairs) * size]
-        for first, count in stretches(self._pages.pages_of(place for _, place in pairs)):
+        for first, count in stretches(self._pages.pages_of(address for _, address in pairs)):
             piece_X = self._pages.bytes[first * size : (first + count) * size]
             landed_X[start : start + len(piece_X)].copy_(piece_X, non_blocking=True)
             start += len(piece_X)
@@ -264,13 +264,13 @@ class PinnedStore:
                 block_N = upload(np.array([block for block, _ in pairs]), self._device)
                 rows_X = _words(staged_X.view(len(pairs), self._pages.page_bytes))
                 torch.index_select(_words(self._block_BX), 0, block_N, out=rows_X)
-            end = self._send([place for _, place in pairs], staged_X, start, reader, AS_IS)
-        for slot, place in action.slots:
+            end = self._send([address for _, address in pairs], staged_X, start, reader, AS_IS)
+        for slot, address in action.slots:
             slot_X = arena.slot(slot)
             staged_X, start = self._stage(len(slot_X), reader)
             with torch.cuda.stream(reader):
                 staged_X.copy_(slot_X)
-            end = self._send([place], staged_X, start, reader, self._slots)
+            end = self._send([address], staged_X, start, reader, self._slots)
         self._ended.put((action.transfer, begun, end))
 
     def _stage(self, num_bytes: int, reader: torch.cuda.Stream) -> tuple[Tensor, int]:
@@ -283,9 +283,9 @@ class PinnedStore:
         return self._staging[start:end], start
 
     def _send(
-        self, places: Sequence[int], staged_X: Tensor, start: int, reader: torch.cuda.Stream, encoding: Encoding
+        self, addresses: Sequence[int], staged_X: Tensor, start: int, reader: torch.cuda.Stream, encoding: Encoding
     ) -> torch.cuda.Event:
-        """Copy what is staged to new places of equal sizes, once the pages have been read that they lay on.
+        """Copy what is staged to new addresses of equal sizes, once the pages have been read that they lay on.
 
         Returns:
             The event after which it is stored.
@@ -297,10 +297,10 @@ class PinnedStore:
             self._out.wait_stream(reader)
         with torch.cuda.stream(self._out):
             rest_X = encoding.encode(staged_X)
-            size = len(rest_X) // len(places)
-            for place in places:
-                self._pages.take(place, size)
-            pages, at = self._pages.pages_of(places), 0
+            size = len(rest_X) // len(addresses)
+            for address in addresses:
+                self._pages.take(address, size)
+            pages, at = self._pages.pages_of(addresses), 0
             for read in dict.fromkeys(self._readers.pop(page) for page in pages if page in self._readers):
                 self._out.wait_event(read)
             for first, count in stretches(pages):
@@ -310,21 +310,21 @@ class PinnedStore:
                 at += len(piece_X)
             end = _recorded()
         self._staged.append((start, start + len(staged_X), end))
-        self._stored.update(dict.fromkeys(places, end))
+        self._stored.update(dict.fromkeys(addresses, end))
         return end
 
-    def read(self, place: int) -> StoredBytes:
-        """Return what a place holds, once the event has occurred; it stays there until the place is dropped."""
-        return StoredBytes(self._pages.whole(place), self._stored[place])
+    def read(self, address: int) -> StoredBytes:
+        """Return what an address holds, once the event has occurred; it stays there until the address is dropped."""
+        return StoredBytes(self._pages.whole(address), self._stored[address])
 
-    def drop(self, places: Iterable[int]) -> None:
-        """Free places."""
-        places = tuple(places)
-        for place in places:
-            del self._stored[place]
-            if (read := self._read.pop(place, None)) is not None:
-                self._readers.update(dict.fromkeys(self._pages.pages_of([place]), read))
-        self._pages.drop(places)
+    def drop(self, addresses: Iterable[int]) -> None:
+        """Free addresses."""
+        addresses = tuple(addresses)
+        for address in addresses:
+            del self._stored[address]
+            if (read := self._read.pop(address, None)) is not None:
+                self._readers.update(dict.fromkeys(self._pages.pages_of([address]), read))
+        self._pages.drop(addresses)
 
     def cancel(self, transfer: TransferId) -> None:
         """Do nothing: a transfer takes milliseconds."""
@@ -363,27 +363,27 @@ def _words(bytes_NX: Tensor) -> Tensor:
 
 
 def _parts(action: LoadIn | StoreOut, arena: ArenaTensors, slots: Encoding) -> Iterator[tuple[Tensor, int, Encoding]]:
-    """Yield the bytes of each block and each slot, its place, and how it rests there."""
-    for block, place in action.blocks:
-        yield arena.block(block), place, AS_IS
-    for slot, place in action.slots:
-        yield arena.slot(slot), place, slots
+    """Yield the bytes of each block and each slot, its address, and how it rests there."""
+    for block, address in action.blocks:
+        yield arena.block(block), address, AS_IS
+    for slot, address in action.slots:
+        yield arena.slot(slot), address, slots
 
 
-def _store(pages: HostPages, place: int, entry_X: Tensor, encoding: Encoding) -> None:
-    """Encode an entry and copy it to a new place."""
+def _store(pages: HostPages, address: int, entry_X: Tensor, encoding: Encoding) -> None:
+    """Encode an entry and copy it to a new address."""
     rest_X = encoding.encode(entry_X)
     start = 0
-    for piece in pages.take(place, len(rest_X)):
+    for piece in pages.take(address, len(rest_X)):
         piece.copy_(rest_X[start : start + len(piece)], non_blocking=True)
         start += len(piece)
 
 
-def _load(pages: HostPages, place: int, entry_X: Tensor, encoding: Encoding) -> None:
-    """Copy an entry from its place and decode it."""
+def _load(pages: HostPages, address: int, entry_X: Tensor, encoding: Encoding) -> None:
+    """Copy an entry from its address and decode it."""
     rest_X = encoding.room(entry_X)
     start = 0
-    for piece in pages.find(place, len(rest_X)):
+    for piece in pages.find(address, len(rest_X)):
         rest_X[start : start + len(piece)].copy_(piece, non_blocking=True)
         start += len(piece)
     encoding.decode(rest_X, entry_X)

@@ -98,7 +98,7 @@ def attach_stores(
         directory.remove_ranks_from(ranks.size)
     with tqdm(desc="disk cache", disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
         found = directory.scan(bar.update)
-    store = DiskStore(directory, found.places, host, ArenaCopies(arena), transfers.completions, slots)
+    store = DiskStore(directory, found.addresses, host, ArenaCopies(arena), transfers.completions, slots)
     transfers.attach(DISK_STORE, store)
     disk = DiskFacts(
         str(directory.path),

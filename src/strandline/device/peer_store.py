@@ -22,8 +22,8 @@ from strandline.transfer.movers import Sink
 LOGGER: Final = logging.getLogger("strandline.transfer")
 PEERS: Final = "peers"
 """The store's name."""
-PLACES: Final = 2**32
-"""Places of one pull: a block's is its index in the prompt, a snapshot's its position."""
+ADDRESSES: Final = 2**32
+"""Addresses of one pull: a block's is its index in the prompt, a snapshot's its position."""
 
 
 class PeerStore:
@@ -39,9 +39,9 @@ class PeerStore:
         """Counters of pulls that have ended."""
 
     def open(self, pull: Pull) -> int:
-        """Take a pull that has an offer; return the place that its places begin at."""
+        """Take a pull that has an offer; return the address that its addresses begin at."""
         self._num_opened += 1
-        first = self._num_opened * PLACES
+        first = self._num_opened * ADDRESSES
         self._pulls[first] = pull
         return first
 
@@ -54,8 +54,8 @@ class PeerStore:
 
     def load(self, action: LoadIn, arena: ArenaTensors | None = None) -> None:
         """Begin to fetch what an action names, of one pull."""
-        _, place = (*action.blocks, *action.slots)[0]
-        pull = self._pulls.pop(place - place % PLACES, None)
+        _, address = (*action.blocks, *action.slots)[0]
+        pull = self._pulls.pop(address - address % ADDRESSES, None)
         if pull is None:
             self._completions.put(Completion(action.transfer, is_done=False))
             return
@@ -66,8 +66,8 @@ class PeerStore:
         """Refuse: other engines fetch, they are not sent anything."""
         raise EngineError(f"nothing can be stored to {PEERS!r}")
 
-    def drop(self, places: Iterable[int]) -> None:
-        """Refuse: places are those of pulls, which the cache does not own."""
+    def drop(self, addresses: Iterable[int]) -> None:
+        """Refuse: addresses are those of pulls, which the cache does not own."""
         raise EngineError(f"nothing of {PEERS!r} can be dropped")
 
     def cancel(self, transfer: TransferId) -> None:
@@ -102,8 +102,8 @@ class PeerStore:
             self._completions.put(Completion(action.transfer, is_done, SYSTEM_CLOCK() - start_s))
 
     def _fetch(self, action: LoadIn, pull: Pull, fence: Fence) -> int:
-        block_at = {place % PLACES: block for block, place in action.blocks}
-        slot_at = {place % PLACES: slot for slot, place in action.slots}
+        block_at = {address % ADDRESSES: block for block, address in action.blocks}
+        slot_at = {address % ADDRESSES: slot for slot, address in action.slots}
 
         def write(items: Items, data: memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]

@@ -1,7 +1,7 @@
 """Transfers between device memory and stores: dispatch to stores, and collection of completions.
 
 A *store* keeps blocks and slots outside device memory: host memory, a disk, another engine. It numbers its own
-places. Transfers begin in the order of the cache's actions and end in any order.
+addresses. Transfers begin in the order of the cache's actions and end in any order.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -16,7 +16,7 @@ from strandline.records.actions import CancelTransfer, Completion, DropStored, L
 
 
 class Store(Protocol):
-    """Copies blocks and slots to places of its own, and back.
+    """Copies blocks and slots to addresses of its own, and back.
 
     ``load`` and ``store`` are called between steps, in the order of the cache's actions, and return without waiting for
     the copies. Each transfer is reported by exactly one completion, from any thread, when it no longer
@@ -37,8 +37,8 @@ class Store(Protocol):
         only a later ``load`` overwrites them, which waits.
         """
 
-    def drop(self, places: Iterable[int]) -> None:
-        """Free places. What was begun before may still read or write them; what begins later may reuse their memory.
+    def drop(self, addresses: Iterable[int]) -> None:
+        """Free addresses. What was begun before may still read or write them; what begins later may reuse their memory.
 
         What is stored there then is written after those reads.
         """
@@ -87,7 +87,7 @@ class Transfers:
         self._stores[name] = store
 
     def begin(self, action: LoadIn | StoreOut | DropStored | CancelTransfer) -> None:
-        """Begin or cancel a transfer, or free places of a store.
+        """Begin or cancel a transfer, or free addresses of a store.
 
         Raises:
             EngineError: no store of that name is attached.
@@ -102,8 +102,8 @@ class Transfers:
             case StoreOut(transfer, store):
                 self._store_of[transfer] = self._find(store)
                 self._find(store).store(action, self._arena)
-            case DropStored(store, places):
-                self._find(store).drop(places)
+            case DropStored(store, addresses):
+                self._find(store).drop(addresses)
 
     def _find(self, name: str) -> Store:
         store = self._stores.get(name)

@@ -68,11 +68,11 @@ class LoadQueue:
         cache = self._cache
         if not cache.is_enabled or request.params.prompt_logprobs is not None or request.num_loads >= MAX_LOADS:
             return None
-        own, resting = request.offer, self.loads.resting_offer(request.tokens, request.salt)
+        own, demoted = request.offer, self.loads.tier_offer(request.tokens, request.salt)
         if own is not None and not self.loads.is_lacking(request.tokens, own, request.salt):
             own = request.offer = None
-        if own is None or (resting is not None and resting.position >= own.position):
-            return resting
+        if own is None or (demoted is not None and demoted.position >= own.position):
+            return demoted
         return own
 
     def is_worth_waiting(self, state: LoadState, running: Sequence[Request]) -> bool:

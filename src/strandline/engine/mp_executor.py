@@ -85,7 +85,7 @@ class MpExecutor:
             self.facts, renames = join_facts(self._workers.start(config, weights, progress=progress))
             self.facts.start_s["weights"] += weights_s
             if renames:
-                self._workers.results(self._workers.call_each("rename_stored", [(places,) for places in renames]))
+                self._workers.results(self._workers.call_each("rename_stored", [(addresses,) for addresses in renames]))
         except BaseException:
             self._workers.close()
             raise

@@ -44,8 +44,8 @@ class Asked:
     num_promised: int
     """Tokens that the peer should have; 0: unknown."""
     requests: list[Request] = field(default_factory=list)
-    first_place: int | None = None
-    """Where its places begin in the store, once it has an offer."""
+    first_address: int | None = None
+    """Where its addresses begin in the store, once it has an offer."""
 
 
 class PrefixPulls:
@@ -119,8 +119,8 @@ class PrefixPulls:
         for asked in list(self._offered):
             if all(request.status is not Status.WAITING for request in asked.requests):
                 self._offered.remove(asked)
-                if asked.first_place is not None:
-                    self._store.forget(asked.first_place)
+                if asked.first_address is not None:
+                    self._store.forget(asked.first_address)
 
     def close(self) -> None:
         """End what has no offer yet; the store ends the others."""
@@ -158,13 +158,13 @@ class PrefixPulls:
             self._store.counters.count(NOT_NEEDED if found.num_tokens else NOTHING)
             self._queue(asked)
             return
-        first_place = self._store.open(asked.pull)
-        offer = self._offer(found, first_place)
+        first_address = self._store.open(asked.pull)
+        offer = self._offer(found, first_address)
         if not asked.ask.lease_id and not self._pays(asked.requests[0], offer):
-            self._store.forget(first_place, SLOWER)
+            self._store.forget(first_address, SLOWER)
             self._queue(asked)
             return
-        asked.first_place = first_place
+        asked.first_address = first_address
         for request in asked.requests:
             request.offer = offer
         self._offered.append(asked)
@@ -188,7 +188,7 @@ class PrefixPulls:
         for request in asked.requests:
             self._scheduler.add(request)
 
-    def _offer(self, found: messages.Offer, first_place: int) -> Offer:
+    def _offer(self, found: messages.Offer, first_address: int) -> Offer:
         memory, window_tokens = self._cache.memory_use(), self._spec.window_tokens
         num_wanted = found.num_blocks
         if window_tokens is not None:
@@ -199,6 +199,6 @@ class PrefixPulls:
             num_spare //= 1 + wanted_slabs  # each snapshot comes with its window
         kinds = {position: SnapshotKind(kind) for position, kind in found.snapshots}
         positions = useful_positions(kinds, num_spare)
-        blocks = range(first_place, first_place + found.num_blocks)
-        snapshots = tuple(OfferedSnapshot(p, first_place + p, kinds[p]) for p in positions)
+        blocks = range(first_address, first_address + found.num_blocks)
+        snapshots = tuple(OfferedSnapshot(p, first_address + p, kinds[p]) for p in positions)
         return Offer(PEERS, found.num_tokens, 0, tuple(blocks), snapshots)

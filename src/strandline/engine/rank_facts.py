@@ -13,7 +13,7 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
     """Return the facts of all ranks together: phases of the start took as long as on the slowest.
 
     Returns:
-        Beside them, for each rank of several with a disk cache, the new places of what that has kept, by its own.
+        Beside them, for each rank of several with a disk cache, the new addresses of what that has kept, by its own.
 
     Raises:
         EngineError: ranks do not agree on what must be equal.

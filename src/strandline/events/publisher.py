@@ -1,11 +1,11 @@
-"""Sends cache events over ZeroMQ, from a thread of its own: nothing that it does blocks a step.
+"""Sends cache events over ZeroMQ, from a separate thread, so that it never blocks a step.
 
 A message on the PUB socket is ``[topic, sequence number, payload]``, the number in eight bytes, big-endian. On the
 ROUTER socket, a request ``[empty, first number]`` is answered by messages ``[empty, number, payload]`` for all from the
 first number on that are kept, then ``[empty, -1, empty]``. The request -1 is only answered by the last of these, and
 asks for everything anew: an ``AllBlocksCleared`` and what is cached now, as the next messages.
 
-Source of the protocol, but for the request -1: vLLM's ``ZmqEventPublisher``.
+Source of the protocol, except for the request -1: vLLM's ``ZmqEventPublisher``.
 """
 
 import logging
@@ -32,7 +32,7 @@ RESTATE: Final = END_OF_REPLAY
 MAX_BATCH_TOKENS: Final = 8192
 """A message ends with the event that reaches this: encoding holds Python's lock, which steps need too."""
 EVENT_TOKENS: Final = 32
-"""What an event counts besides its tokens."""
+"""Size of an event in addition to its tokens."""
 JOIN_TIMEOUT_S: Final = 2.0
 LINGER_MS: Final = 200
 """How long the last messages may take when the publisher is closed."""

@@ -1,6 +1,7 @@
 """What one engine can resume, according to its events: predicts the hit of a prompt, to the token.
 
-With tiers below the device it predicts an upper bound: the hit if the engine loads all that rests of the prompt.
+With tiers below the device it predicts an upper bound: the hit if the engine loads all that its tiers have of the
+prompt.
 """
 
 from bisect import bisect_left
@@ -39,8 +40,8 @@ class PromptHashes:
     def snapshot(self, num_before: int, num_rest: int) -> int:
         """Return the hash of a snapshot ``num_rest`` tokens after the first ``num_before`` blocks, as it travels."""
         start = num_before * BLOCK_TOKENS * TOKEN_BYTES
-        rest = self._data[start : start + num_rest * TOKEN_BYTES]
-        return wire_hash(snapshot_hash(self._hashes[num_before], rest))
+        tokens = self._data[start : start + num_rest * TOKEN_BYTES]
+        return wire_hash(snapshot_hash(self._hashes[num_before], tokens))
 
 
 class ResumableIndex:

@@ -1,7 +1,7 @@
 """Follows the events of one engine: receives them in order, asks for missed ones, notices restarts.
 
 A subscriber is *complete* while its index holds everything that the engine can resume. One that comes late, when the
-engine has dropped its first messages, or one that missed messages which the engine no longer keeps, asks the engine to
+engine has dropped its first messages, or one that missed messages which the engine no longer has, asks the engine to
 state everything anew, and is complete again when that has come.
 """
 
@@ -107,7 +107,7 @@ class Subscriber:
             return None
         answer: list[tuple[int, EventBatch]] = []
         end_s = monotonic() + timeout_s
-        with self._context.socket(zmq.DEALER) as socket:  # a new one: it cannot hold the rest of an earlier answer
+        with self._context.socket(zmq.DEALER) as socket:  # a new one: it cannot hold the remainder of an earlier answer
             socket.set_hwm(0)
             socket.linger = 0
             socket.connect(self._replay_endpoint)

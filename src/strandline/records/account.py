@@ -49,13 +49,13 @@ class Reason(StrEnum):
     LOADING = "loading"
     """It is being loaded from a store."""
     DEMOTED = "demoted"
-    """It rests below the device: computing it is faster than loading it, or there was no memory to load it into."""
+    """A tier below the device has it: computing is faster than loading, or there was no memory to load it into."""
     LOAD_FAILED = "load_failed"
     """A store or another engine had it, but loading it failed, or there was no memory for it."""
     OTHER_SALT = "other_salt"
     """It is cached under another salt."""
     NO_ROOM = "no_room"
-    """It is cached, but there is no memory for it beside the request's own, and no request that could free some."""
+    """It is cached, but there is not enough memory for it and the request's own data, and no request to free some."""
     NOT_ASKED = "not_asked"
     """The request does not read the cache, or caching is disabled."""
 
@@ -104,8 +104,8 @@ class Account(NamedTuple):
         end = min(end, self.queried)
         if end <= self.hit:
             return self
-        rest = [miss._replace(start=max(miss.start, end)) for miss in self.misses if miss.end > end]
-        return self._replace(misses=(Miss(reason, self.hit, end), *rest))
+        others = [miss._replace(start=max(miss.start, end)) for miss in self.misses if miss.end > end]
+        return self._replace(misses=(Miss(reason, self.hit, end), *others))
 
     def for_callers(self) -> "Account":
         """Return the account without what it reveals of other salts, for the request's sender.
@@ -113,11 +113,11 @@ class Account(NamedTuple):
         Tokens cached under another salt are reported as never seen, in one range with those that follow: a separate
         range would reveal its end.
         """
-        for place, miss in enumerate(self.misses):
+        for index, miss in enumerate(self.misses):
             if miss.reason is Reason.OTHER_SALT:
                 reason = Reason.DIVERGED if miss.start else Reason.FIRST_SEEN
                 cut = Miss(reason, miss.start, self.misses[-1].end)
-                return self._replace(misses=(*self.misses[:place], cut))
+                return self._replace(misses=(*self.misses[:index], cut))
         return self
 
 

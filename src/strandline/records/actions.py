@@ -62,11 +62,11 @@ class LoadIn:
 
     transfer: TransferId
     store: str
-    """Name of the store; places are its own numbers."""
+    """Name of the store, which has its own addresses."""
     blocks: tuple[tuple[BlockId, int], ...]
-    """Destination and place of each block."""
+    """Destination and address of each block."""
     slots: tuple[tuple[SlotId, int], ...]
-    """Destination and place of each slot."""
+    """Destination and address of each slot."""
 
 
 class StoredBlocks(NamedTuple):
@@ -74,12 +74,12 @@ class StoredBlocks(NamedTuple):
 
     first: int
     """The index of the first one."""
-    places: tuple[int, ...]
+    addresses: tuple[int, ...]
 
     @property
     def end(self) -> int:
         """The index after the last one."""
-        return self.first + len(self.places)
+        return self.first + len(self.addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,38 +95,38 @@ class StoredPath:
     has_gaps: bool
     """Whether the snapshot needs the blocks of its window alone: all tokens before it are stored with it."""
     slot: int
-    """Its place; 0: the model keeps no states."""
+    """The address of the snapshot's slot; 0: the model keeps no states."""
     tail: int
-    """The place of the block that the snapshot lies inside; 0: it lies at a block's end, or there is none."""
+    """The address of the block that contains its position; 0: its position is at a block's end."""
     kind: SnapshotKind
     interarrival_bin: int
     is_shared: bool
 
     @property
-    def places(self) -> dict[int, int]:
-        """The places of the blocks, by their indices, in order."""
-        return {index: place for some in self.blocks for index, place in enumerate(some.places, some.first)}
+    def addresses(self) -> dict[int, int]:
+        """The addresses of the blocks, by their indices, in order."""
+        return {index: address for some in self.blocks for index, address in enumerate(some.addresses, some.first)}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOut:
     """Begin to copy whole blocks and slots to a store, with the content that they have now.
 
-    Later actions and steps may overwrite them at once. A later ``LoadIn`` of the same places gets this content. Places
-    are new numbers, used once.
+    Later actions and steps may overwrite them at once. A later ``LoadIn`` of the same addresses gets this content.
+    Addresses are new numbers, used once.
 
     With a path, the store outlives the process, and what is copied is neither written, moved nor dropped before the
-    completion. It lies on the device (``blocks``, ``slots``) and in another store (``stored``).
+    completion. The sources are on the device (``blocks``, ``slots``) and in another store (``stored``).
     """
 
     transfer: TransferId
     store: str
     blocks: tuple[tuple[BlockId, int], ...]
-    """Source and place of each block."""
+    """Source and address of each block."""
     slots: tuple[tuple[SlotId, int], ...]
-    """Source and place of each slot."""
+    """Source and address of each slot."""
     stored: tuple[tuple[int, int], ...] = ()
-    """Place in the other store, and place."""
+    """Address in the other store, and address in this one."""
     path: StoredPath | None = None
     is_held: bool = False
     """Whether only a ``LoadIn`` that follows writes the sources: it can wait, and nothing needs to be copied aside."""
@@ -136,13 +136,13 @@ class StoreOut:
 
 @dataclass(frozen=True, slots=True)
 class DropStored:
-    """These places of a store are free.
+    """These addresses of a store are free.
 
     Loads from host memory that began before may still read them: the store overwrites nothing that they have not read.
     """
 
     store: str
-    places: tuple[int, ...]
+    addresses: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Completion(NamedTuple):
     seconds: float = 0.0
     """How long the copying took; 0: unknown."""
     lost: tuple[int, ...] = ()
-    """Places of the store that could not be read and never will be."""
+    """Addresses of the store that could not be read and never will be."""
     cause: str = ""
     """Why a store to a disk failed."""
 

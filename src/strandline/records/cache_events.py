@@ -1,7 +1,7 @@
 """Changes of the cache that routers follow: which prefixes became resumable, and which ceased to be. Frozen records.
 
-What rests below the device is resumable, too. The hashes are those of ``strandline.records.path_hashes``. Tokens are
-encoded; those of salted prompts are masked.
+What tiers below the device have is resumable, too. The hashes are those of ``strandline.records.path_hashes``. Tokens
+are encoded; those of salted prompts are masked.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class SnapshotStored:
     path_hash: bytes
     position: int
     before: bytes | None
-    """Hash of the block before its last one; None: it lies in the first block."""
+    """Hash of the block before its last one; None: it is in the first block."""
     tokens: bytes
     """The 1 to 64 tokens from there to its position."""
 

@@ -132,7 +132,7 @@ class KernelFallback:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What rests in a tier below the device, and what has come back from it. Counters count from the start."""
+    """What a tier below the device stores, and what was loaded from it. Counters count from the start."""
 
     name: str
     """``host``: host memory, ``disk``: the disk cache."""
@@ -140,13 +140,13 @@ class TierStats:
     """Its size."""
     num_used_bytes: int
     num_snapshots: int
-    """Snapshots that rest there now."""
+    """Snapshots that it stores now."""
     num_snapshots_demoted: int
     num_blocks_demoted: int
     num_snapshots_evicted: int
-    """Snapshots that rested there and had to make room."""
+    """Snapshots that it evicted for others."""
     num_snapshots_refused: int
-    """Snapshots that were worth too little to rest there, or not to be loaded from there."""
+    """Snapshots that were worth too little to store, or would not have been loaded."""
     num_loads: int
     num_loaded_bytes: int
     num_failed_loads: int

@@ -18,7 +18,7 @@ class KeptBlocks(NamedTuple):
     """Hash of the path before the first one."""
     tokens: bytes
     """Those of the blocks, encoded."""
-    places: tuple[int, ...]
+    addresses: tuple[int, ...]
     """One for each block."""
     interarrival_bin: int
     idle_s: float
@@ -36,7 +36,7 @@ class KeptSnapshot(NamedTuple):
     """The tokens from there to its position, encoded."""
     slot: int
     tail: int
-    """Place of the block that it lies inside; 0: it lies at a block's end."""
+    """Address of the block that contains its position; 0: its position is at a block's end."""
     kind: SnapshotKind
     interarrival_bin: int
     idle_s: float

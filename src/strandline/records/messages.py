@@ -53,7 +53,7 @@ class Flush(msgspec.Struct, tag=True):
 
 
 class FlushReport(msgspec.Struct, frozen=True):
-    """What became of a flush."""
+    """The result of a flush."""
 
     num_bytes: int
     """Written: slots and whole blocks, of all ranks."""

@@ -11,7 +11,7 @@ class OfferedSnapshot(NamedTuple):
     """A snapshot in a store."""
 
     position: int
-    place: int
+    address: int
     kind: SnapshotKind
 
 
@@ -26,14 +26,14 @@ class Offer:
     first_block: int
     """The first block that is offered, counted from the prompt's beginning; the last is that of ``position - 1``."""
     blocks: tuple[int, ...]
-    """The place of each block; 0: it is not offered. Of the last one, only the tokens before ``position`` count.
+    """The address of each block; 0: it is not offered. Of the last one, only the tokens before ``position`` count.
 
     Where there are windows, those of the snapshots' windows suffice.
     """
     snapshots: tuple[OfferedSnapshot, ...] = ()
-    """By position; the last lies at ``position``. Empty for models that keep no states."""
+    """By position; the last one is at ``position``. Empty for models that keep no states."""
 
-    def places(self, indices: Iterable[int]) -> dict[int, int]:
-        """Return the places of blocks, counted from the prompt's beginning; 0: it is not offered."""
+    def addresses(self, indices: Iterable[int]) -> dict[int, int]:
+        """Return the addresses of blocks, counted from the prompt's beginning; 0: it is not offered."""
         blocks, first, end = self.blocks, self.first_block, self.first_block + len(self.blocks)
         return {index: blocks[index - first] if first <= index < end else 0 for index in indices}

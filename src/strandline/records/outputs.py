@@ -42,7 +42,7 @@ class OutputDelta:
 
     @property
     def is_visible(self) -> bool:
-        """Whether there is anything to show besides token ids."""
+        """Whether it has anything to show other than token ids."""
         return bool(self.text or self.logprobs) or self.finish_reason is not None
 
 
@@ -77,7 +77,7 @@ class CompletionOutput:
     Of an ``error``, the text of the exception; None: no token could be sampled.
     """
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    """What became of its drafts (speculative decoding); known when it has ended."""
+    """Counts of its accepted and rejected drafts (speculative decoding); known when it has ended."""
 
     def extend(self, delta: OutputDelta) -> None:
         """Append what the output gained."""
@@ -127,7 +127,7 @@ class RequestOutput:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """What became of the drafts of all outputs that have ended."""
+        """Counts of accepted and rejected drafts, of all outputs that have ended."""
         return sum((output.speculation for output in self.outputs), SpeculationStats())
 
     def extend(self, delta: RequestDelta) -> None:

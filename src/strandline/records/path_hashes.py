@@ -37,14 +37,14 @@ def block_hashes(before: bytes, data: bytes | bytearray) -> list[bytes]:
     return hashes
 
 
-def snapshot_hash(before: bytes, rest: bytes | bytearray) -> bytes:
+def snapshot_hash(before: bytes, tokens: bytes | bytearray) -> bytes:
     """Return the hash of a snapshot.
 
     Args:
         before: hash of the ``num_blocks_before(position)`` blocks before it.
-        rest: the encoded tokens from there to its position.
+        tokens: the encoded ones from there to its position.
     """
-    return sha256(SNAPSHOT_PREFIX + before + rest).digest()
+    return sha256(SNAPSHOT_PREFIX + before + tokens).digest()
 
 
 def num_blocks_before(position: int) -> int:

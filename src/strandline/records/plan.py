@@ -60,7 +60,7 @@ class SequencePlan(NamedTuple):
     all tokens before the drafts.
     """
     num_drafts: int = 0
-    """The last tokens of ``token_ids`` that are drafts. A token is sampled behind the token before them, and behind
+    """The last tokens of ``token_ids`` that are drafts. A token is sampled after the token before them, and after
     each of them as long as the drafts agree with what is sampled."""
     next_id: int = NO_TOKEN
     """The token after ``end``, if it is known. Where a draft layer runs, every sequence that is not sampled has one."""

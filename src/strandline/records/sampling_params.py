@@ -156,7 +156,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """None: up to ``max_model_len``. 0 needs ``prompt_logprobs``."""
     logprobs: int | None = None
-    """Number of most likely tokens to report besides the sampled one; 0 reports the sampled one alone."""
+    """Number of most likely tokens to report in addition to the sampled one; 0 reports only the sampled one."""
     logprob_token_ids: list[int] | None = None
     """Tokens to report at every position of the output instead of the most likely ones. Without ``logprobs``, that is
     0."""

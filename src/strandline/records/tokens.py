@@ -1,7 +1,7 @@
 """Token ids as bytes: four bytes each, big-endian.
 
 Comparing, hashing and slicing then run at memory speed, and the order of the bytes is the order of the tokens,
-so that in a sorted list the longest common prefix with any key is found beside its place.
+so that in a sorted list the longest common prefix with a key is found next to the key's index.
 """
 
 import sys

@@ -39,7 +39,7 @@ class RunView:
     num_users: int
     """Running requests whose path includes it."""
     snapshots: tuple[SnapshotView, ...]
-    """By position; only the deepest ones. Those beyond ``end`` lie inside the first block of its children."""
+    """By position; only the deepest ones. Those beyond ``end`` are inside the first block of its children."""
     num_snapshots_left_out: int
     num_children: int
     num_children_left_out: int

@@ -58,7 +58,7 @@ class BlindRouter:
         """Return the replica that the rule chooses, and count the request there.
 
         Raises:
-            NoReplicaError: there is none.
+            NoReplicaError: no replica was added.
         """
         replicas = sorted(self._names)
         if not replicas:

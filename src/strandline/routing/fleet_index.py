@@ -38,7 +38,7 @@ class FleetIndex:
         self._blocks: dict[int, int] = {}
         """By hash: the replicas that hold it."""
         self._snapshots: dict[int, int] = {}
-        self._places: dict[int, tuple[int | None, int]] = {}
+        self._homes: dict[int, tuple[int | None, int]] = {}
         """For each snapshot, the hash before its last block and the number of tokens from there."""
         self._rests: dict[int | None, dict[int, int]] = {}
         """By hash before a last block: numbers of tokens from there, each with its number of snapshots."""
@@ -165,7 +165,7 @@ class FleetIndex:
 
     def _add_snapshot(self, replica: int, key: int, before: int | None, num_rest: int) -> None:
         if key not in self._snapshots:
-            self._places[key] = before, num_rest
+            self._homes[key] = before, num_rest
             rests = self._rests.setdefault(before, {})
             rests[num_rest] = rests.get(num_rest, 0) + 1
         self._snapshots[key] = self._snapshots.get(key, 0) | 1 << replica
@@ -186,7 +186,7 @@ class FleetIndex:
             if self._snapshots[key]:
                 continue
             del self._snapshots[key]
-            before, num_rest = self._places.pop(key)
+            before, num_rest = self._homes.pop(key)
             rests = self._rests[before]
             rests[num_rest] -= 1
             if not rests[num_rest]:

@@ -8,7 +8,7 @@ from typing import Final
 FEW_REPLICAS: Final = 24
 """The replicas of a mask up to this size are visited one by one; one of a larger mask soon appears in order of load."""
 
-Place = tuple[int, int, int, int]
+SortKey = tuple[int, int, int, int]
 """Load, fill, time of the last reservation, and replica: what replicas are ordered by."""
 
 
@@ -26,8 +26,8 @@ class Loads:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, Place] = {}
-        self._order: list[Place] = []
+        self._keys: dict[int, SortKey] = {}
+        self._order: list[SortKey] = []
         self._num_requests: dict[int, int] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._time = 0
@@ -38,11 +38,11 @@ class Loads:
 
     def __iter__(self) -> Iterator[int]:
         """Yield the replicas, the least loaded first."""
-        return (place[-1] for place in self._order)
+        return (key[-1] for key in self._order)
 
     def load(self, replica: int) -> int:
         """Return the tokens reserved on a replica."""
-        return self._places[replica][0]
+        return self._keys[replica][0]
 
     def num_requests(self, replica: int) -> int:
         """Return the number of requests that a replica has."""
@@ -65,7 +65,7 @@ class Loads:
 
     def remove(self, replica: int) -> list[str]:
         """Forget a replica; return its requests, which are forgotten too."""
-        del self._order[bisect_left(self._order, self._places.pop(replica))]
+        del self._order[bisect_left(self._order, self._keys.pop(replica))]
         del self._num_requests[replica]
         requests = [name for name, reserved in self._reservations.items() if reserved.replica == replica]
         for name in requests:
@@ -95,7 +95,7 @@ class Loads:
 
     def fill(self, replica: int, amount: int) -> None:
         """Say how full a replica is, in any unit."""
-        load, before, last, _ = self._places[replica]
+        load, before, last, _ = self._keys[replica]
         if amount != before:
             self._replace(replica, (load, amount, last, replica))
 
@@ -103,21 +103,21 @@ class Loads:
         """Return the least loaded replica of a mask, which holds at least one and no unknown ones."""
         if mask.bit_count() > FEW_REPLICAS:
             return next(replica for replica in self if mask >> replica & 1)
-        places = []
+        keys = []
         while mask:
             bit = mask & -mask
             mask ^= bit
-            places.append(self._places[bit.bit_length() - 1])
-        return min(places)[-1]
+            keys.append(self._keys[bit.bit_length() - 1])
+        return min(keys)[-1]
 
     def _move(self, replica: int, more_tokens: int, time: int | None = None) -> None:
-        load, fill, last, _ = self._places[replica]
+        load, fill, last, _ = self._keys[replica]
         self._replace(replica, (load + more_tokens, fill, last if time is None else time, replica))
 
-    def _replace(self, replica: int, place: Place) -> None:
-        del self._order[bisect_left(self._order, self._places[replica])]
-        self._put(replica, place)
+    def _replace(self, replica: int, key: SortKey) -> None:
+        del self._order[bisect_left(self._order, self._keys[replica])]
+        self._put(replica, key)
 
-    def _put(self, replica: int, place: Place) -> None:
-        self._places[replica] = place
-        insort(self._order, place)
+    def _put(self, replica: int, key: SortKey) -> None:
+        self._keys[replica] = key
+        insort(self._order, key)

@@ -61,8 +61,8 @@ class _Piece:
 class PendingPrompts:
     """The blocks that replicas are about to compute.
 
-    They are kept in pieces, by the first block of each. Most prompts have most of their pieces for themselves, and
-    lack those of others, so few of their blocks are visited one by one.
+    They are stored in pieces, by the first block of each. Most pieces belong to one prompt alone, so few blocks are
+    visited one by one.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class PendingPrompts:
                     seen |= mask
 
     def _piece(self, first: int, start: int) -> _Piece | None:
-        """Return the piece that begins with a block, at a place in its prompts; None: there is none."""
+        """Return the piece that begins with a block at an index of its prompts, or None."""
         found = self._pieces.get(first)
         if not isinstance(found, _Prompt):
             return found

@@ -34,7 +34,7 @@ class Router(Protocol):
         """Return the replica for a request, and count the request as unfinished there.
 
         Raises:
-            NoReplicaError: there is none.
+            NoReplicaError: no replica was added.
         """
 
     def begin(self, request_id: str) -> None:

@@ -1,11 +1,11 @@
 """The router that knows snapshots: sends a request where the tokens to recompute and the load are least together.
 
-The tokens to recompute are known from the replicas' events, to the token; what rests below a device counts as cached.
-They delay all requests of a replica, so they count as often as there are requests everywhere: among busy replicas
-little is moved, and an idle one still gets its part. Where they and the load are about the same, a replica that has
-computed more of the prompt, though it cannot resume there, is preferred. A request's tokens are reserved when it is
-routed, so that the next one, which may come before the replica has heard of the first, sees them. Prompts on their way
-count as cached where they were sent: an engine computes a prefix once for all requests that wait for it.
+The tokens to recompute are known from the replicas' events, to the token; what tiers below a device have counts as
+cached. They delay all requests of a replica, so they count as often as there are requests everywhere: among busy
+replicas little is moved, and an idle one still gets its part. Where they and the load are about the same, a replica
+that has computed more of the prompt, though it cannot resume there, is preferred. A request's tokens are reserved when
+it is routed, so that the next one, which may come before the replica has heard of the first, sees them. Prompts on
+their way count as cached where they were sent: an engine computes a prefix once for all requests that wait for it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,8 @@ DECODE_TOKENS: Final = 64
 """Load of a request whose prompt is computed: what it costs others while it decodes, in prompt tokens."""
 
 SHARED_WORTH: Final = 0.5
-"""Worth of a token that is cached behind the last snapshot that serves a prompt. It saves nothing now, but where two
-prompts part, a snapshot is taken if both are computed in the same place, and serves the third."""
+"""Worth of a token that is cached after the last snapshot that serves a prompt. It saves nothing now, but where two
+prompts diverge, a snapshot is taken if the same replica computes both, and serves the third."""
 
 LEAST_SHARE: Final = 0.1
 """Share of a prompt that must be cached to count. The few tokens that all prompts begin with would draw all of them to
@@ -85,7 +85,7 @@ class SnapshotRouter:
             avoided: replicas that get it only if there are no others. Unknown ones are ignored.
 
         Raises:
-            NoReplicaError: there is none.
+            NoReplicaError: no replica was added.
         """
         replicas = self._index.replicas
         if not replicas:
@@ -146,6 +146,6 @@ def _to_compute(num_tokens: int, num_hit: int, num_shared: int) -> float:
     """Return how many tokens of a prompt a replica has to compute, less what it is worth that it has some of them.
 
     Args:
-        num_shared: of its tokens, those that the replica has keys and values of.
+        num_shared: number of its tokens whose keys and values the replica has.
     """
     return num_tokens - num_hit - SHARED_WORTH * max(num_shared - num_hit, 0)

@@ -69,7 +69,7 @@ class StoredFile:
 
 
 class Located(NamedTuple):
-    """Where a place is."""
+    """Where an address is."""
 
     file: StoredFile
     item: int
@@ -80,7 +80,7 @@ class Found(NamedTuple):
     """What a directory holds."""
 
     kept: Kept
-    places: dict[int, Located]
+    addresses: dict[int, Located]
 
 
 class DiskDirectory:
@@ -175,7 +175,7 @@ class DiskDirectory:
         hashes += block_hashes(hashes[0], path.data)
         if blocks is not None:
             tokens = path.data[blocks.first * BLOCK_KEY_BYTES : blocks.end * BLOCK_KEY_BYTES]
-            before, sizes = hashes[blocks.first], (self._block_bytes,) * len(blocks.places)
+            before, sizes = hashes[blocks.first], (self._block_bytes,) * len(blocks.addresses)
         else:
             first = 0 if path.has_gaps else len(hashes) - 1
             tokens = path.data[first * BLOCK_KEY_BYTES :]
@@ -200,7 +200,7 @@ class DiskDirectory:
         Args:
             progress: called with 1 for each file.
         """
-        places, blocks, snapshots = dict[int, Located](), list[KeptBlocks](), list[KeptSnapshot]()
+        addresses, blocks, snapshots = dict[int, Located](), list[KeptBlocks](), list[KeptSnapshot]()
         reasons, unread, numbers, now_s = Counter[str](), Counter[str](), count(1), time.time()
         for name in filter(NAME.fullmatch, sorted(os.listdir(self.descriptor))):
             progress(1)
@@ -214,7 +214,7 @@ class DiskDirectory:
                 unread[cause_of(error)] += 1
                 continue
             located = {next(numbers): Located(stored, index) for index in range(len(stored.is_live))}
-            places |= located
+            addresses |= located
             kept = _kept(stored.header, tuple(located), idle_s)
             if isinstance(kept, KeptBlocks):
                 blocks.append(kept)
@@ -225,7 +225,7 @@ class DiskDirectory:
         for reason, number in unread.items():
             text = "%s of the disk cache %s could not be read and %s not used before the next start: %s"
             LOGGER.warning(text, _files(number), self.path, "is" if number == 1 else "are", reason)
-        return Found(Kept(tuple(blocks), tuple(snapshots)), places)
+        return Found(Kept(tuple(blocks), tuple(snapshots)), addresses)
 
     def remove_ranks_from(self, num_ranks: int) -> None:
         """Remove what ranks of this number and higher have left, as they count towards the size. For the first rank."""
@@ -280,13 +280,13 @@ class DiskDirectory:
             LOGGER.warning("cannot remove %s from the disk cache %s: %s", name, self.path, cause_of(error))
 
 
-def _kept(header: Header, places: tuple[int, ...], idle_s: float) -> KeptBlocks | KeptSnapshot:
+def _kept(header: Header, addresses: tuple[int, ...], idle_s: float) -> KeptBlocks | KeptSnapshot:
     """Return what a file holds, as data."""
     about = header.description
     before, past_bin, is_shared = bytes.fromhex(about["before"]), about["interarrival_bin"], about["is_shared"]
     if about["kind"] == BLOCKS:
-        return KeptBlocks(about["tree"], before, header.tokens, places, past_bin, idle_s, is_shared)
-    slot, tail = (*places, 0)[:2]
+        return KeptBlocks(about["tree"], before, header.tokens, addresses, past_bin, idle_s, is_shared)
+    slot, tail = (*addresses, 0)[:2]
     kind = SnapshotKind(about["snapshot"])
     return KeptSnapshot(about["tree"], before, header.tokens, slot, tail, kind, past_bin, idle_s, is_shared)
 

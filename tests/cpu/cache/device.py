@@ -47,7 +47,7 @@ class Device:
         self.num_writes = [0] * num_slabs
         """How often each slot was written or dropped, which is constant while it is published."""
         self.stored: dict[int, Tokens] = {}
-        """What a store holds, by place: a block's tokens, or those whose state it is."""
+        """What a store holds, by address: a block's tokens, or those whose state it is."""
         self.loading: dict[TransferId, LoadIn] = {}
         self._loaded: dict[TransferId, dict[int, Tokens]] = {}
         """By load under way: what it reads, which may be freed meanwhile."""
@@ -102,26 +102,26 @@ class Device:
                     self.loading[transfer] = action
                     self._held -= {block for block, _ in action.blocks}
                     self._held.difference_update(*(range(slot * size, (slot + 1) * size) for slot, _ in action.slots))
-                    places = [place for _, place in (*action.blocks, *action.slots)]
-                    self._loaded[transfer] = {place: self.stored[place] for place in places}
+                    addresses = [address for _, address in (*action.blocks, *action.slots)]
+                    self._loaded[transfer] = {address: self.stored[address] for address in addresses}
                 case StoreOut(transfer, path=StoredPath()):
                     self.spilling[transfer] = action
-                case StoreOut(transfer, _, block_places, slot_places):
+                case StoreOut(transfer, _, block_addresses, slot_addresses):
                     self.storing.append(transfer)
                     if action.is_held:
-                        self._held.update(block for block, _ in block_places)
-                        self._held.update(*(range(slot * size, (slot + 1) * size) for slot, _ in slot_places))
-                    for block, place in block_places:
-                        assert place not in self.stored, f"place {place} is used twice"
-                        self.stored[place] = tuple(self._cells[block])
-                    for slot, place in slot_places:
-                        self.stored[place] = self.state(slot) or ()
-                case DropStored(store, places):
+                        self._held.update(block for block, _ in block_addresses)
+                        self._held.update(*(range(slot * size, (slot + 1) * size) for slot, _ in slot_addresses))
+                    for block, address in block_addresses:
+                        assert address not in self.stored, f"address {address} is used twice"
+                        self.stored[address] = tuple(self._cells[block])
+                    for slot, address in slot_addresses:
+                        self.stored[address] = self.state(slot) or ()
+                case DropStored(store, addresses):
                     kept = [load for load in self.loading.values() if load.store == store == "disk"]
-                    read = {place for load in kept for _, place in (*load.blocks, *load.slots)}
+                    read = {address for load in kept for _, address in (*load.blocks, *load.slots)}
                     read |= {source for spill in self.spilling.values() for source, _ in spill.stored}
-                    for stored in places:
-                        assert stored not in read, f"place {stored} is freed while it is read"
+                    for stored in addresses:
+                        assert stored not in read, f"address {stored} is freed while it is read"
                         self.stored.pop(stored, None)
                 case CancelTransfer(transfer):
                     self.cancelled.add(transfer)
@@ -131,11 +131,11 @@ class Device:
     def end_load(self, transfer: TransferId) -> None:
         """End a transfer well: write what the store holds, at once, however long it took."""
         action, loaded = self.loading.pop(transfer), self._loaded.pop(transfer)
-        for block, place in action.blocks:
-            tokens = loaded[place]
+        for block, address in action.blocks:
+            tokens = loaded[address]
             self._write_cells(block, 0, (*tokens, *[POISON] * (BLOCK_TOKENS - len(tokens))))
-        for slot, place in action.slots:
-            self._write_state(slot, loaded[place])
+        for slot, address in action.slots:
+            self._write_state(slot, loaded[address])
 
     def fail_load(self, transfer: TransferId) -> None:
         """End a transfer badly: what it was to write is poison."""
@@ -150,14 +150,16 @@ class Device:
         """End a store whose sources were kept: copy what they hold by now."""
         action = self.spilling.pop(transfer)
         assert action.path is not None
-        sources = {place: self.stored[source] for source, place in action.stored}
-        sources |= {place: tuple(self._cells[block]) for block, place in action.blocks}
-        sources |= {place: self.state(slot) or () for slot, place in action.slots}
+        sources = {address: self.stored[source] for source, address in action.stored}
+        sources |= {address: tuple(self._cells[block]) for block, address in action.blocks}
+        sources |= {address: self.state(slot) or () for slot, address in action.slots}
         path = action.path
-        assert sources.keys() == {*path.places.values(), path.slot, path.tail} - {0}, "what is stored is another path"
+        assert sources.keys() == {*path.addresses.values(), path.slot, path.tail} - {0}, (
+            "what is stored is another path"
+        )
         tokens = tuple(decode(path.data))
-        for index, place in path.places.items():
-            assert sources[place] == tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+        for index, address in path.addresses.items():
+            assert sources[address] == tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
         assert sources.get(path.slot, tokens) == tokens, "the slot that is stored is not that of its path"
         inside = tokens[len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS :]
         assert sources.get(path.tail, inside)[: len(inside)] == inside
@@ -248,26 +250,26 @@ class Device:
             ready = tokens[: max(lease.kv_start, lease.computed)]
             for block, _, expected in _by_block(lease, ready, cache):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
-        self._verify_resting(tiers)
+        self._verify_tiers(tiers)
         for run in runs(cache):
             for index, block in _held(run):
                 known = decode(run.tokens[index * BLOCK_TOKENS * 4 : (index + 1) * BLOCK_TOKENS * 4])
                 assert self._cells[block][: len(known)] == known, f"the index's block {block} is wrong"
 
-    def _verify_resting(self, tiers: Iterable[LowerTier]) -> None:
+    def _verify_tiers(self, tiers: Iterable[LowerTier]) -> None:
         """Check the content of all that rests below the device."""
         for root in (root for tier in tiers for root in tier.roots.values()):
             for snapshot in root.below():
                 blocks = [] if snapshot.block is None else list(snapshot.block.ancestry())
                 path = b"".join(block.key for block in reversed(blocks)) + snapshot.key
-                if snapshot.place:
-                    assert self.stored[snapshot.place] == tokens_of(path), "a resting snapshot is another"
-                if snapshot.tail_place:
+                if snapshot.address:
+                    assert self.stored[snapshot.address] == tokens_of(path), "a demoted snapshot is another"
+                if snapshot.tail_address:
                     known = tokens_of(snapshot.key)
-                    assert self.stored[snapshot.tail_place][: len(known)] == known, "a resting tail is another"
+                    assert self.stored[snapshot.tail_address][: len(known)] == known, "a demoted tail is another"
                 for node in blocks:
-                    if node.place:
-                        assert self.stored[node.place] == tokens_of(node.key), "a resting block is another"
+                    if node.address:
+                        assert self.stored[node.address] == tokens_of(node.key), "a demoted block is another"
 
 
 @lru_cache(2**14)

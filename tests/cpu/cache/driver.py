@@ -138,15 +138,15 @@ class Driver:
         placed = sorted(positions)
         position = placed[-1] if placed else len(tokens)
         starts = range(first_block * BLOCK_TOKENS, position, BLOCK_TOKENS)
-        blocks = tuple(self._place(tokens[start : min(start + BLOCK_TOKENS, position)]) for start in starts)
-        snapshots = tuple(OfferedSnapshot(p, self._place(tokens[:p]), SnapshotKind.LADDER) for p in placed)
+        blocks = tuple(self._address(tokens[start : min(start + BLOCK_TOKENS, position)]) for start in starts)
+        snapshots = tuple(OfferedSnapshot(p, self._address(tokens[:p]), SnapshotKind.LADDER) for p in placed)
         return Offer(store, position, first_block, blocks, snapshots)
 
-    def _place(self, tokens: Sequence[int]) -> int:
-        """Put something into the store; return its place."""
-        place = min(0, *self.device.stored) - 1 if self.device.stored else -1
-        self.device.stored[place] = tuple(tokens)
-        return place
+    def _address(self, tokens: Sequence[int]) -> int:
+        """Put something into the store; return its address."""
+        address = min(0, *self.device.stored) - 1 if self.device.stored else -1
+        self.device.stored[address] = tuple(tokens)
+        return address
 
     def load(self, tokens: Iterable[int], offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:
         """Begin a load, if the device lacks something and memory suffices."""
@@ -155,14 +155,14 @@ class Driver:
         self.flush()
         return lead
 
-    def load_resting(self, tokens: Iterable[int], salt: str = "") -> Lead | None:
+    def load_from_tier(self, tokens: Iterable[int], salt: str = "") -> Lead | None:
         """Begin to load what rests of a prompt below the device."""
-        offer = self.loads.resting_offer(TokenBuffer(tokens), salt)
+        offer = self.loads.tier_offer(TokenBuffer(tokens), salt)
         return None if offer is None else self.load(tokens, offer, salt)
 
     def bring_back(self, tokens: Iterable[int], salt: str = "") -> bool:
         """Load what rests of a prompt; whether anything did."""
-        lead = self.load_resting(tokens, salt)
+        lead = self.load_from_tier(tokens, salt)
         while lead is not None and lead.is_pending:
             self.end_load(self.transfers_of(lead.lease)[0], is_done=True)
         return lead is not None
@@ -179,7 +179,7 @@ class Driver:
         return self._complete(Completion(transfer, is_done))
 
     def fail(self, transfer: TransferId, lost: tuple[int, ...] = ()) -> EndedLoad | None:
-        """End a transfer of a load badly, as these places cannot be read any more; return what it ended."""
+        """End a transfer of a load badly, as these addresses cannot be read any more; return what it ended."""
         self.device.fail_load(transfer)
         return self._complete(Completion(transfer, is_done=False, lost=lost))
 

@@ -235,8 +235,8 @@ class History:
         tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
         tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
         self.prompts.append(tuple(tokens))
-        places = random.Random(str((kept, num_more, len(self.prompts))))
-        positions = {len(tokens), *(places.randint(1, len(tokens)) for _ in range(num_snapshots))}
+        addresses = random.Random(str((kept, num_more, len(self.prompts))))
+        positions = {len(tokens), *(addresses.randint(1, len(tokens)) for _ in range(num_snapshots))}
         offer = self.driver.offer(tokens, positions if self.rule.needs_slots else (), first_block=first_block)
         prompt = (*tokens, *pattern(pattern_seed, 3))
         before = fingerprint(self.driver)
@@ -255,12 +255,12 @@ class History:
         assert found_again is not None
         assert found_again.position == len(tokens)
 
-    def load_resting(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str) -> None:
+    def load_from_tier(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str) -> None:
         """Begin to load what rests of a prompt that begins like an earlier one."""
         tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
         tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
         before = fingerprint(self.driver)
-        offer = self.loads.resting_offer(TokenBuffer(tokens), salt)
+        offer = self.loads.tier_offer(TokenBuffer(tokens), salt)
         account = self.driver.lookup(tokens, salt)
         assert fingerprint(self.driver) == before, "an offer changed something"
         assert (Reason.DEMOTED in reasons(account)) == (offer is not None), "before costs are known, every load pays"
@@ -432,4 +432,4 @@ def num_shared(path: Tokens, prompt: Tokens) -> int:
     """Count the tokens that a path and a prompt begin with."""
     if path[: len(prompt)] == prompt[: len(path)]:
         return min(len(path), len(prompt))
-    return next(place for place, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)
+    return next(address for address, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)

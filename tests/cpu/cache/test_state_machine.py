@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
-from strandline.cache.tiers import loads, resting
+from strandline.cache.tiers import loads, tier_tree
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.history import History, TakeOrder
 
@@ -28,7 +28,7 @@ RELEASE_KINDS = [SnapshotKind.GENERATION_END, SnapshotKind.PREEMPTION]
 @pytest.fixture(autouse=True, scope="module")
 def _short_strides_and_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resting, "STRIDE_BLOCKS", 2)
+        patch.setattr(tier_tree, "STRIDE_BLOCKS", 2)
         patch.setattr(loads, "MIN_PIECE_BLOCKS", 1)
         yield
 
@@ -184,8 +184,8 @@ class TieredCacheMachine(LoadingCacheMachine):
         num_more=st.sampled_from(LENGTHS),
         salt=st.sampled_from(["", "", "other"]),
     )
-    def load_resting(self, base: int, kept: int, seed: int, num_more: int, salt: str) -> None:
-        self.history.load_resting(base, kept, seed, num_more, salt)
+    def load_from_tier(self, base: int, kept: int, seed: int, num_more: int, salt: str) -> None:
+        self.history.load_from_tier(base, kept, seed, num_more, salt)
 
 
 class StatelessTieredCacheMachine(TieredCacheMachine):
@@ -325,7 +325,7 @@ def check_long_history_with_tiers(
     for _ in range(300):
         event = choose.random()
         if event < 0.15:
-            history.load_resting(
+            history.load_from_tier(
                 choose.randrange(30),
                 choose.choice(KEPT),
                 choose.randrange(4),

@@ -131,7 +131,7 @@ def test_prompt_that_parts_in_a_gap_resumes_before_it() -> None:
     shared = [*first, *answer[:450], 3 - answer[450]]
     before = {len(tokens) for _, tokens in published(talk.cache)}
     account = talk.serve([*shared, *pattern(2, 60)])
-    assert account.hit == max(place for place in before if place <= 550)
+    assert account.hit == max(address for address in before if address <= 550)
     assert account.kv_tokens == 550
     assert talk.serve([*shared, *pattern(3, 60)]).hit >= 550
 
@@ -218,8 +218,8 @@ def test_a_window_rests_and_returns_without_what_lies_behind_it(disk_blocks: int
     tier = talk.loads.tiers[-1]
     assert num_blocks(talk) == 0
     windows = {p: range(first_block_seen(p, 100), p // BLOCK_TOKENS) for p in (s.position for s in tier.snapshots())}
-    resting = set().union(*windows.values())
-    assert tier.num_used == len(resting) + sum(tier.slot_blocks + (p % BLOCK_TOKENS > 0) for p in windows)
+    demoted = set().union(*windows.values())
+    assert tier.num_used == len(demoted) + sum(tier.slot_blocks + (p % BLOCK_TOKENS > 0) for p in windows)
     assert talk.bring_back([*prompt, 1])
     assert num_blocks(talk) == len(windows[700]) + 1
     assert talk.serve([*prompt, 1]).hit == 700

@@ -45,9 +45,9 @@ class Scene:
         self.transfers = Transfers(self.arena)
         self.host = HostStore(self.arena, 40, self.transfers.completions)
         self.directory = DiskDirectory(path, {"weights": "one"}, SPEC.raw_block_bytes, SPEC.raw_slot_bytes)
-        self.kept, self.places = self.directory.scan()
+        self.kept, self.addresses = self.directory.scan()
         copies = ArenaCopies(self.arena)
-        self.disk = DiskStore(self.directory, self.places, self.host, copies, self.transfers.completions)
+        self.disk = DiskStore(self.directory, self.addresses, self.host, copies, self.transfers.completions)
         self.transfers.attach(HOST_STORE, self.host)
         self.transfers.attach(DISK_STORE, self.disk)
         self.begin(StoreOut(TransferId(1), HOST_STORE, ((BlockId(21), 1), (BlockId(22), 2)), ((SlotId(3), 3),)))
@@ -59,17 +59,17 @@ class Scene:
 
     def store(self, first: int = 10, *, is_final: bool = False) -> Completion:
         """Store three blocks, one of them from the device, and the slot with the block that it lies inside."""
-        places = range(first, first + 5)
-        blocks = (StoredBlocks(0, tuple(places[:3])),)
-        path = StoredPath("t", DATA, blocks, False, places[3], places[4], SnapshotKind.MARK, 0, is_shared=False)
-        stored = ((1, places[1]), (2, places[2]), (3, places[3]), (1, places[4]))
-        blocks_out = ((BlockId(20), places[0]),)
+        addresses = range(first, first + 5)
+        blocks = (StoredBlocks(0, tuple(addresses[:3])),)
+        path = StoredPath("t", DATA, blocks, False, addresses[3], addresses[4], SnapshotKind.MARK, 0, is_shared=False)
+        stored = ((1, addresses[1]), (2, addresses[2]), (3, addresses[3]), (1, addresses[4]))
+        blocks_out = ((BlockId(20), addresses[0]),)
         return self.begin(StoreOut(TransferId(2), DISK_STORE, blocks_out, (), stored, path, is_final=is_final))
 
     def load(self, first: int = 10) -> Completion:
-        places = range(first, first + 5)
-        blocks = tuple((BlockId(30 + index), place) for index, place in enumerate((*places[:3], places[4])))
-        return self.begin(LoadIn(TransferId(3), DISK_STORE, blocks, ((SlotId(8), places[3]),)))
+        addresses = range(first, first + 5)
+        blocks = tuple((BlockId(30 + index), address) for index, address in enumerate((*addresses[:3], addresses[4])))
+        return self.begin(LoadIn(TransferId(3), DISK_STORE, blocks, ((SlotId(8), addresses[3]),)))
 
     def files(self, kind: str) -> list[Path]:
         return sorted(self.path.glob(f"*.{kind}"))
@@ -169,8 +169,8 @@ def test_one_store_is_tried_in_a_pause_before_the_end(scene: Scene, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(disk_files.os, "pwrite", fail)
-    for place, is_final, num_tries in ((10, False, 1), (20, False, 1), (30, True, 2), (40, True, 2)):
-        done = scene.store(place, is_final=is_final)
+    for address, is_final, num_tries in ((10, False, 1), (20, False, 1), (30, True, 2), (40, True, 2)):
+        done = scene.store(address, is_final=is_final)
         assert (done.is_done, done.cause, len(tries)) == (False, "[Errno 28] No space left on device", num_tries)
 
 
@@ -187,10 +187,10 @@ def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
     first.store()
     first.transfers.close()
     second = Scene(tmp_path / "cache")
-    assert sorted(second.places) == [1, 2, 3, 4, 5]
-    by_name = {(found.file.name.split(".")[1], found.item): place for place, found in second.places.items()}
+    assert sorted(second.addresses) == [1, 2, 3, 4, 5]
+    by_name = {(found.file.name.split(".")[1], found.item): address for address, found in second.addresses.items()}
     order = [by_name["blocks", 0], by_name["blocks", 1], by_name["blocks", 2]]
-    loads = tuple((BlockId(30 + index), place) for index, place in enumerate(order))
+    loads = tuple((BlockId(30 + index), address) for index, address in enumerate(order))
     second.arena.block(BlockId(31)).zero_()
     assert second.begin(LoadIn(TransferId(3), DISK_STORE, loads, ())).is_done
     assert torch.equal(second.arena.block(BlockId(31)), first.arena.block(BlockId(21)))
@@ -202,7 +202,7 @@ def test_what_gets_no_new_name_leaves_the_disk(tmp_path: Path, caplog: pytest.Lo
     first.store()
     first.transfers.close()
     second = Scene(tmp_path / "cache")
-    [[*blocks]] = [kept.places for kept in second.kept.blocks]
+    [[*blocks]] = [kept.addresses for kept in second.kept.blocks]
     second.disk.rename({blocks[0]: 90, blocks[1]: blocks[0]})
     size = 4096 + 2 * SPEC.raw_block_bytes
     second.wait_until(

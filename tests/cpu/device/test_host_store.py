@@ -34,12 +34,12 @@ SPEC = ModelSpec(
 
 def test_pages_freed_together_are_consecutive_again() -> None:
     pages = HostPages(12, 16, is_pinned=False)
-    for place in range(1, 7):
-        pages.take(place, 16)
+    for address in range(1, 7):
+        pages.take(address, 16)
     assert list(stretches(pages.pages_of(range(1, 7)))) == [(0, 6)]
     pages.drop((2, 3, 4, 5))
-    for place in (12, 13, 14, 15):
-        pages.take(place, 16)
+    for address in (12, 13, 14, 15):
+        pages.take(address, 16)
     assert list(stretches(pages.pages_of((12, 13, 14, 15)))) == [(1, 4)]
 
 
@@ -161,7 +161,7 @@ class Scene:
         self.arena = ArenaTensors(SPEC, 24)
         self.transfers = Transfers(self.arena)
         self.store = PinnedStore(self.arena, num_pages, self.transfers.completions)
-        self._num_transfers = self._num_places = 0
+        self._num_transfers = self._num_addresses = 0
 
     def _transfer(self) -> TransferId:
         self._num_transfers += 1
@@ -173,20 +173,22 @@ class Scene:
         self.arena.block(BlockId(block)).fill_(value)
 
     def put_away(self, blocks: list[int], slots: list[int] = [], *, is_held: bool = False) -> list[int]:  # noqa: B006
-        """Store blocks and slots; return their places."""
-        first = self._num_places + 1
-        self._num_places += len(blocks) + len(slots)
-        places = list(range(first, self._num_places + 1))
-        pairs = tuple((BlockId(block), place) for block, place in zip(blocks, places, strict=False))
-        slot_pairs = tuple((SlotId(slot), place) for slot, place in zip(slots, places[len(blocks) :], strict=True))
+        """Store blocks and slots; return their addresses."""
+        first = self._num_addresses + 1
+        self._num_addresses += len(blocks) + len(slots)
+        addresses = list(range(first, self._num_addresses + 1))
+        pairs = tuple((BlockId(block), address) for block, address in zip(blocks, addresses, strict=False))
+        slot_pairs = tuple(
+            (SlotId(slot), address) for slot, address in zip(slots, addresses[len(blocks) :], strict=True)
+        )
         self.store.store(StoreOut(self._transfer(), "host", pairs, slot_pairs, is_held=is_held), self.arena)
-        return places
+        return addresses
 
-    def bring_back(self, places: list[int], blocks: list[int]) -> None:
-        """Load blocks, and free their places at once."""
-        pairs = tuple((BlockId(block), place) for block, place in zip(blocks, places, strict=True))
+    def bring_back(self, addresses: list[int], blocks: list[int]) -> None:
+        """Load blocks, and free their addresses at once."""
+        pairs = tuple((BlockId(block), address) for block, address in zip(blocks, addresses, strict=True))
         self.store.load(LoadIn(self._transfer(), "host", pairs, ()), self.arena)
-        self.store.drop(places)
+        self.store.drop(addresses)
 
     def complete(self) -> None:
         """Let the loads end before what is launched next."""
@@ -233,9 +235,9 @@ def test_steps_may_overwrite_what_is_put_away(gpu: Gpu) -> None:
     for value in range(1, 9):
         for block in range(size, 3 * size):
             scene.write(block, value)
-        places = scene.put_away(list(range(size, 3 * size)), [5])
-        kept.append((places[0], value))
-    scene.bring_back([place for place, _ in kept], list(range(6 * size, 6 * size + len(kept))))
+        addresses = scene.put_away(list(range(size, 3 * size)), [5])
+        kept.append((addresses[0], value))
+    scene.bring_back([address for address, _ in kept], list(range(6 * size, 6 * size + len(kept))))
     assert scene.values(list(range(6 * size, 6 * size + len(kept)))) == [value for _, value in kept]
 
 
@@ -243,10 +245,10 @@ def test_neighbours_are_copied_together(gpu: Gpu) -> None:
     size = SPEC.blocks_per_slab
     scene = Scene(gpu, 4 * size)
     before = gpu.num_copies
-    places = scene.put_away(list(range(3 * size - 1, 2 * size - 1, -1)))
+    addresses = scene.put_away(list(range(3 * size - 1, 2 * size - 1, -1)))
     assert gpu.num_copies - before == 2, "all are gathered, and cross the bus"
     before = gpu.num_copies
-    scene.bring_back(places, list(range(4 * size, 5 * size)))
+    scene.bring_back(addresses, list(range(4 * size, 5 * size)))
     assert gpu.num_copies - before == 2
 
 

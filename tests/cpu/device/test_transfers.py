@@ -28,8 +28,8 @@ class Recorder:
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
         self.calls.append(action)
 
-    def drop(self, places: Iterable[int]) -> None:
-        self.calls.append(tuple(places))
+    def drop(self, addresses: Iterable[int]) -> None:
+        self.calls.append(tuple(addresses))
 
     def cancel(self, transfer: TransferId) -> None:
         self.calls.append(transfer)

@@ -38,10 +38,12 @@ def test_ranks_that_do_not_agree_are_refused() -> None:
 
 def test_disks_of_ranks_become_one() -> None:
     tokens = encode(range(64))
-    kept = [Kept((KeptBlocks("t", root_hash("t"), tokens, (place,), 0, 1.0, is_shared=False),), ()) for place in (3, 7)]
+    kept = [
+        Kept((KeptBlocks("t", root_hash("t"), tokens, (address,), 0, 1.0, is_shared=False),), ()) for address in (3, 7)
+    ]
     joined, renames = join_facts([with_disk(rank, kept[rank]) for rank in (0, 1)])
     [block] = kept[0].blocks
-    expected = Kept((block._replace(places=(1,)),), ())
+    expected = Kept((block._replace(addresses=(1,)),), ())
     assert joined.lower.disk == DiskFacts("/cache/0", 8, b"\0", [expected], 1.0)
     assert renames == [{3: 1}, {7: 1}]
 

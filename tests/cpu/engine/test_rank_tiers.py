@@ -194,7 +194,7 @@ def test_files_for_another_number_of_ranks_are_removed(
         assert disk_of(llm).num_snapshots == 0
         assert serve_and_settle(llm) == (expected, [0] * len(PROMPTS))
         close(llm)
-        num_files.append([len(list((tmp_path / "cache").glob(f"{place}*.snapshot"))) for place in ("", "rank-1/")])
+        num_files.append([len(list((tmp_path / "cache").glob(f"{address}*.snapshot"))) for address in ("", "rank-1/")])
     assert [[count > 0 for count in counts] for counts in num_files] == [[True, True], [True, False], [True, True]]
     assert "cache/rank-1: they are another model's, or were computed in another way" in caplog.text
     assert "tensor-parallel size: 1 here, 2 there" in caplog.text

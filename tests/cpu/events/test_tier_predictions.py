@@ -65,7 +65,7 @@ def test_predictions_are_bounds_over_long_histories(rule: ResumeRule, lower_bloc
         if event < 0.15:
             salt = choose.choice(["", "", "other"])
             base, kept, seed, num_more = choose.randrange(30), choose.choice(KEPT), choose.randrange(4), LENGTHS[3]
-            history.load_resting(base, kept, seed, num_more, salt)
+            history.load_from_tier(base, kept, seed, num_more, salt)
         elif event < 0.25:
             history.end_load(choose.randrange(4), is_done=choose.random() < 0.8)
         elif event < 0.32:
@@ -84,7 +84,7 @@ def check_bounds(history: History, reader: Reader) -> None:
     for prompt in (*history.prompts[-4:], *history.prompts[1:3]):
         for salt in SALTS:
             account = history.driver.lookup(prompt, salt)
-            offer = history.loads.resting_offer(TokenBuffer(prompt), salt)
+            offer = history.loads.tier_offer(TokenBuffer(prompt), salt)
             predicted = reader.index.hit_tokens(PromptHashes(prompt, salt))
             if history.rule.needs_slots:
                 assert predicted >= account.hit
@@ -105,7 +105,7 @@ def held(history: History) -> set[int]:
     found = {(salt, encode(tokens)) for salt, tokens in published(history.cache)}
     for tier in history.loads.tiers:
         names = {tier.tree_name(salt): salt for salt in SALTS}
-        found |= {(names[resting.salt], resting.path()) for resting in tier.snapshots()}
+        found |= {(names[demoted.salt], demoted.path()) for demoted in tier.snapshots()}
     return {snapshot_key(salt, data) for salt, data in found}
 
 
@@ -149,7 +149,7 @@ def test_return_to_the_device_announces_nothing(rule: ResumeRule) -> None:
 
 def test_what_loads_stays_announced_until_that_fails() -> None:
     driver = evicted()
-    assert driver.load_resting(PROMPT) is not None
+    assert driver.load_from_tier(PROMPT) is not None
     assert driver.loads.tiers[0].num_snapshots == 0
     assert take_events(driver.cache) == []
     assert any(isinstance(event, SnapshotStored) for event in restate_events(driver.cache))
@@ -166,8 +166,8 @@ def test_what_leaves_the_last_tier_is_removed_deepest_first() -> None:
     driver = evicted()
     stored = [event for event in restate_events(driver.cache) if isinstance(event, BlocksStored)]
     [tier] = driver.loads.tiers
-    [resting] = tier.snapshots()
-    tier.evict(resting)
+    [demoted] = tier.snapshots()
+    tier.evict(demoted)
     snapshot, blocks = take_events(driver.cache)
     assert isinstance(snapshot, SnapshotRemoved)
     assert isinstance(blocks, BlocksRemoved)

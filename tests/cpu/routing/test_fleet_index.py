@@ -66,7 +66,7 @@ def test_hits_are_those_of_every_replica(shape: tuple[int, int], rules: tuple[Re
                 assert all(expected[r] == hit for r, hit in enumerate(hits) if histories[r].rule.needs_slots)
     for replica in range(NUM_REPLICAS):
         index.remove(replica)
-    assert (index.num_blocks, index.num_snapshots, index._rests, index._places) == (0, 0, {}, {})
+    assert (index.num_blocks, index.num_snapshots, index._rests, index._homes) == (0, 0, {}, {})
 
 
 def restart(index: FleetIndex, single: list[ResumableIndex], histories: list[History], replica: int) -> None:

@@ -77,7 +77,7 @@ def test_files_are_found_again_with_all_that_they_say(directory: DiskDirectory) 
     assert (blocks.tree, blocks.before, blocks.tokens) == ("tree", hashes[1], DATA[256:768])
     assert (snapshot.before, snapshot.key, snapshot.kind) == (hashes[3], DATA[768:], SnapshotKind.PROMPT_END)
     assert (snapshot.interarrival_bin, snapshot.is_shared, snapshot.idle_s < 600) == (3, True, True)
-    assert sorted(found.places) == sorted((*blocks.places, snapshot.slot, snapshot.tail))
+    assert sorted(found.addresses) == sorted((*blocks.addresses, snapshot.slot, snapshot.tail))
 
 
 def test_snapshots_without_what_lies_behind_windows_have_all_tokens(directory: DiskDirectory) -> None:
@@ -211,7 +211,7 @@ def test_files_cut_off_at_a_block_keep_the_others(directory: DiskDirectory) -> N
     os.close(file)
     disk_files.cut_off(directory.descriptor, name, end + 100)
     [blocks] = rescanned(directory).kept.blocks
-    assert (blocks.tokens, len(blocks.places)) == (DATA[256:512], 1)
+    assert (blocks.tokens, len(blocks.addresses)) == (DATA[256:512], 1)
 
 
 def test_files_of_another_model_are_removed(directory: DiskDirectory, caplog: pytest.LogCaptureFixture) -> None:
@@ -334,7 +334,7 @@ def test_killed_processes_leave_only_whole_files(tmp_path: Path) -> None:
     found = directory.scan()
     assert found.kept.blocks
     assert not list(path.glob("*.tmp"))
-    for located in found.places.values():
+    for located in found.addresses.values():
         file = open_for_reading(directory.descriptor, located.file.name)
         target = bytearray(located.file.header.sizes[located.item])
         read_item(file, located.file.header, located.item, located.file.offsets[located.item], memoryview(target))

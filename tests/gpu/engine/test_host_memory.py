@@ -41,11 +41,11 @@ def test_stored_bytes_are_those_of_their_moment(make_llm: MakeLLM) -> None:
         number += 2
         arena.block(block).fill_(value)
         arena.slot(slot).fill_(value + 100)
-        places = (2 * value + 1, 2 * value + 2)
-        store.store(StoreOut(TransferId(number), "host", ((block, places[0]),), ((slot, places[1]),)), arena)
+        addresses = (2 * value + 1, 2 * value + 2)
+        store.store(StoreOut(TransferId(number), "host", ((block, addresses[0]),), ((slot, addresses[1]),)), arena)
         arena.block(block).fill_(255)
         arena.slot(slot).fill_(255)
-        store.load(LoadIn(TransferId(number + 1), "host", ((other, places[0]),), ((another, places[1]),)), arena)
+        store.load(LoadIn(TransferId(number + 1), "host", ((other, addresses[0]),), ((another, addresses[1]),)), arena)
         ended = list(transfers.wait(60))
         while len(ended) < 2:
             ended += transfers.wait(60)
@@ -53,7 +53,7 @@ def test_stored_bytes_are_those_of_their_moment(make_llm: MakeLLM) -> None:
         assert bool((arena.block(other) == value).all())
         assert bool((arena.slot(another) == value + 100).all())
         if value % 2:
-            store.drop(places)
+            store.drop(addresses)
     torch.cuda.synchronize()
     store.close()
 
@@ -66,16 +66,16 @@ def test_full_memories_are_exchanged(make_llm: MakeLLM) -> None:
     transfers = Transfers(arena)
     blocks = [BlockId(block) for block in range(2 * size, 10 * size)]
     store = PinnedStore(arena, len(blocks) + size, transfers.completions)
-    num_transfers = num_places = num_ended = 0
+    num_transfers = num_addresses = num_ended = 0
 
     def put_away(some: list[BlockId], *, is_held: bool) -> list[int]:
-        nonlocal num_transfers, num_places
-        num_transfers, first = num_transfers + 1, num_places + 1
-        num_places += len(some)
-        places = list(range(first, num_places + 1))
-        pairs = tuple(zip(some, places, strict=True))
+        nonlocal num_transfers, num_addresses
+        num_transfers, first = num_transfers + 1, num_addresses + 1
+        num_addresses += len(some)
+        addresses = list(range(first, num_addresses + 1))
+        pairs = tuple(zip(some, addresses, strict=True))
         store.store(StoreOut(TransferId(num_transfers), "host", pairs, (), is_held=is_held), arena)
-        return places
+        return addresses
 
     for index, block in enumerate(blocks):
         arena.block(block).fill_(index % 100)
@@ -86,12 +86,12 @@ def test_full_memories_are_exchanged(make_llm: MakeLLM) -> None:
         here = [int(arena.block(block)[0]) for block in blocks]
         new: list[int] = []
         for start in range(0, len(blocks), size):
-            some, places = blocks[start : start + size], resting[start : start + size]
+            some, addresses = blocks[start : start + size], resting[start : start + size]
             new += put_away(some, is_held=round_number % 3 > 0)
             num_transfers += 1
-            pairs = tuple(zip(some, places, strict=True))
+            pairs = tuple(zip(some, addresses, strict=True))
             store.load(LoadIn(TransferId(num_transfers), "host", pairs, ()), arena)
-            store.drop(places)
+            store.drop(addresses)
         while num_ended < num_transfers:
             num_ended += len(transfers.wait(60))
         for block, value in zip(blocks, at_rest, strict=True):

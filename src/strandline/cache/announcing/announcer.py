@@ -1,11 +1,11 @@
 """Turns changes of the prefix index into events.
 
-A block is *announced* while a snapshot lies at its end or below, so the announced blocks of a run are its first ones,
-and the blocks above an announced block are announced too. Without states, every whole block is announced. What tiers
-below the device hold is announced beside it (``cache/tiers/resting_announcer.py``), and nothing twice (``copies.py``).
+A block is *announced* while there is a snapshot at its end or below, so the announced blocks of a run are its first
+ones, and the blocks above an announced block are announced too. Without states, every whole block is announced. What
+tiers hold is announced as well (``cache/tiers/tier_announcer.py``), and nothing twice (``copies.py``).
 
-Invariants, held by ``strandline.cache.inspection.invariants.check``: ``Run.num_announced`` is right for every run, and
-``Run.hashes`` has at least those blocks.
+Invariants, held by ``cache/inspection/invariants.py``: ``Run.num_announced`` is right for every run, and ``Run.hashes``
+has at least those blocks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +44,7 @@ def restate_events(cache: PrefixCache) -> list[CacheEvent]:
 class TierEvents(Protocol):
     """Announces what is in one tier, by ``Announcer.emit``."""
 
-    def meet(self, salt: str) -> None:
+    def add_salt(self, salt: str) -> None:
         """Announce what is stored under a salt, if it was not known."""
 
     def state(self) -> Iterator[CacheEvent]:
@@ -69,12 +69,12 @@ class Announcer:
         """Add a tier, whose entries stay announced as long as they are there."""
         self.copies = self.copies or Copies()
         self._tiers.append(tier)
-        tier.meet("")
+        tier.add_salt("")
 
-    def meet(self, salt: str) -> None:
+    def add_salt(self, salt: str) -> None:
         """Learn of a salt, from the first request under it."""
         for tier in self._tiers:
-            tier.meet(salt)
+            tier.add_salt(salt)
 
     def emit(self, event: CacheEvent) -> None:
         """Take an event of the device or of a tier."""

@@ -17,7 +17,7 @@ def blocks_stored(hashes: Sequence[bytes], before: bytes | None, tokens: bytes, 
 
     Args:
         before: the hash of the block before them; None: they begin a path.
-        tokens: theirs, encoded.
+        tokens: those of the blocks, encoded.
     """
     if salt:
         tokens = b"".join([masked_tokens(path_hash, BLOCK_TOKENS) for path_hash in hashes])
@@ -28,13 +28,13 @@ def blocks_stored(hashes: Sequence[bytes], before: bytes | None, tokens: bytes, 
         before = part[-1]
 
 
-def snapshot_stored(before: bytes, rest: bytes, position: int, salt: str) -> SnapshotStored:
+def snapshot_stored(before: bytes, tokens: bytes, position: int, salt: str) -> SnapshotStored:
     """Return the event of a snapshot.
 
     Args:
         before: the hash of the ``num_blocks_before(position)`` blocks before it, or the root's.
-        rest: the encoded tokens from there to its position.
+        tokens: the encoded ones from there to its position.
     """
-    path_hash = snapshot_hash(before, rest)
-    shown = masked_tokens(path_hash, len(rest) // TOKEN_BYTES) if salt else rest
+    path_hash = snapshot_hash(before, tokens)
+    shown = masked_tokens(path_hash, len(tokens) // TOKEN_BYTES) if salt else tokens
     return SnapshotStored(path_hash, position, before if num_blocks_before(position) else None, shown)

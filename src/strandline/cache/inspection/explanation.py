@@ -1,4 +1,4 @@
-"""Explanations of lookups: which snapshots lie on a prompt's path, where it diverges, and what would have helped.
+"""Explanations of lookups: which snapshots are on a prompt's path, where it diverges, and what would have helped.
 
 An ``Account`` counts the missed tokens by reason. An ``Explanation`` adds the cached prompts from which this one
 diverges, and whether it continues like one of them a little later. Changes nothing.
@@ -32,7 +32,7 @@ MAX_CHILDREN: Final = 256
 CONTINUATION_TOKENS: Final = 16_384
 """Tokens of a cached continuation that are searched for tokens of the prompt."""
 MAX_SHIFT_TOKENS: Final = 256
-"""Most tokens of the rest of the prompt to skip in the search."""
+"""Most tokens of the remaining prompt to skip in the search."""
 STRIDE_TOKENS: Final = 4
 WINDOW_TOKENS: Final = 16
 """Consecutive equal tokens that count as the same text."""
@@ -47,7 +47,7 @@ def explain_prompt(cache: PrefixCache, tokens: TokenBuffer, salt: str = "", *, b
         block_bytes: size of a block, for the memory that evicted tokens took.
     """
     account = cache.lookup(tokens, salt)
-    return _explain(cache, tokens, salt, account, block_bytes, _on_resting(cache, tokens, salt))
+    return _explain(cache, tokens, salt, account, block_bytes, _on_demoted(cache, tokens, salt))
 
 
 def explain_lookup(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, block_bytes: int) -> Explanation:
@@ -74,8 +74,8 @@ def explain_admission(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, bloc
     return _explain(cache, tokens, lookup.salt, lookup.account, block_bytes, on_demoted)
 
 
-def resting_tokens(cache: PrefixCache, prompt: bytes, salt: str = "") -> dict[str, int]:
-    """Return how many tokens of a prompt rest in each tier, by its store, where that is more than would be hit."""
+def tier_tokens(cache: PrefixCache, prompt: bytes, salt: str = "") -> dict[str, int]:
+    """Return how many tokens of a prompt each tier has, by its store, where that is more than would be hit."""
     data = bytearray(prompt)
     match = cache.internals().index.match(salt, data) or NO_MATCH
     found = {tier.store: tier.find(salt, data, match) for tier in _tiers(cache)}
@@ -160,13 +160,13 @@ def _continuations(end: Walk, data: bytearray, position: int) -> Iterator[_Conti
 def _next_snapshot(end: Walk, continuations: list[_Continuation], data: bytearray, position: int) -> int | None:
     """Return the position of the first snapshot after ``position`` on the cached continuations, or None."""
     found = [
-        place
+        each
         for continuation in continuations
-        for place in (*continuation.run.positions, *_stub_positions(continuation.run, b""))
+        for each in (*continuation.run.positions, *_stub_positions(continuation.run, b""))
     ]
     if end.num_blocks == end.run.end_block:
         found += _stub_positions(end.run, bytes(data[end.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES]))
-    return min((place for place in found if place > position), default=None)
+    return min((each for each in found if each > position), default=None)
 
 
 def _stub_positions(run: Run, prefix: bytes) -> list[int]:
@@ -215,22 +215,22 @@ def _common_later(prompt: bytes, cached: bytes) -> _Moved | None:
     """Return the first token sequence that two keys have in common, at whatever positions."""
     for start in range(0, min(MAX_SHIFT_TOKENS * TOKEN_BYTES, len(prompt)), STRIDE_TOKENS * TOKEN_BYTES):
         window = prompt[start : start + WINDOW_TOKENS * TOKEN_BYTES]
-        place = _find_aligned(cached, window) if len(window) == WINDOW_TOKENS * TOKEN_BYTES else None
-        if place is None:
+        offset = _find_aligned(cached, window) if len(window) == WINDOW_TOKENS * TOKEN_BYTES else None
+        if offset is None:
             continue
         back = 0
-        while back < min(start, place) and prompt[start - back - 1] == cached[place - back - 1]:
+        while back < min(start, offset) and prompt[start - back - 1] == cached[offset - back - 1]:
             back += 1
         back -= back % TOKEN_BYTES
-        return _Moved((start - back) // TOKEN_BYTES, common_tokens(prompt[start - back :], cached[place - back :]))
+        return _Moved((start - back) // TOKEN_BYTES, common_tokens(prompt[start - back :], cached[offset - back :]))
     return None
 
 
 def _find_aligned(data: bytes, window: bytes) -> int | None:
-    place = data.find(window)
-    while place > 0 and place % TOKEN_BYTES:
-        place = data.find(window, place + 1)
-    return place if place >= 0 else None
+    offset = data.find(window)
+    while offset > 0 and offset % TOKEN_BYTES:
+        offset = data.find(window, offset + 1)
+    return offset if offset >= 0 else None
 
 
 def _advice(
@@ -307,25 +307,25 @@ def _advice_on_miss(
             return None
 
 
-def _on_resting(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:
-    """Return what becomes of those tokens of a prompt that rest below the device, if it is sent now."""
-    if _resting_offer(cache, tokens, salt) is not None:
+def _on_demoted(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:
+    """Return whether the tokens of a prompt that a tier has would be loaded or computed, if it is sent now."""
+    if _tier_offer(cache, tokens, salt) is not None:
         return Help.LOAD, "nothing to do: the request waits until these tokens have been loaded, and hits them"
     return Help.LOAD, "nothing to do: computing these tokens takes less time than loading them"
 
 
 def _on_demoted_now(cache: PrefixCache, tokens: TokenBuffer, lookup: Lookup) -> tuple[Help, str]:
-    """Return what would have helped a request that was admitted just now; what rested then may be gone already."""
+    """Return what would have helped a request that was admitted just now; tiers may have evicted entries since."""
     misses = [miss for miss in cache.lookup(tokens, lookup.salt).misses if miss.reason is Reason.DEMOTED]
-    if lookup.account.misses[:1] == tuple(misses) and _resting_offer(cache, tokens, lookup.salt) is None:
+    if lookup.account.misses[:1] == tuple(misses) and _tier_offer(cache, tokens, lookup.salt) is None:
         return Help.LOAD, "nothing to do: computing these tokens takes less time than loading them"
     return _on_rested(cache, tokens, lookup.salt)
 
 
 def _on_rested(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> tuple[Help, str]:
-    """Return what would have helped a request that computed what rested below the device."""
+    """Return what would have helped a request that computed what a tier had."""
     no_room = "there was no memory to load these tokens into; raise --memory or lower --max-num-seqs"
-    if _resting_offer(cache, tokens, salt) is not None:
+    if _tier_offer(cache, tokens, salt) is not None:
         return Help.MEMORY, f"more memory: {no_room}"
     return Help.LOAD, f"nothing to do if computing these tokens took less time than loading them; else {no_room}"
 
@@ -340,13 +340,13 @@ def _tiers(cache: PrefixCache) -> tuple[LowerTier, ...]:
     return () if loads is None else loads.tiers
 
 
-def _resting_offer(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> Offer | None:
+def _tier_offer(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> Offer | None:
     loads = _loads(cache)
-    return None if loads is None else loads.resting_offer(tokens, salt)
+    return None if loads is None else loads.tier_offer(tokens, salt)
 
 
 def _more_memory(cache: PrefixCache) -> str:
-    """Return which flags keep more."""
+    """Return which flags raise what is cached."""
     if any(tier.is_persistent for tier in _tiers(cache)):
         return "raise --memory, --host-memory or --disk-cache-size"
     return "raise --memory or --host-memory" if _tiers(cache) else "raise --memory, or add --host-memory"

@@ -18,8 +18,8 @@ from strandline.cache.probation import max_probes
 from strandline.cache.resume import first_block_seen
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.resting import NO_PLACE
 from strandline.cache.tiers.spills import OnTheirWay
+from strandline.cache.tiers.tier_tree import NO_ADDRESS
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, held_child, path_blocks, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
@@ -175,7 +175,7 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
 
 
 def _detached(cache: Internals) -> list[Snapshot]:
-    """Return the snapshots that only leases keep."""
+    """Return the snapshots that only leases hold."""
     read = {id(snapshot): snapshot for lease in cache.leases.values() for snapshot in _read_by(lease)}
     return [snapshot for snapshot in read.values() if not snapshot.is_attached]
 
@@ -253,7 +253,7 @@ def _check_windows(rule: BehindWindows, runs: list[Run]) -> None:
 
 
 def _check_kept_window(rule: BehindWindows, lease: Lease) -> None:
-    """Check that a load or a hold has what it takes to resume at its end, and at the snapshots that it keeps."""
+    """Check that a load or a hold has what it takes to resume at its end, and at the snapshots that it holds."""
     ends = [snapshot.position for snapshot in lease.held or ()] + [cut.position for cut in lease.cuts]
     if ends and (lease.transfer is not None or lease.held is not None):
         path = path_blocks(lease.run)
@@ -264,27 +264,31 @@ def _check_kept_window(rule: BehindWindows, lease: Lease) -> None:
 
 
 def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) -> None:
-    """Check what rests in a tier below the device."""
-    num_used = sum(lower.doomed.values()) + on_their_way.num_blocks
+    """Check the entries of a tier."""
+    num_used = sum(lower.to_free.values()) + on_their_way.num_blocks
     for salt, root in lower.roots.items():
         for snapshot in root.below():
-            where = f"the resting snapshot at {snapshot.position}"
+            where = f"the demoted snapshot at {snapshot.position}"
             _require(lower.is_queued(snapshot), f"{where} is not in the queue")
             _require(snapshot.salt == salt, f"{where} is in another tree")
             saved_tokens = snapshot.saved_tokens
             _require(0 < saved_tokens <= snapshot.position, f"{where} is said to save {saved_tokens} tokens")
             if snapshot in on_their_way.snapshots:
-                _require(snapshot.place == snapshot.tail_place == NO_PLACE, f"{where} can be loaded before it is there")
+                _require(
+                    snapshot.address == snapshot.tail_address == NO_ADDRESS, f"{where} can be loaded before it is there"
+                )
                 continue
-            _require((snapshot.place != NO_PLACE) == (lower.slot_blocks > 0), f"{where} has place {snapshot.place}")
+            _require(
+                (snapshot.address != NO_ADDRESS) == (lower.slot_blocks > 0), f"{where} has address {snapshot.address}"
+            )
             has_tail = lower.slot_blocks > 0 and snapshot.position % BLOCK_TOKENS > 0
-            _require((snapshot.tail_place != NO_PLACE) == has_tail, f"{where} has tail {snapshot.tail_place}")
+            _require((snapshot.tail_address != NO_ADDRESS) == has_tail, f"{where} has tail {snapshot.tail_address}")
             num_used += lower.slot_blocks + has_tail
         waiting = [(root, b"")]
         while waiting:
             node, before = waiting.pop()
             path = before + node.key
-            where = f"the resting block of {len(path) // TOKEN_BYTES} tokens"
+            where = f"the demoted block of {len(path) // TOKEN_BYTES} tokens"
             is_needed = node.parent is None or node.children or node.snapshots
             _require(bool(is_needed), f"{where} is needed by no snapshot")
             if node.parent is not None:
@@ -293,18 +297,20 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
                 is_counted = node.num_needers == len(needers) * lower.has_windows
                 _require(is_counted, f"{where} is needed by {len(needers)} snapshots, {node.num_needers} counted")
                 device = None if lower.is_persistent else cache.index.roots.get(salt)
-                is_there = node.place != NO_PLACE or (device is not None and _has_block(device, path))
+                is_there = node.address != NO_ADDRESS or (device is not None and _has_block(device, path))
                 is_there |= node in lower.returning
                 if node in on_their_way.blocks:
-                    is_there = node.place == NO_PLACE or lower.has_windows
-                is_right = is_there if needers else node.place == NO_PLACE
-                _require(is_right, f"{where} is neither at rest nor on the device, or rests too early or too long")
-                num_used += node.place != NO_PLACE
+                    is_there = node.address == NO_ADDRESS or lower.has_windows
+                is_right = is_there if needers else node.address == NO_ADDRESS
+                _require(
+                    is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"
+                )
+                num_used += node.address != NO_ADDRESS
             waiting += [(child, path) for child in node.children.values()]
     _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
     _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")
     num_snapshots = sum(1 for _ in lower.snapshots())
-    _require(lower.num_snapshots == num_snapshots, f"{lower.num_snapshots} resting snapshots, not {num_snapshots}")
+    _require(lower.num_snapshots == num_snapshots, f"{lower.num_snapshots} demoted snapshots, not {num_snapshots}")
 
 
 def _has_block(root: Run, path: bytes) -> bool:

@@ -10,7 +10,7 @@ from strandline.records.account import Account
 
 MAX_LOOKUPS: Final = 256
 MAX_PROMPT_BYTES: Final = 32 * 2**20
-"""Bytes of all kept prompts together; the oldest are dropped first."""
+"""Bytes of all stored prompts together; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)

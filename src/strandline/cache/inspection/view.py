@@ -130,8 +130,8 @@ class _TreeExcerpt:
         visited = list(islice(reversed(run.stubs.items()), self._num_stub_visits))
         self._num_stub_visits -= len(visited)
         for key, stub in visited:
-            place = bisect_left(run.child_keys, key)
-            continued_by = [child for child in run.child_keys[place : place + 2] if child.startswith(key)]
+            index = bisect_left(run.child_keys, key)
+            continued_by = [child for child in run.child_keys[index : index + 2] if child.startswith(key)]
             if len(continued_by) == 1:
                 self._stubs_on.setdefault(run.children[continued_by[0]], []).append(stub)
             else:
@@ -157,6 +157,6 @@ def _common_with_siblings(run: Run, parent: Run | None, first: bytes) -> int:
     """Return how many of a run's first tokens a sibling shares, which is a neighbour in the sorted order."""
     if parent is None or len(parent.child_keys) < 2:
         return 0
-    place = bisect_left(parent.child_keys, first)
-    neighbours = parent.child_keys[max(place - 1, 0) : place] + parent.child_keys[place + 1 : place + 2]
+    index = bisect_left(parent.child_keys, first)
+    neighbours = parent.child_keys[max(index - 1, 0) : index] + parent.child_keys[index + 1 : index + 2]
     return max(common_tokens(neighbour, first) for neighbour in neighbours)

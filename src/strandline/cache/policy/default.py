@@ -26,7 +26,7 @@ def new_cache(
     log_tokens: int = 0,
     announcer: Announces | None = None,
 ) -> PrefixCache:
-    """Return an empty cache, whose arguments are those of ``PrefixCache`` but for these.
+    """Return an empty cache. Arguments that are not listed here are those of ``PrefixCache``.
 
     Args:
         placement: chooses which snapshots to take, if the model keeps states.

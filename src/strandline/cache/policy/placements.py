@@ -26,7 +26,7 @@ is scarce, since a rewind there would recompute all of it."""
 FALLBACK_SLOTS: Final = 20
 """Also one snapshot every ``FALLBACK_SLOTS * slot_tokens`` tokens, as fallbacks once its end has been evicted."""
 PROBE_SHARE: Final = 0.75
-"""Where the probe lies: after this share of what is new in the prompt."""
+"""Position of the probe: after this share of what is new in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class EveryBoundary:
 
     stride: int
     ends: frozenset[SnapshotKind] = frozenset()
-    """Kinds that are kept besides: ends of prompts and answers."""
+    """Further kinds that are kept: ends of prompts and answers."""
 
     is_stepwise: ClassVar[bool] = True
 
@@ -206,7 +206,7 @@ def fallbacks(start: int, end: int, stride: int) -> list[int]:
 def probe(admission: Admission) -> int | None:
     """Return the position of the one rung that a prompt gets when memory is scarce, on the 64-token grid, or None.
 
-    New is what lies beyond the cached keys and values and the last mark, since other prompts that share less diverge at
+    New is what comes after the cached keys and values and the last mark, since other prompts that share less diverge at
     a branch point or a mark. A prompt that continues a path is a turn of a conversation that has been evicted. It gets
     no probe, and neither does a prompt that is less than half new.
     """

@@ -1,4 +1,4 @@
-"""Rules for where prompts may resume: at snapshots, at any token, or behind sliding windows."""
+"""Rules for where prompts may resume: at snapshots, at any token, or with sliding windows."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,7 +28,7 @@ class AtSnapshots:
         return num_tokens
 
     def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
-        """Return the match without its snapshot, which would need memory beside the request's own state."""
+        """Return the match without its snapshot, which would need memory in addition to the request's own state."""
         return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None)
 
     def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
@@ -70,7 +70,7 @@ class AtTokens:
 
 @dataclass(frozen=True, slots=True)
 class BehindWindows:
-    """For models that keep states and whose attention all has windows: ``Windows`` frees what lies behind them.
+    """For models that keep states and whose attention all has windows: ``Windows`` frees the blocks before them.
 
     All blocks that a snapshot needs are held. A request shares those from its window on, up to the first gap.
     """
@@ -109,7 +109,7 @@ def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1, window_tokens: int | N
 
     Args:
         grid_tokens: resume at multiples of this only, where the model keeps no states.
-        window_tokens: free what lies further behind than this; None: nothing.
+        window_tokens: free the blocks before a window of this size; None: free no blocks.
     """
     if not spec.has_states:
         return AtTokens(grid_tokens)

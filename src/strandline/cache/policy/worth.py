@@ -31,7 +31,7 @@ class WorthPerByte:
     - Size: the slot and, for the last snapshot of a path, the keys and values since the snapshot above, which cannot
       be used without it and are evicted with it. Keys and values that no snapshot needs are worth nothing.
     - Reuse rate: how often the entry is expected to be used per unit of time (``ReuseHistory``). It depends on
-      where the snapshot lies: at the end of a path; at the end of a prompt whose next turn has not come, which may
+      where the snapshot is: at the end of a path; at the end of a prompt whose next turn has not come, which may
       leave out the answer; inside one path, where only a rewind uses it; or on a prefix that several paths share. A
       path that is continued several times, each time leaving out its last answer, does not count as several.
     - An entry that a queued request will resume from, or the last snapshot of a path that was used after the last

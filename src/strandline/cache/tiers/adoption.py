@@ -1,16 +1,16 @@
-"""Adoption of what a store holds from an earlier process: its tree is rebuilt from the files' descriptions.
+"""Adoption: rebuilds the tree of a store from the descriptions of files that an earlier process has written.
 
-What needs blocks that are not there any more is dropped, and so are blocks that nothing needs. Where attention has
-windows, snapshots need those of their windows alone, and have the tokens of the others. Uses are dated back by how long
-the files have not been used.
+Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs. Where attention has windows,
+snapshots need only the blocks of their windows, and have the tokens of the others. Uses are dated back by how long the
+files have not been used.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 
 from strandline.cache.policy.reuse import TICKS_PER_S
-from strandline.cache.tiers.lower_tier import CERTAIN, LowerTier
-from strandline.cache.tiers.resting import NO_PLACE, RestingBlock, RestingSnapshot, nodes_from
+from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierBlock, TierSnapshot, nodes_from
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
@@ -18,56 +18,56 @@ from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
-Nodes = dict[tuple[str, bytes], tuple[RestingBlock, int]]
+Nodes = dict[tuple[str, bytes], tuple[TierBlock, int]]
 """By tree and hash of a path: its last block, and how many there are."""
 
 
-def last_place(kept: Kept) -> int:
-    """Return the highest place in use."""
-    return max(_sizes(kept, 1), default=NO_PLACE)
+def last_address(kept: Kept) -> int:
+    """Return the highest address in use."""
+    return max(_sizes(kept, 1), default=NO_ADDRESS)
 
 
 def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
-    """Put what a store holds into the empty tree of its tier, and evict what is worth least if that is too much."""
+    """Enter what a store holds into the empty tree of its tier; evict what is worth least if that is too much."""
     sizes = _sizes(kept, tier.slot_blocks)
     tier.num_used = sum(sizes.values())
     nodes = _link(tier, kept)
     entries = _snapshots(tier, kept, nodes, reuse) if tier.slot_blocks else _ends(kept, nodes, reuse)
-    for resting, tree, block in sorted(entries, key=lambda entry: entry[0].position):
-        if resting.key not in block.snapshots:
-            resting.saved_tokens -= _position_above(block, resting)
-            tier.enter(resting, tree, _path_of(block))
+    for demoted, tree, block in sorted(entries, key=lambda entry: entry[0].position):
+        if demoted.key not in block.snapshots:
+            demoted.saved_tokens -= _position_above(block, demoted)
+            tier.enter(demoted, tree, _path_of(block))
     for node, _ in nodes.values():
         _prune(node)
     for snapshot in tier.snapshots():
-        sizes.pop(snapshot.place, None)
-        sizes.pop(snapshot.tail_place, None)
+        sizes.pop(snapshot.address, None)
+        sizes.pop(snapshot.tail_address, None)
     for node, _ in nodes.values():
         if tier.is_needed(node):
-            sizes.pop(node.place, None)
+            sizes.pop(node.address, None)
         else:
-            node.place = NO_PLACE
+            node.address = NO_ADDRESS
     tier.free(sizes)
-    tier.make_room(0, CERTAIN)
+    tier.make_room(0, ANY_WORTH)
 
 
 def _sizes(kept: Kept, slot_blocks: int) -> dict[int, int]:
-    """Return the sizes of all places."""
-    sizes = {place: 1 for blocks in kept.blocks for place in blocks.places}
+    """Return the sizes of all addresses."""
+    sizes = {address: 1 for blocks in kept.blocks for address in blocks.addresses}
     for snapshot in kept.snapshots:
         sizes |= {snapshot.slot: slot_blocks, snapshot.tail: 1}
-    sizes.pop(NO_PLACE, None)
+    sizes.pop(NO_ADDRESS, None)
     return sizes
 
 
 def _link(tier: LowerTier, kept: Kept) -> Nodes:
     """Build the trees of blocks, as far as paths are whole."""
     waiting = defaultdict[tuple[str, bytes], list[KeptBlocks]](list)
-    for blocks in (*kept.blocks, *map(_path_without_places, kept.snapshots)):
+    for blocks in (*kept.blocks, *map(_path_without_addresses, kept.snapshots)):
         waiting[blocks.tree, blocks.before].append(blocks)
     nodes: Nodes = {}
     for tree in dict.fromkeys([*(x.tree for x in kept.blocks), *(x.tree for x in kept.snapshots)]):
-        root = tier.roots.setdefault(tree, RestingBlock(None, b""))
+        root = tier.roots.setdefault(tree, TierBlock(None, b""))
         reached = [(root_hash(tree), root, 0)]
         while reached:
             before, node, num_blocks = reached.pop()
@@ -77,27 +77,27 @@ def _link(tier: LowerTier, kept: Kept) -> Nodes:
     return nodes
 
 
-def _append(node: RestingBlock, num_blocks: int, blocks: KeptBlocks) -> Iterator[tuple[bytes, RestingBlock, int]]:
+def _append(node: TierBlock, num_blocks: int, blocks: KeptBlocks) -> Iterator[tuple[bytes, TierBlock, int]]:
     """Append blocks to a path; yield the hash, the node and the number of blocks of each path that there is now."""
     hashes = block_hashes(blocks.before, blocks.tokens)
-    for index, (path_hash, place) in enumerate(zip(hashes, blocks.places, strict=True)):
+    for index, (path_hash, address) in enumerate(zip(hashes, blocks.addresses, strict=True)):
         key = blocks.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]
         child = node.children.get(key)
         if child is None:
-            child = node.children[key] = RestingBlock(node, key)
-        child.place = child.place or place
+            child = node.children[key] = TierBlock(node, key)
+        child.address = child.address or address
         node = child
         yield path_hash, node, num_blocks + index + 1
 
 
-def _path_without_places(snapshot: KeptSnapshot) -> KeptBlocks:
-    """Return the whole blocks that a snapshot has the tokens of, as if they lay nowhere."""
+def _path_without_addresses(snapshot: KeptSnapshot) -> KeptBlocks:
+    """Return the whole blocks that a snapshot has the tokens of, without addresses."""
     num_blocks = len(snapshot.key) // BLOCK_KEY_BYTES
     tokens = snapshot.key[: num_blocks * BLOCK_KEY_BYTES]
-    return KeptBlocks(snapshot.tree, snapshot.before, tokens, (NO_PLACE,) * num_blocks, 0, 0.0, False)
+    return KeptBlocks(snapshot.tree, snapshot.before, tokens, (NO_ADDRESS,) * num_blocks, 0, 0.0, False)
 
 
-Entry = tuple[RestingSnapshot, str, RestingBlock]
+Entry = tuple[TierSnapshot, str, TierBlock]
 
 
 def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
@@ -110,36 +110,36 @@ def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: UseHistory) -> 
         block, num_blocks = found
         position = num_blocks * BLOCK_TOKENS + inside // TOKEN_BYTES
         num_needed = num_blocks - tier.first_needed(position)
-        if tier.has_windows and num_needed and not all(node.place for node in nodes_from(block, num_needed)):
+        if tier.has_windows and num_needed and not all(node.address for node in nodes_from(block, num_needed)):
             continue
         key, use = snapshot.key[len(snapshot.key) - inside :], _use(snapshot, reuse)
-        resting = RestingSnapshot(position, key, snapshot.kind, use, position, is_shared=snapshot.is_shared)
-        resting.place, resting.tail_place = snapshot.slot, snapshot.tail
-        yield resting, snapshot.tree, block
+        demoted = TierSnapshot(position, key, snapshot.kind, use, position, is_shared=snapshot.is_shared)
+        demoted.address, demoted.tail_address = snapshot.slot, snapshot.tail
+        yield demoted, snapshot.tree, block
 
 
 def _ends(kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
-    """Yield an end for all blocks that came together, where models keep no states."""
+    """Yield an end for each group of blocks that were stored together, for models that keep no states."""
     for blocks in kept.blocks:
         found = nodes.get((blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1]))
         if found is not None:
             position, use = found[1] * BLOCK_TOKENS, _use(blocks, reuse)
             kind = SnapshotKind.GENERATION_END
-            resting = RestingSnapshot(position, b"", kind, use, position, is_shared=blocks.is_shared)
-            yield resting, blocks.tree, found[0]
+            demoted = TierSnapshot(position, b"", kind, use, position, is_shared=blocks.is_shared)
+            yield demoted, blocks.tree, found[0]
 
 
 def _use(entry: KeptBlocks | KeptSnapshot, reuse: UseHistory) -> Use:
     return Use(reuse.now - int(entry.idle_s * TICKS_PER_S), entry.interarrival_bin)
 
 
-def _path_of(block: RestingBlock) -> bytes:
+def _path_of(block: TierBlock) -> bytes:
     return b"".join(node.key for node in list(block.ancestry())[::-1])
 
 
-def _position_above(block: RestingBlock, resting: RestingSnapshot) -> int:
+def _position_above(block: TierBlock, demoted: TierSnapshot) -> int:
     """Return the position of the nearest snapshot above one that is about to be entered after a block, or 0."""
-    node, after = block, resting.key
+    node, after = block, demoted.key
     while True:
         before = [x.position for key, x in node.snapshots.items() if after.startswith(key)]
         if before or node.parent is None:
@@ -147,7 +147,7 @@ def _position_above(block: RestingBlock, resting: RestingSnapshot) -> int:
         node, after = node.parent, node.key
 
 
-def _prune(node: RestingBlock) -> None:
+def _prune(node: TierBlock) -> None:
     """Remove a block that nothing needs, and those before it that only it needs."""
     while (parent := node.parent) is not None and not node.children and not node.snapshots:
         node.unlink()

@@ -1,10 +1,10 @@
-"""The flush: what only the device or host memory has is written to the persistent tier before the process ends.
+"""The flush: writes what only the device or host memory has to the persistent tier before the process ends.
 
-What is worth most is written first, as there may not be time for all. What the tier has already is not written again,
-and what would not be loaded, or is worth less than all that rests there, is not written at all. The device keeps what
-it has, so no room is needed in host memory.
+Entries of most worth are written first, as there may not be time for all. What the tier has already is not written
+again, and what would not be loaded, or is worth less than everything in the tier, is not written at all. The device
+retains its entries, so no host memory is needed.
 
-Meanwhile no step runs and no request is admitted: what is written stays where it is without being held.
+Meanwhile no step runs and no request is admitted, so nothing needs to be pinned.
 """
 
 from array import array
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 from strandline.cache.index import PrefixIndex
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.resting import RestingSnapshot
 from strandline.cache.tiers.spills import MAX_SPILLS, DeviceEntry, Spills
+from strandline.cache.tiers.tier_tree import TierSnapshot
 from strandline.cache.tree import Run, Snapshot, held_child, num_continuations, path_blocks, path_to, snapshot_above
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
-Source = RestingSnapshot | Snapshot | Run
+Source = TierSnapshot | Snapshot | Run
 """What is written: from host memory; from the device; or, without states, a path of the device."""
 
 
@@ -27,7 +27,7 @@ class Flush:
     """Writes in order of worth.
 
     Args:
-        index: of the device.
+        index: that of the device.
         upper: the tier in host memory.
         spills: those from there to the persistent tier.
     """
@@ -36,11 +36,11 @@ class Flush:
         self._spills = spills
         spills.is_final = True
         self._num_failed_before = spills.num_failed
-        sources: list[tuple[float, Source]] = [(upper.worth(resting), resting) for resting in upper.snapshots()]
+        sources: list[tuple[float, Source]] = [(upper.worth(demoted), demoted) for demoted in upper.snapshots()]
         for entry in _entries(index, has_states=upper.slot_blocks > 0):
-            sources.append((upper.worth(_as_resting(entry)), entry))
+            sources.append((upper.worth(_as_demoted(entry)), entry))
         self._waiting = [source for _, source in sorted(sources, key=lambda pair: pair[0])]
-        """What is worth least first."""
+        """By worth, the least first."""
         self.num_sources = len(sources)
 
     @property
@@ -62,10 +62,10 @@ class Flush:
         """Begin to write as much as may be on its way at once."""
         while self._waiting and len(self._spills) < MAX_SPILLS:
             source = self._waiting.pop()
-            if not isinstance(source, RestingSnapshot):
+            if not isinstance(source, TierSnapshot):
                 self._spills.save(_device_entry(source))
             elif source.block is not None and source.num_loads == 0:
-                self._spills.pass_on(source)
+                self._spills.spill(source)
 
 
 def _entries(index: PrefixIndex, *, has_states: bool) -> Iterator[Snapshot | Run]:
@@ -80,13 +80,13 @@ def _entries(index: PrefixIndex, *, has_states: bool) -> Iterator[Snapshot | Run
             yield run
 
 
-def _as_resting(entry: Snapshot | Run) -> RestingSnapshot:
-    """Return an entry of the device as it would rest, without its path."""
+def _as_demoted(entry: Snapshot | Run) -> TierSnapshot:
+    """Return the tier's entry for an entry of the device, without its path."""
     if isinstance(entry, Run):
         num_tokens, kind = len(entry.blocks) * BLOCK_TOKENS, SnapshotKind.GENERATION_END
-        return RestingSnapshot(entry.end_tokens, b"", kind, entry.use, num_tokens, is_shared=entry.is_shared)
+        return TierSnapshot(entry.end_tokens, b"", kind, entry.use, num_tokens, is_shared=entry.is_shared)
     above = snapshot_above(entry)
-    return RestingSnapshot(
+    return TierSnapshot(
         entry.position,
         b"",
         entry.kind,
@@ -100,10 +100,10 @@ def _as_resting(entry: Snapshot | Run) -> RestingSnapshot:
 
 def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
     """Return an entry of the device with all that it needs."""
-    resting = _as_resting(entry)
-    whole = resting.position // BLOCK_TOKENS
+    demoted = _as_demoted(entry)
+    whole = demoted.position // BLOCK_TOKENS
     run = entry if isinstance(entry, Run) else entry.home
-    resting.salt, data = path_to(run)
+    demoted.salt, data = path_to(run)
     blocks = path_blocks(run)
     slot = NULL_SLOT
     if isinstance(entry, Snapshot):
@@ -112,7 +112,7 @@ def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
             data += entry.stub_key
             child = held_child(run, entry.stub_key)
             blocks += child.blocks[:1] if child is not None else array("i")
-    data = data[: resting.position * TOKEN_BYTES]
-    resting.key = data[whole * BLOCK_KEY_BYTES :]
-    tail = BlockId(blocks[whole]) if resting.key else NULL_BLOCK
-    return DeviceEntry(resting, data, tuple(map(BlockId, blocks[:whole])), SlotId(slot), tail)
+    data = data[: demoted.position * TOKEN_BYTES]
+    demoted.key = data[whole * BLOCK_KEY_BYTES :]
+    tail = BlockId(blocks[whole]) if demoted.key else NULL_BLOCK
+    return DeviceEntry(demoted, data, tuple(map(BlockId, blocks[:whole])), SlotId(slot), tail)

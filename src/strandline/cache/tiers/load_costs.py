@@ -1,7 +1,7 @@
 """What loading costs and what computing costs, learned from measurements: whether a load pays.
 
-A store that was slow once, such as a disk that other work kept busy, is measured again: loads may lose a small share of
-the time that prompts have taken since the last one.
+A store that was slow once, such as a disk that was busy with other work, is measured again: loads may lose a small
+share of the time that prompts have taken since the last one.
 """
 
 from typing import Final
@@ -20,7 +20,7 @@ class LoadCosts:
     """Rates of one store and of the device. Before the first measurement of either, every load pays.
 
     Args:
-        latency_s: what a load costs beside its bytes.
+        latency_s: fixed cost of a load.
         bytes_per_s: at which a store is read; None: not measured yet.
         token_s: time to compute a token of a prompt; None: not measured yet.
     """
@@ -43,13 +43,13 @@ class LoadCosts:
         return num_tokens * self.token_s - self.latency_s - num_bytes / self.bytes_per_s
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
-        """Take in how long a load took; 0 s: unknown."""
+        """Record how long a load took; 0 s: unknown."""
         self._prefill_s = 0.0
         if seconds > 0 and num_bytes:
             self.bytes_per_s = _averaged(self.bytes_per_s, num_bytes / seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long a step took that computed this many tokens of prompts."""
+        """Record how long a step took that computed this many tokens of prompts."""
         self._prefill_s += seconds
         if seconds > 0 and num_tokens >= MIN_MEASURED_TOKENS:
             self.token_s = _averaged(self.token_s, seconds / num_tokens)

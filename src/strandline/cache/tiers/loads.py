@@ -4,7 +4,7 @@ A load is a lease without a request: its blocks and its snapshots' slots are fil
 published when all have ended well. Until then a request that needs them follows the load, as it would follow a running
 request.
 
-Invariants: what a transfer writes is held until its completion, whatever becomes of the request that it was begun for;
+Invariants: what a transfer writes is held until its completion, also if the request that it was begun for has ended;
 nothing of a load is published, and so nothing can be read, before all of it has arrived.
 """
 
@@ -20,15 +20,15 @@ from strandline.cache.core import PrefixCache
 from strandline.cache.holds import Holds
 from strandline.cache.lease import NO_FILLS, Cut, Lead, Lease
 from strandline.cache.resume import NO_MATCH, Match, first_block_seen
-from strandline.cache.tiers.adoption import adopt, last_place
+from strandline.cache.tiers.adoption import adopt, last_address
 from strandline.cache.tiers.flush import Flush
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.resting_announcer import RestingAnnouncer
 from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.stats import LowerStats
+from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_loads import TierLoads
-from strandline.cache.tiers.worth import RestingWorth
+from strandline.cache.tiers.worth import TierWorth
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
@@ -50,7 +50,7 @@ class Loads:
 
     Args:
         lower: memories below the device, nearest first: none, one or two.
-        announcer: that of the cache, which collects the tiers' events as well; None: there are no events.
+        announcer: the one of the cache, which collects the tiers' events as well; None: events are off.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Loads:
         """By transfer under way."""
         self._num_transfers = 0
         self.tiers = self._new_tiers(lower if cache.is_enabled else (), parts.reuse, announcer)
-        """Those below the device, nearest first."""
+        """Nearest first."""
         self._tier_loads = {tier.store: TierLoads(tier) for tier in self.tiers}
         """The loads from each of them, by the name of its store."""
         self.spills: Spills | None = None
-        """Those from the first tier to the second; None: there are not two."""
+        """Spills from the first tier to the second; None: there is at most one tier."""
         self.flush: Flush | None = None
-        """Takes their place before the process ends."""
+        """Replaces the spills before the process ends."""
         if len(self.tiers) > 1:
             upper, persistent = self.tiers
             self.spills = Spills(upper, persistent, self._memory.issue, Holds(cache), self.next_transfer)
@@ -115,18 +115,18 @@ class Loads:
         self, memories: Sequence[LowerMemory], reuse: UseHistory, announcer: Announcer | None
     ) -> tuple[LowerTier, ...]:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
-        places = partial(next, count(1 + max((last_place(memory.kept) for memory in memories), default=0)))
+        addresses = partial(next, count(1 + max((last_address(memory.kept) for memory in memories), default=0)))
         issue, next_transfer = self._memory.issue, self.next_transfer
         tiers = tuple(
             LowerTier(
-                memory, RestingWorth(memory.slot_blocks, reuse), issue, next_transfer, places, self._window_tokens
+                memory, TierWorth(memory.slot_blocks, reuse), issue, next_transfer, addresses, self._window_tokens
             )
             for memory in memories
         )
         for tier, memory in zip(tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
             if announcer is not None:
-                tier.announcer = RestingAnnouncer(
+                tier.announcer = TierAnnouncer(
                     announcer.emit, tier.roots, tier.tree_name, needs_snapshots=self._num_slots > 0
                 )
                 announcer.add(tier.announcer)
@@ -141,8 +141,8 @@ class Loads:
         """Return the figures of the tiers, nearest first."""
         return tuple(tier.stats() for tier in self.tiers)
 
-    def resting_offer(self, tokens: TokenBuffer, salt: str = "") -> Offer | None:
-        """Return what rests of a prompt below the device, if loading it is faster than computing. Changes nothing.
+    def tier_offer(self, tokens: TokenBuffer, salt: str = "") -> Offer | None:
+        """Return what a tier has of a prompt, if loading it is faster than computing. Changes nothing.
 
         Of several tiers, the one whose load saves most time makes the offer; before that is known, the one that has
         most of the prompt.
@@ -157,19 +157,19 @@ class Loads:
         return best
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long a step took that computed this many tokens of prompts, to weigh loads against."""
+        """Record how long a step took that computed this many tokens of prompts, to weigh loads against."""
         for tier in self.tiers:
             tier.costs.observe_prefill(num_tokens, seconds)
 
-    def pass_on(self) -> None:
-        """Begin to pass on what the first tier will have no memory for or, before the process ends, all."""
+    def begin_spills(self) -> None:
+        """Begin to spill what the first tier will have no memory for or, in a flush, everything."""
         if self.flush is not None:
             self.flush.begin()
         elif self.spills is not None:
             self.spills.begin()
 
     def begin_flush(self) -> Flush | None:
-        """Write what only the device or the first tier has to the persistent one from now on; None: there is none.
+        """Start writing what only the device or the first tier has to the persistent tier; None: there is no such tier.
 
         No step runs and no request is admitted any more.
         """
@@ -186,10 +186,10 @@ class Loads:
         data = tokens.data[: offer.position * TOKEN_BYTES]
         root = self._index.roots.get(salt) or Run(None, 0, b"", array("i"))
         lacking = _lacking(root, data, offer, self._window_tokens)
-        return None if lacking is None else (len(lacking.places), len(lacking.snapshots))
+        return None if lacking is None else (len(lacking.addresses), len(lacking.snapshots))
 
     def find_shared(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, beyond: int = 0) -> Lead | None:
-        """Find the load that brings most blocks of an offer which the device lacks, to load the rest after it.
+        """Find the load that brings most blocks of an offer which the device lacks, to load the others after it.
 
         Args:
             beyond: ignore loads that share no more tokens of the prompt than this.
@@ -205,14 +205,14 @@ class Loads:
         return Lead(lease, num_shared) if num_shared - num_shared % BLOCK_TOKENS > num_known else None
 
     def begin(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:
-        """Begin to load what the device lacks of an offer, by an action, into blocks and slots of its own.
+        """Begin to load what the device lacks of an offer into newly allocated blocks and slots, by actions.
 
         A request that needs it follows the returned lead. Once that is not pending any more, what was loaded is found
         by ``lookup`` and ``admit`` like anything cached, or the load has failed (``complete``).
 
         Args:
             tokens: a prompt that begins with what is offered.
-            step_tokens: tokens of the request's first step, which must find room beside it, and a slot.
+            step_tokens: tokens of the request's first step, for which there must be memory as well, and for a slot.
 
         Returns:
             None when nothing is lacking (``is_lacking``) or memory does not suffice.
@@ -224,53 +224,53 @@ class Loads:
         lacking = _lacking(root, data, offer, self._window_tokens)
         if lacking is None:
             return None
-        end, places, missing = lacking
+        end, addresses, missing = lacking
         memory = self._memory
         upper = self._index.split_at(Walk(end.run, end.num_blocks, None, 0))
         memory.pin_run(upper)
-        if not memory.can_take(len(places) + num_spare_blocks, len(missing) + self._num_slots):
+        if not memory.can_take(len(addresses) + num_spare_blocks, len(missing) + self._num_slots):
             memory.unpin_run(upper)
             return None
-        # Before memory is taken: what the device evicts for it may push out what rests, and free what it needs here.
+        # Before memory is allocated: what the device evicts for it may push out tier entries, also those to be loaded.
         lease = self._new_lease(salt, data, root, upper)
         tier = self._tier_loads.get(offer.store)
         if tier is not None:
-            tier.begin(lease, [*places.values(), *(snapshot.place for snapshot in missing)])
+            tier.begin(lease, [*addresses.values(), *(snapshot.address for snapshot in missing)])
         num_actions = len(memory.actions)
         lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
         load = _Load(lease, tuple(x.position for x in missing) or (offer.position,))
         self._loads[lease.request_id] = load
-        to_slots = tuple((cut.slot, snapshot.place) for cut, snapshot in zip(lease.cuts, missing, strict=True))
+        to_slots = tuple((cut.slot, snapshot.address) for cut, snapshot in zip(lease.cuts, missing, strict=True))
         piece_blocks = max(PIECE_SLABS * memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
-        for some in _pieces(list(places.values()), piece_blocks if tier is not None and tier.is_exchange else None):
+        for some in _pieces(list(addresses.values()), piece_blocks if tier is not None and tier.is_exchange else None):
             self._begin_piece(load, offer.store, some, to_slots)
             to_slots = ()
         if tier is not None:
             tier.finish_exchange(lease)
             self._mark_held(load, num_actions)
-        block_at = dict(zip(places, load.blocks, strict=True))
+        block_at = dict(zip(addresses, load.blocks, strict=True))
         past = -(-offer.position // BLOCK_TOKENS)
         lease.table += array("i", [block_at.get(index, NULL_BLOCK) for index in range(lease.num_published, past)])
-        if any(index < lease.num_published for index in places):
+        if any(index < lease.num_published for index in addresses):
             lease.fills = {index: block for index, block in block_at.items() if index < lease.num_published}
         return Lead(lease, offer.position)
 
     def _begin_piece(
-        self, load: "_Load", store: str, places: Sequence[int], to_slots: tuple[tuple[SlotId, int], ...]
+        self, load: "_Load", store: str, addresses: Sequence[int], to_slots: tuple[tuple[SlotId, int], ...]
     ) -> None:
-        """Allocate blocks for these places, and begin to load them and slots."""
+        """Allocate blocks for these addresses, and begin to load them and slots."""
         memory, lease = self._memory, load.lease
-        blocks = memory.take_promised_blocks(len(places))
+        blocks = memory.take_promised_blocks(len(addresses))
         memory.allocator.hold(blocks)
         load.blocks += blocks
         transfer = self.next_transfer()
         lease.transfer = lease.transfer or transfer
         load.pending.add(transfer)
         self._load_of[transfer] = load
-        to_blocks = tuple((BlockId(block), place) for block, place in zip(blocks, places, strict=True))
+        to_blocks = tuple((BlockId(block), address) for block, address in zip(blocks, addresses, strict=True))
         memory.actions.append(LoadIn(transfer, store, to_blocks, to_slots))
         if store in self._tier_loads:
-            self._tier_loads[store].exchange(lease, [*places, *(place for _, place in to_slots)])
+            self._tier_loads[store].exchange(lease, [*addresses, *(address for _, address in to_slots)])
 
     def _mark_held(self, load: "_Load", first: int) -> None:
         """Mark the stores among the actions from ``first`` on whose sources only the load will write."""
@@ -310,7 +310,7 @@ class Loads:
             self._memory.actions.append(CancelTransfer(transfer))
 
     def complete(self, completion: Completion) -> "EndedLoad | None":
-        """Take the end of a transfer. After the last one of a load, publish what it has brought or free its memory.
+        """Handle the end of a transfer. After the last one of a load, publish what it has brought or free its memory.
 
         If one transfer has failed, nothing is published.
 
@@ -382,7 +382,7 @@ class _Load:
 
     lease: Lease
     positions: tuple[int, ...]
-    """At which it brings snapshots; without states, its end."""
+    """Positions of the snapshots that it brings; without states, its end."""
     blocks: "array[int]" = field(default_factory=partial(array, "i"))
     """The blocks that its transfers write."""
     pending: set[TransferId] = field(default_factory=set)
@@ -397,7 +397,7 @@ class _Load:
             self.ended[0].transfer,
             is_done=all(each.is_done for each in self.ended),
             seconds=sum(seconds) if all(seconds) else 0.0,
-            lost=tuple(place for each in self.ended for place in each.lost),
+            lost=tuple(address for each in self.ended for address in each.lost),
         )
 
 
@@ -406,16 +406,16 @@ class _Lacking(NamedTuple):
 
     end: Walk
     """How far the device's tokens reach."""
-    places: dict[int, int]
-    """Those of the blocks, by their index in the path."""
+    addresses: dict[int, int]
+    """Addresses of the blocks, by their index in the path."""
     snapshots: list[OfferedSnapshot]
 
 
-def _pieces(places: list[int], num_blocks: int | None) -> Iterator[list[int]]:
-    """Yield the places in groups of at most ``num_blocks``; None: together. Without places, yield one empty group."""
-    size = num_blocks or max(len(places), 1)
-    for start in range(0, max(len(places), 1), size):
-        yield places[start : start + size]
+def _pieces(addresses: list[int], num_blocks: int | None) -> Iterator[list[int]]:
+    """Yield addresses in groups of at most ``num_blocks``, or in one if None; at least one, which may be empty."""
+    size = num_blocks or max(len(addresses), 1)
+    for start in range(0, max(len(addresses), 1), size):
+        yield addresses[start : start + size]
 
 
 def _lacking(root: Run, data: bytearray, offer: Offer, window_tokens: int | None) -> _Lacking | None:
@@ -432,9 +432,9 @@ def _lacking(root: Run, data: bytearray, offer: Offer, window_tokens: int | None
         indices: Iterable[int] = range(end.num_blocks, -(-offer.position // BLOCK_TOKENS))
     else:
         indices = _lacking_in_windows(end, [snapshot.position for snapshot in missing], window_tokens)
-    places = offer.places(indices)
-    is_enough = len(data) == offer.position * TOKEN_BYTES and all(places.values())
-    return _Lacking(end, places, missing) if is_enough else None
+    addresses = offer.addresses(indices)
+    is_enough = len(data) == offer.position * TOKEN_BYTES and all(addresses.values())
+    return _Lacking(end, addresses, missing) if is_enough else None
 
 
 def _lacking_in_windows(end: Walk, positions: Iterable[int], window_tokens: int) -> list[int]:

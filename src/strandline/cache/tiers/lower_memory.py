@@ -16,11 +16,11 @@ class LowerMemory:
     """Its size in blocks."""
     block_bytes: int
     slot_blocks: int
-    """The size of a resting slot in blocks; 0 for models that keep no states."""
+    """The size of an encoded slot in blocks; 0 for models that keep no states."""
     costs: LoadCosts
     num_spare_blocks: int = 0
-    """Blocks of it that are kept free, by passing on what is worth least to the tier below."""
+    """Blocks to leave free, by spilling what is worth least to the tier below."""
     key: bytes | None = None
-    """Secret that salts are hashed with in its files. None: it ends with the process, and keeps no copies."""
+    """Secret for hashing salts in its files. None: it ends with the process, and drops what is loaded."""
     kept: Kept = NOTHING
     """What it holds from an earlier process."""

@@ -1,20 +1,20 @@
-"""A tier below the device: what becomes of evicted blocks and snapshots, and what is loaded again.
+"""A tier below the device: decides which evicted entries it stores, and which to load back.
 
-The tier decides; a store (``device/transfers.py``) obeys. What the device evicts is *demoted* to the first tier, in
-host memory, if it is worth more than what that would evict for it. A snapshot and the blocks on its path leave the
-device at different times, but rest together: a block is kept exactly as long as a resting snapshot needs it, and they
-return to the device in one load (``cache/tier_loads.py``). What returns does not rest any more, so that both memories
-hold different things.
+A store (``device/transfers.py``) carries out the decisions. What the device evicts is *demoted* to the first tier, in
+host memory, if it is worth more than what the tier would evict for it. A snapshot and the blocks on its path leave the
+device at different times, but leave the tier together: it stores a block exactly as long as a demoted snapshot needs
+the block, and both return to the device in one load (``tier_loads.py``). The first tier drops what returns, so the two
+memories hold different entries.
 
-The second tier, a *persistent* one, gets what leaves the first (``cache/spills.py``). It holds whole paths, as nothing
-else outlives the process, and keeps what has returned to the device, as reading is cheaper than writing again.
+The second tier, a *persistent* one, gets what leaves the first (``spills.py``). It stores whole paths, as nothing else
+outlives the process, and retains what has returned to the device, as reading is cheaper than writing again.
 
-Memory is counted in blocks; a slot takes as many as its bytes at rest need. There is no static share of either.
+Memory is counted in blocks; a slot takes as many as its encoded bytes need. Neither has a static share.
 
-Where attention has windows, a snapshot needs the blocks of its window alone, and no others rest.
+Where attention has windows, a snapshot needs only the blocks of its window, and the tier stores no others.
 
-Invariants, held by ``cache/inspection/invariants.py``: every block that a resting snapshot needs is at rest, on the
-device or on its way there, in a persistent tier at rest or on its way there; accounting is exact.
+Invariants, held by ``cache/inspection/invariants.py``: every block that a demoted snapshot needs is in the tier, on the
+device or being loaded to it; in a persistent tier, it is in the tier or being written to it. Accounting is exact.
 """
 
 import sys
@@ -26,20 +26,20 @@ from strandline.cache.eviction import EvictionQueue
 from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tiers.lower_memory import LowerMemory
-from strandline.cache.tiers.resting import (
-    NO_PLACE,
-    RestingBlock,
-    RestingSnapshot,
+from strandline.cache.tiers.stats import LowerStats
+from strandline.cache.tiers.tier_announcer import TierAnnouncer
+from strandline.cache.tiers.tier_lookups import TierEnd, find_end, position_above
+from strandline.cache.tiers.tier_tree import (
+    NO_ADDRESS,
+    TierBlock,
+    TierSnapshot,
     add_block,
     find_block,
     nearest_above,
     next_below,
     nodes_from,
 )
-from strandline.cache.tiers.resting_announcer import RestingAnnouncer
-from strandline.cache.tiers.resting_lookups import RestingEnd, find_end, position_above
-from strandline.cache.tiers.stats import LowerStats
-from strandline.cache.tiers.worth import RestingWorth
+from strandline.cache.tiers.worth import TierWorth
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId
@@ -48,27 +48,27 @@ from strandline.records.actions import Action, DropStored, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
-CERTAIN = float("inf")
+ANY_WORTH = float("inf")
 
 
 class LowerTier:
-    """What rests below the device.
+    """The entries of one tier.
 
     Args:
-        worth: ranks what is evicted.
+        worth: ranks entries for eviction.
         issue: takes actions.
-        next_transfer: numbers transfers.
-        next_place: numbers places.
+        next_transfer: returns an unused transfer id.
+        next_address: returns an unused address.
         window_tokens: tokens before a snapshot that resuming there reads, itself among them; None: all.
     """
 
     def __init__(
         self,
         memory: LowerMemory,
-        worth: RestingWorth,
+        worth: TierWorth,
         issue: Callable[[Action], None],
         next_transfer: Callable[[], TransferId],
-        next_place: Callable[[], int],
+        next_address: Callable[[], int],
         window_tokens: int | None = None,
     ) -> None:
         self.store = memory.store
@@ -79,9 +79,9 @@ class LowerTier:
         self.slot_blocks = memory.slot_blocks
         self.block_bytes = memory.block_bytes
         self.costs = memory.costs
-        self.roots: dict[str, RestingBlock] = {}
-        self.announcer: RestingAnnouncer | None = None
-        """Emits events of what rests; None: there are none."""
+        self.roots: dict[str, TierBlock] = {}
+        self.announcer: TierAnnouncer | None = None
+        """Announces the entries; None: events are off."""
         self.num_snapshots = 0
         self.num_snapshots_demoted = 0
         self.num_blocks_demoted = 0
@@ -96,15 +96,14 @@ class LowerTier:
         self._worth = worth
         self._issue = issue
         self._next_transfer = next_transfer
-        self._queue = EvictionQueue[RestingSnapshot](worth, _can_evict)
-        self._next_place = next_place
-        self.returning = Counter[RestingBlock]()
-        """Blocks that loads bring to the device: they do not rest any more, and are not there yet. By number of loads.
-        """
+        self._queue = EvictionQueue[TierSnapshot](worth, _can_evict)
+        self._next_address = next_address
+        self.returning = Counter[TierBlock]()
+        """Number of loads, by block that they bring to the device: it has left the tier and not arrived yet."""
         self._readers = Counter[int]()
-        """Transfers that read a place."""
-        self.doomed: dict[int, int] = {}
-        """Sizes of places that are to be freed when they are not read any more."""
+        """Number of transfers that read each address."""
+        self.to_free: dict[int, int] = {}
+        """Sizes of addresses to free when the transfers that read them have ended."""
 
     def tree_name(self, salt: str) -> str:
         """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
@@ -118,12 +117,12 @@ class LowerTier:
         """Return the first block that resuming at a position reads."""
         return first_block_seen(position, self._window_tokens)
 
-    def needed_blocks(self, resting: RestingSnapshot) -> list[RestingBlock]:
+    def needed_blocks(self, demoted: TierSnapshot) -> list[TierBlock]:
         """Return the whole blocks that a snapshot needs, in order."""
-        return resting.last_blocks(resting.position // BLOCK_TOKENS - self.first_needed(resting.position))
+        return demoted.last_blocks(demoted.position // BLOCK_TOKENS - self.first_needed(demoted.position))
 
-    def is_needed(self, node: RestingBlock) -> bool:
-        """Whether a resting snapshot needs a block."""
+    def is_needed(self, node: TierBlock) -> bool:
+        """Whether a demoted snapshot needs a block."""
         return node.num_needers > 0 if self.has_windows else node.parent is not None
 
     # Demoting
@@ -131,11 +130,11 @@ class LowerTier:
     def demote_snapshot(
         self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None, above: int, *, is_interior: bool
     ) -> None:
-        """Take in a snapshot that the device evicts, if it is worth it.
+        """Store a snapshot that the device evicts, if it is worth more than what would be evicted for it.
 
         Args:
             data: the tokens before it, encoded.
-            tail: the device's block that it lies inside; None: it lies at a block's end.
+            tail: the device's block that contains its position; None: the position is at a block's end.
             above: the position of the nearest snapshot above on the device, or 0.
         """
         above = position_above(self.roots.get(salt), data, snapshot.position, down_to=above)
@@ -146,7 +145,7 @@ class LowerTier:
             known.use, known.is_shared = snapshot.use, snapshot.is_shared
             self._queue.push(known)
             return
-        resting = RestingSnapshot(
+        demoted = TierSnapshot(
             snapshot.position,
             key,
             snapshot.kind,
@@ -156,34 +155,34 @@ class LowerTier:
             is_superseded=snapshot.is_superseded,
             is_interior=is_interior,
         )
-        if not self.make_room(self.slot_blocks + (tail is not None), self.worth(resting)):
+        if not self.make_room(self.slot_blocks + (tail is not None), self.worth(demoted)):
             self.num_snapshots_refused += 1
             return
-        self.enter(resting, salt, data)
-        resting.place = self.take(self.slot_blocks)
+        self.enter(demoted, salt, data)
+        demoted.address = self.take(self.slot_blocks)
         blocks: tuple[tuple[BlockId, int], ...] = ()
         if tail is not None:
-            resting.tail_place = self.take(1)
-            blocks = ((BlockId(tail), resting.tail_place),)
+            demoted.tail_address = self.take(1)
+            blocks = ((BlockId(tail), demoted.tail_address),)
         self.num_snapshots_demoted += 1
-        self._issue(StoreOut(self._next_transfer(), self.store, blocks, ((SlotId(snapshot.slot), resting.place),)))
+        self._issue(StoreOut(self._next_transfer(), self.store, blocks, ((SlotId(snapshot.slot), demoted.address),)))
 
     def demote_blocks(
         self, salt: str, data: bytes, first: int, blocks: Sequence[int], *, use: Use, is_shared: bool
     ) -> None:
-        """Take in those of a path's blocks that the device evicts and that resting snapshots need.
+        """Store those blocks of a path that the device evicts and that demoted snapshots need.
 
-        Without states all are needed: their end counts as a snapshot that takes no memory.
+        Without states all are needed: the end of the blocks counts as a snapshot without memory.
 
         Args:
             data: the tokens of the path to the end of the blocks, encoded.
             first: the index of the first one in the path.
-            blocks: with null blocks for those that stay on the device, or are not there.
-            use, is_shared: of the run that they belong to.
+            blocks: null blocks stand for those that stay on the device or are not there.
+            use, is_shared: those of the run that they belong to.
         """
         if not self.slot_blocks and blocks:
             num_tokens = BLOCK_TOKENS * len(blocks)
-            end = RestingSnapshot(
+            end = TierSnapshot(
                 len(data) // TOKEN_BYTES, b"", SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared
             )
             if find_block(self.roots.get(salt), data, first + len(blocks)) is None:
@@ -192,7 +191,7 @@ class LowerTier:
         if not missing:
             return
         num_evicted = self.num_snapshots_evicted
-        self.make_room(len(missing), CERTAIN)
+        self.make_room(len(missing), ANY_WORTH)
         if self.num_snapshots_evicted > num_evicted:
             # Some may not be needed any more.
             missing = self._missing(salt, data, first, blocks)
@@ -202,14 +201,14 @@ class LowerTier:
         pairs = []
         for index, node in missing[:num_free]:
             if self.is_needed(node):
-                node.place = self.take(1)
-                pairs.append((BlockId(blocks[index]), node.place))
+                node.address = self.take(1)
+                pairs.append((BlockId(blocks[index]), node.address))
         self.num_blocks_demoted += len(pairs)
         if pairs:
             self._issue(StoreOut(self._next_transfer(), self.store, tuple(pairs), ()))
 
-    def _missing(self, salt: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, RestingBlock]]:
-        """Return the nodes of these blocks that are needed and not at rest, each with its index among them."""
+    def _missing(self, salt: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, TierBlock]]:
+        """Return the nodes of these blocks that are needed and not in the tier, each with its index in ``blocks``."""
         node = find_block(self.roots.get(salt), data, first)
         missing = []
         for index, block in enumerate(blocks):
@@ -217,33 +216,33 @@ class LowerTier:
             node = None if node is None else node.children.get(data[start : start + BLOCK_KEY_BYTES])
             if node is None:
                 break
-            if node.place == NO_PLACE and block != NULL_BLOCK and self.is_needed(node):
+            if node.address == NO_ADDRESS and block != NULL_BLOCK and self.is_needed(node):
                 missing.append((index, node))
         return missing
 
-    def enter(self, resting: RestingSnapshot, salt: str, data: bytes) -> None:
+    def enter(self, demoted: TierSnapshot, salt: str, data: bytes) -> None:
         """Put a snapshot into a salt's tree.
 
         Args:
             salt: the name of the tree.
             data: the tokens before the snapshot, encoded.
         """
-        root = self.roots.setdefault(salt, RestingBlock(None, b""))
-        block = add_block(root, data, resting.position // BLOCK_TOKENS)
-        resting.block, resting.salt = block, salt
-        block.snapshots[resting.key] = resting
-        for node in self.needed_blocks(resting) if self.has_windows else ():
+        root = self.roots.setdefault(salt, TierBlock(None, b""))
+        block = add_block(root, data, demoted.position // BLOCK_TOKENS)
+        demoted.block, demoted.salt = block, salt
+        block.snapshots[demoted.key] = demoted
+        for node in self.needed_blocks(demoted) if self.has_windows else ():
             node.num_needers += 1
-        for below in next_below(block, resting):
-            below.saved_tokens = min(below.saved_tokens, below.position - resting.position)
+        for below in next_below(block, demoted):
+            below.saved_tokens = min(below.saved_tokens, below.position - demoted.position)
         self.num_snapshots += 1
-        self._queue.push(resting)
+        self._queue.push(demoted)
         if self.announcer is not None:
-            self.announcer.enter(resting)
+            self.announcer.enter(demoted)
 
-    def is_whole(self, resting: RestingSnapshot) -> bool:
-        """Whether all blocks that a snapshot needs are at rest or on the device."""
-        return not self.returning or self.returning.keys().isdisjoint(self.needed_blocks(resting))
+    def is_whole(self, demoted: TierSnapshot) -> bool:
+        """Whether all blocks that a snapshot needs are in the tier or on the device."""
+        return not self.returning or self.returning.keys().isdisjoint(self.needed_blocks(demoted))
 
     # Evicting
 
@@ -252,9 +251,9 @@ class LowerTier:
         """The time of the reuse history."""
         return self._worth.now
 
-    def worth(self, resting: RestingSnapshot) -> float:
+    def worth(self, demoted: TierSnapshot) -> float:
         """Return what a snapshot is worth, to compare with others."""
-        return self._worth.worth(resting)
+        return self._worth.worth(demoted)
 
     def make_room(self, num_blocks: int, worth: float) -> bool:
         """Evict what is worth less until there is room; False: that did not suffice."""
@@ -268,52 +267,52 @@ class LowerTier:
             self.evict(victim)
         return True
 
-    def pop(self) -> RestingSnapshot | None:
-        """Return the snapshot that is worth least, and take it out of the queue; None: none can be evicted."""
+    def pop(self) -> TierSnapshot | None:
+        """Take the snapshot of least worth out of the queue and return it; None: none can be evicted."""
         return self._queue.pop()
 
-    def push(self, resting: RestingSnapshot) -> None:
-        """Put a snapshot into the queue, unless it does not rest any more."""
-        if resting.block is not None:
-            self._queue.push(resting)
+    def push(self, demoted: TierSnapshot) -> None:
+        """Put a snapshot into the eviction queue, if it is still in the tier."""
+        if demoted.block is not None:
+            self._queue.push(demoted)
 
-    def evict(self, resting: RestingSnapshot) -> None:
+    def evict(self, demoted: TierSnapshot) -> None:
         """Remove a snapshot, and count that."""
         self.num_snapshots_evicted += 1
-        self.remove(resting)
+        self.remove(demoted)
 
-    def cut_off(self, node: RestingBlock, num_blocks: int) -> None:
-        """Remove the snapshots that need a block which is lost.
+    def cut_off(self, node: TierBlock, num_blocks: int) -> None:
+        """Remove the snapshots that need a lost block.
 
         Args:
-            num_blocks: of the path to its end.
+            num_blocks: number of blocks up to and including the lost one.
         """
         for snapshot in list(node.below()):
             if self.first_needed(snapshot.position) < num_blocks:
                 self.evict(snapshot)
 
-    def remove(self, snapshot: RestingSnapshot, *, is_elsewhere: bool = False) -> None:
+    def remove(self, snapshot: TierSnapshot, *, is_elsewhere: bool = False) -> None:
         """Remove a snapshot and the blocks that it alone needs.
 
-        Unless it is on the device again, or in another tier, the next ones below save what it saved from now on, too.
+        Unless it is on the device again or in another tier, the next snapshots below now save its tokens as well.
         """
         block = snapshot.block
         if block is None:
             return
         del block.snapshots[snapshot.key]
-        freed = {snapshot.place: self.slot_blocks, snapshot.tail_place: 1}
+        freed = {snapshot.address: self.slot_blocks, snapshot.tail_address: 1}
         for node in self.needed_blocks(snapshot) if self.has_windows else ():
             node.num_needers -= 1
             if not node.num_needers:
-                freed[node.place], node.place = 1, NO_PLACE
+                freed[node.address], node.address = 1, NO_ADDRESS
         snapshot.block = None
         snapshot.last_push = 0
         self.num_snapshots -= 1
         if not is_elsewhere:
             self.pass_savings(block, snapshot)
-        node, unlinked = block, list[RestingBlock]()
+        node, unlinked = block, list[TierBlock]()
         while (parent := node.parent) is not None and not node.children and not node.snapshots:
-            freed[node.place] = 1
+            freed[node.address] = 1
             node.unlink()
             unlinked.append(node)
             node = parent
@@ -325,44 +324,44 @@ class LowerTier:
             self._queue.push(above)
         self.free(freed)
 
-    def pass_savings(self, block: RestingBlock, gone: RestingSnapshot) -> None:
-        """Let the next snapshots below one that lay after a block save what it saved, if it was the nearest above."""
+    def pass_savings(self, block: TierBlock, gone: TierSnapshot) -> None:
+        """Add the tokens that a removed snapshot saved to those below it whose nearest snapshot above it was."""
         for below in next_below(block, gone):
             if below.saved_tokens == below.position - gone.position:
                 below.saved_tokens += gone.saved_tokens
 
     def take(self, num_blocks: int) -> int:
-        """Allocate memory; return its place."""
+        """Allocate memory; return its address."""
         self.num_used += num_blocks
-        return self._next_place()
+        return self._next_address()
 
     def free(self, sizes: dict[int, int]) -> None:
-        """Free places of these sizes: now, or when the transfers that read them have ended."""
-        sizes.pop(NO_PLACE, None)
-        for place in [place for place in sizes if place in self._readers]:
-            self.doomed[place] = sizes.pop(place)
+        """Free addresses of these sizes: now, or when the transfers that read them have ended."""
+        sizes.pop(NO_ADDRESS, None)
+        for address in [address for address in sizes if address in self._readers]:
+            self.to_free[address] = sizes.pop(address)
         if sizes:
             self.num_used -= sum(sizes.values())
             self._issue(DropStored(self.store, tuple(sizes)))
 
-    def begin_reading(self, places: Iterable[int]) -> None:
-        """Keep places until they have been read."""
-        self._readers.update(places)
+    def begin_reading(self, addresses: Iterable[int]) -> None:
+        """Keep addresses from being freed until they have been read."""
+        self._readers.update(addresses)
 
-    def end_reading(self, places: Iterable[int]) -> None:
-        """Free those of the places that were to be freed meanwhile."""
-        places = tuple(places)
-        self._readers.subtract(places)
+    def end_reading(self, addresses: Iterable[int]) -> None:
+        """Free those addresses that were to be freed in the meantime and are no longer read."""
+        addresses = tuple(addresses)
+        self._readers.subtract(addresses)
         self._readers = +self._readers
-        self.free({place: self.doomed.pop(place) for place in places if self._is_unread_and_doomed(place)})
+        self.free({address: self.to_free.pop(address) for address in addresses if self._can_free(address)})
 
-    def _is_unread_and_doomed(self, place: int) -> bool:
-        return place in self.doomed and place not in self._readers
+    def _can_free(self, address: int) -> bool:
+        return address in self.to_free and address not in self._readers
 
     # Loading
 
     def offer(self, salt: str, data: bytearray, match: Match) -> Offer | None:
-        """Return what rests of a prompt beyond its hit on the device, if loading it pays. Changes nothing."""
+        """Return what the tier has of a prompt beyond its hit on the device, if loading it pays. Changes nothing."""
         found = self.find(salt, data, match)
         if found is None:
             return None
@@ -375,23 +374,23 @@ class LowerTier:
             num_blocks += self.slot_blocks + snapshot.has_tail
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
-        places = [block.place for block in nodes_from(node, whole - first)] if whole > first else []
+        addresses = [block.address for block in nodes_from(node, whole - first)] if whole > first else []
         for index, block in enumerate(path_blocks(match.end.run)[first:held] if first < held else ()):
             if block != NULL_BLOCK:
-                places[index] = NO_PLACE
+                addresses[index] = NO_ADDRESS
         offered: tuple[OfferedSnapshot, ...] = ()
         if snapshot is not None:
-            offered = (OfferedSnapshot(position, snapshot.place, snapshot.kind),)
-            if snapshot.tail_place:
-                places.append(snapshot.tail_place)
-        return Offer(self.store, position, first, tuple(places), offered)
+            offered = (OfferedSnapshot(position, snapshot.address, snapshot.kind),)
+            if snapshot.tail_address:
+                addresses.append(snapshot.tail_address)
+        return Offer(self.store, position, first, tuple(addresses), offered)
 
     def gain_s(self, offer: Offer, match: Match) -> float:
         """Return how much sooner loading an offer ends than computing; infinity before that is known."""
-        num_bytes = (len(offer.blocks) - offer.blocks.count(NO_PLACE) + self.slot_blocks) * self.block_bytes
+        num_bytes = (len(offer.blocks) - offer.blocks.count(NO_ADDRESS) + self.slot_blocks) * self.block_bytes
         return self.costs.gain_s(num_bytes, offer.position - match.position)
 
-    def find(self, salt: str, data: bytearray, match: Match) -> RestingEnd | None:
+    def find(self, salt: str, data: bytearray, match: Match) -> TierEnd | None:
         """Return where a prompt could resume beyond its hit on the device."""
         root = self.roots.get(self.tree_name(salt))
         if root is None:
@@ -417,15 +416,15 @@ class LowerTier:
             self.num_failed_loads,
         )
 
-    def is_queued(self, snapshot: RestingSnapshot) -> bool:
-        """Whether a snapshot can be evicted some day: it is in the queue, or a transfer's end will put it there."""
+    def is_queued(self, snapshot: TierSnapshot) -> bool:
+        """Whether a snapshot can be evicted: it is in the queue, or the end of a transfer will put it there."""
         return snapshot in self._queue or snapshot.num_loads > 0
 
-    def snapshots(self) -> Iterator[RestingSnapshot]:
-        """Yield all that rest."""
+    def snapshots(self) -> Iterator[TierSnapshot]:
+        """Yield all snapshots of the tier."""
         for root in self.roots.values():
             yield from root.below()
 
 
-def _can_evict(snapshot: RestingSnapshot) -> bool:
+def _can_evict(snapshot: TierSnapshot) -> bool:
     return snapshot.block is not None and snapshot.num_loads == 0

@@ -1,11 +1,11 @@
-"""Spills: what leaves host memory for the persistent tier below it, and what becomes of these transfers.
+"""Spills: copies of snapshots from host memory to the persistent tier, made before host memory is full.
 
-A spill is begun while there is still memory left, from the snapshot that is worth least on; it frees that memory when
-it has ended. Until then neither the tier above evicts what is copied, nor does the device, where some of the snapshot's
-blocks may be: the persistent tier needs all of them. What the persistent tier has already is not copied again, and what
-takes longer to load than to compute is not stored.
+A spill begins while memory is left, with the snapshot of least worth, and frees its memory when it has ended. Until
+then its source is pinned in the tier above and on the device, which may have some of its blocks: the persistent tier
+needs all of them. What the persistent tier has already is not copied again, and what takes longer to load than to
+compute is not stored.
 
-Invariants: nothing that is on its way can be loaded; a spill that fails leaves nothing behind.
+Invariants: nothing can be loaded before it has been written; a spill that fails leaves nothing in the tier.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from typing import Final, NamedTuple
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.resting import NO_PLACE, RestingBlock, RestingSnapshot, descend, find_block, nodes_from
-from strandline.cache.tiers.resting_lookups import position_above
+from strandline.cache.tiers.tier_lookups import position_above
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierBlock, TierSnapshot, descend, find_block, nodes_from
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
 from strandline.records.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 
 SPARE_SHARE: Final = 16
-"""One in this many blocks of host memory is kept free."""
+"""One in this many blocks of host memory is left free."""
 SPARE_SLABS: Final = 6
-"""The least that is kept free, in slabs, up to half of a small memory: one prompt evicts several snapshots between two
-steps, and what finds no room is dropped."""
+"""The least that is left free, in slabs, up to half of a small memory: one prompt evicts several snapshots between two
+steps, and those for which there is no memory are dropped."""
 MAX_SPILLS: Final = 32
 """Most spills at once."""
 MAX_TOGETHER: Final = 8
@@ -34,7 +34,7 @@ MAX_BEGUN: Final = 2
 
 
 def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
-    """Return how many blocks of host memory should be kept free."""
+    """Return how many blocks of host memory to leave free."""
     least = min(SPARE_SLABS * blocks_per_slab, num_blocks // 2)
     return max(num_blocks // SPARE_SHARE, least)
 
@@ -42,29 +42,29 @@ def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
 class DeviceEntry(NamedTuple):
     """A snapshot of the device or, without states, the end of a path, with what it needs."""
 
-    resting: RestingSnapshot
-    """As it would rest, with the salt instead of the name of its tree."""
+    demoted: TierSnapshot
+    """Its entry in a tier, with the salt instead of the name of its tree."""
     data: bytes
     """The tokens before it, encoded."""
     blocks: tuple[BlockId, ...]
     """The whole blocks before it, with null blocks for gaps that it does not need."""
     slot: SlotId
     tail: BlockId
-    """The block that it lies inside, or the null block."""
+    """The block that contains its position, or the null block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Spill:
     """A spill under way."""
 
-    leaving: RestingSnapshot | None
-    """That of the tier above; None: it stays on the device."""
+    leaving: TierSnapshot | None
+    """The entry in the tier above; None: it stays on the device."""
     read: tuple[int, ...]
-    """Places of the tier above."""
+    """Addresses in the tier above."""
     num_leaving: int
-    """Blocks of memory that its end frees there."""
-    arriving: RestingSnapshot
-    nodes: tuple[RestingBlock, ...]
+    """Blocks of that tier's memory that its end frees."""
+    arriving: TierSnapshot
+    nodes: tuple[TierBlock, ...]
     """Blocks that arrive with it."""
     path: StoredPath
     hold: Lease | None
@@ -76,8 +76,8 @@ class OnTheirWay(NamedTuple):
 
     num_blocks: int
     """The memory that they take."""
-    blocks: set[RestingBlock]
-    snapshots: set[RestingSnapshot]
+    blocks: set[TierBlock]
+    snapshots: set[TierSnapshot]
 
 
 class Spills:
@@ -115,8 +115,8 @@ class Spills:
         return len(self._spills)
 
     def on_their_way(self) -> OnTheirWay:
-        """Return what the persistent tier has no places for yet."""
-        sizes, blocks, snapshots = dict[int, int](), set[RestingBlock](), set[RestingSnapshot]()
+        """Return the entries that are being written."""
+        sizes, blocks, snapshots = dict[int, int](), set[TierBlock](), set[TierSnapshot]()
         for spill in self._spills.values():
             sizes |= self._sizes(spill.path)
             blocks.update(spill.nodes)
@@ -124,16 +124,16 @@ class Spills:
         return OnTheirWay(sum(sizes.values()), blocks, snapshots)
 
     def begin(self) -> None:
-        """Begin some of the spills that it takes until there is enough memory in the tier above."""
+        """Begin up to ``MAX_BEGUN`` spills if the tier above is short of memory."""
         upper = self._upper
         for _ in range(MAX_BEGUN):
             is_short = upper.num_blocks - upper.num_used + self._num_leaving < upper.num_spare_blocks
             if not is_short or len(self._spills) >= MAX_SPILLS or (leaving := upper.pop()) is None:
                 return
-            self.pass_on(leaving)
+            self.spill(leaving)
 
-    def pass_on(self, leaving: RestingSnapshot) -> None:
-        """Begin to spill a snapshot, or drop it if it is there already, is worth too little or would not be loaded.
+    def spill(self, leaving: TierSnapshot) -> None:
+        """Begin to spill a snapshot, or drop it if the tier has it, it is worth too little or it would not be loaded.
 
         While a load brings blocks that it needs to the device, it stays.
         """
@@ -152,46 +152,49 @@ class Spills:
             self._begin(leaving, tree, data, missing)
 
     def save(self, entry: DeviceEntry) -> None:
-        """Begin to store what the device has and keeps, unless it is there already, worth too little or too slow.
+        """Begin to store an entry of the device, unless the tier has it, it is worth too little or too slow to load.
 
-        It must stay as it is and where it is until that has ended.
+        The caller pins the entry until the transfer has ended.
         """
-        lower, resting, data = self._lower, entry.resting, entry.data
-        tree = lower.tree_name(resting.salt)
-        if not self._pays(resting) or self._is_known(resting, tree, data):
+        lower, demoted, data = self._lower, entry.demoted, entry.data
+        tree = lower.tree_name(demoted.salt)
+        if not self._pays(demoted) or self._is_known(demoted, tree, data):
             return
-        missing = self._make_room(resting, tree, data)
+        missing = self._make_room(demoted, tree, data)
         if missing is None:
             lower.num_snapshots_refused += 1
             return
         transfer = self._next_transfer()
-        arriving, nodes, path = self._enter(resting, tree, data, missing)
-        blocks = [*((entry.blocks[index], place) for index, place in path.places.items()), (entry.tail, path.tail)]
+        arriving, nodes, path = self._enter(demoted, tree, data, missing)
+        blocks = [
+            *((entry.blocks[index], address) for index, address in path.addresses.items()),
+            (entry.tail, path.tail),
+        ]
         slots = ((entry.slot, path.slot),) if path.slot else ()
         self._spills[transfer] = _Spill(None, (), 0, arriving, nodes, path, None)
         self._issue(
             StoreOut(transfer, lower.store, tuple(x for x in blocks if x[1]), slots, (), path, is_final=self.is_final)
         )
 
-    def _pays(self, leaving: RestingSnapshot) -> bool:
-        """Return whether a snapshot would be loaded."""
+    def _pays(self, leaving: TierSnapshot) -> bool:
+        """Return whether loading a snapshot would pay."""
         lower, whole = self._lower, leaving.position // BLOCK_TOKENS
         num_blocks = lower.slot_blocks + whole - lower.first_needed(leaving.position) + leaving.has_tail
         return lower.costs.pays(num_blocks * lower.block_bytes, leaving.position)
 
-    def _is_known(self, leaving: RestingSnapshot, tree: str, data: bytes) -> bool:
-        """Return whether the persistent tier has a snapshot, or will have it; it learns of its last use."""
+    def _is_known(self, leaving: TierSnapshot, tree: str, data: bytes) -> bool:
+        """Return whether the persistent tier has a snapshot or is getting it; if so, update its last use."""
         block = find_block(self._lower.roots.get(tree), data, leaving.position // BLOCK_TOKENS)
         known = None if block is None else block.snapshots.get(leaving.key)
         if known is not None:
             known.use = leaving.use
         return known is not None
 
-    def _refuse(self, leaving: RestingSnapshot) -> None:
+    def _refuse(self, leaving: TierSnapshot) -> None:
         self._lower.num_snapshots_refused += 1
         self._upper.evict(leaving)
 
-    def _make_room(self, leaving: RestingSnapshot, tree: str, data: bytes) -> Sequence[int] | None:
+    def _make_room(self, leaving: TierSnapshot, tree: str, data: bytes) -> Sequence[int] | None:
         """Evict what is worth less than a snapshot and the blocks that it needs.
 
         Returns:
@@ -207,7 +210,7 @@ class Spills:
             if not lower.make_room(num_blocks, lower.worth(leaving)):
                 return None
 
-    def _missing(self, leaving: RestingSnapshot, tree: str, data: bytes) -> Sequence[int]:
+    def _missing(self, leaving: TierSnapshot, tree: str, data: bytes) -> Sequence[int]:
         """Return which blocks a snapshot needs that the persistent tier neither has nor is getting."""
         lower, whole = self._lower, leaving.position // BLOCK_TOKENS
         first, root = lower.first_needed(leaving.position), lower.roots.get(tree)
@@ -218,8 +221,8 @@ class Spills:
         return [*(index for index, block in known if not lower.is_needed(block)), *range(depth, whole)]
 
     def _enter(
-        self, leaving: RestingSnapshot, tree: str, data: bytes, missing: Sequence[int]
-    ) -> tuple[RestingSnapshot, tuple[RestingBlock, ...], StoredPath]:
+        self, leaving: TierSnapshot, tree: str, data: bytes, missing: Sequence[int]
+    ) -> tuple[TierSnapshot, tuple[TierBlock, ...], StoredPath]:
         """Put a snapshot into the persistent tier, and allocate memory for it and the blocks that are lacking."""
         lower = self._lower
         above = position_above(lower.roots.get(tree), data, leaving.position)
@@ -233,28 +236,30 @@ class Spills:
             data,
             _together([(index, lower.take(1)) for index in missing], most),
             lower.has_windows,
-            lower.take(lower.slot_blocks) if lower.slot_blocks else NO_PLACE,
-            lower.take(1) if leaving.has_tail else NO_PLACE,
+            lower.take(lower.slot_blocks) if lower.slot_blocks else NO_ADDRESS,
+            lower.take(1) if leaving.has_tail else NO_ADDRESS,
             leaving.kind,
             leaving.use.interarrival_bin,
             leaving.is_shared,
         )
         return arriving, tuple(nodes), path
 
-    def _begin(self, leaving: RestingSnapshot, tree: str, data: bytes, missing: Sequence[int]) -> None:
+    def _begin(self, leaving: TierSnapshot, tree: str, data: bytes, missing: Sequence[int]) -> None:
         lower, transfer = self._lower, self._next_transfer()
         arriving, nodes, path = self._enter(leaving, tree, data, missing)
-        places, sources = path.places, _nodes_at(leaving, missing)
-        here = [index for index, node in zip(missing, sources, strict=True) if node.place == NO_PLACE]
+        addresses, sources = path.addresses, _nodes_at(leaving, missing)
+        here = [index for index, node in zip(missing, sources, strict=True) if node.address == NO_ADDRESS]
         hold = None
         blocks: tuple[tuple[BlockId, int], ...] = ()
         if here:
             name = RequestId(f"spill {transfer}")
             hold = self._holds.keep_blocks(name, leaving.salt, data, here[-1] + 1)
-            blocks = tuple((BlockId(hold.table[index]), places[index]) for index in here)
-        pairs = [(node.place, place) for node, place in zip(sources, places.values(), strict=True) if node.place]
-        pairs += [(leaving.place, path.slot), (leaving.tail_place, path.tail)]
-        stored = tuple(pair for pair in pairs if pair[0] != NO_PLACE)
+            blocks = tuple((BlockId(hold.table[index]), addresses[index]) for index in here)
+        pairs = [
+            (node.address, address) for node, address in zip(sources, addresses.values(), strict=True) if node.address
+        ]
+        pairs += [(leaving.address, path.slot), (leaving.tail_address, path.tail)]
+        stored = tuple(pair for pair in pairs if pair[0] != NO_ADDRESS)
         read = tuple(source for source, _ in stored)
         self._upper.begin_reading(read)
         leaving.num_loads += 1
@@ -263,21 +268,21 @@ class Spills:
         self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, nodes, path, hold)
         self._issue(StoreOut(transfer, lower.store, blocks, (), stored, path, is_final=self.is_final))
 
-    def _num_freed_by(self, leaving: RestingSnapshot) -> int:
+    def _num_freed_by(self, leaving: TierSnapshot) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
         num_blocks = self._upper.slot_blocks + leaving.has_tail
         if self._upper.has_windows:
             needed = self._upper.needed_blocks(leaving)
-            return num_blocks + sum(node.place != NO_PLACE and node.num_needers == 1 for node in needed)
+            return num_blocks + sum(node.address != NO_ADDRESS and node.num_needers == 1 for node in needed)
         for node in leaving.block.ancestry() if leaving.block is not None else ():
             num_needed_by = len(node.children) + len(node.snapshots)
             if num_needed_by > 1:
                 break
-            num_blocks += node.place != NO_PLACE
+            num_blocks += node.address != NO_ADDRESS
         return num_blocks
 
     def complete(self, completion: Completion) -> bool:
-        """Take the end of a transfer; False: it is no spill."""
+        """Handle the end of a transfer; False: it is no spill."""
         spill = self._spills.pop(completion.transfer, None)
         if spill is None:
             return False
@@ -305,18 +310,18 @@ class Spills:
         return True
 
     def _arrive(self, spill: _Spill) -> None:
-        """Let what has been stored be loaded from now on; free what is not needed any more."""
+        """Make what has been written loadable; free what is no longer needed."""
         lower, path, arriving = self._lower, spill.path, spill.arriving
         unneeded = dict[int, int]()
-        for node, place in zip(spill.nodes, path.places.values(), strict=True):
-            if node.place != NO_PLACE or not lower.is_needed(node):
-                unneeded[place] = 1
+        for node, address in zip(spill.nodes, path.addresses.values(), strict=True):
+            if node.address != NO_ADDRESS or not lower.is_needed(node):
+                unneeded[address] = 1
             else:
-                node.place = place
+                node.address = address
         if arriving.block is None:
             unneeded |= {path.slot: lower.slot_blocks, path.tail: 1}
         else:
-            arriving.place, arriving.tail_place = path.slot, path.tail
+            arriving.address, arriving.tail_address = path.slot, path.tail
             lower.push(arriving)
         lower.num_snapshots_demoted += lower.slot_blocks > 0
         lower.num_blocks_demoted += len(spill.nodes)
@@ -326,29 +331,29 @@ class Spills:
         """Remove what did not arrive, and what needs it."""
         lower = self._lower
         lower.remove(spill.arriving)
-        for node, index in zip(spill.nodes, spill.path.places, strict=True):
-            if node.place == NO_PLACE and lower.is_needed(node):
+        for node, index in zip(spill.nodes, spill.path.addresses, strict=True):
+            if node.address == NO_ADDRESS and lower.is_needed(node):
                 lower.cut_off(node, index + 1)
         lower.free(self._sizes(spill.path))
 
     def _sizes(self, path: StoredPath) -> dict[int, int]:
-        sizes = dict.fromkeys(path.places.values(), 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
-        sizes.pop(NO_PLACE, None)
+        sizes = dict.fromkeys(path.addresses.values(), 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
+        sizes.pop(NO_ADDRESS, None)
         return sizes
 
 
-def _nodes_at(resting: RestingSnapshot, indices: Sequence[int]) -> tuple[RestingBlock, ...]:
+def _nodes_at(demoted: TierSnapshot, indices: Sequence[int]) -> tuple[TierBlock, ...]:
     """Return the nodes of these whole blocks before a snapshot."""
     first = indices[0] if indices else 0
-    nodes = resting.last_blocks(resting.position // BLOCK_TOKENS - first) if indices else []
+    nodes = demoted.last_blocks(demoted.position // BLOCK_TOKENS - first) if indices else []
     return tuple(nodes[index - first] for index in indices)
 
 
-def _together(places: Sequence[tuple[int, int]], most: int) -> tuple[StoredBlocks, ...]:
-    """Group blocks, each given by its index and its place, into consecutive ones, at most ``most`` together."""
+def _together(addresses: Sequence[tuple[int, int]], most: int) -> tuple[StoredBlocks, ...]:
+    """Group blocks, each given by its index and its address, into consecutive ones, at most ``most`` together."""
     groups = list[list[tuple[int, int]]]()
-    for index, place in places:
+    for index, address in addresses:
         if not groups or index != groups[-1][-1][0] + 1 or len(groups[-1]) == most:
             groups.append([])
-        groups[-1].append((index, place))
-    return tuple(StoredBlocks(group[0][0], tuple(place for _, place in group)) for group in groups)
+        groups[-1].append((index, address))
+    return tuple(StoredBlocks(group[0][0], tuple(address for _, address in group)) for group in groups)

@@ -1,12 +1,12 @@
-"""Loads from a tier below the device: what they keep there, and what becomes of it when they have ended.
+"""Loads from a tier: pin what a load reads in the tier, and free or retain it when the load ends.
 
-A persistent tier keeps what is loaded. Memory of the other kind is *exchanged*: what a load reads is freed as soon as
-the load has been told to read it, and the store reads it before it writes anything else there. So what the device
-evicts for the load takes the place of what is loaded, and neither memory evicts anything but that. Loads come in pieces
-for that reason (``cache/loads.py``): each frees its places before the device evicts for the next one.
+A persistent tier retains what is loaded. In the other kind, memory is *exchanged*: an address is freed as soon as the
+load that reads it has been issued, and the store reads it before it writes anything else there. So what the device
+evicts for the load takes the place of what is loaded, and neither memory evicts more. For that, a load is split into
+pieces (``loads.py``): each frees its addresses before the device evicts for the next one.
 
-Until the load has ended, its blocks are *returning*: neither at rest nor on the device. Other snapshots at rest may
-need them, and cannot be loaded or spilled meanwhile. If the load fails, they are evicted.
+Until the load has ended, its blocks are *returning*: neither in the tier nor on the device. Other demoted snapshots may
+need them, and cannot be loaded or spilled in the meantime. If the load fails, they are evicted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.resting import NO_PLACE, RestingBlock, RestingSnapshot, find_block
-from strandline.cache.tiers.resting_announcer import Claim
+from strandline.cache.tiers.tier_announcer import Claim
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierBlock, TierSnapshot, find_block
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.actions import Completion
@@ -26,18 +26,18 @@ from strandline.records.tokens import BLOCK_KEY_BYTES
 class _TierLoad:
     """A load under way."""
 
-    block: RestingBlock | None
+    block: TierBlock | None
     """The last whole block of what is loaded."""
-    keeper: RestingSnapshot | None
-    """The snapshot whose presence keeps what is loaded."""
-    places: tuple[int, ...]
-    """What it reads, and a persistent tier keeps."""
-    nodes: dict[int, tuple[int, RestingBlock]] = field(default_factory=dict)
-    """By place that it reads: a whole block, and its index in the path."""
-    returning: list[tuple[int, RestingBlock]] = field(default_factory=list)
-    """Those of them that do not rest any more."""
+    keeper: TierSnapshot | None
+    """The snapshot that needs what is loaded, and so keeps it in the tier."""
+    addresses: tuple[int, ...]
+    """The addresses that it reads; a persistent tier retains them."""
+    nodes: dict[int, tuple[int, TierBlock]] = field(default_factory=dict)
+    """By address that it reads: a whole block, and its index in the path."""
+    returning: list[tuple[int, TierBlock]] = field(default_factory=list)
+    """Those blocks that have left the tier."""
     claim: Claim | None = None
-    """What stays announced until it has ended."""
+    """The entries that stay announced until it has ended."""
 
 
 class TierLoads:
@@ -55,41 +55,41 @@ class TierLoads:
         """Whether what is loaded makes room for what the device evicts."""
         return not self._tier.is_persistent
 
-    def begin(self, lease: Lease, places: Iterable[int]) -> None:
-        """Keep what a load is going to read, and what it needs to resume."""
+    def begin(self, lease: Lease, addresses: Iterable[int]) -> None:
+        """Pin what a load is going to read, and what resuming from it needs."""
         block = self._last_block(lease)
-        load = self._loads[lease.request_id] = _TierLoad(block, self._keeper(lease, block), tuple(places))
+        load = self._loads[lease.request_id] = _TierLoad(block, self._keeper(lease, block), tuple(addresses))
         if load.keeper is not None:
             load.keeper.num_loads += 1
         if self._tier.announcer is not None and load.keeper is not None and block is not None and self.is_exchange:
             load.claim = self._tier.announcer.claim(block, load.keeper)
         if not self.is_exchange:
-            self._tier.begin_reading(load.places)
+            self._tier.begin_reading(load.addresses)
         elif block is not None:
-            whole, wanted = len(lease.tokens) // BLOCK_TOKENS, set(load.places)
+            whole, wanted = len(lease.tokens) // BLOCK_TOKENS, set(load.addresses)
             nodes = enumerate(block.ancestry(), 1)
-            load.nodes = {node.place: (whole - depth, node) for depth, node in nodes if node.place in wanted}
+            load.nodes = {node.address: (whole - depth, node) for depth, node in nodes if node.address in wanted}
 
-    def exchange(self, lease: Lease, places: Iterable[int]) -> None:
-        """Free places that the load has been told to read, unless they are to stay."""
+    def exchange(self, lease: Lease, addresses: Iterable[int]) -> None:
+        """Free addresses that an issued transfer reads, unless the tier is persistent."""
         load, tier = self._loads[lease.request_id], self._tier
         if not self.is_exchange:
             return
         freed, keeper = dict[int, int](), load.keeper
-        for place in places:
-            if place in load.nodes:
-                index, node = load.nodes[place]
-                node.place, freed[place] = NO_PLACE, 1
+        for address in addresses:
+            if address in load.nodes:
+                index, node = load.nodes[address]
+                node.address, freed[address] = NO_ADDRESS, 1
                 tier.returning[node] += 1
                 load.returning.append((index, node))
-            elif keeper is not None and place == keeper.place:
-                keeper.place, freed[place] = NO_PLACE, tier.slot_blocks
-            elif keeper is not None and place == keeper.tail_place:
-                keeper.tail_place, freed[place] = NO_PLACE, 1
+            elif keeper is not None and address == keeper.address:
+                keeper.address, freed[address] = NO_ADDRESS, tier.slot_blocks
+            elif keeper is not None and address == keeper.tail_address:
+                keeper.tail_address, freed[address] = NO_ADDRESS, 1
         tier.free(freed)
 
     def finish_exchange(self, lease: Lease) -> None:
-        """Remove the snapshot that is loaded, once the load has been told to read all, unless it is to stay."""
+        """Remove the loaded snapshot once all transfers are issued, unless the tier is persistent."""
         keeper = self._loads[lease.request_id].keeper
         if keeper is None or not self.is_exchange:
             return
@@ -100,11 +100,11 @@ class TierLoads:
             self._tier.push(keeper)
 
     def end(self, lease: Lease, snapshot: Snapshot | None, completion: Completion, num_bytes: int) -> None:
-        """Forget what a load has brought to the device, or what it could not bring; a persistent tier keeps the former.
+        """End a load: free what it has brought to the device, unless the tier is persistent, or what it has lost.
 
         Args:
-            snapshot: that of the device at the end of the load; None without states, or if it failed.
-            completion: of all its transfers together.
+            snapshot: the one that now is on the device; None without states, or if the load failed.
+            completion: the common end of all its transfers.
             num_bytes: how much was to be loaded.
         """
         load, tier = self._loads.pop(lease.request_id), self._tier
@@ -123,7 +123,7 @@ class TierLoads:
             if tier.announcer is not None and load.claim is not None:
                 tier.announcer.release(load.claim)
             return
-        tier.end_reading(load.places)
+        tier.end_reading(load.addresses)
         self._forget_lost(lease, completion.lost)
         if keeper is not None:
             keeper.num_loads -= 1
@@ -138,12 +138,12 @@ class TierLoads:
             self._forget_returned(lease)
             return
         for index, node in load.returning:
-            if node.place == NO_PLACE and tier.is_needed(node):
+            if node.address == NO_ADDRESS and tier.is_needed(node):
                 tier.cut_off(node, index + 1)
         if keeper is not None and load.block is not None and tier.slot_blocks:
             tier.pass_savings(load.block, keeper)
 
-    def _keeper(self, lease: Lease, block: RestingBlock | None) -> RestingSnapshot | None:
+    def _keeper(self, lease: Lease, block: TierBlock | None) -> TierSnapshot | None:
         if block is None:
             return None
         if self._tier.slot_blocks:
@@ -151,35 +151,35 @@ class TierLoads:
             return block.snapshots.get(bytes(lease.tokens.data[whole * BLOCK_KEY_BYTES :]))
         return next(block.below(), None)
 
-    def _last_block(self, lease: Lease) -> RestingBlock | None:
+    def _last_block(self, lease: Lease) -> TierBlock | None:
         """Return the node of the last whole block of what is loaded."""
         tier, whole = self._tier, len(lease.tokens) // BLOCK_TOKENS
         return find_block(tier.roots.get(tier.tree_name(lease.salt)), lease.tokens.data, whole)
 
     def _forget_lost(self, lease: Lease, lost: Sequence[int]) -> None:
-        """Remove what needs places that could not be read."""
+        """Evict the snapshots that need addresses which could not be read."""
         block, tier = self._last_block(lease) if lost else None, self._tier
         if block is None:
             return
-        places, whole = set(lost), len(lease.tokens) // BLOCK_TOKENS
-        nodes = [(node, whole - index) for index, node in enumerate(block.ancestry()) if node.place in places]
+        addresses, whole = set(lost), len(lease.tokens) // BLOCK_TOKENS
+        nodes = [(node, whole - index) for index, node in enumerate(block.ancestry()) if node.address in addresses]
         for snapshot in list(block.snapshots.values()):
-            if not places.isdisjoint((snapshot.place, snapshot.tail_place)):
+            if not addresses.isdisjoint((snapshot.address, snapshot.tail_address)):
                 tier.evict(snapshot)
         for node, num_blocks in reversed(nodes):
             if tier.is_needed(node):
                 tier.cut_off(node, num_blocks)
 
     def _forget_returned(self, lease: Lease) -> None:
-        """Free the blocks that the device has again; without states, remove the ends before them too."""
+        """Free the blocks that the device has again; without states, also remove the ends before them."""
         block, tier = self._last_block(lease), self._tier
         path = [] if block is None else list(block.ancestry())
         returned = [
             node for node, held in zip(path, reversed(path_blocks(lease.run)[: len(path)]), strict=True) if held
         ]
-        freed = {node.place: 1 for node in returned}
+        freed = {node.address: 1 for node in returned}
         for node in returned:
-            node.place = NO_PLACE
+            node.address = NO_ADDRESS
         tier.free(freed)
         if not tier.slot_blocks:
             for node in path:

@@ -2,13 +2,13 @@
 
 from strandline.cache.policy.outcomes import next_bin_edge
 from strandline.cache.policy.worth import reuse_rate
-from strandline.cache.tiers.resting import RestingSnapshot
+from strandline.cache.tiers.tier_tree import TierSnapshot
 from strandline.cache.use import UseHistory
 from strandline.ids import BLOCK_TOKENS
 
 
-class RestingWorth:
-    """Ranks what rests below the device as ``WorthPerByte`` ranks what the device holds.
+class TierWorth:
+    """Ranks the entries of a tier as ``WorthPerByte`` ranks what the device holds.
 
     Args:
         slot_blocks: the size of a snapshot, in blocks; 0: without states, a snapshot is the end of its blocks.
@@ -23,11 +23,11 @@ class RestingWorth:
         """The time of the reuse history."""
         return self._reuse.now
 
-    def worth(self, entry: RestingSnapshot) -> float:
+    def worth(self, entry: TierSnapshot) -> float:
         worth, _ = self.appraise(entry)
         return worth
 
-    def appraise(self, entry: RestingSnapshot) -> tuple[float, int | None]:
+    def appraise(self, entry: TierSnapshot) -> tuple[float, int | None]:
         used_at, past_bin = entry.use
         age = self._reuse.now - used_at
         continuations = entry.num_continuations

@@ -2,7 +2,7 @@
 
 import pytest
 
-from strandline.cache.inspection.explanation import explain_admission, explain_lookup, explain_prompt, resting_tokens
+from strandline.cache.inspection.explanation import explain_admission, explain_lookup, explain_prompt, tier_tokens
 from strandline.cache.inspection.lookups import Lookup
 from strandline.cache.policy.placements import NoSnapshots
 from strandline.ids import RequestId
@@ -232,7 +232,7 @@ def test_at_admission_it_is_known_why_nothing_was_loaded() -> None:
     evict_all(driver)
     lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
     tokens = encode(prompt(300))
-    assert resting_tokens(driver.cache, tokens) == {"host": 300}
+    assert tier_tokens(driver.cache, tokens) == {"host": 300}
     [advice] = explain_admission(driver.cache, lookup, tokens, block_bytes=MIB).advice
     assert (advice.help, "raise --memory or lower" in advice.text) == (Help.MEMORY, True), "loading would have paid"
     tier(driver).costs.observe_load(1, 1e9)
@@ -247,7 +247,7 @@ def test_what_no_longer_rests_is_explained_with_both_causes() -> None:
     evict_all(driver)
     lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
     assert driver.bring_back(prompt(300))
-    assert resting_tokens(driver.cache, encode(prompt(300))) == {}
+    assert tier_tokens(driver.cache, encode(prompt(300))) == {}
     [advice] = explain_admission(driver.cache, lookup, encode(prompt(300)), block_bytes=MIB).advice
     assert "else there was no memory" in advice.text
 

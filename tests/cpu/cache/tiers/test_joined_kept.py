@@ -15,10 +15,10 @@ DATA = encode(range(64 * 6))
 HASHES = [root_hash("tree"), *block_hashes(root_hash("tree"), DATA)]
 
 
-def blocks(first: int, *places: int, idle_s: float = 1.0) -> KeptBlocks:
+def blocks(first: int, *addresses: int, idle_s: float = 1.0) -> KeptBlocks:
     """Blocks of one path, from the one of this number on."""
-    tokens = DATA[first * BLOCK_KEY_BYTES : (first + len(places)) * BLOCK_KEY_BYTES]
-    return KeptBlocks("tree", HASHES[first], tokens, places, 0, idle_s, is_shared=False)
+    tokens = DATA[first * BLOCK_KEY_BYTES : (first + len(addresses)) * BLOCK_KEY_BYTES]
+    return KeptBlocks("tree", HASHES[first], tokens, addresses, 0, idle_s, is_shared=False)
 
 
 def snapshot(num_blocks: int, slot: int, tail: int = 0, idle_s: float = 1.0) -> KeptSnapshot:
@@ -27,7 +27,7 @@ def snapshot(num_blocks: int, slot: int, tail: int = 0, idle_s: float = 1.0) -> 
     return KeptSnapshot("tree", HASHES[num_blocks], key, slot, tail, SnapshotKind.MARK, 0, idle_s, is_shared=False)
 
 
-def test_what_all_ranks_hold_is_kept_under_new_places() -> None:
+def test_what_all_ranks_hold_is_kept_under_new_addresses() -> None:
     first = Kept((blocks(0, 4, 5),), (snapshot(2, 6, 7), snapshot(2, 8)))
     second = Kept((blocks(0, 1, 2, idle_s=9.0),), (snapshot(2, 3), snapshot(2, 11, 12)))
     joined, renames = join_kept([first, second])
@@ -35,7 +35,7 @@ def test_what_all_ranks_hold_is_kept_under_new_places() -> None:
     assert renames == [{4: 1, 5: 2, 6: 3, 7: 4, 8: 5}, {1: 1, 2: 2, 11: 3, 12: 4, 3: 5}]
 
 
-def test_what_one_rank_lacks_gets_no_place() -> None:
+def test_what_one_rank_lacks_gets_no_address() -> None:
     first = Kept((blocks(0, 1, 2, 3), blocks(3, 4)), (snapshot(3, 5), snapshot(1, 6)))
     second = Kept((blocks(0, 1), blocks(2, 2), blocks(3, 3)), (snapshot(1, 9),))
     joined, renames = join_kept([first, second])
@@ -68,14 +68,14 @@ def test_places_mean_the_same_path_on_all_ranks(files_of: Sequence[list[tuple[in
         for first, count in files:
             indices = range(first, min(first + count, 6))
             kept.append(blocks(first, *(len(meant) + 1 + index - first for index in indices)))
-            meant |= dict(zip(kept[-1].places, indices, strict=True))
+            meant |= dict(zip(kept[-1].addresses, indices, strict=True))
         parts.append(Kept(tuple(kept), ()))
         index_of.append(meant)
     joined, renames = join_kept(parts)
-    places = {place for each in joined.blocks for place in each.places}
+    addresses = {address for each in joined.blocks for address in each.addresses}
     for own, names in zip(index_of, renames, strict=True):
-        assert sorted(names.values()) == sorted(places), "each has every place once"
+        assert sorted(names.values()) == sorted(addresses), "each has every address once"
         meant = {new: own[old] for old, new in names.items()}
         for each in joined.blocks:
             first = HASHES.index(each.before)
-            assert [meant[place] for place in each.places] == list(range(first, first + len(each.places)))
+            assert [meant[address] for address in each.addresses] == list(range(first, first + len(each.addresses)))

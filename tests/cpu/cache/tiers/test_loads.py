@@ -39,8 +39,8 @@ def test_only_what_the_device_lacks_is_loaded() -> None:
     offer = driver.offer(PROMPT, [200, 390])
     driver.loads.begin(TokenBuffer(PROMPT), offer)
     [action] = [action for action in driver.cache.take_actions() if isinstance(action, LoadIn)]
-    assert [place for _, place in action.blocks] == list(offer.blocks[200 // BLOCK_TOKENS :])
-    assert [place for _, place in action.slots] == [offer.snapshots[1].place]
+    assert [address for _, address in action.blocks] == list(offer.blocks[200 // BLOCK_TOKENS :])
+    assert [address for _, address in action.slots] == [offer.snapshots[1].address]
 
 
 def test_a_snapshot_alone_is_loaded_where_its_kv_is_cached() -> None:

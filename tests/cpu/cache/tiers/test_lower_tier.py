@@ -69,17 +69,17 @@ def test_what_takes_longer_to_load_is_computed() -> None:
     costs = tier(driver).costs
     costs.observe_load(1000, 1.0)
     costs.observe_prefill(1000, 1e-6)
-    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
     assert driver.serve(PROMPT).misses == (Miss(Reason.DEMOTED, 0, 400),)
     assert driver.cache.stats().missed_tokens[Reason.DEMOTED] == 400
 
 
 def test_failed_loads_are_forgotten() -> None:
     driver = evicted()
-    assert driver.load_resting(PROMPT) is not None
+    assert driver.load_from_tier(PROMPT) is not None
     driver.end_load(tier_transfer(driver), is_done=False)
     assert (tier(driver).num_used, tier(driver).num_snapshots) == (0, 0)
-    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
     assert driver.serve(PROMPT).hit == 0
 
 
@@ -91,7 +91,7 @@ def tier_transfer(driver: Driver) -> TransferId:
 
 def test_other_salts_do_not_see_what_rests() -> None:
     driver = evicted()
-    assert driver.loads.resting_offer(TokenBuffer(PROMPT), "other") is None
+    assert driver.loads.tier_offer(TokenBuffer(PROMPT), "other") is None
     assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
 
 
@@ -100,8 +100,8 @@ def test_the_least_valuable_snapshot_makes_room() -> None:
     for _ in range(3):
         driver.serve(PROMPT)
     evict_all(driver)
-    resting = [snapshot.position for snapshot in tier(driver).snapshots()]
-    assert resting == [400]
+    demoted = [snapshot.position for snapshot in tier(driver).snapshots()]
+    assert demoted == [400]
     assert tier(driver).num_snapshots_evicted > 0
 
 
@@ -132,7 +132,7 @@ def test_blocks_without_states_return_to_the_deepest_one() -> None:
 
 def test_what_is_loaded_is_not_lost_meanwhile() -> None:
     driver = evicted(lower_blocks=13)
-    assert driver.load_resting(PROMPT) is not None
+    assert driver.load_from_tier(PROMPT) is not None
     assert tier(driver).num_used == 0, "what is being read may be overwritten"
     for seed in range(8, 12):
         driver.serve(pattern(seed, 500))
@@ -171,7 +171,7 @@ def loading_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver.serve(PROMPT)
     driver.serve(FORK)
     evict_all(driver)
-    assert driver.load_resting(PROMPT) is not None
+    assert driver.load_from_tier(PROMPT) is not None
     assert len(driver.device.loading) == 4
     return driver
 
@@ -206,7 +206,7 @@ def test_nothing_is_published_if_a_piece_fails(failing: int, monkeypatch: pytest
 def test_what_needs_returning_blocks_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = loading_in_pieces(monkeypatch)
     tokens = TokenBuffer(FORK)
-    offer = driver.loads.resting_offer(tokens)
+    offer = driver.loads.tier_offer(tokens)
     assert offer is not None
     assert driver.load(FORK, offer) is None, "some of its blocks are nowhere"
     lead = driver.loads.find_shared(tokens, offer)
@@ -238,12 +238,12 @@ def test_no_snapshot_saves_tokens_that_another_one_saves() -> None:
     for position in (384, 128, 256):
         memory.drop_snapshot(of[position])
     driver.flush()
-    saved = {resting.position: resting.saved_tokens for resting in tier(driver).snapshots()}
+    saved = {demoted.position: demoted.saved_tokens for demoted in tier(driver).snapshots()}
     assert saved == {128: 128, 256: 128, 384: 128}
-    [middle] = [resting for resting in tier(driver).snapshots() if resting.position == 256]
+    [middle] = [demoted for demoted in tier(driver).snapshots() if demoted.position == 256]
     tier(driver).evict(middle)
     driver.flush()
-    saved = {resting.position: resting.saved_tokens for resting in tier(driver).snapshots()}
+    saved = {demoted.position: demoted.saved_tokens for demoted in tier(driver).snapshots()}
     assert saved == {128: 128, 384: 256}
 
 
@@ -313,7 +313,7 @@ def test_tiers_that_were_slow_once_are_measured_again(index: int) -> None:
     measured = driver.loads.tiers[index]
     measured.costs.observe_load(1, 1.0)
     driver.loads.observe_prefill(1000, 1.0)
-    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
     for _ in range(1000 * PREFILLS_PER_LOSS):
         driver.loads.observe_prefill(1000, 1.0)
     assert driver.bring_back(PROMPT)

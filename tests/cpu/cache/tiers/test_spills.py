@@ -9,8 +9,8 @@ from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindW
 from strandline.cache.resume import NO_MATCH, ResumeRule
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.resting import RestingSnapshot
 from strandline.cache.tiers.spills import MAX_BEGUN, spare_blocks
+from strandline.cache.tiers.tier_tree import TierSnapshot
 from strandline.records.account import Miss, Reason
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.offer import Offer
@@ -66,14 +66,14 @@ def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> D
         while waiting:
             node, path_hash, depth = waiting.pop()
             for key, child in node.children.items():
-                if depth + 1 != lose and child.place:
-                    blocks.append(KeptBlocks(tree, path_hash, key, (child.place,), 0, 0.0, False))
+                if depth + 1 != lose and child.address:
+                    blocks.append(KeptBlocks(tree, path_hash, key, (child.address,), 0, 0.0, False))
                 waiting.append((child, block_hashes(path_hash, key)[0], depth + 1))
             for found in node.snapshots.values():
                 before, key = (root_hash(tree), found.path()) if disk.has_windows else (path_hash, found.key)
-                if found.place:
+                if found.address:
                     snapshots.append(
-                        KeptSnapshot(tree, before, key, found.place, found.tail_place, found.kind, 0, 0.0, False)
+                        KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
                     )
     rule = driver.cache.internals().rule
     kept, num_blocks = Kept(tuple(blocks), tuple(snapshots)), disk.num_blocks
@@ -140,7 +140,7 @@ def test_nothing_that_is_on_its_way_can_be_loaded() -> None:
     evict_all(driver)
     host, disk = tiers(driver)
     assert disk.find("", TokenBuffer(PROMPT).data, NO_MATCH) is None
-    offer = driver.loads.resting_offer(TokenBuffer(PROMPT))
+    offer = driver.loads.tier_offer(TokenBuffer(PROMPT))
     assert offer is not None
     assert offer.store == "host"
     assert driver.load(PROMPT, offer) is not None
@@ -158,37 +158,37 @@ def test_failed_spills_leave_nothing_behind() -> None:
     end_spills(driver, is_done=False)
     assert (positions(host), positions(disk), disk.num_used) == ([], [], 0)
     assert driver.lookup(PROMPT).hit == 0
-    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
 
 
 def test_lost_blocks_take_along_what_needs_them() -> None:
     driver = spilled(PROMPT, NEXT_TURN, host=40)
     _, disk = tiers(driver)
-    lead = driver.load_resting(NEXT_TURN)
+    lead = driver.load_from_tier(NEXT_TURN)
     assert lead is not None
     [(transfer, action)] = driver.device.loading.items()
     driver.fail(transfer, lost=(action.blocks[2][1],))
     assert [position for position in positions(disk) if position >= 192] == []
-    assert driver.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None
+    assert driver.loads.tier_offer(TokenBuffer(NEXT_TURN)) is None
 
 
 class Lost(tuple[int, ...]):
-    """Lost places that no one searches one by one."""
+    """Lost addresses that no one searches one by one."""
 
     __slots__ = ()
 
-    def __contains__(self, place: object) -> bool:
-        raise AssertionError("searched for each place")
+    def __contains__(self, address: object) -> bool:
+        raise AssertionError("searched for each address")
 
 
 def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = spilled(PROMPT, NEXT_TURN, host=40)
     _, disk = tiers(driver)
-    assert driver.load_resting(NEXT_TURN) is not None
+    assert driver.load_from_tier(NEXT_TURN) is not None
     [(transfer, action)] = driver.device.loading.items()
     cut, cut_off = list[int](), disk.cut_off
-    monkeypatch.setattr(disk, "cut_off", lambda node, depth: (cut.append(node.place), cut_off(node, depth)))
-    lost = Lost(place for _, place in (*action.blocks[1:], *action.slots))
+    monkeypatch.setattr(disk, "cut_off", lambda node, depth: (cut.append(node.address), cut_off(node, depth)))
+    lost = Lost(address for _, address in (*action.blocks[1:], *action.slots))
     driver.fail(transfer, lost)
     assert cut == [lost[0]], "what lies below is lost with the first of the path"
     assert [position for position in positions(disk) if position >= 128] == []
@@ -197,7 +197,7 @@ def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch)
 def test_loads_that_fail_for_a_moment_leave_what_rests() -> None:
     driver = spilled()
     _, disk = tiers(driver)
-    assert driver.load_resting(PROMPT) is not None
+    assert driver.load_from_tier(PROMPT) is not None
     [transfer] = driver.device.loading
     driver.fail(transfer)
     assert positions(disk) == [400]
@@ -223,7 +223,7 @@ def test_what_would_not_be_loaded_costs_no_walk(monkeypatch: pytest.MonkeyPatch)
     host.num_spare_blocks = 13
     disk.costs.observe_load(1, 1.0)
     disk.costs.observe_prefill(1000, 1e-6)
-    monkeypatch.setattr(RestingSnapshot, "path", lambda self: pytest.fail("walked its path"))
+    monkeypatch.setattr(TierSnapshot, "path", lambda self: pytest.fail("walked its path"))
     driver.serve(PROMPT)
     evict_all(driver)
     assert disk.num_snapshots_refused > 0
@@ -290,7 +290,7 @@ def test_without_a_persistent_tier_there_is_no_flush() -> None:
     assert Driver(lower_blocks=13).loads.begin_flush() is None
 
 
-class Untouchable(dict[bytes, RestingSnapshot]):
+class Untouchable(dict[bytes, TierSnapshot]):
     """Snapshots that no lookup asks for."""
 
     def values(self) -> NoReturn:
@@ -307,7 +307,7 @@ def test_lookups_visit_only_what_the_device_lacks() -> None:
     for node in [*deepest.last_blocks(9)[:5], *disk.roots.values()]:
         node.snapshots = Untouchable(node.snapshots)
     assert driver.lookup(NEXT_TURN).misses[0] == Miss(Reason.DEMOTED, 400, 600)
-    offer = driver.loads.resting_offer(TokenBuffer(NEXT_TURN))
+    offer = driver.loads.tier_offer(TokenBuffer(NEXT_TURN))
     assert offer is not None
     assert offer.position == 600
 
@@ -362,7 +362,7 @@ def test_the_tier_that_saves_most_time_is_read() -> None:
     stores = []
     for host_rate, disk_rate in ((1000, 100), (100, 1000)):
         host.costs, disk.costs = LoadCosts(0.0, host_rate, 1.0), LoadCosts(0.0, disk_rate, 1.0)
-        offer = driver.loads.resting_offer(TokenBuffer(PROMPT))
+        offer = driver.loads.tier_offer(TokenBuffer(PROMPT))
         assert isinstance(offer, Offer)
         stores.append(offer.store)
     assert stores == ["host", "disk"]
@@ -389,7 +389,7 @@ def test_a_restart_drops_paths_that_are_not_whole() -> None:
     assert disk.num_used == sum(5 + (position % 64 > 0) for position in positions(disk)) + (
         max(positions(disk), default=0) // 64
     )
-    assert driver.loads.resting_offer(TokenBuffer(NEXT_TURN)) is None or positions(disk)
+    assert driver.loads.tier_offer(TokenBuffer(NEXT_TURN)) is None or positions(disk)
 
 
 def test_a_restart_with_less_memory_keeps_what_is_worth_most() -> None:
@@ -404,7 +404,7 @@ def test_salts_hold_after_a_restart() -> None:
     driver = restarted(spilled(salt="tenant"))
     _, disk = tiers(driver)
     assert "tenant" not in str(list(disk.roots))
-    assert driver.loads.resting_offer(TokenBuffer(PROMPT)) is None
+    assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
     assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
     assert driver.bring_back(PROMPT, "tenant")
     assert driver.lookup(PROMPT, "tenant").hit == 400
@@ -427,7 +427,7 @@ def test_blocks_of_a_window_are_stored_eight_together_at_most() -> None:
     evict_all(driver)
     driver.flush()
     paths = [spill.path for spill in driver.device.spilling.values() if spill.path is not None]
-    assert max(len(some.places) for path in paths for some in path.blocks) == 8
+    assert max(len(some.addresses) for path in paths for some in path.blocks) == 8
     assert all(path.has_gaps for path in paths)
     end_spills(driver)
     assert driver.bring_back(pattern(3, 1200))

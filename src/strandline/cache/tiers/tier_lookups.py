@@ -1,30 +1,30 @@
-"""Lookups in the tree of what rests below the device: where a prompt could resume, and what lies above a snapshot.
+"""Lookups in the tree of a tier: where a prompt could resume, and the position of the snapshot above another.
 
-Both begin at the end of the path and go up no further than the device's hit or the nearest snapshot. Changes nothing.
+Both go up from the end of the path to the device's hit or the nearest snapshot. They change nothing.
 """
 
 from typing import NamedTuple
 
 from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.resume import Match, first_block_seen
-from strandline.cache.tiers.resting import RestingBlock, RestingSnapshot, descend
+from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot, descend
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
-class RestingEnd(NamedTuple):
+class TierEnd(NamedTuple):
     """Where a prompt could resume."""
 
-    block: RestingBlock
+    block: TierBlock
     """The last whole block before it."""
-    snapshot: RestingSnapshot | None
+    snapshot: TierSnapshot | None
     """None for models that keep no states."""
     position: int
 
 
 def find_end(
-    root: RestingBlock, data: bytearray, match: Match, window_tokens: int, *, has_slots: bool, is_persistent: bool
-) -> RestingEnd | None:
+    root: TierBlock, data: bytearray, match: Match, window_tokens: int, *, has_slots: bool, is_persistent: bool
+) -> TierEnd | None:
     """Return the deepest position at which a prompt could resume beyond its hit on the device, or None.
 
     Args:
@@ -32,10 +32,10 @@ def find_end(
         match: its hit on the device.
         window_tokens: tokens before a position that resuming there reads, itself among them.
         has_slots: whether the model keeps states.
-        is_persistent: whether blocks may be on their way to the tier; else what does not rest is on the device.
+        is_persistent: whether blocks without an address may be being written to the tier; else they are on the device.
     """
     node, depth = descend(root, data, len(data) // BLOCK_KEY_BYTES)
-    best: RestingEnd | None = None
+    best: TierEnd | None = None
     first = 0
     while depth >= match.position // BLOCK_TOKENS:
         if best is None:
@@ -45,7 +45,7 @@ def find_end(
             break
         if depth <= first:
             break
-        if not node.place and first_gap(match.end.run, min(match.end.num_blocks, depth), depth - 1) < depth:
+        if not node.address and first_gap(match.end.run, min(match.end.num_blocks, depth), depth - 1) < depth:
             best = None
         if node.parent is None:
             break
@@ -53,20 +53,20 @@ def find_end(
     return best
 
 
-def _end_at(node: RestingBlock, depth: int, data: bytearray, match: Match, *, has_slots: bool) -> RestingEnd | None:
+def _end_at(node: TierBlock, depth: int, data: bytearray, match: Match, *, has_slots: bool) -> TierEnd | None:
     """Return where a prompt could resume between the end of the block at this depth and that of the next."""
     if not has_slots:
         position = depth * BLOCK_TOKENS
-        return RestingEnd(node, None, position) if position > match.end.kv_tokens else None
+        return TierEnd(node, None, position) if position > match.end.kv_tokens else None
     for snapshot in sorted(node.snapshots.values(), key=lambda snapshot: -snapshot.position):
         is_deeper = snapshot.position > match.position
-        if snapshot.place and is_deeper and data.startswith(snapshot.key, depth * BLOCK_KEY_BYTES):
-            return RestingEnd(node, snapshot, snapshot.position)
+        if snapshot.address and is_deeper and data.startswith(snapshot.key, depth * BLOCK_KEY_BYTES):
+            return TierEnd(node, snapshot, snapshot.position)
     return None
 
 
-def position_above(root: RestingBlock | None, data: bytes, position: int, *, down_to: int = 0) -> int:
-    """Return the position of the nearest snapshot above one that does not rest yet, or ``down_to`` if that is nearer.
+def position_above(root: TierBlock | None, data: bytes, position: int, *, down_to: int = 0) -> int:
+    """Return the position of the nearest snapshot above one that is about to enter, or ``down_to`` if that is nearer.
 
     Args:
         data: the tokens before it, encoded.

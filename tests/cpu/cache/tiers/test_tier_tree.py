@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.tiers import resting
-from strandline.cache.tiers.resting import RestingBlock, add_block, descend, find_block, nodes_from
+from strandline.cache.tiers import tier_tree
+from strandline.cache.tiers.tier_tree import TierBlock, add_block, descend, find_block, nodes_from
 from strandline.records.tokens import BLOCK_KEY_BYTES, encode
 
 Path = tuple[int, ...]
@@ -16,7 +16,7 @@ Path = tuple[int, ...]
 @pytest.fixture(autouse=True, scope="module")
 def _short_strides() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resting, "STRIDE_BLOCKS", 3)
+        patch.setattr(tier_tree, "STRIDE_BLOCKS", 3)
         yield
 
 
@@ -25,11 +25,11 @@ def encoded(path: Path) -> bytes:
     return encode(token for number in path for token in [number] * 64)
 
 
-def numbers_before(node: RestingBlock) -> Path:
+def numbers_before(node: TierBlock) -> Path:
     return tuple(child.key[3] for child in list(node.ancestry())[::-1])
 
 
-def prune(node: RestingBlock, removed: int) -> None:
+def prune(node: TierBlock, removed: int) -> None:
     """Remove the last blocks of a path, as many as nothing else needs."""
     while removed and (parent := node.parent) is not None and not node.children:
         node.unlink()
@@ -44,7 +44,7 @@ PATHS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
     asked=st.lists(PATHS, min_size=1, max_size=4),
 )
 def test_strides_lead_where_single_blocks_lead(events: list[tuple[Path, int]], asked: list[Path]) -> None:
-    root = RestingBlock(None, b"")
+    root = TierBlock(None, b"")
     known: set[Path] = {()}
     for path, removed in events:
         node = add_block(root, encoded(path), len(path))
@@ -59,14 +59,14 @@ def test_strides_lead_where_single_blocks_lead(events: list[tuple[Path, int]], a
             assert (found is not None) == (other in known)
 
 
-def nodes_below(root: RestingBlock) -> Iterator[RestingBlock]:
+def nodes_below(root: TierBlock) -> Iterator[TierBlock]:
     for child in root.children.values():
         yield child
         yield from nodes_below(child)
 
 
 def test_removed_blocks_keep_no_others() -> None:
-    root, path = RestingBlock(None, b""), tuple(range(12))
+    root, path = TierBlock(None, b""), tuple(range(12))
     end = add_block(root, encoded(path), len(path))
     assert find_block(root, encoded(path), len(path)) is end
     nodes = nodes_from(end, len(path))
@@ -76,15 +76,15 @@ def test_removed_blocks_keep_no_others() -> None:
     assert descend(root, encoded(path), len(path)) == (root, 0)
 
 
-class Untouchable(dict[bytes, RestingBlock]):
+class Untouchable(dict[bytes, TierBlock]):
     """Children that no walk asks for."""
 
-    def get(self, *_: object) -> RestingBlock:
+    def get(self, *_: object) -> TierBlock:
         raise AssertionError("a known path was walked block by block")
 
 
 def test_known_paths_are_followed_in_strides() -> None:
-    root, path = RestingBlock(None, b""), tuple(range(31))
+    root, path = TierBlock(None, b""), tuple(range(31))
     end = add_block(root, encoded(path), len(path))
     assert find_block(root, encoded(path), len(path)) is end
     for node in nodes_from(end, 30)[:-1]:

@@ -1,8 +1,7 @@
-"""Turns changes of what rests in a tier into events.
+"""Turns changes of a tier's entries into events.
 
-A resting snapshot can be resumed once it is loaded, so it is announced, and so are the blocks on its path: those of the
-tier's tree. What a load takes out of the tier is *claimed* until the load has ended, because requests for it wait for
-that.
+A demoted snapshot can be resumed once it is loaded, so it is announced, and so are the blocks on its path: those of the
+tier's tree. What a load takes out of the tier stays *claimed* until the load has ended, because requests wait for it.
 
 A persistent tier knows a salt by its hash alone. What it holds from an earlier process is announced once the salt is
 known: at the start for prompts without one, else with the first request under it.
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
-from strandline.cache.tiers.resting import RestingBlock, RestingSnapshot
+from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot
 from strandline.records.cache_events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
 from strandline.records.path_hashes import block_hashes, root_hash
 
@@ -24,8 +23,8 @@ class Claim:
     events: tuple[BlocksStored | SnapshotStored, ...]
 
 
-class RestingAnnouncer:
-    """Announces what rests in one tier.
+class TierAnnouncer:
+    """Announces the entries of one tier.
 
     Args:
         emit: takes events.
@@ -37,7 +36,7 @@ class RestingAnnouncer:
     def __init__(
         self,
         emit: Callable[[CacheEvent], None],
-        roots: Mapping[str, RestingBlock],
+        roots: Mapping[str, TierBlock],
         tree_name: Callable[[str], str],
         *,
         needs_snapshots: bool,
@@ -50,8 +49,8 @@ class RestingAnnouncer:
         """By the name of a tree."""
         self._claims: dict[Claim, None] = {}
 
-    def meet(self, salt: str) -> None:
-        """Announce what rests under a salt, if it was not known."""
+    def add_salt(self, salt: str) -> None:
+        """Announce what is stored under a salt, if the salt was not known."""
         tree = self._tree_name(salt)
         if tree not in self._salts:
             self._salts[tree] = salt
@@ -64,12 +63,12 @@ class RestingAnnouncer:
         for claim in self._claims:
             yield from claim.events
 
-    def enter(self, resting: RestingSnapshot) -> None:
+    def enter(self, demoted: TierSnapshot) -> None:
         """Announce a snapshot that has entered the tree, and the blocks that have entered with it."""
-        salt, block = self._salts.get(resting.salt), resting.block
+        salt, block = self._salts.get(demoted.salt), demoted.block
         if salt is None or block is None:
             return
-        nodes, node = list[RestingBlock](), block
+        nodes, node = list[TierBlock](), block
         while not node.path_hash:
             if node.parent is None:
                 node.path_hash = root_hash(salt)
@@ -78,29 +77,29 @@ class RestingAnnouncer:
             node = node.parent
         self._emit_all(_nodes_stored(nodes[::-1], salt))
         if self._needs_snapshots:
-            self._emit(_resting_stored(resting, block, salt))
+            self._emit(_snapshot_event(demoted, block, salt))
 
-    def leave(self, resting: RestingSnapshot, unlinked: Iterable[RestingBlock]) -> None:
-        """Announce that a snapshot rests no more, and the blocks that have left the tree with it, deepest first."""
-        if resting.path_hash:
-            self._emit(SnapshotRemoved(resting.path_hash))
+    def leave(self, demoted: TierSnapshot, unlinked: Iterable[TierBlock]) -> None:
+        """Announce that a snapshot has left the tree, and the blocks that have left with it, deepest first."""
+        if demoted.path_hash:
+            self._emit(SnapshotRemoved(demoted.path_hash))
         hashes = tuple([node.path_hash for node in unlinked if node.path_hash])
         if hashes:
             self._emit(BlocksRemoved(hashes))
 
-    def claim(self, block: RestingBlock, resting: RestingSnapshot) -> Claim:
+    def claim(self, block: TierBlock, demoted: TierSnapshot) -> Claim:
         """Keep the blocks of a path, and a snapshot at its end or below, announced until they are released."""
-        salt = self._salts[resting.salt]
+        salt = self._salts[demoted.salt]
         events: list[BlocksStored | SnapshotStored] = [*_nodes_stored([*block.ancestry()][::-1], salt)]
         if self._needs_snapshots:
-            events.append(_resting_stored(resting, block, salt))
+            events.append(_snapshot_event(demoted, block, salt))
         self._emit_all(events)
         claim = Claim(tuple(events))
         self._claims[claim] = None
         return claim
 
     def release(self, claim: Claim) -> None:
-        """Announce that what was claimed is gone, unless it is held elsewhere by now."""
+        """Announce that what was claimed is gone; other memories may hold it by now."""
         del self._claims[claim]
         for event in claim.events[::-1]:
             match event:
@@ -122,11 +121,11 @@ class RestingAnnouncer:
         for nodes in _chains(root):
             yield from _nodes_stored(nodes, salt)
             for node in nodes if self._needs_snapshots else ():
-                for resting in node.snapshots.values():
-                    yield _resting_stored(resting, node, salt)
+                for demoted in node.snapshots.values():
+                    yield _snapshot_event(demoted, node, salt)
 
 
-def _chains(root: RestingBlock) -> Iterator[list[RestingBlock]]:
+def _chains(root: TierBlock) -> Iterator[list[TierBlock]]:
     """Yield all nodes of a tree, in paths without branches; a path comes after those before it."""
     waiting = [root]
     while waiting:
@@ -137,7 +136,7 @@ def _chains(root: RestingBlock) -> Iterator[list[RestingBlock]]:
         waiting += chain[-1].children.values()
 
 
-def _nodes_stored(nodes: list[RestingBlock], salt: str) -> Iterator[BlocksStored]:
+def _nodes_stored(nodes: list[TierBlock], salt: str) -> Iterator[BlocksStored]:
     """Yield the events of consecutive blocks; those before them have their hashes."""
     nodes = [node for node in nodes if node.parent is not None]
     if not nodes or (above := nodes[0].parent) is None:
@@ -150,11 +149,11 @@ def _nodes_stored(nodes: list[RestingBlock], salt: str) -> Iterator[BlocksStored
     yield from blocks_stored([node.path_hash for node in nodes], before, tokens, salt)
 
 
-def _resting_stored(resting: RestingSnapshot, block: RestingBlock, salt: str) -> SnapshotStored:
+def _snapshot_event(demoted: TierSnapshot, block: TierBlock, salt: str) -> SnapshotStored:
     """Return the event of a snapshot after a block."""
-    if resting.key or block.parent is None:
-        event = snapshot_stored(block.path_hash, resting.key, resting.position, salt)
+    if demoted.key or block.parent is None:
+        event = snapshot_stored(block.path_hash, demoted.key, demoted.position, salt)
     else:
-        event = snapshot_stored(block.parent.path_hash, block.key, resting.position, salt)
-    resting.path_hash = event.path_hash
+        event = snapshot_stored(block.parent.path_hash, block.key, demoted.position, salt)
+    demoted.path_hash = event.path_hash
     return event
