@@ -110,10 +110,7 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def recorded_kernels() -> Iterator[list[dict[str, Any]]]:
-    """Record the Triton kernels that are launched on a GPU: their registers, spills, shared memory and code.
-
-    The code is a checksum of the PTX without names and source lines.
-    """
+    """Record the Triton kernels that are launched on a GPU: their registers, spills, shared memory and code."""
     found: list[dict[str, Any]] = []
     if not torch.cuda.is_available() or find_spec("triton") is None:
         yield found
@@ -129,7 +126,7 @@ def recorded_kernels() -> Iterator[list[dict[str, Any]]]:
             "spills": kernel.n_spills,
             "shared": kernel.metadata.shared,
             "warps": kernel.metadata.num_warps,
-            "ptx": _code_checksum(kernel.asm["ptx"], kernel.metadata.name),
+            "ptx": code_checksum(kernel.asm["ptx"], kernel.metadata.name),
         }
         found.append(kernel_facts)
         return original(kernel, *arguments)
@@ -141,7 +138,8 @@ def recorded_kernels() -> Iterator[list[dict[str, Any]]]:
         kernel_class.launch_metadata = original
 
 
-def _code_checksum(ptx: str, name: str) -> str:
-    code = re.sub(r"^\s*(\.loc|\.file|//).*$|\s*//.*$", "", ptx.split("\t.section", 1)[0], flags=re.MULTILINE)
-    lines = (line for line in code.replace(name, "kernel").splitlines() if line.strip())
-    return sha256("\n".join(lines).encode()).hexdigest()[:16]
+def code_checksum(ptx: str, name: str) -> str:
+    """Return a checksum of a kernel's PTX without its name and without source lines."""
+    code = re.sub(r"\s*//.*$|^\s*\.(loc|file)\b.*$|^\$L__tmp\d+:$", "", ptx, flags=re.MULTILINE)
+    code = code.partition("\t.section")[0].replace(name, "kernel")
+    return sha256("\n".join(line for line in code.splitlines() if line.strip()).encode()).hexdigest()[:16]

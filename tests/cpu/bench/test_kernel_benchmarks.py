@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from strandline.kernels import binding
+from strandline.kernels import binding, sizes
 from tests.interpreter import (
     convert_e4m3,
     multiply_bfloat16,
@@ -101,6 +101,42 @@ def test_compare_finds_what_differs(
     path.write_text(json.dumps(stored))
     assert run(*TINY_SWIGLU, "--compare", path) == status
     assert said in capsys.readouterr().out
+
+
+PTX = """
+	// .globl	{name}
+.visible .entry {name}(
+	.param .u32 {name}_param_0
+)
+{{
+	.loc	1 {line} 22                          // {name}.py:{line}:22
+	{instruction}
+$L__tmp{line}:
+	ret;
+}}
+	.file	1 "{name}.py"
+	.section	.debug_abbrev
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "instruction", "is_same"),
+    [("first", 7, "add.s32", True), ("other", 9, "add.s32", True), ("first", 7, "mul.s32", False)],
+)
+@pytest.mark.usefixtures("run")
+def test_checksum_of_code_ignores_names_and_source_lines(name: str, line: int, instruction: str, is_same: bool) -> None:
+    checksum = import_module("timing").code_checksum
+    first = checksum(PTX.format(name="first", line=7, instruction="add.s32"), "first")
+    assert (checksum(PTX.format(name=name, line=line, instruction=instruction), name) == first) is is_same
+
+
+@pytest.mark.usefixtures("run")
+def test_launch_replaces_constants_and_functions_for_a_while() -> None:
+    launch = import_module("case").Launch("other", {"sizes.NUM_SMS": 7, "sizes.cdiv": 9})
+    before = sizes.NUM_SMS, sizes.cdiv(8, 4)
+    with launch.in_force():
+        assert (sizes.NUM_SMS, sizes.cdiv(8, 4)) == (7, 9)
+    assert (sizes.NUM_SMS, sizes.cdiv(8, 4)) == before
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
