@@ -44,7 +44,8 @@ __all__ = [
 ]
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() < PRODUCT_CAPABILITY, reason="no products in FP8 on this GPU"
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < PRODUCT_CAPABILITY,
+    reason="no products in FP8 on this GPU",
 )
 
 DEVICE = "cuda"
