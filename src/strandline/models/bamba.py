@@ -21,6 +21,8 @@ from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
+Layer = DecoderLayer[Attention | Mamba2Layer, GatedMlp]
+
 
 def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -39,7 +41,7 @@ def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
     max_position = read_max_position(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
-    def build_layer(kind: str) -> DecoderLayer:
+    def build_layer(kind: str) -> Layer:
         is_attention = kind == "full_attention"
         mixer = Attention(attention, site) if is_attention else Mamba2Layer(mamba2, site)
         return pre_norm_layer(mixer, GatedMlp(mlp, site), norm, hidden_size, site)
@@ -49,13 +51,11 @@ def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from renamed(decoder.targets("model.", names), {"norm": "final_layernorm"})
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
-        assert isinstance(mixer, Attention | Mamba2Layer)
-        assert isinstance(mlp, GatedMlp)
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}pre_ff_layernorm.weight", whole(layer.mlp_norm_E)
         yield from mixer.targets(f"{prefix}{'self_attn' if isinstance(mixer, Attention) else 'mamba'}.")

@@ -28,6 +28,8 @@ LAYER_TYPES: Final = ("hybrid",)
 
 MAX_MULTIPLIER: Final = 1e4
 
+Layer = DecoderLayer[ParallelMixer, ScaledGatedMlp]
+
 
 def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -56,7 +58,7 @@ def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
     max_position, num_layers = read_max_position(fields), len(read_layer_types(fields, LAYER_TYPES))
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
-    def build_layer() -> DecoderLayer:
+    def build_layer() -> Layer:
         mixers = (Attention(attention, site), Mamba2Layer(mamba2, site))
         part = ScaledGatedMlp(mlp, gate_multiplier, mlp_multiplier, site)
         return pre_norm_layer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, site)
@@ -99,13 +101,11 @@ def _multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
     return values
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from renamed(decoder.targets("model.", names), {"norm": "final_layernorm"})
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
-        assert isinstance(mixer, ParallelMixer)
-        assert isinstance(mlp, ScaledGatedMlp)
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}pre_ff_layernorm.weight", whole(layer.mlp_norm_E)
         yield from mixer.attention.targets(f"{prefix}self_attn.")

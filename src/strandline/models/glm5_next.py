@@ -42,6 +42,8 @@ INDEXER_TYPES: Final = ("full", "shared")
 MIN_LOG_DECAY: Final = -100.0
 """Least supported bound of log decays: less leaves nothing of a state."""
 
+Layer = DecoderLayer[KimiDeltaAttention | IndexedLatentAttention, ClampedMoe | ClampedMlp]
+
 
 def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -58,7 +60,7 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
     mlp, moe, limit = GatedMlpConfig.read(fields), read_experts(fields), read_limit(fields)
     choice = GroupChoice()
 
-    def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> DecoderLayer:
+    def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> Layer:
         mixer: IndexedLatentAttention | KimiDeltaAttention
         if kind == ATTENTION:
             index = TokenIndex(attention, site) if indexer_kind == "full" else None
@@ -104,9 +106,7 @@ def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
     return replace(config, lower_bound=fields.number("linear_lower_bound", at_least=MIN_LOG_DECAY, at_most=0))
 
 
-def _published(
-    decoder: Decoder, last_mix: StreamMean, layers: Sequence[DecoderLayer], names: frozenset[str]
-) -> NamedTargets:
+def _published(decoder: Decoder, last_mix: StreamMean, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     yield "model.norm.weight", whole(last_mix.norm_E)
@@ -114,14 +114,13 @@ def _published(
         yield from _published_layer(layer, f"model.layers.{index}.", names)
 
 
-def _published_layer(layer: DecoderLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
+def _published_layer(layer: Layer, prefix: str, names: frozenset[str]) -> NamedTargets:
     mixer, mlp = layer.mixer, layer.mlp
     norms = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
     for (part, norm), mix in zip(norms.items(), mixes_of(layer), strict=True):
         assert isinstance(mix, HyperConnection)
         yield from mix.targets(f"{prefix}hc_{part}_")
         yield f"{prefix}{norm}.weight", whole(mix.norm_E)
-    assert isinstance(mixer, KimiDeltaAttention | IndexedLatentAttention)
     for name, target in mixer.targets(f"{prefix}self_attn."):
         if isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log"):
             yield name, sharded(mixer.A_log_H, mixer.shard)  # published with one dimension
@@ -130,5 +129,4 @@ def _published_layer(layer: DecoderLayer, prefix: str, names: frozenset[str]) ->
     if isinstance(mlp, ClampedMoe):
         yield from mlp.targets(f"{prefix}mlp.", names, "gate.e_score_correction_bias")
     else:
-        assert isinstance(mlp, ClampedMlp)
         yield from mlp.targets(f"{prefix}mlp.")

@@ -29,6 +29,8 @@ LAYER_TYPES: Final = ("full_attention", "linear_attention")
 MAX_MULTIPLIER: Final = 1e4
 MIN_DIVISOR: Final = 1e-4
 
+Layer = DecoderLayer[Attention | Mamba2Layer, GatedMlp | SparseMoe]
+
 
 def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -50,7 +52,7 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     max_position = read_max_position(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
-    def build_layer(kind: str) -> DecoderLayer:
+    def build_layer(kind: str) -> Layer:
         is_attention = kind == "full_attention"
         return pre_norm_layer(
             Attention(attention, site) if is_attention else Mamba2Layer(mamba2, site),
@@ -89,19 +91,17 @@ def _read_mlp(fields: Fields) -> GatedMlpConfig | SparseMoeConfig:
     )
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
-        assert isinstance(mixer, Attention | Mamba2Layer)
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
         yield from mixer.targets(f"{prefix}{'self_attn' if isinstance(mixer, Attention) else 'mamba'}.")
         if isinstance(mlp, SparseMoe):
             yield from _moe_targets(mlp, prefix)
             continue
-        assert isinstance(mlp, GatedMlp)
         yield from mlp.gate_up.targets(f"{prefix}shared_mlp.input_linear.")
         yield from mlp.down.targets(f"{prefix}shared_mlp.output_linear.")
 

@@ -133,7 +133,7 @@ class ConvolvedLayerMemory:
     mlp_window: tuple[Tensor, ReplayLog]
 
 
-class ConvolvedLayer(DecoderLayer):
+class ConvolvedLayer(DecoderLayer[RelativeAttention, GatedMlp | SharedRouterMoe]):
     """Attention, then a feed-forward part, which is scaled; what each adds to the stream is convolved over time.
 
     Every rank convolves what all ranks together add.
@@ -204,7 +204,7 @@ class NormedDecoder(Decoder):
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[ConvolvedLayer],
         norm: ResidualNorm,
         shape: tuple[int, int],
         num_published: int,
@@ -302,17 +302,17 @@ def _targets(decoder: Decoder, layers: Sequence[ConvolvedLayer], prefix: str, na
     for index, layer in enumerate(layers):
         of_layer = f"{prefix}layers.{index}."
         yield from layer.targets(of_layer)
-        assert isinstance(layer.mixer, RelativeAttention)
         yield from layer.mixer.targets(f"{of_layer}self_attn.")
         yield from _mlp_targets(layer.mlp, f"{of_layer}mlp.", names, is_published=prefix == PUBLISHED)
 
 
-def _mlp_targets(mlp: object, prefix: str, names: frozenset[str], *, is_published: bool) -> NamedTargets:
+def _mlp_targets(
+    mlp: GatedMlp | SharedRouterMoe, prefix: str, names: frozenset[str], *, is_published: bool
+) -> NamedTargets:
     if isinstance(mlp, SharedRouterMoe):
         bias_name = "gate.e_score_correction_bias"
         yield from mlp.published_targets(prefix, bias_name) if is_published else mlp.targets(prefix, names, bias_name)
         return
-    assert isinstance(mlp, GatedMlp)
     if not is_published:
         yield from mlp.targets(prefix, names)
         return

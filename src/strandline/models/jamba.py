@@ -37,6 +37,8 @@ FINAL_NORM: Final = {"norm": "final_layernorm"}
 ROUTER: Final = {"gate": "router"}
 """Published names that differ from other families'."""
 
+Layer = DecoderLayer[Attention | Mamba1Layer, GatedMlp | SparseMoe]
+
 
 def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -50,7 +52,7 @@ def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
     mamba, mlp, moe = _read_mamba(fields), GatedMlpConfig.read(fields), _read_experts(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
-    def build_layer(index: int, kind: str) -> DecoderLayer:
+    def build_layer(index: int, kind: str) -> Layer:
         is_attention, is_sparse = kind == "full_attention", _is_sparse(fields, index)
         return pre_norm_layer(
             Attention(attention, site) if is_attention else Mamba1Layer(mamba, site),
@@ -99,14 +101,12 @@ def _read_experts(fields: Fields) -> SparseMoeConfig:
     )
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from renamed(decoder.targets("model.", names), FINAL_NORM)
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}pre_ff_layernorm.weight", whole(layer.mlp_norm_E)
-        assert isinstance(mixer, Attention | Mamba1Layer)
         yield from mixer.targets(f"{prefix}{'mamba' if isinstance(mixer, Mamba1Layer) else 'self_attn'}.")
-        assert isinstance(mlp, GatedMlp | SparseMoe)
         yield from renamed(mlp.targets(f"{prefix}feed_forward.", names), ROUTER)

@@ -30,6 +30,8 @@ LATENT_EPS: Final = 1e-6
 EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Published names that differ from other families'."""
 
+Layer = DecoderLayer[KimiDeltaAttention | LatentAttention, SigmoidMoe | GatedMlp]
+
 
 def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -49,7 +51,7 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
     mlp, moe = GatedMlpConfig.read(fields), read_experts(fields)
     norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
 
-    def build_layer(kind: str, mlp_kind: str) -> DecoderLayer:
+    def build_layer(kind: str, mlp_kind: str) -> Layer:
         is_linear, is_sparse = kind == "linear_attention", mlp_kind == "sparse"
         return pre_norm_layer(
             KimiDeltaAttention(delta, site) if is_linear else LatentAttention(latent, site),
@@ -65,19 +67,17 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
-        assert isinstance(mixer, KimiDeltaAttention | LatentAttention)
         yield from mixer.targets(f"{prefix}self_attn.")
         if isinstance(mlp, SigmoidMoe):
             yield from _expert_targets(mlp, f"{prefix}block_sparse_moe.", names)
             continue
-        assert isinstance(mlp, GatedMlp)
         # In models saved by transformers, dense parts have the experts' name.
         is_resaved = f"{prefix}block_sparse_moe.gate_proj.weight" in names
         yield from mlp.targets(f"{prefix}{'block_sparse_moe' if is_resaved else 'mlp'}.", names)

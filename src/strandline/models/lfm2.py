@@ -39,6 +39,8 @@ PUBLISHED: Final = {
 }
 """Published names that differ from other families'."""
 
+Layer = DecoderLayer[Attention | ShortConv, SigmoidMoe | GatedMlp]
+
 
 def build_lfm2(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -100,7 +102,7 @@ def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig
     attention = AttentionConfig.read(fields, QueryKeyNorm.PLAIN, eps=eps, has_bias=False)
     conv, norm, hidden_size = ShortConvConfig.read(fields), plain(eps), attention.hidden_size
 
-    def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> DecoderLayer:
+    def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> Layer:
         return pre_norm_layer(
             Attention(attention, site) if kind == "full_attention" else ShortConv(conv, site),
             SigmoidMoe(mlp, site) if isinstance(mlp, SigmoidMoeConfig) else GatedMlp(mlp, site),
@@ -115,7 +117,7 @@ def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from renamed(decoder.targets("model.", names), PUBLISHED)
     for index, layer in enumerate(layers):
@@ -125,10 +127,8 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
         if isinstance(mixer, ShortConv):
             yield from mixer.targets(f"{prefix}conv.")
         else:
-            assert isinstance(mixer, Attention)
             yield from renamed(mixer.targets(f"{prefix}self_attn."), PUBLISHED)
         if isinstance(mlp, SigmoidMoe):
             yield from renamed(mlp.targets(f"{prefix}feed_forward.", names, "expert_bias"), PUBLISHED)
         else:
-            assert isinstance(mlp, GatedMlp)
             yield from renamed(mlp.targets(f"{prefix}feed_forward.", names), PUBLISHED)

@@ -21,6 +21,8 @@ from strandline.models.layers.targets import NamedTargets, whole
 
 LAYER_TYPES: Final = ("full_attention",)
 
+Layer = DecoderLayer[Attention, GatedMlp | SparseMoe]
+
 
 def build_llama(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -66,13 +68,11 @@ def build(
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
-        assert isinstance(mixer, Attention)
-        assert isinstance(mlp, GatedMlp | SparseMoe)
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
         yield from mixer.targets(f"{prefix}self_attn.")

@@ -32,6 +32,8 @@ LAYER_TYPES: Final = ("linear_attention",)
 PUBLISHED: Final = {"embed_tokens": "embeddings", "norm": "norm_f"}
 """Published names that differ from other families'."""
 
+Layer = DecoderLayer[Mamba1Layer, None]
+
 
 def build_mamba(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -75,11 +77,10 @@ def _build(fields: Fields, norm: InnerNorm, inner_eps: float, site: Site) -> Cau
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from renamed(decoder.targets("backbone.", names), PUBLISHED)
     for index, layer in enumerate(layers):
         prefix, mixer = f"backbone.layers.{index}.", layer.mixer
-        assert isinstance(mixer, Mamba1Layer)
         yield f"{prefix}norm.weight", whole(layer.mixer_norm_E)
         yield from mixer.targets(f"{prefix}mixer.")

@@ -32,6 +32,8 @@ LAYER_TYPES: Final = ("linear_attention",)
 
 OLD_EMBEDDING: Final = "backbone.embedding.weight"
 
+Layer = DecoderLayer[Mamba2Layer, None]
+
 
 def build_mamba2(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -52,12 +54,11 @@ def build_mamba2(config: ModelConfig, site: Site) -> CausalLM:
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     embedding = "embedding" if OLD_EMBEDDING in names else "embeddings"
     yield from renamed(decoder.targets("backbone.", names), {"embed_tokens": embedding, "norm": "norm_f"})
     for index, layer in enumerate(layers):
         prefix, mixer = f"backbone.layers.{index}.", layer.mixer
-        assert isinstance(mixer, Mamba2Layer)
         yield f"{prefix}norm.weight", whole(layer.mixer_norm_E)
         yield from mixer.targets(f"{prefix}mixer.")

@@ -30,6 +30,8 @@ PUBLISHED: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 MAX_BLOCK_SIZE: Final = 2**14
 MAX_FACTOR: Final = 1e4
 
+Layer = DecoderLayer[Attention | LightningAttention, SparseMoe]
+
 
 def build_minimax(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -50,7 +52,7 @@ def build_minimax(config: ModelConfig, site: Site) -> CausalLM:
     rotary_dim = fields.size("rotary_dim", at_least=2, at_most=attention.head_dim) if has_rotary_dim else None
     rotary = rotary_frequencies(fields, rotary_dim=rotary_dim)
 
-    def build_layer(index: int, kind: str) -> DecoderLayer:
+    def build_layer(index: int, kind: str) -> Layer:
         is_linear = kind == "linear_attention"
         lightning = _read_lightning(fields, attention, index / (len(layer_types) - 1 + 1e-5))
         mixer_scale = _read_scale(fields, "linear_attn" if is_linear else "full_attn")
@@ -96,7 +98,7 @@ def _read_experts(fields: Fields) -> SparseMoeConfig:
     )
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
@@ -106,7 +108,5 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
         if isinstance(mixer, LightningAttention):
             yield from mixer.targets(f"{prefix}self_attn.", names)
         else:
-            assert isinstance(mixer, Attention)
             yield from mixer.targets(f"{prefix}self_attn.")
-        assert isinstance(mlp, SparseMoe)
         yield from renamed(mlp.targets(f"{prefix}block_sparse_moe.", names), PUBLISHED)

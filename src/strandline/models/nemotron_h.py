@@ -49,6 +49,8 @@ NAMES: Final = Mamba2Names(
     has_conv_bias="use_conv_bias",
 )
 
+Layer = DecoderLayer[Attention | Mamba2Layer | None, ReluSquaredMlp | ReluSquaredMoe | None]
+
 
 def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -72,7 +74,7 @@ def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
     norm, hidden_size = plain(eps), attention.hidden_size
     experts = _read_experts(fields) if "moe" in layer_types else None
 
-    def build_layer(*kinds: str) -> DecoderLayer:
+    def build_layer(*kinds: str) -> Layer:
         mixer: Attention | Mamba2Layer | None = None
         mlp: ReluSquaredMlp | ReluSquaredMoe | None = None
         for kind in kinds:
@@ -126,7 +128,7 @@ def _read_experts(fields: Fields) -> ReluSquaredMoeConfig:
     )
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from renamed(decoder.targets("backbone.", names), {"embed_tokens": "embeddings", "norm": "norm_f"})
     for index, layer in enumerate(layers):
@@ -143,9 +145,9 @@ def _published_draft_layer(draft: DraftLayer, names: frozenset[str]) -> NamedTar
     yield from _published_parts(draft.layer, "mtp.layers.", 0, names)
 
 
-def _published_parts(layer: DecoderLayer, prefix: str, first: int, names: frozenset[str]) -> NamedTargets:
+def _published_parts(layer: Layer, prefix: str, first: int, names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors of a layer, each of whose parts is a layer there, numbered from ``first`` on."""
-    parts: list[tuple[object, Tensor]] = []
+    parts: list[tuple[Attention | Mamba2Layer | ReluSquaredMlp | ReluSquaredMoe, Tensor]] = []
     if layer.mixer is not None:
         parts.append((layer.mixer, layer.mixer_norm_E))
     if layer.mlp is not None:
@@ -155,5 +157,4 @@ def _published_parts(layer: DecoderLayer, prefix: str, first: int, names: frozen
         if isinstance(part, ReluSquaredMlp | ReluSquaredMoe):
             yield from part.targets(f"{prefix}{index}.mixer.", names)
         else:
-            assert isinstance(part, Attention | Mamba2Layer)
             yield from part.targets(f"{prefix}{index}.mixer.")

@@ -29,6 +29,8 @@ LAYER_TYPES: Final = ("full_attention", "linear_attention")
 OUTPUT_NORM_EPS: Final = 1e-5
 """Epsilon of the gated norm, independent of the other norms'."""
 
+Layer = DecoderLayer[Attention | GatedDeltaNet, GatedMlp]
+
 
 def build_olmo_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -44,7 +46,7 @@ def build_olmo_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     gated_delta = replace(GatedDeltaNetConfig.read(fields), eps=OUTPUT_NORM_EPS, max_beta=max_beta)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
-    def build_layer(kind: str) -> DecoderLayer:
+    def build_layer(kind: str) -> Layer:
         if kind == "full_attention":
             residuals = PostNorm(norm, hidden_size, site), PostNorm(norm, hidden_size, site)
             return DecoderLayer(Attention(attention, site), GatedMlp(mlp, site), *residuals)
@@ -64,19 +66,17 @@ def _read_rotary(fields: Fields) -> RotaryFrequencies | None:
     return rotary_frequencies(fields)
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
-        assert isinstance(mlp, GatedMlp)
         yield from mlp.targets(f"{prefix}mlp.", names)
         if isinstance(mixer, GatedDeltaNet):
             yield f"{prefix}attention_layer_norm.weight", whole(layer.mixer_norm_E)
             yield f"{prefix}feedforward_layer_norm.weight", whole(layer.mlp_norm_E)
             yield from _gated_delta_targets(mixer, f"{prefix}linear_attn.")
             continue
-        assert isinstance(mixer, Attention)
         # In models saved by transformers, this norm has the name of the other layer kind's second norm.
         resaved = f"{prefix}feedforward_layer_norm.weight"
         mixer_norm = resaved if resaved in names else f"{prefix}post_attention_layernorm.weight"

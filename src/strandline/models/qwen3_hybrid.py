@@ -6,7 +6,6 @@ Source: ``transformers`` (``qwen3_next``, ``qwen3_5``).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Final
 
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
@@ -29,6 +28,8 @@ InProjTargets = Callable[[GatedDeltaNet, str], NamedTargets]
 
 
 MlpConfig = GatedMlpConfig | SparseMoeConfig
+
+Layer = DecoderLayer[GatedAttention | GatedDeltaNet, GatedMlp | SparseMoe]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,64 +76,30 @@ def build(
         in_proj_targets: the family's input projections, which differ in their published order.
     """
     norm = zero_centered(config.attention.eps)
-    parts = [
-        _build_layer(config, kind, _build_mlp(mlp, site), norm, in_proj_targets, site)
-        for kind, mlp in zip(config.layer_types, mlps, strict=True)
-    ]
-    layers, shape = [part.layer for part in parts], (config.vocab_size, config.attention.hidden_size)
+    layers = [_build_layer(config, *kinds, norm, site) for kinds in zip(config.layer_types, mlps, strict=True)]
+    shape = (config.vocab_size, config.attention.hidden_size)
     decoder = Decoder(layers, PreNorm(norm, shape[1], site), config.rotary, shape, site, is_tied=is_tied)
 
     def build_draft_layer() -> DraftLayer:
-        mlp = _build_mlp(mlps[-1], site)
-        part = _build_layer(config, "full_attention", mlp, norm, in_proj_targets, site)
-        published = partial(_published_draft_layer, part)
-        return DraftLayer(part.layer, published, norm, config.attention.hidden_size, site)
+        layer = _build_layer(config, "full_attention", mlps[-1], norm, site)
+        published = partial(_published_draft_layer, layer, in_proj_targets)
+        return DraftLayer(layer, published, norm, config.attention.hidden_size, site)
 
     return CausalLM(
         decoder,
         config.max_position,
-        partial(_published, decoder, parts),
+        partial(_published, decoder, layers, in_proj_targets),
         build_draft_layer if config.has_draft_layer else None,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer, and where its published tensors go."""
-
-    layer: DecoderLayer
-    mixer_name: str
-    mixer_targets: Callable[[str], NamedTargets]
-    mlp_targets: Callable[[str, frozenset[str]], NamedTargets]
-
-    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
-        yield f"{prefix}input_layernorm.weight", whole(self.layer.mixer_norm_E)
-        yield f"{prefix}post_attention_layernorm.weight", whole(self.layer.mlp_norm_E)
-        yield from self.mlp_targets(f"{prefix}mlp.", names)
-        yield from self.mixer_targets(f"{prefix}{self.mixer_name}.")
-
-
-def _build_layer(
-    config: HybridConfig,
-    kind: str,
-    mlp: GatedMlp | SparseMoe,
-    norm: ResidualNorm,
-    in_proj_targets: InProjTargets,
-    site: Site,
-) -> _Layer:
-    hidden_size = config.attention.hidden_size
+def _build_layer(config: HybridConfig, kind: str, mlp: MlpConfig, norm: ResidualNorm, site: Site) -> Layer:
+    mixer: GatedAttention | GatedDeltaNet
     if kind == "full_attention":
-        attention = GatedAttention(config.attention, site)
-        layer = pre_norm_layer(attention, mlp, norm, hidden_size, site)
-        return _Layer(layer, "self_attn", attention.targets, mlp.targets)
-    gated_delta = GatedDeltaNet(config.gated_delta, site)
-    layer = pre_norm_layer(gated_delta, mlp, norm, hidden_size, site)
-    return _Layer(
-        layer,
-        "linear_attn",
-        lambda prefix: chain(gated_delta.targets(prefix), in_proj_targets(gated_delta, prefix)),
-        mlp.targets,
-    )
+        mixer = GatedAttention(config.attention, site)
+    else:
+        mixer = GatedDeltaNet(config.gated_delta, site)
+    return pre_norm_layer(mixer, _build_mlp(mlp, site), norm, config.attention.hidden_size, site)
 
 
 def _build_mlp(config: MlpConfig, site: Site) -> GatedMlp | SparseMoe:
@@ -141,17 +108,33 @@ def _build_mlp(config: MlpConfig, site: Site) -> GatedMlp | SparseMoe:
     return GatedMlp(config, site)
 
 
-def _published(decoder: Decoder, layers: Sequence[_Layer], names: frozenset[str]) -> NamedTargets:
+def _published(
+    decoder: Decoder, layers: Sequence[Layer], in_proj_targets: InProjTargets, names: frozenset[str]
+) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
-        yield from layer.targets(f"model.layers.{index}.", names)
+        yield from _published_layer(layer, in_proj_targets, f"model.layers.{index}.", names)
 
 
-def _published_draft_layer(layer: _Layer, draft: DraftLayer, names: frozenset[str]) -> NamedTargets:
+def _published_draft_layer(
+    layer: Layer, in_proj_targets: InProjTargets, draft: DraftLayer, names: frozenset[str]
+) -> NamedTargets:
     """Yield the published tensors of a draft layer, and of the layer in it."""
     yield "mtp.fc.weight", whole(draft.fc.weight_OI)
     yield "mtp.pre_fc_norm_embedding.weight", whole(draft.embedding_norm_E)
     yield "mtp.pre_fc_norm_hidden.weight", whole(draft.hidden_norm_E)
     yield "mtp.norm.weight", whole(draft.final.norm_E)
-    yield from layer.targets("mtp.layers.0.", names)
+    yield from _published_layer(layer, in_proj_targets, "mtp.layers.0.", names)
+
+
+def _published_layer(layer: Layer, in_proj_targets: InProjTargets, prefix: str, names: frozenset[str]) -> NamedTargets:
+    mixer = layer.mixer
+    yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+    yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
+    yield from layer.mlp.targets(f"{prefix}mlp.", names)
+    if isinstance(mixer, GatedAttention):
+        yield from mixer.targets(f"{prefix}self_attn.")
+    else:
+        yield from mixer.targets(f"{prefix}linear_attn.")
+        yield from in_proj_targets(mixer, f"{prefix}linear_attn.")

@@ -33,6 +33,8 @@ from strandline.models.qwen3_5 import in_proj_targets
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
 
+Layer = DecoderLayer[IndexedAttention | GatedDeltaNet, SparseMoe]
+
 
 def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -47,7 +49,7 @@ def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
     moe = SparseMoeConfig.read(fields, is_normalised=fields.flag("norm_topk_prob"))
     ngrams = _read_ngrams(fields, layer_types, streams.num_streams)
 
-    def build_layer(index: int, kind: str) -> DecoderLayer:
+    def build_layer(index: int, kind: str) -> Layer:
         mixer: IndexedAttention | GatedDeltaNet
         mixer = IndexedAttention(attention, site) if kind == ATTENTION else GatedDeltaNet(gated_delta, site)
         residuals = StreamsResidual(GatedMix(streams, site)), StreamsResidual(GatedMix(streams, site))
@@ -80,7 +82,7 @@ def _read_ngrams(fields: Fields, layer_types: Sequence[str], num_streams: int) -
 
 
 def _published(
-    decoder: Decoder, last_mix: LastGatedMix, layers: Sequence[DecoderLayer], names: frozenset[str]
+    decoder: Decoder, last_mix: LastGatedMix, layers: Sequence[Layer], names: frozenset[str]
 ) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
@@ -89,7 +91,7 @@ def _published(
         yield from _published_layer(layer, f"model.layers.{index}.", names)
 
 
-def _published_layer(layer: DecoderLayer, prefix: str, names: frozenset[str]) -> NamedTargets:
+def _published_layer(layer: Layer, prefix: str, names: frozenset[str]) -> NamedTargets:
     mixer, mlp = layer.mixer, layer.mlp
     for part, mix in zip(("attn", "mlp"), mixes_of(layer), strict=True):
         assert isinstance(mix, GatedMix)
@@ -97,10 +99,8 @@ def _published_layer(layer: DecoderLayer, prefix: str, names: frozenset[str]) ->
     if isinstance(mixer, IndexedAttention):
         yield from mixer.targets(f"{prefix}self_attn.")
     else:
-        assert isinstance(mixer, GatedDeltaNet)
         yield from mixer.targets(f"{prefix}linear_attn.")
         yield from in_proj_targets(mixer, f"{prefix}linear_attn.")
-    assert isinstance(mlp, SparseMoe)
     yield from mlp.targets(f"{prefix}mlp.", names)
     if isinstance(layer, FeaturesLayer):
         yield from layer.features.targets(f"{prefix}ple.", names)

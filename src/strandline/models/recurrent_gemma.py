@@ -26,6 +26,8 @@ from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 LAYER_TYPES: Final = ("linear_attention", "sliding_attention")
 
+Layer = DecoderLayer[Attention | GriffinLayer, GeluMlp]
+
 
 def build_recurrent_gemma(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -41,7 +43,7 @@ def build_recurrent_gemma(config: ModelConfig, site: Site) -> CausalLM:
     griffin, mlp_size = _read_griffin(fields), fields.size("intermediate_size", at_least=2) // 2
     norm, hidden_size = zero_centered(read_eps(fields)), attention.hidden_size
 
-    def build_layer(kind: str) -> DecoderLayer:
+    def build_layer(kind: str) -> Layer:
         return pre_norm_layer(
             Attention(attention, site) if kind == "sliding_attention" else GriffinLayer(griffin, site),
             GeluMlp(hidden_size, mlp_size, site),
@@ -73,14 +75,12 @@ def _read_griffin(fields: Fields) -> GriffinConfig:
     return GriffinConfig(fields.size("hidden_size"), size, num_blocks, num_taps)
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from renamed(decoder.targets("model.", names), {"norm": "final_norm"})
     for index, layer in enumerate(layers):
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
         yield f"{prefix}temporal_pre_norm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}channel_pre_norm.weight", whole(layer.mlp_norm_E)
-        assert isinstance(mixer, Attention | GriffinLayer)
         yield from mixer.targets(f"{prefix}temporal_block.")
-        assert isinstance(mlp, GeluMlp)
         yield from mlp.targets(f"{prefix}mlp_block.")

@@ -37,6 +37,8 @@ NAMES: Final = Mamba2Names(
 GATED_NORM_EPS: Final = 1e-5
 """Epsilon of the Mamba-2 layers' norm, independent of the other norms'."""
 
+Layer = DecoderLayer[Mamba2Layer | SharedBlockUse, None]
+
 
 def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
     """Build the model of a configuration, with unfilled parameters.
@@ -56,7 +58,7 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
     def embed(token_ids_T: Tensor) -> Tensor:
         return decoder.embedding(token_ids_T)
 
-    def build_layer(index: int, kind: str) -> DecoderLayer:
+    def build_layer(index: int, kind: str) -> Layer:
         mamba = Mamba2Layer(mamba2, site)
         if kind == "linear_attention":
             return pre_norm_layer(mamba, None, norm, block.hidden_size, site)
@@ -86,7 +88,7 @@ def _read_block(fields: Fields) -> SharedBlockConfig:
 
 
 def _published(
-    decoder: Decoder, layers: Sequence[DecoderLayer], blocks: Sequence[SharedBlock], names: frozenset[str]
+    decoder: Decoder, layers: Sequence[Layer], blocks: Sequence[SharedBlock], names: frozenset[str]
 ) -> NamedTargets:
     """Yield the published tensors; a block is published with the first layer that uses it."""
     yield from renamed(decoder.targets("model.", names), {"norm": "final_layernorm"})
@@ -98,7 +100,6 @@ def _published(
             yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
             yield from mixer.targets(f"{prefix}mamba.")
             continue
-        assert isinstance(mixer, SharedBlockUse)
         if num_uses < len(blocks):
             block_prefixes.append(f"{prefix}shared_transformer.")
             yield from blocks[num_uses].targets(block_prefixes[-1])

@@ -31,6 +31,8 @@ from strandline.models.layers.targets import NamedTargets, whole
 LAYER_TYPE: Final = "hybrid"
 """The only type of layer that is supported: the other has a window, and rotary frequencies of its own."""
 
+Layer = DecoderLayer[ConvolvedAttention, SkippingMoe]
+
 
 class ChannelScale(nn.Module):
     """What a vector of the stream is shifted, and then multiplied by."""
@@ -103,7 +105,7 @@ def build_zaya(config: ModelConfig, site: Site) -> CausalLM:
     rotary = rotary_frequencies(fields, layer_type=LAYER_TYPE)
     norm, hidden_size, state = plain(moe.eps), moe.hidden_size, RouterState()
 
-    def build_layer(index: int) -> DecoderLayer:
+    def build_layer(index: int) -> Layer:
         is_first = index == 0
         mixer, experts = ConvolvedAttention(attention, site), SkippingMoe(moe, state, site, is_first=is_first)
         embedded = ChannelScale(hidden_size, site) if is_first else None
@@ -116,7 +118,7 @@ def build_zaya(config: ModelConfig, site: Site) -> CausalLM:
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 
-def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
@@ -130,7 +132,5 @@ def _published(decoder: Decoder, layers: Sequence[DecoderLayer], names: frozense
         yield f"{prefix}post_attention_layernorm.weight", whole(before_mlp.norm_E)
         yield from before_mixer.targets(f"{prefix}post_attention_residual_scale")
         yield from before_mlp.targets(f"{prefix}post_mlp_residual_scale")
-        assert isinstance(mixer, ConvolvedAttention)
         yield from mixer.targets(f"{prefix}self_attn.")
-        assert isinstance(mlp, SkippingMoe)
         yield from mlp.targets(f"{prefix}mlp.", names)

@@ -7,7 +7,7 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,13 @@ class ReplayingMixer(Mixer, Protocol):
         """Advance the states over logged tokens alone; the batch has no rows of its own."""
 
 
-class DecoderLayer(nn.Module):
+MixerT_co = TypeVar("MixerT_co", bound=Mixer | None, covariant=True)
+FeedForwardT_co = TypeVar("FeedForwardT_co", bound=FeedForward | None, covariant=True)
+MixerT = TypeVar("MixerT", bound=Mixer | None)
+FeedForwardT = TypeVar("FeedForwardT", bound=FeedForward | None)
+
+
+class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
     """A mixer, a feed-forward part, or one and then the other, each connected to the residual stream.
 
     Args:
@@ -74,8 +80,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        mixer: Mixer | None,
-        mlp: FeedForward | None,
+        mixer: MixerT_co,
+        mlp: FeedForwardT_co,
         mixer_residual: Residual | None,
         mlp_residual: Residual | None,
     ) -> None:
@@ -147,14 +153,8 @@ def norm_of(residual: object) -> Tensor:
 
 
 def pre_norm_layer(
-    mixer: Mixer | None,
-    mlp: FeedForward | None,
-    norm: ResidualNorm,
-    hidden_size: int,
-    site: Site,
-    *,
-    multiplier: float = 1.0,
-) -> DecoderLayer:
+    mixer: MixerT, mlp: FeedForwardT, norm: ResidualNorm, hidden_size: int, site: Site, *, multiplier: float = 1.0
+) -> DecoderLayer[MixerT, FeedForwardT]:
     """Return a layer whose parts read the normalised stream.
 
     Args:
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[DecoderLayer[Any, Any]],
         ends: StreamEnds,
         rotary: RotaryFrequencies | None,
         shape: tuple[int, int],

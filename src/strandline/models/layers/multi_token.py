@@ -46,7 +46,7 @@ class DraftLayer(nn.Module):
 
     def __init__(
         self,
-        layer: DecoderLayer,
+        layer: DecoderLayer[Any, Any],
         published: Callable[["DraftLayer", frozenset[str]], NamedTargets],
         norm: ResidualNorm,
         hidden_size: int,

@@ -16,7 +16,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.operation import Operation
-from strandline.models.layers.decoder import DecoderLayer, FeedForward, Mixer
+from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, MixerT_co
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesMemory
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.targets import NamedTargets
@@ -90,7 +90,7 @@ class StreamsResidual(nn.Module):
         return Streams(stream_TSE + self._sum(out).unsqueeze(1) * weight_TS1)
 
 
-def mixes_of(layer: DecoderLayer) -> tuple[StreamMix, StreamMix]:
+def mixes_of(layer: DecoderLayer[Any, Any]) -> tuple[StreamMix, StreamMix]:
     """Return what mixes the streams before the mixer, and before the feed-forward part."""
     before_mixer, before_mlp = layer.mixer_residual, layer.mlp_residual
     assert isinstance(before_mixer, StreamsResidual)
@@ -138,13 +138,13 @@ class FeaturesLayerMemory:
     features: NgramFeaturesMemory
 
 
-class FeaturesLayer(DecoderLayer):
+class FeaturesLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
     """A layer that first adds features of n-grams to the streams."""
 
     def __init__(
         self,
-        mixer: Mixer,
-        mlp: FeedForward,
+        mixer: MixerT_co,
+        mlp: FeedForwardT_co,
         residuals: tuple[StreamsResidual, StreamsResidual],
         features: NgramFeatures,
     ) -> None:
