@@ -1,8 +1,8 @@
 """A small random model that speaks the demo model's tokens, and whose draft layer agrees with it on most of them.
 
 Tests that compare engines with each other, and need text or drafts, run it: a step takes a fraction of the demo model's
-computing. The next token follows mostly from the last one, by random embeddings; the layers change it now and then. The
-draft layer sees the last token, too, so that it drafts the same unless the layers change it.
+computing. The next token follows from the last one, in short cycles, unless the layers choose another: every few
+tokens. The draft layer sees the last token, too, so that it drafts the same unless the layers choose another.
 """
 
 import atexit
@@ -23,7 +23,9 @@ from tests.cpu.engine.tiny import save_tiny_model
 VOCAB_SIZE: Final = 4096
 HIDDEN_SIZE: Final = 32
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-LAYERS_RANGE: Final = 0.1
+CYCLE_TOKENS: Final = 8
+"""Tokens that follow one another, and begin anew."""
+LAYERS_RANGE: Final = 0.15
 """Standard deviation of the layers' weights: the larger, the more often context decides the next token."""
 
 
@@ -54,8 +56,9 @@ def save_small_demo(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
     tensors = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(2)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
+    embedding = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
+    tensors["model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"] = embedding.view(-1, CYCLE_TOKENS, HIDDEN_SIZE).roll(1, 1).flatten(0, 1)
     tensors |= {f"mtp.{name}": tensor for name, tensor in draft_layer(tensors, generator).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 

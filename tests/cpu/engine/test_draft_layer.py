@@ -25,6 +25,7 @@ from strandline.errors import ConfigError
 from strandline.kernels.batch import StepBatch
 from strandline.records.actions import FoldLog
 from strandline.records.plan import StepPlan, StepResult
+from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.tiny import save_tiny_model
 from tools import demo_network
 
@@ -50,8 +51,8 @@ class Spy(DraftLayerDrafter):
         return drafts
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+def maker(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Build LLMs on a model; every step checks the cache."""
     monkeypatch.setenv(DEBUG_CACHE, "1")
 
     def make(num_drafts: int = 2, **options: object) -> LLM:
@@ -59,9 +60,21 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         if num_drafts:
             speculation = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False}
         settings = {"memory": "64MiB", "dtype": "float32", "device": "cpu", "speculative_config": speculation}
-        return LLM("demo", **{**settings, **options})
+        return LLM(model, **{**settings, **options})
 
     return make
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Build LLMs on the demo model."""
+    return maker("demo", monkeypatch)
+
+
+@pytest.fixture
+def make_small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Build LLMs on a small model, for tests that compare engines with each other."""
+    return maker(small_demo(), monkeypatch)
 
 
 def ids(llm: LLM, text: str = PROMPT) -> list[int]:
@@ -137,21 +150,21 @@ def test_tokens_are_those_of_plain_decoding_and_most_drafts_agree(make: Callable
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 64, 65])
-def test_steps_of_any_size_draft_the_same(make: Callable[..., LLM], step_tokens: int) -> None:
-    llm = make(max_num_batched_tokens=4096)
+def test_steps_of_any_size_draft_the_same(make_small: Callable[..., LLM], step_tokens: int) -> None:
+    llm = make_small(max_num_batched_tokens=4096)
     prompt = ids(llm)
     expected = run(llm, prompt)
     # A step of one token has no room for drafts: only what is drafted behind it is compared.
-    found = run(make(max_num_batched_tokens=step_tokens), prompt)
+    found = run(make_small(max_num_batched_tokens=step_tokens), prompt)
     assert found[0] == expected[0]
     if step_tokens > 2:
         assert found[1] == expected[1]
 
 
-def test_drafts_behind_a_hit_are_those_without(make: Callable[..., LLM]) -> None:
-    llm = make()
+def test_drafts_behind_a_hit_are_those_without(make_small: Callable[..., LLM]) -> None:
+    llm = make_small()
     prompt = ids(llm)
-    expected = run(make(enable_prefix_caching=False), prompt)
+    expected = run(make_small(enable_prefix_caching=False), prompt)
     assert len(prompt) > 64
     for position in [*range(1, len(prompt), 7), 63, 65]:
         salt = {"cache_salt": str(position)}
@@ -160,8 +173,8 @@ def test_drafts_behind_a_hit_are_those_without(make: Callable[..., LLM]) -> None
         assert llm.engine.core.stats().hit_tokens >= position
 
 
-def test_a_whole_hit_drafts_at_once(make: Callable[..., LLM]) -> None:
-    llm = make()
+def test_a_whole_hit_drafts_at_once(make_small: Callable[..., LLM]) -> None:
+    llm = make_small()
     prompt = ids(llm)
     expected = run(llm, prompt)
     llm.engine.scheduler.drafts.drafter = spy = Spy()
@@ -211,7 +224,7 @@ def draft_states(llm: LLM) -> dict[int, torch.Tensor]:
     return states
 
 
-@pytest.mark.parametrize("num_rest", [0, 1, 9])
+@pytest.mark.parametrize("num_rest", [0, pytest.param(1, marks=pytest.mark.long), 9])
 def test_hits_that_drafted_nothing_leave_what_drafts_attend_to(make: Callable[..., LLM], num_rest: int) -> None:
     cold, llm = make(enable_prefix_caching=False), keeping(make())
     whole = ids(llm)
@@ -273,11 +286,11 @@ def test_a_model_without_a_draft_layer_says_so(tmp_path_factory: pytest.TempPath
         )
 
 
-def test_synthetic_acceptance_has_the_given_rates(make: Callable[..., LLM]) -> None:
+def test_synthetic_acceptance_has_the_given_rates(make_small: Callable[..., LLM]) -> None:
     rates = [0.8, 0.6]
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     speculation = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False, **synthetic}
-    llm = make(2, speculative_config=speculation)
+    llm = make_small(2, speculative_config=speculation)
     params = SamplingParams(temperature=1, max_tokens=200, ignore_eos=True, n=6, seed=1)
     llm.generate({"prompt_token_ids": ids(llm)}, params, use_tqdm=False)
     stats = llm.engine.core.stats().speculation
@@ -310,7 +323,7 @@ class PaddedGraphs:
         )
 
 
-def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make: Callable[..., LLM]) -> None:
+def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make_small: Callable[..., LLM]) -> None:
     def serve(llm: LLM) -> tuple[list[list[int]], int]:
         llm.engine.scheduler.drafts.chooser = Alternating()
         for index in range(5):
@@ -322,12 +335,12 @@ def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make: C
             outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
         return [outputs[name] for name in sorted(outputs)], llm.engine.core.stats().speculation.num_accepted_tokens
 
-    padded = make(2)
+    padded = make_small(2)
     executor = padded.engine.core.executor
     assert isinstance(executor, UniExecutor)
     graphs = executor.runner._graphs = PaddedGraphs(executor.runner)
     answers, num_accepted = serve(padded)
-    assert (answers, num_accepted) == serve(make(2))
+    assert (answers, num_accepted) == serve(make_small(2))
     assert num_accepted
     assert graphs.num_padded
 
@@ -377,14 +390,14 @@ def test_drafts_behind_plain_steps_are_those_of_the_trained_layer(
     assert llm.engine.core.stats().hit_tokens > 3 * len(prompt)
 
 
-def test_plain_steps_upload_their_batch_once(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_steps_upload_their_batch_once(make_small: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     uploads, to_device = list[int](), runner.to_device
 
     def counted(host: HostBatch, *args: Any) -> DeviceBatch:
         uploads.append(host.num_decodes)
         return to_device(host, *args)
 
-    llm = make(1, **ADAPTIVE)
+    llm = make_small(1, **ADAPTIVE)
     llm.engine.scheduler.drafts.chooser = Alternating((0,))
     monkeypatch.setattr(runner, "to_device", counted)
     run(llm, ids(llm), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
@@ -393,7 +406,7 @@ def test_plain_steps_upload_their_batch_once(make: Callable[..., LLM], monkeypat
 
 @pytest.mark.parametrize("num_plain", [pytest.param(4, marks=pytest.mark.long), 14])
 def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, num_plain: int
+    make_small: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, num_plain: int
 ) -> None:
     plans, num_results, num_ahead = list[StepPlan](), 0, 0
     launch, result = Runner.launch, StepInFlight.result
@@ -416,8 +429,8 @@ def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
         ]
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
-    expected = serve(make(0))
-    llm = make(2, async_scheduling=True, **ADAPTIVE)
+    expected = serve(make_small(0))
+    llm = make_small(2, async_scheduling=True, **ADAPTIVE)
     # One step drafts, the next one verifies, and one more folds what was accepted.
     llm.engine.scheduler.drafts.chooser = Alternating((0,) * (num_plain + 2) + (2,))
     monkeypatch.setattr(Runner, "launch", noted_launch)

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.speculation_hits import SPECULATION, compare, read_sessions
 from strandline import LLM, SamplingParams
 from strandline.bench.synthetic import SYNTHETIC, Conversations, Resends, Workload
+from tests.cpu.engine.small_demo import small_demo
 
 TRACES = Path(__file__).parents[2] / "traces"
 NUM_SESSIONS, NUM_CALLS, MAX_TOKENS = 2, 4, 5
@@ -84,7 +85,7 @@ def test_a_difference_is_found(tmp_path: Path) -> None:
     assert len(comparison.found["b"].differences) == 1
 
 
-ANSWER = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+ANSWER = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PART = 24
 """How many times as long the prompts of the named workloads are."""
 
@@ -134,7 +135,7 @@ def run_workload(llm: LLM, name: str) -> list[tuple[int, list[int]]]:
 
 def test_synthetic_workloads_hit_as_without_drafts() -> None:
     settings = {"memory": "256MiB", "dtype": "float32", "device": "cpu", "max_model_len": 1024}
-    engines = {name: LLM("demo", speculative_config=value, **settings) for name, value in SPECULATION.items()}
+    engines = {name: LLM(small_demo(), speculative_config=value, **settings) for name, value in SPECULATION.items()}
     for name in SYNTHETIC:
         expected = run_workload(engines["plain"], name)
         assert sum(hit for hit, _ in expected) > 0, name

@@ -11,6 +11,7 @@ from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.records.events import SpeculationStats
 from strandline.records.outputs import RequestOutput
+from tests.cpu.engine.small_demo import small_demo
 
 MAX_TOKENS, NUM_DIALOGUES = 24, 5
 SOURCES = [
@@ -21,7 +22,7 @@ SOURCES = [
 
 
 def load(config: dict[str, Any] | None, **options: Any) -> LLM:
-    return LLM("demo", memory="64MiB", dtype="float32", device="cpu", speculative_config=config, **options)
+    return LLM(small_demo(), memory="64MiB", dtype="float32", device="cpu", speculative_config=config, **options)
 
 
 class Dialogue(NamedTuple):
