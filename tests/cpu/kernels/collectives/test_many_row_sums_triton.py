@@ -142,14 +142,14 @@ class Case(NamedTuple):
     first_count: int
     depth: int
     channels: int
+    num_calls: int = 7
 
 
 def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> None:
-    _, dtype, first_count, many_row_sums_triton.DEPTH, channels = case
+    _, dtype, first_count, many_row_sums_triton.DEPTH, channels, num_sizes = case
     num_ranks = len(shared)
     counter_2B, counter_R = counters(num_ranks, first_count), torch.zeros(few_rows.MAX_ROWS, dtype=torch.int32)
-    # More processes than cores take their time.
-    sizes = [size_of(call, num_ranks, dtype) for call in (BLOCKS if num_ranks == 2 else BLOCKS[:7])]
+    sizes = [size_of(call, num_ranks, dtype) for call in BLOCKS[:num_sizes]]
     block, block_rows, num_calls = BLOCK_BYTES // dtype.itemsize, rows_of(channels, dtype), [0] * len(counter_2B[0])
     for seed, size in enumerate(sizes):
         x_NM, wanted_M = inputs(seed, num_ranks, size, dtype)
@@ -161,11 +161,13 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
         given = few_rows.inputs(seed, num_ranks, 1 + seed % 2, 64, dtype)
         few_rows.check_call(given, "sum", addresses(few), counter_R, rank, few_rows.MAX_WORDS)
         num_rows = max(1, size * block_rows // block)
-        given = few_rows.inputs(seed, num_ranks, num_rows, channels, dtype)
-        check_norm(given, KINDS[seed % 2], addresses(shared), counter_2B, rank)
-        check_choices(seed, (num_rows, channels), dtype, (addresses(shared), counter_2B, rank))
+        if seed % 2:
+            given = few_rows.inputs(seed, num_ranks, num_rows, channels, dtype)
+            check_norm(given, KINDS[seed // 2 % 2], addresses(shared), counter_2B, rank)
+        else:
+            check_choices(seed, (num_rows, channels), dtype, (addresses(shared), counter_2B, rank))
         for index in range(MAX_GROUPS * num_ranks):
-            num_calls[index] += (index * block < size) + 3 * (index * block_rows < num_rows)
+            num_calls[index] += (index * block < size) + (1 if seed % 2 else 2) * (index * block_rows < num_rows)
     assert 0 < int(counter_2B[1].min()) <= int(counter_2B.max()) <= many_row_sums_triton.LAST_EPOCH
     for index in range(MAX_GROUPS * num_ranks):
         received = int(counter_2B[1, index]) - first_count - num_calls[index]
@@ -180,7 +182,8 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
         Case(2, torch.bfloat16, 0, depth=1, channels=2048),
         Case(2, torch.float32, many_row_sums_triton.LAST_EPOCH - 3, depth=128, channels=90),
         Case(3, torch.bfloat16, many_row_sums_triton.LAST_EPOCH - 2, depth=2, channels=2560),
-        Case(4, torch.float32, 0, depth=1, channels=4096),
+        pytest.param(Case(2, torch.bfloat16, 0, depth=1, channels=2048, num_calls=12), marks=pytest.mark.long),
+        pytest.param(Case(4, torch.float32, 0, depth=1, channels=4096), marks=pytest.mark.long),
     ],
     ids=str,
 )

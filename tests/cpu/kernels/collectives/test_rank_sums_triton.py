@@ -117,10 +117,10 @@ def run_rank(rank: int, shared: list[Tensor], size: int, dtype: torch.dtype, fir
     ("num_ranks", "size", "dtype", "first_count"),
     [
         (2, 128, torch.bfloat16, 0),
-        (2, 50, torch.float32, 0),
+        pytest.param(2, 50, torch.float32, 0, marks=pytest.mark.long),
         (2, 6, torch.bfloat16, rank_sums_triton.LAST_EPOCH - 3),
-        (3, 90, torch.bfloat16, 0),
-        (4, 33, torch.float32, 1),
+        (3, 90, torch.float32, 1),
+        pytest.param(4, 33, torch.float32, 1, marks=pytest.mark.long),
     ],
 )
 def test_processes_sum_rows_call_after_call(num_ranks: int, size: int, dtype: torch.dtype, first_count: int) -> None:
