@@ -81,24 +81,24 @@ def test_signal_at_start_leaves_no_files_and_no_process(
     assert server.log() == ("stopped before it served\n" if code == 0 else "")
 
 
-def test_a_second_ctrl_c_stops_at_once(executed: ServerProcess) -> None:
-    core = executed.core_pid()
-    with ThreadPoolExecutor() as pool, executed.stream(**ENDLESS, n=4) as events:
-        whole = pool.submit(http_post, f"{executed.url}/v1/completions", json=ENDLESS)
+def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
+    core = doomed.core_pid()
+    with ThreadPoolExecutor() as pool, doomed.stream(**ENDLESS, n=4) as events:
+        whole = pool.submit(http_post, f"{doomed.url}/v1/completions", json=ENDLESS)
         next(events)
-        executed.wait_until(lambda: executed.metric("num_requests_running") == 5)
-        executed.signal(signal.SIGINT)
-        executed.wait_until(lambda: not listens(executed))
-        assert executed.process.poll() is None
-        executed.signal(signal.SIGINT)
+        doomed.wait_until(lambda: doomed.metric("num_requests_running") == 5)
+        doomed.signal(signal.SIGINT)
+        doomed.wait_until(lambda: not listens(doomed))
+        assert doomed.process.poll() is None
+        doomed.signal(signal.SIGINT)
         *_, error, done = events
         assert "the server was stopped" in json.loads(error)["error"]["message"]
         assert done == "[DONE]"
         assert whole.result().status_code == 503
         assert "the server was stopped" in whole.result().json()["error"]["message"]
-        assert executed.exit_code() == 130
+        assert doomed.exit_code() == 130
     assert not lives(core)
-    assert "Traceback" not in executed.log()
+    assert "Traceback" not in doomed.log()
 
 
 def test_a_restarted_server_hits_what_the_last_one_left(bytes_dir: Path, tmp_path: Path) -> None:

@@ -201,9 +201,10 @@ def test_urgent_requests_end_first(bytes_dir: Path, tmp_path: Path) -> None:
     flags = ("--scheduling-policy", "priority", "--max-num-seqs", "1")
     with ExitStack() as stack:
         server = stack.enter_context(running_server(bytes_dir, tmp_path / "log", *flags))
-        running = stack.enter_context(server.stream(prompt="x", max_tokens=3000, ignore_eos=True))
         pool = stack.enter_context(ThreadPoolExecutor())
-        next(running)
+        running = stack.enter_context(ExitStack())
+        events = running.enter_context(server.stream(prompt="x", max_tokens=4000, ignore_eos=True))
+        next(events)
 
         def ask(priority: int) -> None:
             body = {"prompt": f"{priority}", "max_tokens": 40, "ignore_eos": True, "priority": priority}
@@ -212,8 +213,7 @@ def test_urgent_requests_end_first(bytes_dir: Path, tmp_path: Path) -> None:
 
         asked = [pool.submit(ask, priority) for priority in (5, 3, -4)]
         server.wait_until(lambda: server.metric("num_requests_waiting") == 3)
-        for _ in running:
-            pass
+        running.close()
         for each in asked:
             each.result()
     assert ended == [-4, 3, 5]
