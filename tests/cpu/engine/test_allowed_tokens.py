@@ -103,6 +103,7 @@ def test_unknown_tokens_are_refused(llm: LLM) -> None:
         tokens_of(llm, allowed_token_ids=[ZERO, 256])
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_ranks_choose_the_same_tokens(directory: Path, llm: LLM) -> None:
     divided = LLM(str(directory), memory="16MiB", device="cpu", tensor_parallel_size=2)
     structure = StructuredOutputsParams(regex="[a-f0-9]{4}")

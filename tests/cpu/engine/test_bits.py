@@ -201,16 +201,16 @@ def test_the_demo_model_gives_the_same_bits(weights: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(loading, "lay_out", lay_out_in_half)
     rng = random.Random(3)
     head = rng.choices(range(4000), k=150)
-    prompts = [head[: rng.randint(64, 150)] + rng.choices(range(4000), k=20) for _ in range(4)]
-    options = {"dtype": "float32" if weights == "half" else weights, "device": "cpu", "memory": "256MiB"}
+    prompts = [head[: rng.randint(64, 150)] + rng.choices(range(4000), k=20) for _ in range(3)]
+    options = {"dtype": "float32" if weights == "half" else weights, "device": "cpu", "memory": "64MiB"}
     cold = LLM("demo", deterministic=True, enable_prefix_caching=False, **options)
     expected = [trace for prompt in prompts for trace in traces(cold, [prompt], SHORT)]
     llm = LLM("demo", deterministic=True, max_num_batched_tokens=100, **options)
     assert traces(llm, prompts, SHORT) == expected
     assert traces(llm, prompts[::-1], SHORT) == expected[::-1]
-    assert llm.engine.cache.stats().hit_tokens >= 4 * 64
+    assert llm.engine.cache.stats().hit_tokens >= 3 * 64
     # The comparison can fail: with a product whose sums depend on the number of rows, bits depend on the batch.
     monkeypatch.setattr(loading, "lay_out", DenseWeight)
     monkeypatch.setattr(F, "linear", linear_that_depends_on_the_batch)
-    loose = LLM("demo", enable_prefix_caching=False, **options)
-    assert traces(loose, prompts, SHORT) != [trace for prompt in prompts for trace in traces(loose, [prompt], SHORT)]
+    loose, batch = LLM("demo", enable_prefix_caching=False, **options), prompts[:2]
+    assert traces(loose, batch, SHORT) != [trace for prompt in batch for trace in traces(loose, [prompt], SHORT)]

@@ -134,7 +134,13 @@ def test_steps_with_drafts_and_late_events_give_the_same_answers(
 
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize(
-    ("seed", "lookup"), [(seed, LOOKUPS[0]) for seed in (1, 2, 3)] + [(4, LOOKUPS[1]), (5, LOOKUPS[1])], ids=str
+    ("seed", "lookup"),
+    [
+        (1, LOOKUPS[0]),
+        (4, LOOKUPS[1]),
+        *(pytest.param(seed, LOOKUPS[seed > 3], marks=pytest.mark.long) for seed in (2, 3, 5)),
+    ],
+    ids=str,
 )
 def test_steps_of_changing_depth_give_the_same_answers(
     make_llm: MakeLLM, seed: int, lookup: dict[str, Any], is_tight: bool
