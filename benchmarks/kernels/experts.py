@@ -30,7 +30,7 @@ from strandline.kernels.experts.many_launches import DENSE as DENSE_LAUNCHES
 from strandline.kernels.experts.many_launches import FOUR_BIT, FP8, Measured, choose_launches
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import linear, linear_and_logits
-from strandline.kernels.gemm.linear_triton import Gemv
+from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
 from strandline.kernels.launch import Launch as TileLaunch
 

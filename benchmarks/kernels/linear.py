@@ -161,21 +161,24 @@ def with_dense_outputs(shape: Shape) -> Any:
 
 def launches(weight_format: str, shape: Shape, rows: int) -> Iterator[Launch]:
     """Yield the tilings that make sense for a shape."""
+    from strandline.kernels.gemm.rows_triton import Gemv
+
     if weight_format == "dense":
         yield from dense_launches(shape, rows)
     elif weight_format == "fp8":
-        from strandline.kernels.gemm.block_scaled_triton import Gemv, Tile
+        from strandline.kernels.gemm.block_scaled_triton import Tile
 
         yield from quantized_launches("gemm.block_scaled_triton", (Gemv, FP8_GEMVS), (Tile, FP8_TILES), rows, 128)
     else:
         from strandline.kernels.gemm import four_bit_launches as kinds
 
-        gemvs, tiles = (kinds.Gemv, INT4_GEMVS), (kinds.Tile, INT4_TILES)
+        gemvs, tiles = (Gemv, INT4_GEMVS), (kinds.Tile, INT4_TILES)
         yield from quantized_launches("gemm.four_bit_triton", gemvs, tiles, rows, 256)
 
 
 def dense_launches(shape: Shape, rows: int) -> Iterator[Launch]:
-    from strandline.kernels.gemm.linear_triton import MAX_ROWS_GEMV, MAX_ROWS_SKINNY, Gemv, Skinny
+    from strandline.kernels.gemm.linear_triton import MAX_ROWS_GEMV, MAX_ROWS_SKINNY, Skinny
+    from strandline.kernels.gemm.rows_triton import Gemv
 
     tilings: list[Any] = []
     if rows <= MAX_ROWS_GEMV:

@@ -16,11 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from strandline.kernels.rowwise.quantizing_triton import MAX_E4M3, MIN_SCALE
-
-PIECE = 16
-"""Inputs that a thread of a matrix-vector product reads at once: 16 bytes of a weight in FP8, all of one group."""
-
 MIN_ROWS_HOPPER = 64
 """Fewest rows of a tile of x for Hopper's tensor cores. In smaller tiles, outputs take the place of rows."""
 
@@ -120,70 +115,3 @@ def multiply_tile(
         x_scale_M = next_x_scale_M
         scale_N = next_scale_N
     return acc, acc_up
-
-
-@triton.jit
-def piece_columns(start, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr):
-    """Return the first input of each piece of a chunk, ``[J, R]``, and all inputs, ``[J, R, P]``.
-
-    Triton deals out threads along the first dimension first: a warp reads four groups of a weight's row.
-    """
-    piece_J1 = (tl.arange(0, GROUP // PIECE) * PIECE)[:, None]
-    col_JR = piece_J1 + (start + tl.arange(0, BLOCK_K // GROUP) * GROUP)[None, :]
-    return col_JR, col_JR[:, :, None] + tl.arange(0, PIECE)[None, None, :]
-
-
-@triton.jit
-def quantize_pieces(x_JRMP):
-    """Return float32 numbers as quantised, in float32, and the scales of their groups, ``[J, R, M]``."""
-    largest_RM = tl.max(tl.max(tl.abs(x_JRMP), axis=3), axis=0)
-    scale_RM = tl.maximum(tl.div_rn(largest_RM, MAX_E4M3), MIN_SCALE)
-    quantized_JRMP = (x_JRMP * tl.div_rn(1.0, scale_RM)[None, :, :, None]).to(tl.float8e4nv)
-    return quantized_JRMP.to(tl.float32), tl.broadcast_to(scale_RM[None, :, :], x_JRMP.shape[:3])
-
-
-@triton.jit
-def load_pieces(
-    x_ptr,
-    x_scale_ptr,
-    row_M,
-    col_JR,
-    M,
-    K,
-    stride_x,
-    stride_xs,
-    IS_QUANTIZED: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """Return numbers ``[J, R, M, P]`` as they are after quantising, in float32, and scales ``[J, R, M]``."""
-    row_1M = row_M[None, None, :]
-    x_JRM_ptr = x_ptr + row_1M.to(tl.int64) * stride_x + col_JR[:, :, None]
-    if IS_QUANTIZED:
-        x_JRMP = _load_row_parts(x_JRM_ptr, row_1M, col_JR, M, K, PIECE)
-        scale_JRM_ptr = x_scale_ptr + (col_JR // GROUP * stride_xs)[:, :, None] + row_1M
-        scale_JRM = tl.load(scale_JRM_ptr, mask=(row_1M < M) & (col_JR < K)[:, :, None], other=0.0)
-    else:
-        # A thread loads half a piece at once. It must get the other half, too: sums have the same order then.
-        HALF: tl.constexpr = PIECE // 2
-        low_JRMP = _load_row_parts(x_JRM_ptr, row_1M, col_JR, M, K, HALF)
-        high_JRMP = _load_row_parts(x_JRM_ptr + HALF, row_1M, col_JR + HALF, M, K, HALF)
-        x_JRMP = tl.permute(tl.join(low_JRMP, high_JRMP), (0, 1, 2, 4, 3))
-        x_JRMP = tl.reshape(x_JRMP, [GROUP // PIECE, col_JR.shape[1], row_M.shape[0], PIECE])
-        x_JRMP, scale_JRM = quantize_pieces(x_JRMP)
-    return x_JRMP, scale_JRM
-
-
-@triton.jit
-def _load_row_parts(x_JRM_ptr, row_1M, col_JR, M, K, SIZE: tl.constexpr):
-    """Load the inputs of each row from these columns on, in float32."""
-    offset_P = tl.arange(0, SIZE)
-    is_KP = (col_JR[:, :, None] + offset_P[None, None, :] < K)[:, :, None, :]
-    x_JRMP_ptr = x_JRM_ptr[:, :, :, None] + offset_P[None, None, None, :]
-    return tl.load(x_JRMP_ptr, mask=(row_1M < M)[:, :, :, None] & is_KP, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def add_pieces(x_JRN):
-    """Return the sums over all pieces."""
-    return tl.sum(tl.reshape(x_JRN, [x_JRN.shape[0] * x_JRN.shape[1], x_JRN.shape[2]]), axis=0)

@@ -1,9 +1,9 @@
 """Matrix products in FP8 in Triton (``block_scaled.py``): few rows streamed through registers, more on tensor cores.
 
-One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multiplies them with a few of the weight's rows,
-in float32. More: tiles of rows and outputs are multiplied, of many rows by torch where it can. With few rows narrow
-weights are split among programs along the inputs, too, and the parts are added up in order. Rows that are not quantised
-yet are quantised by the programs of a matrix-vector product themselves; otherwise a separate launch does so first.
+One row, and up to ``MAX_ROWS_GEMV`` with a small weight: as ``rows_triton.py`` says. More: tiles of rows and outputs,
+of many rows by torch where it can. With few rows narrow weights are split among programs along the inputs,
+too, and the parts are added up in order. Rows that are not quantised yet are quantised by the programs of a
+matrix-vector product themselves; otherwise a separate launch does so first.
 
 A launch of few rows may multiply them with an ordinary weight, too (``Beside``): programs of its own do that.
 
@@ -15,7 +15,6 @@ chunk.
 # mypy: ignore-errors
 
 from functools import cache
-from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -25,29 +24,19 @@ from torch import Tensor
 
 from strandline.kernels.gemm.block_scaled_tile_triton import (
     MIN_ROWS_HOPPER,
-    PIECE,
-    load_pieces,
     multiply_tile,
-    piece_columns,
 )
 from strandline.kernels.gemm.linear_triton import add_spans
-from strandline.kernels.gemm.weights import ScaledWeight
+from strandline.kernels.gemm.rows_triton import Gemv, Second, launch_gemv
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.rowwise.activation_triton import silu_times, swiglu
+from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, new_output, shaped
 from strandline.kernels.rowwise.quantizing_triton import quantized, swiglu_quantized
-from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv
 from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
 
 MAX_ROWS_GEMV = 4
-
-
-class Gemv(NamedTuple):
-    """How a product of one to four rows is tiled."""
-
-    block_n: int
-    block_k: int
-    warps: int
 
 
 class Tile(NamedTuple):
@@ -109,217 +98,6 @@ PROGRAMS_SPLIT = 2 * NUM_SMS
 """What a split aims at: two programs per multiprocessor."""
 
 MAX_SPANS = 8
-
-
-@triton.jit
-def _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN: tl.constexpr):
-    """Load ``[J, R, 1, N, P]``, bytes that are read once and need not stay in the cache."""
-    ptr_JR1NP = weight_ptr + (row_N * K)[None, None, None, :, None] + col_JRP[:, :, None, None, :]
-    if IS_EVEN:
-        return tl.load(ptr_JR1NP, eviction_policy="evict_first")
-    mask_JR1NP = (row_N < N)[None, None, None, :, None] & (col_JRP < K)[:, :, None, None, :]
-    return tl.load(ptr_JR1NP, mask=mask_JR1NP, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _load_scales(scale_ptr, first_row, col_JR, K, stride_y, stride_x, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Load the scales of pieces, ``[J, R, 1]``; the weight's rows share one."""
-    scale_JR1_ptr = scale_ptr + first_row // SCALE_ROWS * stride_y + (col_JR // GROUP * stride_x)[:, :, None]
-    return tl.load(scale_JR1_ptr, mask=(col_JR < K)[:, :, None], other=0.0)
-
-
-@triton.jit
-def _multiply_pieces(weight_JR1NP, x_JRMP, scale_JRM):
-    """Return the product of every piece times its scales, ``[J, R, M, N]``."""
-    return tl.sum(weight_JR1NP.to(tl.float32) * x_JRMP[:, :, :, None, :], axis=4) * scale_JRM[:, :, :, None]
-
-
-@triton.jit
-def _gemv_dense(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    program,
-    M,
-    K,
-    N,
-    stride_x,
-    stride_out,
-    NUM_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Multiply plain rows with a few rows of an ordinary weight."""
-    row_N = program.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_M = tl.arange(0, BLOCK_M)
-    _, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
-    weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, False)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    acc_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for chunk in tl.static_range(NUM_K):
-        _, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
-        if chunk > 0:
-            weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, False)
-        x_JRMP_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, None, :, None] + col_JRP[:, :, None, :]
-        is_JRMP = (row_M < M)[None, None, :, None] & (col_JRP < K)[:, :, None, :]
-        x_JRMP = tl.load(x_JRMP_ptr, mask=is_JRMP, other=0.0).to(tl.float32)
-        acc_JRMN += tl.sum(weight_JR1NP.to(tl.float32) * x_JRMP[:, :, :, None, :], axis=4)
-    out_MN = tl.sum(tl.reshape(acc_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
-    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
-    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
-
-
-@triton.jit
-def _gemv_scaled(
-    x_ptr,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    program,
-    M,
-    K,
-    N,
-    stride_x,
-    stride_xs,
-    stride_out,
-    stride_sy,
-    stride_sx,
-    IS_QUANTIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    NUM_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Multiply rows, as they are after quantising, with a few rows of a weight in FP8."""
-    first_N = program.to(tl.int64) * BLOCK_N
-    row_N = first_N + tl.arange(0, BLOCK_N)
-    row_M = tl.arange(0, BLOCK_M)
-    col_JR, col_JRP = piece_columns(0, BLOCK_K, GROUP, PIECE)
-    up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
-    weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
-    strides = (K, stride_sy, stride_sx)
-    scale_JR1 = _load_scales(scale_ptr, first_N, col_JR, *strides, SCALE_ROWS, GROUP)
-    if IS_GATED:
-        up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
-        up_scale_JR1 = _load_scales(scale_ptr, N + first_N, col_JR, *strides, SCALE_ROWS, GROUP)
-    # Weights and their scales are older than any launch of a step.
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    acc_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
-    acc_up_JRMN = tl.zeros([GROUP // PIECE, BLOCK_K // GROUP, BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for chunk in tl.static_range(NUM_K):
-        col_JR, col_JRP = piece_columns(chunk * BLOCK_K, BLOCK_K, GROUP, PIECE)
-        if chunk > 0:
-            weight_JR1NP = _load_weight(weight_ptr, row_N, col_JRP, K, N, IS_EVEN)
-            scale_JR1 = _load_scales(scale_ptr, first_N, col_JR, *strides, SCALE_ROWS, GROUP)
-            if IS_GATED:
-                up_JR1NP = _load_weight(up_ptr, row_N, col_JRP, K, N, IS_EVEN)
-                up_scale_JR1 = _load_scales(scale_ptr, N + first_N, col_JR, *strides, SCALE_ROWS, GROUP)
-        inputs = (row_M, col_JR, M, K, stride_x, stride_xs)
-        x_JRMP, x_scale_JRM = load_pieces(x_ptr, x_scale_ptr, *inputs, IS_QUANTIZED, GROUP, PIECE)
-        acc_JRMN += _multiply_pieces(weight_JR1NP, x_JRMP, x_scale_JRM * scale_JR1)
-        if IS_GATED:
-            acc_up_JRMN += _multiply_pieces(up_JR1NP, x_JRMP, x_scale_JRM * up_scale_JR1)
-    out_MN = tl.sum(tl.reshape(acc_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
-    if HAS_BIAS:
-        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
-        up_MN = tl.sum(tl.reshape(acc_up_JRMN, [BLOCK_K // PIECE, BLOCK_M, BLOCK_N]), axis=0)
-        out_MN = silu_times(out_MN, up_MN, out_ptr.dtype.element_ty)
-    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
-    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
-
-
-@triton.jit
-def _gemv_kernel(
-    x_ptr,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    plain_ptr,
-    dense_ptr,
-    M,
-    K,
-    N,
-    num_dense,
-    stride_x,
-    stride_xs,
-    stride_out,
-    stride_sy,
-    stride_sx,
-    stride_plain,
-    IS_QUANTIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    DENSE_PROGRAMS: tl.constexpr,
-    NUM_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    # Only a call's own arguments are constants: what goes through a tuple is not.
-    program = tl.program_id(0)
-    tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
-    sizes = (M, K, N, stride_x, stride_xs, stride_out, stride_sy, stride_sx)
-    if DENSE_PROGRAMS > 0 and program < DENSE_PROGRAMS:
-        # As many bytes at a time as of a weight in FP8.
-        _gemv_dense(
-            plain_ptr,
-            dense_ptr,
-            out_ptr + N,
-            program,
-            M,
-            K,
-            num_dense,
-            stride_plain,
-            stride_out,
-            2 * NUM_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K // 2,
-            GROUP // 2,
-            PIECE // 2,
-            OVERLAPS,
-        )
-    else:
-        _gemv_scaled(
-            *tensors,
-            program - DENSE_PROGRAMS,
-            *sizes,
-            IS_QUANTIZED,
-            HAS_BIAS,
-            IS_GATED,
-            IS_EVEN,
-            SCALE_ROWS,
-            NUM_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GROUP,
-            PIECE,
-            OVERLAPS,
-        )
 
 
 @triton.jit
@@ -527,7 +305,8 @@ def multiply_beside(out_TO: Tensor, rows: Rows, weight: ScaledWeight, beside: Be
     """Fill ``out_TO`` with the products of one to ``MAX_ROWS_SPLIT`` rows with both weights."""
     num_rows, num_outputs = len(rows), len(weight.values)
     if uses_gemv(num_rows, weight):
-        launch_gemv(out_TO, rows, weight, None, choose_gemv(num_outputs), beside=beside)
+        second = Second(DenseWeight(beside.values_OI), out_TO[:, num_outputs:])
+        launch_gemv(out_TO, rows, weight, None, choose_gemv(num_outputs), second=second)
         return
     tile = choose_tile(num_rows, num_outputs)
     spans = choose_spans(num_rows, weight, tile, len(beside.values_OI))
@@ -595,60 +374,6 @@ def choose_spans(num_rows: int, weight: ScaledWeight, tile: Tile, num_beside: in
     num_outputs, num_inputs = weight.values.shape
     num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_beside, tile.block_n)) * cdiv(num_rows, tile.block_m)
     return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, cdiv(num_inputs, GROUP)))
-
-
-def launch_gemv(
-    out_MO: Tensor,
-    rows: Rows,
-    weight: ScaledWeight,
-    bias_O: Tensor | None,
-    gemv: Gemv,
-    *,
-    is_gated: bool = False,
-    beside: Beside | None = None,
-) -> None:
-    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``."""
-    is_quantized = isinstance(rows, QuantizedRows)
-    x_MI, scale_XM = (rows.values_TI, rows.scale_XT) if is_quantized else (rows, None)
-    num_outputs, num_inputs = weight.values.shape
-    if is_gated:
-        num_outputs //= 2
-    block_n = gcd(gemv.block_n, weight.rows_per_scale)
-    block_k = min(gemv.block_k, max(GROUP, next_power_of_2(num_inputs)))
-    num_dense = 0 if beside is None else len(beside.values_OI)
-    dense_programs = cdiv(num_dense, block_n)
-    _gemv_kernel[(dense_programs + cdiv(num_outputs, block_n),)](
-        x_MI,
-        scale_XM,
-        weight.values,
-        weight.scales,
-        bias_O,
-        out_MO,
-        *((None, None) if beside is None else beside),
-        len(rows),
-        num_inputs,
-        num_outputs,
-        num_dense,
-        x_MI.stride(0),
-        scale_XM.stride(0) if is_quantized else 0,
-        out_MO.stride(0),
-        *weight.scales.stride(),
-        0 if beside is None else beside.plain_TI.stride(0),
-        IS_QUANTIZED=is_quantized,
-        HAS_BIAS=bias_O is not None,
-        IS_GATED=is_gated,
-        IS_EVEN=num_inputs % block_k == 0 and num_outputs % block_n == 0,
-        SCALE_ROWS=weight.rows_per_scale,
-        DENSE_PROGRAMS=dense_programs,
-        NUM_K=cdiv(num_inputs, block_k),
-        BLOCK_M=next_power_of_2(len(rows)),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        GROUP=GROUP,
-        PIECE=PIECE,
-        num_warps=gemv.warps,
-        **overlap_options(out_MO),
-    )
 
 
 def launch_gemm(

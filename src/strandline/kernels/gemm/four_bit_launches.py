@@ -7,16 +7,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.sizes import NUM_SMS, cdiv
-
-
-class Gemv(NamedTuple):
-    """How a product of one to four rows is tiled."""
-
-    block_n: int
-    block_k: int
-    """Inputs of a chunk; a thread loads 32 of a row at once."""
-    warps: int
 
 
 class Tile(NamedTuple):

@@ -1,6 +1,6 @@
 """Matrix products with weights in 4 bits in Triton (``four_bit.py``): few rows through registers, more on tensor cores.
 
-One row, and few with a small weight: every program multiplies them with a few of the weight's rows, in float32. Up to
+One row, and few with a small weight: as ``rows_triton.py`` says. Up to
 64 rows, or 256 of a wide weight: tiles of outputs and rows, of weights that are unpacked in registers; with few rows
 narrow weights are split among programs along the inputs, too, and the parts are added up in order. More rows: the
 weight is dequantised, a part that fits the second-level cache at a time, and multiplied by torch. Dequantising moves
@@ -23,7 +23,6 @@ from torch import Tensor
 from strandline.kernels.gemm import linear_triton
 from strandline.kernels.gemm.four_bit_launches import (
     SCRATCH_CODES,
-    Gemv,
     Tile,
     choose_gemv,
     choose_spans,
@@ -35,180 +34,21 @@ from strandline.kernels.gemm.four_bit_launches import (
 from strandline.kernels.gemm.four_bit_tile_triton import (
     BLOCK_INPUTS,
     BLOCK_WORDS,
-    MAGIC,
-    PIECE_INPUTS,
-    load_words,
     load_zeros,
-    multiply_pieces,
     multiply_tile,
     unpack_plane,
 )
-from strandline.kernels.gemm.linear_triton import add_spans, multiply_rows
-from strandline.kernels.gemm.weights import FourBitWeight
+from strandline.kernels.gemm.linear_triton import add_spans
+from strandline.kernels.gemm.rows_triton import Second, launch_gemv
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.rowwise.activation_triton import silu_times, swiglu
+from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import flat_rows, new_output, shaped
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
 
 DEQUANTIZED_ROWS = 32
 """Rows of a weight that a program dequantises one block of."""
-
-
-@triton.jit
-def _gemv_packed(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    program,
-    M,
-    K,
-    N,
-    num_words,
-    num_groups,
-    stride_x,
-    stride_out,
-    stride_sn,
-    stride_sx,
-    magic,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    NUM_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Multiply a few rows with a few rows of a weight."""
-    PIECES: tl.constexpr = BLOCK_K // PIECE_INPUTS
-    row_N = program.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_M = tl.arange(0, BLOCK_M)
-    row_1N = row_N[None, :]
-    up_1N = N + row_1N
-    is_1N = row_1N < N
-    words_J1NW = load_words(weight_ptr, row_1N, is_1N, tl.arange(0, PIECES), num_words, IS_EVEN)
-    up_J1NW = words_J1NW
-    if IS_GATED:
-        up_J1NW = load_words(weight_ptr, up_1N, is_1N, tl.arange(0, PIECES), num_words, IS_EVEN)
-    # Weights and their scales are older than any launch of a step.
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    out_JMN = tl.zeros([PIECES, BLOCK_M, BLOCK_N], dtype=tl.float32)
-    out_up_JMN = tl.zeros([PIECES, BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for chunk in tl.static_range(NUM_K):
-        piece_J = chunk * PIECES + tl.arange(0, PIECES)
-        if chunk > 0:
-            words_J1NW = load_words(weight_ptr, row_1N, is_1N, piece_J, num_words, IS_EVEN)
-            if IS_GATED:
-                up_J1NW = load_words(weight_ptr, up_1N, is_1N, piece_J, num_words, IS_EVEN)
-        part_JMN, part_up_JMN = multiply_pieces(
-            words_J1NW,
-            up_J1NW,
-            x_ptr,
-            row_M,
-            piece_J,
-            M,
-            K,
-            stride_x,
-            scale_ptr,
-            zero_ptr,
-            row_1N,
-            up_1N,
-            is_1N,
-            num_groups,
-            stride_sn,
-            stride_sx,
-            magic,
-            IS_GATED,
-            IS_EVEN,
-            GROUP,
-        )
-        out_JMN += part_JMN
-        out_up_JMN += part_up_JMN
-    out_MN = tl.sum(out_JMN, axis=0)
-    if bias_ptr is not None:
-        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
-        out_MN = silu_times(out_MN, tl.sum(out_up_JMN, axis=0), out_ptr.dtype.element_ty)
-    out_MN_ptr = out_ptr + row_M[:, None] * stride_out + row_N[None, :]
-    tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
-
-
-@triton.jit
-def _gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    dense_ptr,
-    M,
-    K,
-    N,
-    num_words,
-    num_groups,
-    num_dense,
-    stride_x,
-    stride_out,
-    stride_sn,
-    stride_sx,
-    magic,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    DENSE_PROGRAMS: tl.constexpr,
-    NUM_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    # Only a call's own arguments are constants: what goes through a tuple is not.
-    program = tl.program_id(0)
-    tensors = (x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr)
-    sizes = (M, K, N, num_words, num_groups, stride_x, stride_out, stride_sn, stride_sx, magic)
-    if DENSE_PROGRAMS > 0 and program < DENSE_PROGRAMS:
-        # Half as many inputs at a time: four times as many bytes.
-        multiply_rows(
-            program,
-            0,
-            x_ptr,
-            dense_ptr,
-            None,
-            out_ptr + N,
-            M,
-            stride_x,
-            K,
-            num_dense,
-            stride_out,
-            False,
-            False,
-            False,
-            2 * NUM_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K // 2,
-            OVERLAPS,
-        )
-    else:
-        _gemv_packed(
-            *tensors,
-            program - DENSE_PROGRAMS,
-            *sizes,
-            IS_GATED,
-            IS_EVEN,
-            NUM_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GROUP,
-            OVERLAPS,
-        )
 
 
 @triton.jit
@@ -429,63 +269,12 @@ def multiply_beside(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, dense_O
     """Fill ``out_TO`` with the products of a few rows with a weight and the ordinary one behind."""
     num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
     if uses_gemv(num_rows, _num_codes(weight)):
-        launch_gemv(out_TO, x_TI, weight, None, choose_gemv(num_rows, num_outputs), dense_OI=dense_OI)
+        second = Second(DenseWeight(dense_OI), out_TO[:, num_outputs:])
+        launch_gemv(out_TO, x_TI, weight, None, choose_gemv(num_rows, num_outputs), second=second)
         return
     tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
     spans = choose_spans(num_rows, num_outputs + len(dense_OI), cdiv(num_inputs, BLOCK_INPUTS.value), tile)
     launch_tile(out_TO, x_TI, weight, None, tile, spans, dense_OI)
-
-
-def launch_gemv(
-    out_MO: Tensor,
-    x_MI: Tensor,
-    weight: FourBitWeight,
-    bias_O: Tensor | None,
-    gemv: Gemv,
-    *,
-    is_gated: bool = False,
-    dense_OI: Tensor | None = None,
-) -> None:
-    """Fill ``out_MO`` with the product of up to four rows; gated, with ``silu(gate x) * up x``.
-
-    Args:
-        dense_OI: an ordinary weight that is multiplied in the same launch; its outputs come behind.
-    """
-    num_rows, (num_outputs, num_inputs) = len(x_MI), weight.shape
-    if is_gated:
-        num_outputs //= 2
-    block_k = min(gemv.block_k, max(BLOCK_INPUTS.value, next_power_of_2(num_inputs)))
-    num_dense = 0 if dense_OI is None else len(dense_OI)
-    dense_programs = cdiv(num_dense, gemv.block_n)
-    _gemv_kernel[(dense_programs + cdiv(num_outputs, gemv.block_n),)](
-        x_MI,
-        weight.words,
-        weight.scales,
-        weight.zeros,
-        bias_O,
-        out_MO,
-        dense_OI,
-        num_rows,
-        num_inputs,
-        num_outputs,
-        weight.words.stride(-2),
-        weight.scales.shape[-1],
-        num_dense,
-        x_MI.stride(0),
-        out_MO.stride(0),
-        *weight.scales.stride(),
-        MAGIC,
-        IS_GATED=is_gated,
-        IS_EVEN=num_inputs % block_k == 0 and num_outputs % gemv.block_n == 0,
-        DENSE_PROGRAMS=dense_programs,
-        NUM_K=cdiv(num_inputs, block_k),
-        BLOCK_M=next_power_of_2(num_rows),
-        BLOCK_N=gemv.block_n,
-        BLOCK_K=block_k,
-        GROUP=weight.group,
-        num_warps=gemv.warps,
-        **overlap_options(out_MO),
-    )
 
 
 def launch_tile(
@@ -502,7 +291,7 @@ def launch_tile(
     Args:
         bias_O: of the weight; None if there is an ordinary one behind it.
         spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
-        dense_OI: as of ``launch_gemv``.
+        dense_OI: an ordinary weight that is multiplied in the same launch; its outputs come after the others.
     """
     num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
     num_blocks = cdiv(num_inputs, BLOCK_INPUTS.value)

@@ -1,8 +1,8 @@
 """GEMMs of few rows with a weight, which is streamed through registers or through tensor cores.
 
-One row, and up to ``MAX_ROWS_GEMV`` with a small weight: every program multiplies a few of the weight's rows, whole,
-in float32. Up to ``MAX_ROWS_SKINNY`` with many outputs: tiles of 16 rows, on tensor cores. Otherwise torch's GEMM. The
-way depends on shapes alone, and a row's result on no other row.
+One row, and up to ``MAX_ROWS_GEMV`` with a small weight: as ``rows_triton.py`` says. Up to ``MAX_ROWS_SKINNY`` with
+many outputs: tiles of 16 rows, on tensor cores. Otherwise torch's GEMM. The way depends on shapes alone, and a row's
+result on no other row.
 
 Shape suffixes: as in ``linear.py``; T rows; in kernels M rows of x, N outputs, K the dimension that a matrix product
 sums over, S spans of the inputs.
@@ -18,27 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.gemm.matmul_triton import linear_invariant
+from strandline.kernels.gemm.rows_triton import Gemv, launch_gemv
+from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.activation_triton import silu_times, swiglu
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.rowwise.quantized_rows import new_output
+from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_triton import store_tile
 
 MAX_ROWS_GEMV = 4
 MAX_ROWS_SKINNY = 16
 
-MAX_ROWS_PROGRAM = 8
-"""Rows that a program multiplies with its rows of the weight; registers hold all of theirs at once."""
-
 MAX_OUTPUTS = 65536
 """Beyond (the head), two rows and more take torch's GEMM; one row takes 0.92 of its time on an H200."""
-
-
-class Gemv(NamedTuple):
-    """How a GEMM with one to four rows is tiled."""
-
-    block_n: int
-    block_k: int
-    warps: int
 
 
 class Skinny(NamedTuple):
@@ -80,118 +72,6 @@ MIN_OUTPUTS_SKINNY = 8192
 
 BLOCK_SPANS = 256
 """Outputs of a program that adds up spans."""
-
-
-@triton.jit
-def _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN: tl.constexpr):
-    """Load ``[1, N, K]``, bytes that are read once and need not stay in the cache."""
-    ptr_1NK = weight_ptr + (row_N * K)[None, :, None] + (start + col_K)[None, None, :]
-    if IS_EVEN:
-        return tl.load(ptr_1NK, eviction_policy="evict_first")
-    mask_1NK = (row_N < N)[None, :, None] & (start + col_K < K)[None, None, :]
-    return tl.load(ptr_1NK, mask=mask_1NK, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def multiply_rows(
-    tile_n,
-    tile_m,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    stride_x,
-    K,
-    N,
-    stride_out,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    NUM_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Write a tile of a product: some rows of x with some rows of the weight, whole."""
-    row_N = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_K = tl.arange(0, BLOCK_K)
-    row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    up_ptr = weight_ptr + tl.cast(N, tl.int64) * K
-    weight_1NK = _load_weight(weight_ptr, row_N, col_K, 0, K, N, IS_EVEN)
-    if IS_GATED:
-        up_1NK = _load_weight(up_ptr, row_N, col_K, 0, K, N, IS_EVEN)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    x_M1K_ptr = x_ptr + row_M.to(tl.int64)[:, None, None] * stride_x + col_K[None, None, :]
-    is_row_M11 = (row_M < M)[:, None, None]
-    acc_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
-    acc_up_MNK = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for chunk in tl.static_range(NUM_K):
-        start = chunk * BLOCK_K
-        if chunk > 0:
-            weight_1NK = _load_weight(weight_ptr, row_N, col_K, start, K, N, IS_EVEN)
-            if IS_GATED:
-                up_1NK = _load_weight(up_ptr, row_N, col_K, start, K, N, IS_EVEN)
-        if IS_EVEN:
-            x_M1K = tl.load(x_M1K_ptr + start, mask=is_row_M11, other=0.0).to(tl.float32)
-        else:
-            is_x_M1K = is_row_M11 & (start + col_K < K)[None, None, :]
-            x_M1K = tl.load(x_M1K_ptr + start, mask=is_x_M1K, other=0.0).to(tl.float32)
-        acc_MNK += weight_1NK.to(tl.float32) * x_M1K
-        if IS_GATED:
-            acc_up_MNK += up_1NK.to(tl.float32) * x_M1K
-    out_MN = tl.sum(acc_MNK, axis=2)
-    dtype = out_ptr.dtype.element_ty
-    if HAS_BIAS:
-        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
-        out_MN = silu_times(out_MN, tl.sum(acc_up_MNK, axis=2), dtype)
-    out_MN_ptr = out_ptr + row_M.to(tl.int64)[:, None] * stride_out + row_N[None, :]
-    tl.store(out_MN_ptr, out_MN.to(dtype), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
-
-
-@triton.jit
-def _gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    stride_x,
-    K,
-    N,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    NUM_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    multiply_rows(
-        tl.program_id(0),
-        tl.program_id(1),
-        x_ptr,
-        weight_ptr,
-        bias_ptr,
-        out_ptr,
-        M,
-        stride_x,
-        K,
-        N,
-        N,
-        HAS_BIAS,
-        IS_GATED,
-        IS_EVEN,
-        NUM_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        OVERLAPS,
-    )
 
 
 @triton.jit
@@ -342,43 +222,10 @@ def _gemv_of_a_row(num_inputs: int, num_outputs: int) -> Gemv:
 
 
 def _launch(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Gemv | Skinny, *, is_gated: bool) -> Tensor:
-    launch = launch_gemv if isinstance(plan, Gemv) else launch_skinny
-    return launch(x, weight_OI, bias_O, plan, is_gated=is_gated)
-
-
-def launch_gemv(
-    x_MI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None,
-    gemv: Gemv,
-    *,
-    is_gated: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return the matrix product of a few rows, in x's dtype or another; gated, of ``silu(gate x) * up x``."""
-    num_rows, num_inputs = x_MI.shape
-    num_outputs = len(weight_OI) // 2 if is_gated else len(weight_OI)
-    out_MO = torch.empty((num_rows, num_outputs), dtype=out_dtype or x_MI.dtype, device=x_MI.device)
-    block_m = min(MAX_ROWS_PROGRAM, next_power_of_2(num_rows))
-    _gemv_kernel[(cdiv(num_outputs, gemv.block_n), cdiv(num_rows, block_m))](
-        x_MI,
-        weight_OI,
-        bias_O,
-        out_MO,
-        num_rows,
-        x_MI.stride(0),
-        num_inputs,
-        num_outputs,
-        HAS_BIAS=bias_O is not None,
-        IS_GATED=is_gated,
-        IS_EVEN=num_inputs % gemv.block_k == 0 and num_outputs % gemv.block_n == 0,
-        NUM_K=cdiv(num_inputs, gemv.block_k),
-        BLOCK_M=block_m,
-        BLOCK_N=gemv.block_n,
-        BLOCK_K=gemv.block_k,
-        num_warps=gemv.warps,
-        **overlap_options(x_MI),
-    )
+    if isinstance(plan, Skinny):
+        return launch_skinny(x, weight_OI, bias_O, plan, is_gated=is_gated)
+    out_MO = new_output(x, len(weight_OI) // (1 + is_gated))
+    launch_gemv(out_MO, x, DenseWeight(weight_OI), bias_O, plan, is_gated=is_gated)
     return out_MO
 
 

@@ -18,9 +18,10 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.gemm import block_scaled_tile_triton, block_scaled_triton, stacked_linear_triton
-from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_GEMV, Gemv, Tile
-from strandline.kernels.rowwise import activation_triton
+from strandline.kernels.gemm import block_scaled_triton, stacked_linear_triton
+from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_GEMV, Tile
+from strandline.kernels.gemm.rows_triton import Gemv
+from strandline.kernels.rowwise import activation_triton, quantizing_triton
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
 take_loop_bounds_from_memory()
@@ -101,8 +102,8 @@ def check_quantizing(num_rows: int, num_inputs: int, dtype: torch.dtype, device:
     x, gate = gate_up.clone().chunk(2, dim=1)
     for rows, plain in (
         (quantize_rows(gate_up), gate_up),
-        (block_scaled_tile_triton.swiglu_quantized(gate_up), activation_triton.swiglu(gate_up)),
-        (block_scaled_tile_triton.sigmoid_gate_quantized(x, gate), activation_triton.sigmoid_gate(x.clone(), gate)),
+        (quantizing_triton.swiglu_quantized(gate_up), activation_triton.swiglu(gate_up)),
+        (quantizing_triton.sigmoid_gate_quantized(x, gate), activation_triton.sigmoid_gate(x.clone(), gate)),
     ):
         assert_quantized(rows, plain)
 

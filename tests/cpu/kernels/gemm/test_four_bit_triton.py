@@ -19,7 +19,8 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import four_bit_launches, four_bit_triton, stacked_linear_triton
-from strandline.kernels.gemm.four_bit_launches import Gemv, Tile
+from strandline.kernels.gemm.four_bit_launches import Tile
+from strandline.kernels.gemm.rows_triton import Gemv
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()

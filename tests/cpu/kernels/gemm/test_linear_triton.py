@@ -12,7 +12,10 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import linear_and_logits_triton, linear_triton
-from strandline.kernels.gemm.linear_triton import Gemv, Skinny
+from strandline.kernels.gemm.linear_triton import Skinny
+from strandline.kernels.gemm.rows_triton import Gemv, launch_gemv
+from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.rowwise.quantized_rows import new_output
 
 GEMV, SKINNY = Gemv(4, 32, 1), Skinny(16, 32, 1, 1)
 
@@ -25,6 +28,12 @@ def check_near(actual: Tensor, expected: Tensor) -> None:
     limits = ERROR_RATIO if actual.is_cuda else ERROR_RATIO_INTERPRETER
     ratio = float((actual.double() - expected).norm() / expected.norm())
     assert ratio < limits[actual.dtype], ratio
+
+
+def multiply_gemv(x: Tensor, weight: Tensor, bias: Tensor | None, gemv: Gemv, *, is_gated: bool = False) -> Tensor:
+    out = new_output(x, len(weight) // (1 + is_gated))
+    launch_gemv(out, x, DenseWeight(weight), bias, gemv, is_gated=is_gated)
+    return out
 
 
 def check_linear(
@@ -41,8 +50,8 @@ def check_linear(
         check_near(linear_triton.linear(x, weight, bias), product + bias.double())
         check_near(linear_triton.gated_linear(x, weight), gated)
         if num_rows <= 8:
-            check_near(linear_triton.launch_gemv(x, weight, bias, gemv, is_gated=False), product + bias.double())
-            check_near(linear_triton.launch_gemv(x, weight, None, gemv, is_gated=True), gated)
+            check_near(multiply_gemv(x, weight, bias, gemv), product + bias.double())
+            check_near(multiply_gemv(x, weight, None, gemv, is_gated=True), gated)
         if num_rows <= linear_triton.MAX_ROWS_SKINNY:
             check_near(linear_triton.launch_skinny(x, weight, bias, skinny, is_gated=False), product + bias.double())
             check_near(linear_triton.launch_skinny(x, weight, None, skinny, is_gated=True), gated)
@@ -90,7 +99,7 @@ def test_a_row_s_bits_do_not_depend_on_its_neighbours() -> None:
     x, weight = torch.randn(4, 70), torch.randn(20, 70)
     order = torch.tensor([2, 0, 3, 1])
     for product in (
-        lambda x: linear_triton.launch_gemv(x, weight, None, GEMV, is_gated=False),
+        lambda x: multiply_gemv(x, weight, None, GEMV),
         lambda x: linear_triton.launch_skinny(x, weight, None, SKINNY, is_gated=False),
     ):
         assert torch.equal(product(x[order]), product(x)[order])

@@ -8,7 +8,8 @@ from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts import block_scaled_moe_triton
 from strandline.kernels.experts.many_launches import FP8, Pair
 from strandline.kernels.gemm import block_scaled_triton
-from strandline.kernels.gemm.block_scaled_triton import Gemv, Tile, can_multiply_in_torch
+from strandline.kernels.gemm.block_scaled_triton import Tile, can_multiply_in_torch
+from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 from tests.cpu.kernels.experts import test_block_scaled_moe as moe

@@ -8,7 +8,8 @@ from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts import four_bit_moe_triton
 from strandline.kernels.experts.many_launches import FOUR_BIT, Pair
 from strandline.kernels.gemm import four_bit_launches, four_bit_triton
-from strandline.kernels.gemm.four_bit_launches import Gemv, Tile
+from strandline.kernels.gemm.four_bit_launches import Tile
+from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.gemm.weights import GROUPS_FOUR_BIT
 from tests.cpu.kernels.experts import test_four_bit_moe as moe
 from tests.cpu.kernels.gemm.test_four_bit import SIZES, four_bit_weight

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from strandline.kernels.gemm import linear_triton
-from strandline.kernels.gemm.linear_triton import GEMV_LONG, GEMV_NARROW, GEMV_SMALL, GEMV_TINY, GEMV_WIDE, SKINNY, Gemv
+from strandline.kernels.gemm.linear_triton import GEMV_LONG, GEMV_NARROW, GEMV_SMALL, GEMV_TINY, GEMV_WIDE, SKINNY
+from strandline.kernels.gemm.rows_triton import Gemv
 from tests.cpu.kernels.gemm.test_linear_triton import check_linear, check_linear_and_logits
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -145,7 +145,10 @@ def multiply_rows(
         x_M1K = READ(x_ptr + row_M.to(tl.int64) * stride_x + col_K + start, is_x_K, K)[None, None, :]
     else:
         x_M1K_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[:, None, None] + col_K[None, None, :] + start
-        is_x_M1K = is_row_M[:, None, None] & (start + col_K < K)[None, None, :]
+        is_x_M1K = is_row_M[:, None, None]
+        # Unmasked, rows of x for several matrices take half as many registers again.
+        if not IS_EVEN or matrix_C.shape[0] > 1:
+            is_x_M1K = is_x_M1K & (start + col_K < K)[None, None, :]
         x_M1K = READ(x_M1K_ptr, is_x_M1K, K)
     return weight_CNK.to(tl.float32) * x_M1K, up_CNK.to(tl.float32) * x_M1K
 

@@ -1,0 +1,269 @@
+"""GEMMs of few rows with a weight in any format, which is streamed through registers: every product is a GEMV.
+
+Every program multiplies the rows with a few of the weight's rows, whole, in float32. A launch may multiply them with a
+second weight, which is dense: programs of its own do that, and start first, since they read the most bytes.
+
+Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over.
+"""
+# mypy: ignore-errors
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.gemm.formats.few_rows_triton import multiply_few, read_plain
+from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rowwise.activation_triton import silu_times
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
+from strandline.kernels.sizes import cdiv, next_power_of_2
+
+MAX_ROWS_PROGRAM = 8
+"""Rows that a program multiplies with its rows of the weight; registers hold all of theirs at once."""
+
+
+class Gemv(NamedTuple):
+    """How a GEMM of few rows is tiled."""
+
+    block_n: int
+    block_k: int
+    """Inputs at a time."""
+    warps: int
+
+
+class Second(NamedTuple):
+    """A second product of the same rows, before they are quantised."""
+
+    weight: DenseWeight
+    """Contiguous."""
+    out_MO: Tensor
+
+
+class _SecondArgument(NamedTuple):
+    """A second product as a runtime argument."""
+
+    x: tuple
+    weight: tuple
+    out_ptr: Tensor
+    num_outputs: int
+    stride_out: int
+
+
+class _SecondConstants(NamedTuple):
+    """What is compiled in of a second product."""
+
+    rows: RowFunctions
+    layout: NamedTuple
+    programs: int
+    num_k: int
+    block_k: int
+    is_even: bool
+
+    @property
+    def cache_key(self) -> str:
+        """As of ``RowFunctions``."""
+        return f"{self.rows.cache_key}-{tuple(self)[1:]}"
+
+
+@triton.jit
+def _multiply(
+    program,
+    x,
+    weight,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    stride_out,
+    ROWS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_TILED: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write a tile of a product: some rows of x with some rows of the weight."""
+    first_N = program.to(tl.int64) * BLOCK_N
+    row_N = first_N + tl.arange(0, BLOCK_N)
+    row_M = tl.arange(0, BLOCK_M)
+    if IS_TILED:
+        row_M += tl.program_id(1) * BLOCK_M
+    matrix_C = tl.zeros([1], dtype=tl.int32)
+    loaded = ROWS.load(weight, matrix_C, first_N, 0, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K)
+    # Weights and their scales are older than any launch of a step.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    out_MN, up_MN = multiply_few(
+        loaded,
+        x,
+        row_M,
+        row_M < M,
+        weight,
+        matrix_C,
+        first_N,
+        N,
+        K,
+        ROWS,
+        read_plain,
+        LAYOUT,
+        IS_GATED,
+        IS_EVEN,
+        NUM_K,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    if bias_ptr is not None:
+        out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if IS_GATED:
+        out_MN = silu_times(out_MN, up_MN, dtype)
+    out_MN_ptr = out_ptr + row_M.to(tl.int64)[:, None] * stride_out + row_N[None, :]
+    tl.store(out_MN_ptr, out_MN.to(dtype), mask=(row_M < M)[:, None] & (row_N < N)[None, :])
+
+
+@triton.jit
+def _gemv_kernel(
+    x,
+    weight,
+    bias_ptr,
+    out_ptr,
+    second,
+    M,
+    N,
+    K,
+    stride_out,
+    ROWS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    SECOND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_TILED: tl.constexpr,
+    NUM_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    SECOND_PROGRAMS: tl.constexpr = 0 if SECOND is None else SECOND.programs
+    program = tl.program_id(0)
+    if SECOND_PROGRAMS > 0 and program < SECOND_PROGRAMS:
+        SECOND_ROWS: tl.constexpr = SECOND.rows
+        SECOND_LAYOUT: tl.constexpr = SECOND.layout
+        _multiply(
+            program,
+            second.x,
+            second.weight,
+            None,
+            second.out_ptr,
+            M,
+            second.num_outputs,
+            K,
+            second.stride_out,
+            SECOND_ROWS,
+            SECOND_LAYOUT,
+            False,
+            SECOND.is_even,
+            IS_TILED,
+            SECOND.num_k,
+            BLOCK_M,
+            BLOCK_N,
+            SECOND.block_k,
+            OVERLAPS,
+        )
+    else:
+        _multiply(
+            program - SECOND_PROGRAMS,
+            x,
+            weight,
+            bias_ptr,
+            out_ptr,
+            M,
+            N,
+            K,
+            stride_out,
+            ROWS,
+            LAYOUT,
+            IS_GATED,
+            IS_EVEN,
+            IS_TILED,
+            NUM_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            OVERLAPS,
+        )
+
+
+def launch_gemv(
+    out_MO: Tensor,
+    rows: Rows,
+    weight: DenseWeight | ScaledWeight | FourBitWeight,
+    bias_O: Tensor | None,
+    gemv: Gemv,
+    *,
+    is_gated: bool = False,
+    second: Second | None = None,
+) -> None:
+    """Fill ``out_MO``, a matrix with dense rows, with the product of a few rows; gated, ``silu(gate x) * up x``."""
+    argument = operand(weight)
+    num_rows, (num_outputs, num_inputs) = len(rows), weight.shape
+    if is_gated:
+        num_outputs //= 2
+    block_m = min(MAX_ROWS_PROGRAM, next_power_of_2(num_rows))
+    block_n = argument.layout.fit_rows(gemv.block_n)
+    block_k = min(gemv.block_k, max(argument.format.min_block_k, next_power_of_2(num_inputs)))
+    second_argument, constants = None, None
+    if second is not None:
+        second_argument, constants = _second_arguments(second, rows, weight, block_n, block_k)
+    # A dense weight's programs also take one tile of rows from the grid: with masks that are not known to be true, the
+    # compiler loads inputs later, and needs fewer registers.
+    is_tiled = num_rows > block_m or (second is None and isinstance(weight, DenseWeight))
+    programs = cdiv(num_outputs, block_n) + (0 if constants is None else constants.programs)
+    _gemv_kernel[(programs, cdiv(num_rows, block_m))](
+        rows_operand(rows),
+        argument.data,
+        bias_O,
+        out_MO,
+        second_argument,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        out_MO.stride(0),
+        ROWS=argument.format.rows,
+        LAYOUT=argument.layout,
+        SECOND=constants,
+        IS_GATED=is_gated,
+        IS_EVEN=num_inputs % block_k == 0 and num_outputs % block_n == 0,
+        IS_TILED=is_tiled,
+        NUM_K=cdiv(num_inputs, block_k),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=gemv.warps,
+        **overlap_options(out_MO),
+    )
+
+
+def _second_arguments(
+    second: Second, rows: Rows, weight: DenseWeight | ScaledWeight | FourBitWeight, block_n: int, block_k: int
+) -> tuple[_SecondArgument, _SecondConstants]:
+    """Return a second product as arguments; beside a quantised weight, half as many inputs are taken at a time."""
+    argument: Operand = operand(second.weight)
+    num_outputs, num_inputs = second.weight.shape
+    if not isinstance(weight, DenseWeight):
+        block_k //= 2
+    is_even = num_inputs % block_k == 0 and num_outputs % block_n == 0
+    sizes = (cdiv(num_outputs, block_n), cdiv(num_inputs, block_k), block_k, is_even)
+    x = rows_operand(plain_rows(rows))
+    return (
+        _SecondArgument(x, argument.data, second.out_MO, num_outputs, second.out_MO.stride(0)),
+        _SecondConstants(argument.format.rows, argument.layout, *sizes),
+    )
