@@ -34,6 +34,8 @@ from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
 from strandline.kernels.launch import Launch as TileLaunch
 
+MODULE = "experts.moe_triton"
+
 TOKENS = (1, 2, 3, 4, 8, 16, 64, 256, 1024, 2048, 8192)
 
 
@@ -58,8 +60,7 @@ QWEN = Model(2048, 256, 512, 512, Routing(8, is_normalised=True), is_shared_gate
 KIMI = Model(2304, 256, 1024, 1024, Routing(8, True, "sigmoid", 1e-20, 2.446))
 NEMOTRON = Model(2688, 128, 1856, 3712, Routing(6, True, "sigmoid", 1e-20, 2.5), is_gated=False)
 MODELS = {"qwen3.5-35b-a3b": QWEN, "kimi-linear-48b-a3b": KIMI}
-DENSE_MODELS = {**MODELS, "nemotron-3-nano-30b-a3b": NEMOTRON}
-"""Experts without a gate are in no other format."""
+MODELS["nemotron-3-nano-30b-a3b"] = NEMOTRON
 TINY = Model(128, 4, 128, 128, Routing(2, is_normalised=True), is_shared_gated=True)
 
 FEW_UPS = "1,512,1 1,1024,1 1,2048,1 2,512,1 2,1024,1 2,2048,1 4,512,1 2,512,2 2,1024,2 4,512,2 4,1024,2 2,1024,4"
@@ -186,9 +187,9 @@ def grouped_in_torch(model: Model, choose: Any, x_TD: Tensor, projected: Project
 
 def launches(weight_format: str, model: Model, tokens: int) -> Iterator[Launch]:
     """Yield the tilings that make sense for a number of tokens."""
-    module, weight_class, sizes, measured = tilings_of(weight_format)
+    weight_class, sizes, measured = tilings_of(weight_format)
     if tokens <= 16:
-        yield from few_launches(weight_format, module, model, tokens)
+        yield from few_launches(weight_format, model, tokens)
     load = tokens * model.routing.top_k // model.num_experts
     ups, downs = (
         [tile._replace(is_halved=weight_format == "dense" and tile.block_m >= 128) for tile in tiles]
@@ -199,23 +200,23 @@ def launches(weight_format: str, model: Model, tokens: int) -> Iterator[Launch]:
     pairs |= {f"up {tuple(up)}": (up, in_force[1]) for up in ups}
     pairs |= {f"down {tuple(down)}": (in_force[0], down) for down in downs}
     for name, pair in pairs.items():
-        yield Launch(name, {f"{module}.choose_launches": pair, f"{module}.MAX_TOKENS_FEW": 0})
+        yield Launch(name, {f"{MODULE}.choose_launches": pair, f"{MODULE}.MAX_TOKENS_FEW": 0})
 
 
-def tilings_of(weight_format: str) -> tuple[str, type, Any, Measured]:
-    """Return a format's module and class, tiles to try with few and with many choices, and those in force."""
+def tilings_of(weight_format: str) -> tuple[type, Any, Measured]:
+    """Return a format's class, tiles to try with few and with many choices, and those in force."""
     if weight_format == "dense":
-        return "experts.moe_triton", DenseWeight, (DENSE_SMALL, DENSE_LARGE), DENSE_LAUNCHES
+        return DenseWeight, (DENSE_SMALL, DENSE_LARGE), DENSE_LAUNCHES
     if weight_format == "fp8":
-        return "experts.block_scaled_moe_triton", ScaledWeight, (FP8_SMALL, FP8_LARGE), FP8
-    return "experts.four_bit_moe_triton", FourBitWeight, ((INT4_TILES, INT4_TILES),) * 2, FOUR_BIT
+        return ScaledWeight, (FP8_SMALL, FP8_LARGE), FP8
+    return FourBitWeight, ((INT4_TILES, INT4_TILES),) * 2, FOUR_BIT
 
 
 def sizes_of(*sizes: int | None) -> tuple[Any, ...]:
     return sizes
 
 
-def few_launches(weight_format: str, module: str, model: Model, tokens: int) -> Iterator[Launch]:
+def few_launches(weight_format: str, model: Model, tokens: int) -> Iterator[Launch]:
     """Yield tilings of the way of few tokens: first products before the second one in force, then second products."""
     if weight_format == "dense":
         sizes = (model.routing.top_k, model.size, model.shared_size)
@@ -229,14 +230,13 @@ def few_launches(weight_format: str, module: str, model: Model, tokens: int) -> 
         chosen._replace(block_down_n=n, warps_down=w, blocks_down=b) for n, w, b in parse_launches(sizes_of, FEW_DOWNS)
     ]
     for few in [chosen, *ups, *downs]:
-        yield Launch(f"few {tuple(few)}", {f"{module}.choose_few": few, f"{module}.MAX_TOKENS_FEW": 16})
+        yield Launch(f"few {tuple(few)}", {f"{MODULE}.choose_few": few, f"{MODULE}.MAX_TOKENS_FEW": 16})
 
 
 TINY_SHAPE = {"model": TINY, "tokens": 2}
 for _format in FORMATS:
     _axes: dict[str, Any] = {"group": GROUPS} if _format == "int4" else {}
-    _models = DENSE_MODELS if _format == "dense" else MODELS
-    case(f"experts/{_format}", model=_models, tokens=TOKENS, **_axes, tiny=TINY_SHAPE)(partial(mixture, _format))
+    case(f"experts/{_format}", model=MODELS, tokens=TOKENS, **_axes, tiny=TINY_SHAPE)(partial(mixture, _format))
 case(
     "experts-of-2-ranks",
     model={"qwen3.5-35b-a3b": QWEN},
@@ -246,7 +246,7 @@ case(
 )(partial(mixture, "dense"))
 
 
-@case("router", model=DENSE_MODELS, tokens=TOKENS, tiny=TINY_SHAPE)
+@case("router", model=MODELS, tokens=TOKENS, tiny=TINY_SHAPE)
 def router(model: Model, tokens: int) -> Work:
     """Return the choice of experts."""
     arguments = []

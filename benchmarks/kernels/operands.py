@@ -14,32 +14,17 @@ from torch import Tensor
 
 from strandline.kernels.binding import Kernels, reference_kernels
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts.block_scaled_moe import block_scaled_experts_glu, block_scaled_mixture
-from strandline.kernels.experts.four_bit_moe import four_bit_experts_glu, four_bit_mixture
-from strandline.kernels.experts.moe import mixture, mixture_relu_squared
-from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.experts.moe import Activation, ExpertWeights, Router, SharedExpert, mixture
+from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
-from strandline.kernels.operation import Operation
-from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.quantized_rows import GROUP, Rows
-from strandline.kernels.rowwise.quantizing import rms_norm_zero_centered_quantized, swiglu_quantized
+from strandline.kernels.rowwise.quantizing import rms_norm_zero_centered_quantized
 
 FORMATS = ("dense", "fp8", "int4")
 GROUPS = (128, 32)
 """Inputs that share a scale in 4 bits."""
-
-EXPERT_OPERATIONS = (
-    mixture,
-    mixture_relu_squared,
-    block_scaled_mixture,
-    block_scaled_experts_glu,
-    four_bit_mixture,
-    four_bit_experts_glu,
-    route,
-    *LINEAR_OPERATIONS,
-)
 
 
 def random_weight(weight_format: str, *shape: int, group: int = 128) -> Any:
@@ -111,7 +96,7 @@ class Experts:
     bias_E: Tensor | None
     is_gated: bool
     held: range | None = None
-    """As in ``experts_glu``."""
+    """As of ``ExpertWeights``."""
 
 
 Projected = tuple[Tensor, Tensor, Tensor | None]
@@ -124,28 +109,17 @@ Mixture = Callable[[Any, Projected, Experts], Tensor]
 
 def mixture_of_experts(*, is_deterministic: bool = False) -> Mixture:
     """Return the mixture of experts of any format."""
-    return partial(_mix, kernels_of(EXPERT_OPERATIONS, is_deterministic=is_deterministic))
+    return partial(_mix, kernels_of((mixture,), is_deterministic=is_deterministic))
 
 
 def reference_mixture() -> Mixture:
-    """Return the same by reference implementations."""
-    return partial(_mix, reference_kernels(EXPERT_OPERATIONS))
+    """Return the same by the reference implementation."""
+    return partial(_mix, reference_kernels((mixture,)))
 
 
 def _mix(kernels: Kernels, x: Rows, projected: Projected, experts: Experts) -> Tensor:
-    up, down, shared_down, routing = experts.up, experts.down, experts.shared_down, experts.routing
-    function = cast(Callable[[Operation[..., Any]], Callable[..., Any]], kernels.__getitem__)
-    if isinstance(up, DenseWeight):
-        dense = (up.values_OI, down.values_OI, shared_down, routing, experts.bias_E, experts.held)
-        if experts.is_gated:
-            return added_up(function(mixture)(x, *projected, *dense))
-        return added_up(function(mixture_relu_squared)(x, *projected[:2], *dense))
-    is_scaled = isinstance(up, ScaledWeight)
-    if experts.bias_E is None:
-        mix = function(block_scaled_mixture if is_scaled else four_bit_mixture)
-        return added_up(mix(x, *projected, up, down, shared_down, routing, experts.held))
-    activate = function(swiglu_quantized if isinstance(shared_down, ScaledWeight) else swiglu)
-    shared_TD = bind_linear(kernels, shared_down)(activate(projected[0]))
-    chosen = kernels[route](projected[1], experts.bias_E, routing)
-    compute = function(block_scaled_experts_glu if is_scaled else four_bit_experts_glu)
-    return added_up(compute(x, up, down, *chosen, shared_TD, projected[2], experts.held))
+    shared_TS, logits_TE, gate_T1 = projected
+    activation = Activation.SWIGLU if experts.is_gated else Activation.RELU_SQUARED
+    weights = ExpertWeights(experts.up, experts.down, activation, experts.held)
+    router = Router(logits_TE, experts.bias_E, experts.routing)
+    return added_up(kernels[mixture](x, weights, router, SharedExpert(shared_TS, experts.shared_down, gate_T1)))

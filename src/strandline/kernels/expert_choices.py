@@ -25,7 +25,7 @@ class ExpertChoices:
     shared_gate_T1: Tensor | None
     """Before its sigmoid; None: the shared expert's part is added as it is."""
     held: range | None
-    """As in ``experts_glu``."""
+    """As of ``ExpertWeights``."""
     add: Callable[["ExpertChoices"], Tensor]
     """Adds them up, in the dtype of ``out_AD``."""
 

@@ -110,9 +110,10 @@ def _moe_targets(mlp: SparseMoe, prefix: str) -> NamedTargets:
     """Yield the tensors of the experts, and of their shared part."""
     shared, router, _, _ = mlp.in_proj.weight_OI.split(mlp.sizes)
     experts = mlp.experts.rows()
-    gate_up = (sharded(rows, mlp.shard) for rows in shared.chunk(2))
-    yield f"{prefix}shared_mlp.input_linear.weight", stacked(*gate_up)
-    yield from mlp.shared_down.targets(f"{prefix}shared_mlp.output_linear.")
+    if mlp.shared_down is not None:
+        gate_up = (sharded(rows, mlp.shard) for rows in shared.chunk(2))
+        yield f"{prefix}shared_mlp.input_linear.weight", stacked(*gate_up)
+        yield from mlp.shared_down.targets(f"{prefix}shared_mlp.output_linear.")
     yield f"{prefix}block_sparse_moe.router.layer.weight", whole(router)
     yield f"{prefix}block_sparse_moe.input_linear.weight", spanned(experts.up_XFE, experts.held, experts.num)
     yield f"{prefix}block_sparse_moe.output_linear.weight", spanned(experts.down_XEF, experts.held, experts.num)

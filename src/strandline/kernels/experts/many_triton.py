@@ -120,7 +120,8 @@ def _up_tile(
         weight,
         expert,
         token_M,
-        is_row_M,
+        # Rows after the last read a token again: masks would take registers.
+        None,
         col_N,
         0,
         tl.cdiv(D, BLOCK_K),

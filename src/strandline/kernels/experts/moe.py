@@ -1,4 +1,4 @@
-"""Mixture of experts: experts with gated linear units or without, in plain torch.
+"""Mixtures of experts, with weights of any format, with gated linear units or without, in plain torch.
 
 The reference implementation, which also runs on CPUs. Experts that no token chose cost nothing.
 
@@ -7,9 +7,9 @@ intermediate size of the shared expert, A = T K assignments of a token to an exp
 sorted by expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.linear import reference_linear
+from strandline.kernels.gemm.linear import multiply_reference, reference_linear
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
-from strandline.kernels.operation import operation, triton
+from strandline.kernels.operation import Operation, operation, triton
 from strandline.kernels.rowwise.activation import clamped_swiglu, relu_squared, swiglu
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 
 ExpertsWeight = DenseWeight | ScaledWeight | FourBitWeight
 """One matrix of every expert, ``[E, O, I]``."""
@@ -38,6 +39,12 @@ class Activation(Enum):
     def is_gated(self) -> bool:
         """Whether experts have a gate."""
         return self is Activation.SWIGLU
+
+
+ACTIVATIONS: Final[Mapping[Activation, Operation[[Tensor], Tensor]]] = {
+    Activation.SWIGLU: swiglu,
+    Activation.RELU_SQUARED: relu_squared,
+}
 
 
 class ExpertWeights(NamedTuple):
@@ -71,89 +78,47 @@ class SharedOutput(NamedTuple):
     """As of ``SharedExpert``."""
 
 
-@operation(triton("experts.moe_triton", invariant="experts.moe_triton"))
+class Router(NamedTuple):
+    """A router's scores of tokens, and how experts are chosen by them: arguments of ``route``."""
+
+    logits_TE: Tensor
+    """May be columns of a larger tensor."""
+    bias_E: Tensor | None
+    routing: Routing
+
+
+@operation(triton("experts.moe_triton", takes_launches=True))
 def mixture(
-    x_TD: Tensor,
-    shared_gate_up_TS: Tensor | None,
-    logits_TE: Tensor,
-    shared_gate_T1: Tensor | None,
-    gate_up_EFD: Tensor,
-    down_EDF: Tensor,
-    shared_down: Weight | None,
-    routing: Routing,
-    bias_E: Tensor | None = None,
-    held: range | None = None,
+    x_TD: Rows, experts: ExpertWeights, router: Router, shared: SharedExpert | SharedOutput | None = None
 ) -> Summand:
-    """Return the weighted sum of each token's experts, and of the shared one behind its gate, in x's dtype.
+    """Return the weighted sum of each token's experts, and of the shared one after its gate, in x's dtype.
+
+    Experts without a gate have a shared one without one. Experts in FP8 round their hidden features to the dtype of
+    activations, and then quantise them like any input.
 
     Args:
-        shared_gate_up_TS: products of x with the shared expert's gate and then its up projection, ``[T, 2 S]``; None:
-            there is no shared expert.
-        logits_TE: the router's.
-        shared_gate_T1: the shared expert's gate before its sigmoid; None: it is added as it is. All three may be
-            columns of one tensor.
-        gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
-        shared_down: ``[D, S]``.
-        bias_E: as in ``route``.
-        held: as in ``experts_glu``.
+        x_TD: quantised rows are taken if they are stored with the plain ones.
 
     Returns:
         A tensor, or the choices of each token, for the next operation to add up.
     """
-    weights_TK, experts_TK = route.reference(logits_TE, bias_E, routing)
-    shared_TD = None
-    if shared_gate_up_TS is not None and shared_down is not None:
-        shared_TD = reference_linear(shared_down)(swiglu.reference(shared_gate_up_TS))
-    return experts_glu(x_TD, gate_up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, shared_gate_T1, held)
+    if isinstance(shared, SharedExpert):
+        hidden_TS = ACTIVATIONS[experts.activation].reference(shared.projected_TS)
+        shared = SharedOutput(reference_linear(shared.down)(hidden_TS), shared.gate_T1)
+    return sum_of_chosen(plain_rows(x_TD), experts, route.reference(*router), shared)
 
 
-@operation(triton("experts.moe_triton", invariant="experts.moe_triton"))
-def mixture_relu_squared(
-    x_TD: Tensor,
-    shared_up_TS: Tensor | None,
-    logits_TE: Tensor,
-    up_EFD: Tensor,
-    down_EDF: Tensor,
-    shared_down: Weight | None,
-    routing: Routing,
-    bias_E: Tensor | None = None,
-    held: range | None = None,
+def sum_of_chosen(
+    x_TD: Tensor, experts: ExpertWeights, chosen: tuple[Tensor, Tensor], shared: SharedOutput | None = None
 ) -> Tensor:
-    """As ``mixture``, of experts without a gate, the shared one too: ``down(relu(up x) ** 2)``.
-
-    Args:
-        shared_up_TS: products of x with the shared expert's up projection, ``[T, S]``; may be overwritten.
-    """
-    weights_TK, experts_TK = route.reference(logits_TE, bias_E, routing)
-    shared_TD = None
-    if shared_up_TS is not None and shared_down is not None:
-        shared_TD = reference_linear(shared_down)(relu_squared.reference(shared_up_TS))
-    return experts_relu_squared(x_TD, up_EFD, down_EDF, weights_TK, experts_TK, shared_TD, held)
-
-
-def experts_glu(
-    x_TD: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDF: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    shared_TD: Tensor | None = None,
-    shared_gate_T1: Tensor | None = None,
-    held: range | None = None,
-) -> Tensor:
-    """Return the weighted sum of each token's experts, ``down(silu(gate x) * up x)``, in x's dtype.
-
-    Args:
-        gate_up_EFD: ``[E, 2 F, D]``, the gate's rows before the up projection's.
-        shared_TD: what the shared expert made of each token; added after multiplying by ``sigmoid(shared_gate_T1)``.
-        held: numbers that ``experts_TK`` has for the experts whose weights these are; others add nothing. None: all.
-    """
+    """Return what ``mixture`` does, given the weights and numbers of each token's experts."""
+    activate = ACTIVATIONS[experts.activation].reference
 
     def apply(expert: int, x_AD: Tensor) -> Tensor:
-        return F.linear(swiglu.reference(F.linear(x_AD, gate_up_EFD[expert])), down_EDF[expert])
+        return multiply_reference(activate(multiply_reference(x_AD, experts.up[expert])), experts.down[expert])
 
-    out_TD = sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
-    return with_shared(out_TD, shared_TD, shared_gate_T1)
+    out_TD = sum_of_experts(apply, experts.down.shape[0], x_TD, *chosen, experts.held)
+    return out_TD if shared is None else with_shared(out_TD, shared)
 
 
 @operation(reads_host=True)
@@ -166,7 +131,13 @@ def clamped_experts_glu(
     limit: float,
     held: range | None = None,
 ) -> Tensor:
-    """As ``experts_glu``, with gates and up projections clamped to a limit, as ``clamped_swiglu``."""
+    """Return the weighted sum of each token's experts, with gates and up projections clamped to a limit.
+
+    Args:
+        gate_up_EFD, down_EDF: as of ``ExpertWeights``.
+        limit: as of ``clamped_swiglu``.
+        held: as of ``ExpertWeights``.
+    """
 
     def apply(expert: int, x_AD: Tensor) -> Tensor:
         return F.linear(clamped_swiglu.reference(F.linear(x_AD, gate_up_EFD[expert]), limit), down_EDF[expert])
@@ -174,32 +145,10 @@ def clamped_experts_glu(
     return sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
 
 
-def experts_relu_squared(
-    x_TD: Tensor,
-    up_EFD: Tensor,
-    down_EDF: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    shared_TD: Tensor | None = None,
-    held: range | None = None,
-) -> Tensor:
-    """Return the weighted sum of each token's experts, ``down(relu(up x) ** 2)``, in x's dtype.
-
-    Args:
-        shared_TD, held: as in ``experts_glu``.
-    """
-
-    def apply(expert: int, x_AD: Tensor) -> Tensor:
-        return F.linear(relu_squared.reference(F.linear(x_AD, up_EFD[expert])), down_EDF[expert])
-
-    return with_shared(sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held), shared_TD, None)
-
-
-def with_shared(out_TD: Tensor, shared_TD: Tensor | None, shared_gate_T1: Tensor | None) -> Tensor:
-    """Add what the shared expert made, if there is one, behind its gate, if it has one; ``out_TD`` is overwritten."""
-    if shared_TD is None:
-        return out_TD
-    return out_TD.add_(shared_TD if shared_gate_T1 is None else shared_TD * shared_gate_T1.sigmoid())
+def with_shared(out_TD: Tensor, shared: SharedOutput) -> Tensor:
+    """Add a shared expert's output, times its gate if it has one; ``out_TD`` is overwritten."""
+    gate_T1 = shared.gate_T1
+    return out_TD.add_(shared.out_TD if gate_T1 is None else shared.out_TD * gate_T1.sigmoid())
 
 
 def sum_of_experts(

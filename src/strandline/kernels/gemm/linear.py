@@ -80,19 +80,20 @@ def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
 @operation(triton("gemm.stacked_linear_triton", invariant="gemm.stacked_linear_triton"))
 def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias`` with a weight of parts, whose outputs lie side by side."""
-    out = torch.cat([_multiply_part(x, part) for part in weight.parts], dim=-1)
+    out = torch.cat([multiply_reference(x, part) for part in weight.parts], dim=-1)
     return out if bias_O is None else out.add_(bias_O)
 
 
-def _multiply_part(x: Rows, part: DenseWeight | ScaledWeight | FourBitWeight) -> Tensor:
-    match part:
+def multiply_reference(x: Rows, weight: DenseWeight | ScaledWeight | FourBitWeight) -> Tensor:
+    """Return ``x weight^T``, by reference implementations."""
+    match weight:
         case DenseWeight(values_OI):
             return linear.reference(plain_rows(x), values_OI)
         case FourBitWeight():
-            return four_bit_linear.reference(plain_rows(x), part)
+            return four_bit_linear.reference(plain_rows(x), weight)
         case ScaledWeight():
-            return block_scaled_linear.reference(x, part)
-    assert_never(part)
+            return block_scaled_linear.reference(x, weight)
+    assert_never(weight)
 
 
 @operation(triton("gemm.linear_and_logits_triton", invariant="gemm.linear_and_logits_triton"))

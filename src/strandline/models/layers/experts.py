@@ -8,20 +8,26 @@ that: the gate's rows come first), S features of the shared expert before its ac
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
-from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels
-from strandline.kernels.expert_choices import Summand, added_up
-from strandline.kernels.experts.block_scaled_moe import block_scaled_experts_glu, block_scaled_mixture
-from strandline.kernels.experts.four_bit_moe import four_bit_experts_glu, four_bit_mixture
-from strandline.kernels.experts.moe import clamped_experts_glu, mixture, mixture_relu_squared
+from strandline.kernels.expert_choices import Summand
+from strandline.kernels.experts.moe import (
+    Activation,
+    ExpertsWeight,
+    ExpertWeights,
+    Router,
+    SharedExpert,
+    SharedOutput,
+    clamped_experts_glu,
+    mixture,
+    with_shared,
+)
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.projection import Projection
@@ -31,18 +37,6 @@ from strandline.models.layers.targets import NamedTargets, spanned, unused, whol
 MAX_EXPERTS: Final = 2**14
 
 EXPERTS: Final = "experts"
-
-ExpertsWeight = DenseWeight | ScaledWeight | FourBitWeight
-"""One matrix of every expert, ``[X, O, I]``."""
-
-
-class Activation(Enum):
-    """What experts compute between their two products."""
-
-    SWIGLU = auto()
-    """``silu(gate) * up``."""
-    RELU_SQUARED = auto()
-    """``relu(up) ** 2``: there is no gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,51 +55,7 @@ class ExpertsConfig:
     @property
     def is_gated(self) -> bool:
         """Whether experts have a gate."""
-        return self.activation is Activation.SWIGLU
-
-    @property
-    def takes_formats(self) -> bool:
-        """Whether operations compute such experts in FP8 and in 4 bits."""
-        return self.is_gated and self.limit is None
-
-
-class SharedHidden(NamedTuple):
-    """A shared expert before its activation; the operation that computes the experts does the rest."""
-
-    projected_TS: Tensor
-    """Outputs of its first projections; may be overwritten."""
-    down: Weight
-    gate_T1: Tensor | None = None
-    """A sigmoid of it multiplies the shared expert's output; None: that is added as it is."""
-
-
-class RoutedTokens(NamedTuple):
-    """Tokens and what their router computes; arguments of ``Experts.mix``."""
-
-    x_TE: Rows
-    logits_TX: Tensor
-    bias_X: Tensor | None
-    shared: SharedHidden | Tensor | None
-    held: range | None
-    """The experts of this rank; None: all that can be chosen."""
-
-    @property
-    def plain_TE(self) -> Tensor:
-        """The tokens as they were before quantising."""
-        return plain_rows(self.x_TE)
-
-    @property
-    def hidden(self) -> tuple[Tensor | None, Weight | None, Tensor | None]:
-        """The fields of a shared expert that is yet to be computed."""
-        return self.shared if isinstance(self.shared, SharedHidden) else (None, None, None)
-
-    def with_output(self, out: Summand) -> Summand:
-        """Add the output of a shared expert that was computed before."""
-        return added_up(out).add_(self.shared) if isinstance(self.shared, Tensor) else out
-
-
-Choose = Callable[[Tensor, Tensor | None, Routing], tuple[Tensor, Tensor]]
-"""The operation ``route``."""
+        return self.activation.is_gated
 
 
 class ExpertRows(NamedTuple):
@@ -144,7 +94,7 @@ class Experts(nn.Module):
     They are loaded as ordinary parameters, or else given weights in FP8 or 4 bits by ``keep``.
 
     Args:
-        fused: second projection of a shared expert that is always computed with these experts, as a ``SharedHidden``:
+        fused: second projection of a shared expert that is always computed with these experts, as a ``SharedExpert``:
             it stays quantised only if they do.
     """
 
@@ -185,19 +135,17 @@ class Experts(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        if not self.config.is_gated:
-            return (mixture_relu_squared,)
-        if self.config.limit is not None:
-            return (route, clamped_experts_glu)
-        in_formats = (block_scaled_mixture, block_scaled_experts_glu, four_bit_mixture, four_bit_experts_glu)
-        return (route, mixture, *in_formats)
+        return (mixture,) if self.config.limit is None else (route, clamped_experts_glu)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._compute = self._bind(kernels)
+        if self.config.limit is None:
+            self._compute = partial(self._mix, kernels[mixture], *self.weights)
+        else:
+            self._compute = partial(self._mix_clamped, kernels[route], kernels[clamped_experts_glu])
 
     def mix(
-        self, x_TE: Rows, logits_TX: Tensor, bias_X: Tensor | None = None, shared: SharedHidden | Tensor | None = None
+        self, x_TE: Rows, logits_TX: Tensor, bias_X: Tensor | None = None, shared: SharedExpert | Tensor | None = None
     ) -> Summand:
         """Return the weighted sum of each token's experts, and the shared one.
 
@@ -206,68 +154,38 @@ class Experts(nn.Module):
             bias_X: as in ``route``.
             shared: a shared expert before its activation, or its output.
         """
-        held = self.held if logits_TX.shape[-1] > len(self.held) else None
-        return self._compute(RoutedTokens(x_TE, logits_TX, bias_X, shared, held))
+        added = SharedOutput(shared) if isinstance(shared, Tensor) else shared
+        return self._compute(x_TE, Router(logits_TX, bias_X, self.config.routing), added)
 
-    def _bind(self, kernels: Kernels) -> Callable[[RoutedTokens], Summand]:
-        match self.weights:
-            case DenseWeight(up_XFE), DenseWeight(down_XEF):
-                return self._bind_dense(kernels, up_XFE, down_XEF)
-            case ScaledWeight() as up, ScaledWeight() as down:
-                fp8 = (kernels[route], kernels[block_scaled_mixture], kernels[block_scaled_experts_glu])
-                return partial(self._mix_quantized, *fp8, up, down)
-            case FourBitWeight() as up, FourBitWeight() as down:
-                four_bit = (kernels[route], kernels[four_bit_mixture], kernels[four_bit_experts_glu])
-                mix = partial(self._mix_quantized, *four_bit, up, down)
-                return lambda tokens: mix(tokens._replace(x_TE=tokens.plain_TE))
-        raise EngineError("the two weights of experts differ in their format")
-
-    def _bind_dense(self, kernels: Kernels, up_XFE: Tensor, down_XEF: Tensor) -> Callable[[RoutedTokens], Summand]:
-        if not self.config.is_gated:
-            return partial(self._mix_relu_squared, kernels[mixture_relu_squared], up_XFE, down_XEF)
-        if self.config.limit is not None:
-            return partial(self._mix_clamped, kernels[route], kernels[clamped_experts_glu], up_XFE, down_XEF)
-        return partial(self._mix_gated, kernels[mixture], up_XFE, down_XEF)
-
-    def _mix_gated(
-        self, compute: Callable[..., Summand], up_XFE: Tensor, down_XEF: Tensor, tokens: RoutedTokens
-    ) -> Summand:
-        projected_TS, down, gate_T1 = tokens.hidden
-        projected = (projected_TS, tokens.logits_TX, gate_T1)
-        router = (self.config.routing, tokens.bias_X, tokens.held)
-        return tokens.with_output(compute(tokens.plain_TE, *projected, up_XFE, down_XEF, down, *router))
-
-    def _mix_relu_squared(
-        self, compute: Callable[..., Tensor], up_XFE: Tensor, down_XEF: Tensor, tokens: RoutedTokens
-    ) -> Summand:
-        projected_TS, down, _ = tokens.hidden
-        router = (self.config.routing, tokens.bias_X, tokens.held)
-        arguments = (projected_TS, tokens.logits_TX, up_XFE, down_XEF, down)
-        return tokens.with_output(compute(tokens.plain_TE, *arguments, *router))
-
-    def _mix_clamped(
-        self, choose: Choose, compute: Callable[..., Tensor], up_XFE: Tensor, down_XEF: Tensor, tokens: RoutedTokens
-    ) -> Summand:
-        chosen = choose(tokens.logits_TX, tokens.bias_X, self.config.routing)
-        limits = (self.config.limit, tokens.held)
-        return tokens.with_output(compute(tokens.plain_TE, up_XFE, down_XEF, *chosen, *limits))
-
-    def _mix_quantized(
+    def _mix(
         self,
-        choose: Choose,
         compute: Callable[..., Summand],
-        compute_chosen: Callable[..., Summand],
         up: ExpertsWeight,
         down: ExpertsWeight,
-        tokens: RoutedTokens,
+        x_TE: Rows,
+        router: Router,
+        shared: SharedExpert | SharedOutput | None,
     ) -> Summand:
-        x_TE, logits_TX, bias_X, shared, held = tokens
-        if isinstance(shared, SharedHidden):
-            assert bias_X is None, "operations that complete a shared expert choose without a bias"
-            projected = (shared.projected_TS, logits_TX, shared.gate_T1)
-            return compute(x_TE, *projected, up, down, shared.down, self.config.routing, held)
-        chosen = choose(logits_TX, bias_X, self.config.routing)
-        return compute_chosen(x_TE, up, down, *chosen, shared, None, held)
+        experts = ExpertWeights(up, down, self.config.activation, self._held(router))
+        return compute(x_TE, experts, router, shared)
+
+    def _mix_clamped(
+        self,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+        compute: Callable[..., Tensor],
+        x_TE: Rows,
+        router: Router,
+        shared: SharedExpert | SharedOutput | None,
+    ) -> Summand:
+        out_TE = compute(
+            plain_rows(x_TE), self.up_XFE, self.down_XEF, *choose(*router), self.config.limit, self._held(router)
+        )
+        assert not isinstance(shared, SharedExpert), "clamped experts are computed without their shared one"
+        return out_TE if shared is None else with_shared(out_TE, shared)
+
+    def _held(self, router: Router) -> range | None:
+        """Return the experts of this rank; None: all that can be chosen."""
+        return self.held if router.logits_TE.shape[-1] > len(self.held) else None
 
     def rows(self, span: range | None = None) -> ExpertRows:
         """Return parameters of the experts whose numbers are in ``span``, numbered from 0; None: of all experts."""

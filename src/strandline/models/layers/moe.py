@@ -13,18 +13,15 @@ from torch import nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.expert_choices import Summand
+from strandline.kernels.experts.moe import SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
-from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, SharedHidden
+from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 
 SHARED_CHANNELS: Final = "channels between the shared expert's projections"
-
-STAND_IN_SIZE: Final = 8
-"""Intermediate size of the shared expert of zeros that stands where a family has none: kernels of experts in FP8 or 4
-bits always add one."""
 
 PROJECTION_ROWS = 8
 """A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
@@ -76,17 +73,14 @@ class SparseMoe(nn.Module):
     def __init__(self, config: SparseMoeConfig, site: Site) -> None:
         super().__init__()
         self.config, self.shard, hidden_size = config, site.shard, config.hidden_size
-        self.is_shared = config.shared_size > 0
-        shared_size = site.shard.part_of(config.shared_size, SHARED_CHANNELS) if self.is_shared else STAND_IN_SIZE
-        self.sizes = [2 * shared_size, config.num_experts, int(config.is_shared_gated)]
+        is_shared = config.shared_size > 0
+        shared_size = site.shard.part_of(config.shared_size, SHARED_CHANNELS) if is_shared else 0
+        self.sizes = [2 * shared_size, config.num_experts, int(is_shared and config.is_shared_gated)]
         self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: the shared expert's gate and up projections, the router, the shared expert's gate if any, and zeros."""
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
-        self.shared_down = SummedProjection(hidden_size, shared_size, site)
-        if not self.is_shared:
-            self.in_proj.weight_OI.zero_()
-            self.shared_down.weight_OI.zero_()
+        self.shared_down = SummedProjection(hidden_size, shared_size, site) if is_shared else None
         experts = ExpertsConfig(config.num_experts, hidden_size, config.size, config.routing)
         self.experts = Experts(experts, site, fused=self.shared_down)
 
@@ -98,7 +92,9 @@ class SparseMoe(nn.Module):
     def forward(self, hidden_TE: Rows) -> Summand:
         in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
-        shared = SharedHidden(shared_TS, self.shared_down.weight, gate_T1 if self.config.is_shared_gated else None)
+        shared = None
+        if self.shared_down is not None:
+            shared = SharedExpert(shared_TS, self.shared_down.weight, gate_T1 if self.config.is_shared_gated else None)
         return self.experts.mix(hidden_TE, logits_TX, None, shared)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
@@ -106,7 +102,7 @@ class SparseMoe(nn.Module):
         shared, router, shared_gate, _ = self.in_proj.weight_OI.split(self.sizes)
         gate, up = shared.chunk(2)
         yield f"{prefix}gate.weight", whole(router)
-        if self.is_shared:
+        if self.shared_down is not None:
             yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
             yield f"{prefix}shared_expert.gate_proj.weight", sharded(gate, self.shard)
             yield f"{prefix}shared_expert.up_proj.weight", sharded(up, self.shard)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import added_up
+from strandline.kernels.experts.moe import Activation, SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.activation import relu_squared
-from strandline.models.layers.experts import Activation, Experts, ExpertsConfig, SharedHidden
+from strandline.models.layers.experts import Experts, ExpertsConfig
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, unused, whole
@@ -98,7 +99,7 @@ class ReluSquaredMoe(nn.Module):
     def forward(self, hidden_TE: Tensor) -> Tensor:
         up_TS, logits_TX = self._project(hidden_TE)
         if self._down is not None:
-            shared = SharedHidden(up_TS, self._down)
+            shared = SharedExpert(up_TS, self._down)
             out_TE = added_up(self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared))
             bias_E = self.shared.down.bias_O
             return out_TE if bias_E is None else out_TE.add_(bias_E)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
+from strandline.kernels.experts.moe import SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
-from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, SharedHidden
+from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
@@ -118,7 +119,7 @@ class SigmoidMoe(nn.Module):
         plain_TE, shared = plain_rows(hidden_TE), self.shared
         if self._project is not None:
             shared_TO, logits_TX = self._project(plain_TE)
-            return self.experts.mix(plain_TE, logits_TX, self.bias_X, SharedHidden(shared_TO, self._down))
+            return self.experts.mix(plain_TE, logits_TX, self.bias_X, SharedExpert(shared_TO, self._down))
         logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
         shared_TE = None if shared is None else shared(hidden_TE if shared.takes_quantized else plain_TE)
         return self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared_TE)

@@ -6,21 +6,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.experts import moe
-from strandline.kernels.experts.moe import experts_glu, experts_relu_squared
+from strandline.kernels.experts.moe import Activation, ExpertWeights, Router, SharedExpert, SharedOutput, sum_of_chosen
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import DenseWeight
 from tests.bound import bound
 
-mixture_relu_squared = bound(moe.mixture_relu_squared)
 mixture = bound(moe.mixture)
 
 SOFTMAX = Routing(3, is_normalised=True)
 
 
+def experts_glu(
+    x_TD: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    shared: SharedOutput | None = None,
+    held: range | None = None,
+) -> Tensor:
+    experts = ExpertWeights(DenseWeight(gate_up), DenseWeight(down), held=held)
+    return sum_of_chosen(x_TD, experts, (weights_TK, experts_TK), shared)
+
+
+def experts_relu_squared(
+    x_TD: Tensor, up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: range | None = None
+) -> Tensor:
+    experts = ExpertWeights(DenseWeight(up), DenseWeight(down), Activation.RELU_SQUARED, held)
+    return sum_of_chosen(x_TD, experts, (weights_TK, experts_TK))
+
+
 def run(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-    """Run the experts beside a shared one that has nothing to add."""
-    nothing_TD, gate_T1 = torch.zeros_like(x_TD), torch.zeros_like(x_TD[:, :1])
-    return experts_glu(x_TD, gate_up, down, weights_TK, experts_TK, nothing_TD, gate_T1)
+    """Run the experts with a shared one that has nothing to add."""
+    nothing = SharedOutput(torch.zeros_like(x_TD), torch.zeros_like(x_TD[:, :1]))
+    return experts_glu(x_TD, gate_up, down, weights_TK, experts_TK, nothing)
 
 
 def oracle(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
@@ -45,7 +64,7 @@ def test_the_shared_expert_is_added_behind_its_gate() -> None:
     x_TD, shared_TD, gate_T1 = torch.randn(5, 12), torch.randn(5, 12), torch.randn(5, 1)
     gate_up, down = torch.randn(4, 14, 12), torch.randn(4, 12, 7)
     weights, experts = route.reference(torch.randn(5, 4), None, SOFTMAX)
-    out_TD = experts_glu(x_TD, gate_up, down, weights, experts, shared_TD, gate_T1)
+    out_TD = experts_glu(x_TD, gate_up, down, weights, experts, SharedOutput(shared_TD, gate_T1))
     expected = oracle(x_TD, gate_up, down, weights, experts) + shared_TD * gate_T1.sigmoid()
     torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
 
@@ -62,15 +81,13 @@ def test_experts_without_a_gate_equal_a_loop_over_tokens() -> None:
 
 
 def test_the_experts_of_two_ranks_add_up_to_all() -> None:
-    x_TD, nothing_TD = torch.randn(9, 12), torch.zeros(9, 12)
+    x_TD, nothing = torch.randn(9, 12), SharedOutput(torch.zeros(9, 12), torch.zeros(9, 1))
     weights, experts = route.reference(torch.randn(9, 5), None, SOFTMAX)
     gate_up, down = torch.randn(5, 14, 12), torch.randn(5, 12, 7)
     ranks = [range(2), range(2, 5)]
     parts = [(gate_up[held.start : held.stop], down[held.start : held.stop], held) for held in ranks]
-    expected = experts_glu(x_TD, gate_up, down, weights, experts, nothing_TD, nothing_TD[:, :1])
-    found = sum(
-        experts_glu(x_TD, *part, weights, experts, nothing_TD, nothing_TD[:, :1], held) for *part, held in parts
-    )
+    expected = experts_glu(x_TD, gate_up, down, weights, experts, nothing)
+    found = sum(experts_glu(x_TD, *part, weights, experts, nothing, held) for *part, held in parts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     up = gate_up[:, 7:]
     expected = experts_relu_squared(x_TD, up, down, weights, experts)
@@ -102,13 +119,13 @@ def test_a_mixture_adds_the_shared_expert_behind_its_gate(has_gate: bool) -> Non
     shared_gate_up, gate_T1 = torch.randn(5, 12), torch.randn(5, 1) if has_gate else None
     routing = Routing(2, True, "sigmoid", 1e-6, 2.5)
     chosen = route.reference(logits_TE, bias_E, routing)
-    weight = DenseWeight(shared_down)
-    out_TD = mixture(x_TD, shared_gate_up, logits_TE, gate_T1, gate_up, down, weight, routing, bias_E)
+    weights, router = ExpertWeights(DenseWeight(gate_up), DenseWeight(down)), Router(logits_TE, bias_E, routing)
+    out_TD = mixture(x_TD, weights, router, SharedExpert(shared_gate_up, DenseWeight(shared_down), gate_T1))
     gate, up = shared_gate_up.chunk(2, dim=-1)
     shared_TD = (F.silu(gate) * up) @ shared_down.t() * (1.0 if gate_T1 is None else gate_T1.sigmoid())
     expected = experts_glu(x_TD, gate_up, down, *chosen) + shared_TD
     torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
-    alone_TD = mixture(x_TD, None, logits_TE, None, gate_up, down, None, routing, bias_E)
+    alone_TD = mixture(x_TD, weights, router)
     torch.testing.assert_close(alone_TD + shared_TD, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -119,9 +136,9 @@ def test_a_mixture_without_gates_adds_a_shared_expert_without_one() -> None:
     chosen = route.reference(logits_TE, bias_E, routing)
     shared_TD = F.relu(shared_up) ** 2 @ shared_down.t()
     expected = experts_relu_squared(x_TD, up, down, *chosen) + shared_TD
-    out_TD = mixture_relu_squared(
-        x_TD, shared_up.clone(), logits_TE, up, down, DenseWeight(shared_down), routing, bias_E
-    )
+    weights = ExpertWeights(DenseWeight(up), DenseWeight(down), Activation.RELU_SQUARED)
+    router = Router(logits_TE, bias_E, routing)
+    out_TD = mixture(x_TD, weights, router, SharedExpert(shared_up.clone(), DenseWeight(shared_down)))
     torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)
-    alone_TD = mixture_relu_squared(x_TD, None, logits_TE, up, down, None, routing, bias_E)
+    alone_TD = mixture(x_TD, weights, router)
     torch.testing.assert_close(alone_TD + shared_TD, expected, rtol=1e-5, atol=1e-4)

@@ -18,10 +18,12 @@ from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts import moe_list_triton, moe_triton
 from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, Few, choose_dense
 from strandline.kernels.experts.few_triton import mixture_few
+from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
-from strandline.kernels.experts.moe import Activation, ExpertWeights, SharedExpert, SharedOutput
+from strandline.kernels.experts.moe import Activation, ExpertWeights, Router, SharedExpert, SharedOutput
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch
+from strandline.kernels.operation import Launches
 
 FEW = Few(4, 16, 1, 8, 1)
 TILES = (Launch(16, 16, 16, 1, 1, 2), Launch(16, 32, 16, 1, 1))
@@ -44,7 +46,7 @@ def inputs(
     device: str,
     experts_TK: Tensor | None = None,
 ) -> Inputs:
-    """Return random arguments of ``experts_glu``: views of wider rows, and NaN for every expert that no token chose."""
+    """Return random arguments of experts: views of wider rows, and NaN for every expert that no token chose."""
     wide = torch.full((num_tokens, 2 * hidden_size + 8), torch.nan, dtype=dtype, device=device)
     x_TD, shared_TD, gate_T1 = (
         wide[:, first : first + columns].normal_()
@@ -100,21 +102,13 @@ def experts_many(arguments: Inputs, tiles: tuple[Launch, Launch], held: range | 
     return added_up(compute_choices(x_TD, own, (weights, experts), SharedOutput(shared_TD, gate_T1), tiles))
 
 
-def experts_of_rank(arguments: Inputs, held: range) -> Tensor:
-    """Return what ``moe_triton.experts`` computes of the experts that are held."""
-    x_TD, gate_up, down, *rest = arguments
-    return moe_triton.experts(x_TD, gate_up[held.start : held.stop], down[held.start : held.stop], *rest, held)
-
-
 def check_experts(arguments: Inputs, tiles: tuple[Launch, Launch]) -> None:
     expected_TD = reference(arguments)
     with poisoned_memory():
         check_near(experts_many(arguments, tiles), expected_TD)
-        check_near(moe_triton.experts(*arguments), expected_TD)
         *_, shared_TD, gate_T1 = arguments
         gated_TD, ranks = shared_TD.double() * gate_T1.double().sigmoid(), halves(len(arguments[2]))
         check_sum([experts_many(arguments, tiles, held) for held in ranks], gated_TD, expected_TD)
-        check_sum([experts_of_rank(arguments, held) for held in ranks], gated_TD, expected_TD)
 
 
 def check_experts_without_gate(arguments: Inputs) -> None:
@@ -127,9 +121,11 @@ def check_experts_without_gate(arguments: Inputs) -> None:
         hidden_AF = (x_TD[token_A].double() @ up[expert].double().t()).relu() ** 2
         out_AD = hidden_AF @ down[expert].double().t()
         expected_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
-    with poisoned_memory():
-        check_near(moe_triton.experts(x_TD, up, down, weights, experts), expected_TD)
-        check_near(moe_triton.experts_invariant(x_TD, up, down, weights, experts), expected_TD)
+    own = ExpertWeights(DenseWeight(up), DenseWeight(down), Activation.RELU_SQUARED)
+    for launches in Launches:
+        tiles = choose_launches(DenseWeight, x_TD.dtype, experts.numel() // len(up), launches)
+        with poisoned_memory():
+            check_near(added_up(compute_choices(x_TD, own, (weights, experts), None, tiles)), expected_TD)
 
 
 class Mixture:
@@ -177,26 +173,27 @@ class Mixture:
         gate, up = projected.chunk(2, dim=-1)
         return gate * gate.sigmoid() * up
 
-    def run(self, held: range | None = None, *, is_invariant: bool = False, has_shared: bool = True) -> Tensor:
+    def run(
+        self, held: range | None = None, *, launches: Launches = Launches.MEASURED, has_shared: bool = True
+    ) -> Tensor:
         """Compute it as a layer does, on a rank that holds these experts."""
+        shared = None
+        if has_shared:
+            projected_TS = self.shared_TS if self.is_gated else self.shared_TS.clone()
+            shared = SharedExpert(projected_TS, DenseWeight(self.shared_down), self.gate_T1)
+        router = Router(self.logits_TE, self.bias_E, self.routing)
+        return added_up(moe_triton.mixture(self.x_TD, self.experts(held), router, shared, launches=launches))
+
+    def experts(self, held: range | None = None) -> ExpertWeights:
+        """Return those that a rank holds."""
         part = slice(None) if held is None else slice(held.start, held.stop)
-        suffix = "_invariant" if is_invariant else ""
-        shared_TS, shared_down = (self.shared_TS, DenseWeight(self.shared_down)) if has_shared else (None, None)
-        end = (self.up[part], self.down[part], shared_down, self.routing, self.bias_E, held)
-        if self.is_gated:
-            gate_T1 = self.gate_T1 if has_shared else None
-            mixture = getattr(moe_triton, f"mixture{suffix}")
-            return added_up(mixture(self.x_TD, shared_TS, self.logits_TE, gate_T1, *end))
-        projected_TS = None if shared_TS is None else shared_TS.clone()
-        return getattr(moe_triton, f"mixture_relu_squared{suffix}")(self.x_TD, projected_TS, self.logits_TE, *end)
+        activation = Activation.SWIGLU if self.is_gated else Activation.RELU_SQUARED
+        return ExpertWeights(DenseWeight(self.up[part]), DenseWeight(self.down[part]), activation, held)
 
     def run_few(self, few: Few, held: range | None = None) -> Tensor:
         """Compute it choice by choice, however many tokens there are."""
-        part = slice(None) if held is None else slice(held.start, held.stop)
         shared = SharedExpert(self.shared_TS, DenseWeight(self.shared_down), self.gate_T1)
-        activation = Activation.SWIGLU if self.is_gated else Activation.RELU_SQUARED
-        experts = ExpertWeights(DenseWeight(self.up[part]), DenseWeight(self.down[part]), activation, held)
-        return mixture_few(self.x_TD, experts, shared, self.logits_TE, self.bias_E, self.routing, few)
+        return mixture_few(self.x_TD, self.experts(held), shared, self.logits_TE, self.bias_E, self.routing, few)
 
 
 def check_mixture(
@@ -211,7 +208,7 @@ def check_mixture(
             parts = [mixture.run_few(few, held) for held in halves(shape[0])]
             check_sum(parts, mixture.shared_TD, expected_TD)
         check_near(mixture.run(), expected_TD)
-        check_near(mixture.run(is_invariant=True), expected_TD)
+        check_near(mixture.run(launches=Launches.FIXED), expected_TD)
         if num_tokens > MAX_TOKENS_FEW:
             check_sum([mixture.run(held) for held in halves(shape[0])], mixture.shared_TD, expected_TD)
         if num_tokens != 3:

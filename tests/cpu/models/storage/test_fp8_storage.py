@@ -12,6 +12,7 @@ from torch import Tensor
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import read_model_config
+from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.storage.fp8_conversion import convert_to_fp8
@@ -207,6 +208,13 @@ def test_experts_that_every_token_takes_stay_with_others(name: str, tmp_path: Pa
 def test_experts_that_a_token_may_skip_stay(tmp_path: Path) -> None:
     kept = check(save("zaya", tmp_path, BLOCKS))
     assert all(layer.mlp.experts.takes_quantized for layer in kept.decoder.layers)
+
+
+def test_experts_without_a_gate_stay(tmp_path: Path) -> None:
+    kept = check(save("nemotron_h", tmp_path, BLOCKS))
+    experts = [module for module in kept.modules() if isinstance(module, Experts)]
+    assert experts
+    assert all(module.takes_quantized for module in experts)
 
 
 def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from strandline.kernels.experts import moe_triton
 from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.many_launches import DENSE, Pair
 from tests.cpu.kernels.experts.test_moe_triton import (
+    Mixture,
     check_experts,
     check_experts_without_gate,
     check_list,
@@ -85,11 +85,11 @@ def test_choices_are_listed_by_expert(num_tokens: int) -> None:
 
 def test_experts_run_in_a_graph() -> None:
     for num_tokens in (1, 40):
-        arguments = inputs(num_tokens, 16, 4, 256, 128, torch.bfloat16, "cuda")
-        expected_TD = moe_triton.experts(*arguments)
+        mixture = Mixture(num_tokens, (16, 4, 256, 128, 128), torch.bfloat16, "cuda", is_gated=True)
+        expected_TD = mixture.run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out_TD = moe_triton.experts(*arguments)
+            out_TD = mixture.run()
         out_TD.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out_TD, expected_TD)

@@ -1,18 +1,14 @@
-"""Products and experts in FP8 on a GPU: the shapes of the CPU's tests, and those of published models."""
+"""Products in FP8 on a GPU: the shapes of the CPU's tests, and those of published models."""
 
 import pytest
 import torch
 
 from strandline.device.dtypes import E4M3_CAPABILITY
-from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts import block_scaled_moe_triton
-from strandline.kernels.experts.many_launches import FP8, Pair
 from strandline.kernels.gemm import block_scaled_triton
 from strandline.kernels.gemm.block_scaled_triton import Tile, can_multiply_in_torch
 from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
-from tests.cpu.kernels.experts import test_block_scaled_moe as moe
 from tests.cpu.kernels.gemm.test_block_scaled import ROWS_PER_SCALE, SIZES, error, exact, make_x, scaled_weight
 from tests.cpu.kernels.gemm.test_block_scaled_triton import (
     check_gated,
@@ -117,15 +113,6 @@ def test_invariant_products_depend_on_their_row_alone(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", moe.SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 3, 7, 150])
-def test_the_mixture_equals_a_loop_in_float64(num_tokens: int, shape: moe.Shape, dtype: torch.dtype) -> None:
-    moe.check_mixture(
-        num_tokens, shape, dtype, "cuda", is_shared_dense=num_tokens == 3, has_gate=dtype == torch.bfloat16
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 300, 2048])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2048, 4096), (17408, 256)])
 def test_products_are_as_close_to_float64_as_torchs(
@@ -151,52 +138,3 @@ def test_products_are_as_close_to_float64_as_torchs(
     ours = torch.empty_like(theirs)
     block_scaled_triton.launch_gemm(ours, rows, weight, None, tile, 1)
     assert error(ours, expected) <= most, tile
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
-def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int) -> None:
-    moe.check_mixture(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", is_shared_dense=False)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
-def test_the_experts_of_two_ranks_add_up_to_all(num_tokens: int) -> None:
-    moe.check_ranks(num_tokens, (32, 8, 2048, 512, 256), torch.bfloat16, "cuda")
-    moe.check_ranks(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize("num_tokens", [5, 16, 64, 70, 256])
-def test_shared_expert_of_the_same_size_is_one_more_expert(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    moe.check_joined(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "tiles",
-    [FP8.decode, FP8.middle, FP8.prefill],
-    ids=["decode", "middle", "prefill"],
-)
-@pytest.mark.parametrize("num_tokens", [1, 65, 500])
-def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: Pair) -> None:
-    moe.check_experts(num_tokens, (16, 4, 1024, 384, 128), tiles, torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 64, 400])
-def test_invariant_mixture_depends_on_its_token_alone(num_tokens: int) -> None:
-    case = moe.Case(400, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
-    mixture = block_scaled_moe_triton.block_scaled_mixture_invariant
-    rows, weights = case.arguments[:4], case.arguments[4:]
-    whole = added_up(mixture(*rows, *weights, case.routing))
-    part = added_up(mixture(*(x[:num_tokens] for x in rows), *weights, case.routing))
-    assert torch.equal(part, whole[:num_tokens])
-
-
-def test_mixture_runs_in_a_graph() -> None:
-    for num_tokens in (1, 40):
-        case = moe.Case(num_tokens, (16, 4, 512, 256, 128), torch.bfloat16, "cuda", is_shared_dense=False)
-        mixture = block_scaled_moe_triton.block_scaled_mixture
-        expected_TD = added_up(mixture(*case.arguments, case.routing))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out_TD = added_up(mixture(*case.arguments, case.routing))
-        out_TD.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out_TD, expected_TD)

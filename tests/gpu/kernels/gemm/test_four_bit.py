@@ -1,17 +1,13 @@
-"""Products and experts in 4 bits on a GPU: the shapes of the CPU's tests, and those of published models."""
+"""Products in 4 bits on a GPU: the shapes of the CPU's tests, and those of published models."""
 
 import pytest
 import torch
 
 from strandline.device.dtypes import PRODUCT_CAPABILITY
-from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts import four_bit_moe_triton
-from strandline.kernels.experts.many_launches import FOUR_BIT, Pair
 from strandline.kernels.gemm import four_bit_launches, four_bit_triton
 from strandline.kernels.gemm.four_bit_launches import Tile
 from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.gemm.weights import GROUPS_FOUR_BIT
-from tests.cpu.kernels.experts import test_four_bit_moe as moe
 from tests.cpu.kernels.gemm.test_four_bit import SIZES, four_bit_weight
 from tests.cpu.kernels.gemm.test_four_bit_triton import (
     check_dequantized,
@@ -94,55 +90,6 @@ def test_weights_of_parts_equal_the_reference(num_rows: int, sizes: list[int]) -
 
 def test_invariant_products_depend_on_their_row_alone() -> None:
     check_invariant(300, 2056, 1000, "cuda")
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int, *, symmetric: bool) -> None:
-    moe.check_mixture(num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", group=128, symmetric=symmetric)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4, 16])
-@pytest.mark.parametrize("shape", moe.SHAPES, ids=str)
-def test_mixture_equals_a_float64_loop_at_odd_sizes(num_tokens: int, shape: moe.Shape) -> None:
-    moe.check_mixture(num_tokens, shape, torch.bfloat16, "cuda", is_shared_dense=True)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
-def test_the_experts_of_two_ranks_add_up_to_all(num_tokens: int) -> None:
-    moe.check_ranks(num_tokens, (32, 8, 2048, 512, 256), torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize(
-    "tiles",
-    [FOUR_BIT.decode, FOUR_BIT.middle, FOUR_BIT.prefill],
-    ids=["decode", "middle", "prefill"],
-)
-@pytest.mark.parametrize("num_tokens", [1, 65, 500])
-def test_tiles_of_experts_equal_the_reference(num_tokens: int, tiles: Pair) -> None:
-    moe.check_experts(num_tokens, (16, 4, 1024, 384, 128), tiles, torch.bfloat16, "cuda", group=128)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 64, 400])
-def test_invariant_mixture_depends_on_its_token_alone(num_tokens: int) -> None:
-    case = moe.Case(400, (16, 4, 512, 256, 128), torch.bfloat16, "cuda")
-    mixture = four_bit_moe_triton.four_bit_mixture_invariant
-    rows, weights = case.arguments[:4], case.arguments[4:]
-    whole = added_up(mixture(*rows, *weights, case.routing))
-    part = added_up(mixture(*(x[:num_tokens] for x in rows if x is not None), *weights, case.routing))
-    assert torch.equal(part, whole[:num_tokens])
-
-
-def test_mixture_runs_in_a_graph() -> None:
-    for num_tokens in (1, 40):
-        case = moe.Case(num_tokens, (16, 4, 512, 256, 128), torch.bfloat16, "cuda")
-        expected_TD = added_up(four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out_TD = added_up(four_bit_moe_triton.four_bit_mixture(*case.arguments, case.routing))
-        out_TD.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out_TD, expected_TD)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 600])

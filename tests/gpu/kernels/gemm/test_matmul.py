@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from strandline.kernels.experts.moe_triton import experts_invariant
+from strandline.kernels.expert_choices import added_up
+from strandline.kernels.experts.moe import ExpertWeights, Router, SharedOutput
+from strandline.kernels.experts.moe_triton import mixture
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.experts.router_triton import route
 from strandline.kernels.gemm import matmul_triton
 from strandline.kernels.gemm.matmul_triton import head_linear_invariant, linear_invariant
+from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.operation import Launches
 from tests.cpu.kernels.gemm.test_matmul_triton import check_heads, check_product
 
 SHAPES = [(12352, 2560), (2560, 9216), (2560, 4096), (97, 32), (1000, 130)]
@@ -68,11 +71,12 @@ def test_a_tokens_experts_give_the_same_bits_in_any_company(
     gate_up = random(num_experts, 2 * size, hidden_size) * hidden_size**-0.5
     down = random(num_experts, hidden_size, size) * size**-0.5
     x_TD, shared_TD, gate_T1 = random(1500, hidden_size), random(1500, hidden_size), random(1500, 1)
-    weights, experts = route(random(1500, num_experts), None, Routing(top_k, is_normalised=True))
+    weights, logits_TE = ExpertWeights(DenseWeight(gate_up), DenseWeight(down)), random(1500, num_experts)
+    routing = Routing(top_k, is_normalised=True)
 
     def run(rows: slice) -> torch.Tensor:
-        chosen = (weights[rows], experts[rows])
-        return experts_invariant(x_TD[rows], gate_up, down, *chosen, shared_TD[rows], gate_T1[rows])
+        router, shared = Router(logits_TE[rows], None, routing), SharedOutput(shared_TD[rows], gate_T1[rows])
+        return added_up(mixture(x_TD[rows], weights, router, shared, launches=Launches.FIXED))
 
     whole = run(slice(None))
     for rows in (slice(0, 1), slice(7, 10), slice(0, 5), slice(3, 70), slice(100, 800)):

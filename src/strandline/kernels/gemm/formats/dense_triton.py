@@ -60,16 +60,22 @@ def tile(
     up_KN_ptr = weight_KN_ptr + N * stride_row
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     acc_up_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in range(first * BLOCK_K, end * BLOCK_K, BLOCK_K):
+    for start in range(first * BLOCK_K, tl.minimum(end * BLOCK_K, K), BLOCK_K):
         if IS_EVEN:
-            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None], other=0.0)
+            if is_row_M is None:
+                x_MK = tl.load(x_MK_ptr + start)
+            else:
+                x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None], other=0.0)
             weight_KN = tl.load(weight_KN_ptr + start * stride_input)
             if IS_GATED:
                 up_KN = tl.load(up_KN_ptr + start * stride_input)
         else:
             is_K = start + offset_K < K
             is_KN = is_K[:, None] & is_col_N[None, :]
-            x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
+            if is_row_M is None:
+                x_MK = tl.load(x_MK_ptr + start, mask=is_K[None, :], other=0.0)
+            else:
+                x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
             weight_KN = tl.load(weight_KN_ptr + start * stride_input, mask=is_KN, other=0.0)
             if IS_GATED:
                 up_KN = tl.load(up_KN_ptr + start * stride_input, mask=is_KN, other=0.0)
