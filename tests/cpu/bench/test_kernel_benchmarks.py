@@ -33,15 +33,16 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command as a function that returns its exit status."""
+    """The command as a function that returns its exit status; its modules are imported."""
     monkeypatch.syspath_prepend(FOLDER)
     runner = import_module("runner")
-
+    runner.chosen_cases(None)
     return lambda *arguments: runner.main(list(map(str, arguments)))
 
 
 @pytest.fixture
-def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations are those of CPUs, not Triton's in its interpreter, for which modules have been imported."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
