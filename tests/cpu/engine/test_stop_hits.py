@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
 from strandline.cache.inspection.invariants import check
+from strandline.device import verification_graphs
 from strandline.records.plan import NewRequest
 from strandline.text.stop_finder import TextStopFinder
+from tests.cpu.engine.eager_graphs import single_rows_on_the_host, verify_eagerly
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_state_oracle import check_published_slots
 
@@ -149,22 +151,44 @@ def test_states_before_stop_strings_are_right_with_drafts(llm: LLM, method: str,
     assert not drafting.engine.cache.internals().leases
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("method", ["none", "mtp", "ngram"])
-def test_snapshots_before_stop_strings_hold_states_of_their_tokens(method: str, is_async: bool) -> None:
-    """Windows of convolutions and final hidden states, too; four sequences or more keep logs, one does not."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory": "64MiB", "max_model_len": 512}
-    judge = LLM(small_demo(), **options)
-    if method != "none":
-        config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-        options["speculative_config"] = config
-    llm = LLM(small_demo(), **options, async_scheduling=is_async)
+def stop_answers(llm: LLM, judge: LLM) -> None:
+    """Answer conversations up to stop strings, and end the step under way; four sequences or more keep logs."""
     for number, (start, end) in enumerate([(9, 10), (8, 14), (3, 12), (12, 33), (17, 20), (1, 9)]):
         messages = [{"role": "system", "content": f"Oracle {number}."}, *QUESTION]
         whole = chat(judge, messages)[0].outputs[0].text
         answer_with_stop(llm, messages, [whole[start:end], whole[start] + " never"], num_others=5 * (number % 2))
-    while llm.engine.core.has_unfinished:  # a step may be under way
+    while llm.engine.core.has_unfinished:
         llm.engine.step()
+
+
+def oracle_options(method: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory": "64MiB", "max_model_len": 512}
+    if method == "none":
+        return options
+    config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    return {**options, "speculative_config": config}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("method", ["none", "mtp", "ngram"])
+def test_snapshots_before_stop_strings_hold_states_of_their_tokens(method: str, is_async: bool) -> None:
+    """Windows of convolutions and final hidden states, too."""
+    llm = LLM(small_demo(), **oracle_options(method), async_scheduling=is_async)
+    judge = LLM(small_demo(), **oracle_options("none"))
+    stop_answers(llm, judge)
+    check_published_slots(llm, judge)
+
+
+def test_states_before_stop_strings_come_from_graphs_that_verify_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs are replaced (``eager_graphs.py``)."""
+    monkeypatch.setattr(verification_graphs, "single_rows", single_rows_on_the_host)
+    llm = LLM(small_demo(), **oracle_options("mtp"), max_num_seqs=6, async_scheduling=True)
+    executor: Any = llm.engine.core.executor
+    verify_eagerly(executor.runner, num_drafts=3, max_num_seqs=6, max_model_len=512)
+    llm.engine.scheduler.drafts.corrects_lengths = True
+    judge = LLM(small_demo(), **oracle_options("none"))
+    stop_answers(llm, judge)
+    assert llm.engine.core.stats().speculation.num_accepted_tokens > 20
     check_published_slots(llm, judge)
 
 
