@@ -119,7 +119,8 @@ def run_rank(rank: int, shared: list[Tensor], size: int, dtype: torch.dtype, fir
         (2, 128, torch.bfloat16, 0),
         pytest.param(2, 50, torch.float32, 0, marks=pytest.mark.long),
         (2, 6, torch.bfloat16, rank_sums_triton.LAST_EPOCH - 3),
-        (3, 90, torch.float32, 1),
+        (3, 33, torch.float32, 1),
+        pytest.param(3, 90, torch.bfloat16, 0, marks=pytest.mark.long),
         pytest.param(4, 33, torch.float32, 1, marks=pytest.mark.long),
     ],
 )
