@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.server.process import TIMEOUT_S, ServerProcess, execute_server, http_post, running_server
+from tests.cpu.server.forked import templates
+from tests.cpu.server.process import (
+    TIMEOUT_S,
+    ServerProcess,
+    Start,
+    execute_server,
+    fork_server,
+    http_post,
+    running_server,
+)
 
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
@@ -61,12 +70,17 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(executed: ServerProces
     assert "Traceback" not in executed.log()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code", "start"),
+    [(signal.SIGTERM, 0, execute_server), (signal.SIGKILL, -signal.SIGKILL, fork_server)],
+    ids=["terminated", "killed"],
+)
 def test_signal_at_start_leaves_no_files_and_no_process(
-    bytes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+    bytes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int, start: Start
 ) -> None:
+    templates()  # whose folder is none of the server's files
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    server = ServerProcess(bytes_dir, tmp_path / "log", start=execute_server)
+    server = ServerProcess(bytes_dir, tmp_path / "log", start=start)
     try:
         server.wait_until(lambda: bool(list(tmp_path.glob("strandline-*/core"))))
         core = server.core_pid()
