@@ -21,7 +21,7 @@ from tests.cpu.models import families
 ALSO_IN_TORCH = ["lfm2", "llama", "nemotron_h", "olmo_hybrid"]
 """One family for each kind of layer that has Numba kernels; other recurrences are computed by torch in any case."""
 
-NUM_REQUESTS = 16
+NUM_REQUESTS = 12
 """That share prefixes, fork and are aborted; ``test_state_oracle.py`` runs more, on Qwen3.5."""
 
 TURN = SamplingParams(temperature=0, max_tokens=13)
@@ -129,10 +129,10 @@ def test_drafts_change_neither_tokens_nor_states(make_llm: MakeLLM) -> None:
     expected = two_turns(make_llm(memory="64MiB", max_model_len=512), prompts)
     assert any(hit for hit, _ in expected)
     assert two_turns(recording, prompts) == expected
-    live_through_much(recording, seed=1, num_requests=NUM_REQUESTS // 2)
+    live_through_much(recording, seed=1, num_requests=8)
     llm = force(make_llm(**settings, max_num_batched_tokens=100), recorder.known, [3, 1, 2, 0])
     assert two_turns(llm, prompts) == expected
-    live_through_much(llm, seed=1, num_requests=NUM_REQUESTS // 2)
+    live_through_much(llm, seed=1, num_requests=8)
     assert llm.engine.core.stats().speculation.num_accepted_tokens > 0
     if llm.engine.core.spec.has_states:
         check_published_slots(llm, make_llm(memory="64MiB"))
