@@ -20,6 +20,7 @@ from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.protocol import ModelMemory
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
 from strandline.specs import ModelSpec
 
@@ -125,14 +126,14 @@ class CausalLM(nn.Module):
             rows_N: rows whose hidden states are returned; None: all.
         """
         embedded_TE, rotary = self.decoder.embed(batch)
-        drafted_NE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, rotary, batch, memory.draft, rows_N)
+        drafted_NE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, Step(batch, rotary), memory.draft, rows_N)
         return drafted_NE
 
     @torch.no_grad()
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
         """Store the keys and values that ``draft`` would, without drafting. Arguments as in ``draft``."""
         embedded_TE, rotary = self.decoder.embed(batch)
-        self._drafting_layer().keep(embedded_TE, hidden_TE, rotary, batch, memory.draft)
+        self._drafting_layer().keep(embedded_TE, hidden_TE, Step(batch, rotary), memory.draft)
 
     def _drafting_layer(self) -> DraftLayer:
         if self.draft_layer is None:

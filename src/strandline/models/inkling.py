@@ -37,6 +37,7 @@ from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, pla
 from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
 from strandline.models.layers.site import Site
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, Piece, Target, interleaved, renamed, spanned, whole
 from strandline.specs import LayerSpec
 
@@ -175,15 +176,13 @@ class ConvolvedLayer(DecoderLayer[RelativeAttention, GatedMlp | SharedRouterMoe]
         self.mixer_conv.replay(batch, *memory.mixer_window)
         self.mlp_conv.replay(batch, *memory.mlp_window)
 
-    def forward(
-        self, stream: Stream, rotary: RotaryTable | None, batch: StepBatch, memory: ConvolvedLayerMemory
-    ) -> Stream:
+    def forward(self, stream: Stream, step: Step, memory: ConvolvedLayerMemory) -> Stream:
         """Return the residual stream after the layer."""
-        mixed: Stream = self.mix(stream, rotary, batch, memory.mixer)
-        convolved_TE = self.mixer_conv.convolve(mixed.output(self._sum), batch, *memory.mixer_window)
+        mixed: Stream = self.mix(stream, step, memory.mixer)
+        convolved_TE = self.mixer_conv.convolve(mixed.output(self._sum), step.batch, *memory.mixer_window)
         fed: Stream = self.feed(Stream(mixed.residual_TE, convolved_TE))
         scaled_TE = fed.output(self._sum).mul_(self.mlp_scale)
-        return Stream(fed.residual_TE, self.mlp_conv.convolve(scaled_TE, batch, *memory.mlp_window))
+        return Stream(fed.residual_TE, self.mlp_conv.convolve(scaled_TE, step.batch, *memory.mlp_window))
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the tensors of norms, convolutions and the scale, as transformers names them."""

@@ -18,7 +18,7 @@ from strandline.config_fields import MAX_HEADS, Fields, read_eps, read_head_dim
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention.attention import paged_attention
 from strandline.kernels.attention.qkv import HeadNorm, prepare_qkv
-from strandline.kernels.batch import KVMemory, StepBatch
+from strandline.kernels.batch import KVMemory
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.activation import sigmoid_gate
@@ -26,9 +26,9 @@ from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, Target, interleaved, sharded, whole
 from strandline.models.layers.wide_norm import rms_norm_over_ranks
 from strandline.specs import E4M3, LayerSpec, kv_spec
@@ -157,35 +157,33 @@ class Attention(nn.Module):
         scales = self.kv_scales if self.kv_dtype == E4M3 else KVScales()
         return KVMemory(memory.streams["key"], memory.streams["value"], scales.key, scales.value)
 
-    def forward(self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
-        out_TO, _ = self._attended(hidden_TE, rotary, batch, memory)
+    def forward(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> Tensor:
+        out_TO, _ = self._attended(hidden_TE, step, memory)
         return self.out_proj.multiply(out_TO)
 
-    def _attended(
-        self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
-    ) -> tuple[Tensor, Tensor]:
+    def _attended(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> tuple[Tensor, Tensor]:
         """Return the heads' results side by side, and the gate's rows."""
-        q_THD, gate_TO = self._prepared(hidden_TE, rotary, batch, memory)
+        q_THD, gate_TO = self._prepared(hidden_TE, step, memory)
         config = self.config
         window = {} if config.window_tokens is None else {"window_tokens": config.window_tokens}
-        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=config.scale, **window)
+        out_THD = self._attend(
+            q_THD, memory, step.batch.attention, step.batch.num_decodes, scale=config.scale, **window
+        )
         return out_THD.flatten(1), gate_TO
 
-    def keep(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> None:
+    def keep(self, hidden_TE: Tensor, step: Step, memory: KVMemory) -> None:
         """Store the step's keys and values only."""
-        self._prepared(hidden_TE, rotary, batch, memory)
+        self._prepared(hidden_TE, step, memory)
 
-    def _prepared(
-        self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory
-    ) -> tuple[Tensor, Tensor]:
+    def _prepared(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> tuple[Tensor, Tensor]:
         """Store keys and values; return the queries, and the gate's rows."""
         config = self.config
         q_TO, k_TO, v_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
-        rotary = rotary if config.is_rotated else None
+        rotary = step.rotary if config.is_rotated else None
         if config.norm is QueryKeyNorm.WIDE:
             q_TO = self._rms_norm(q_TO, self.q_norm_O, config.eps)
             k_TO = self._rms_norm(k_TO, self.k_norm_O, config.eps)
-        return self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, batch.attention), gate_TO
+        return self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, step.batch.attention), gate_TO
 
     def _norm(self) -> HeadNorm | None:
         kind = self.config.norm
@@ -228,8 +226,8 @@ class GatedAttention(Attention):
         super().use_kernels(kernels)
         self._sigmoid_gate = kernels[self.out_proj.fed_by(sigmoid_gate)]
 
-    def forward(self, hidden_TE: Rows, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
-        out_TO, gate_TO = self._attended(hidden_TE, rotary, batch, memory)
+    def forward(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> Tensor:
+        out_TO, gate_TO = self._attended(hidden_TE, step, memory)
         return self.out_proj.multiply(self._sigmoid_gate(out_TO, gate_TO))
 
     def _query_target(self, query: Tensor, gate: Tensor) -> Target:

@@ -27,8 +27,8 @@ from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -139,14 +139,14 @@ class ConvolvedAttention(Attention):
         no_x = self.conv.weight_CW.new_empty(0, len(self.conv.weight_CW))
         self.conv.convolve(no_x, batch, memory.window_SRC, memory.log)
 
-    def forward(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
-        q_TO, k_TO, v_TO = self._convolved(hidden_TE, batch, memory)
+    def forward(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
+        q_TO, k_TO, v_TO = self._convolved(hidden_TE, step.batch, memory)
         norm = HeadNorm(self.ones_D, self.ones_D, NORM_EPS, is_zero_centered=False)
-        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, norm, rotary, memory.kv, batch.attention)
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, norm, step.rotary, memory.kv, step.batch.attention)
         # The published scale is of keys: as part of the queries it leaves what is stored alone.
         scale_H = self.key_scale_G.repeat_interleave(self.config.num_heads // self.config.num_kv_heads)
         q_THD = q_THD * scale_H.unsqueeze(-1)
-        out_THD = self._attend(q_THD, memory.kv, batch.attention, batch.num_decodes, scale=self.config.scale)
+        out_THD = self._attend(q_THD, memory.kv, step.batch.attention, step.batch.num_decodes, scale=self.config.scale)
         return self.out_proj.multiply(out_THD.flatten(1))
 
     def _convolved(

@@ -29,6 +29,7 @@ from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.residual import NormedResidual, PreNorm, Residual, ResidualNorm, StreamEnds
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, spanned
 from strandline.specs import LayerSpec, ModelSpec
 
@@ -47,7 +48,7 @@ class Mixer(Protocol):
     def bind(self, memory: LayerMemory) -> Any:
         """Return the layer's memory as a call takes it."""
 
-    def __call__(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
+    def __call__(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
         """Mix the step's tokens, and advance the memory; takes quantised rows if ``takes_quantized`` is set."""
 
 
@@ -127,16 +128,16 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
         """Advance the states over logged tokens alone; only of a layer whose spec says what is logged."""
         cast(ReplayingMixer, self.mixer).replay(batch, memory)
 
-    def forward(self, stream: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Any:
+    def forward(self, stream: Any, step: Step, memory: Any) -> Any:
         """Return the residual stream after the layer."""
-        return self.feed(self.mix(stream, rotary, batch, memory))
+        return self.feed(self.mix(stream, step, memory))
 
-    def mix(self, stream: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Any:
+    def mix(self, stream: Any, step: Step, memory: Any) -> Any:
         """Return the residual stream after the mixer."""
         if self.mixer is None or self.mixer_residual is None:
             return stream
         hidden_TE, stream = self.mixer_residual.enter(stream)
-        return self.mixer_residual.add(self.mixer(hidden_TE, rotary, batch, memory), stream)
+        return self.mixer_residual.add(self.mixer(hidden_TE, step, memory), stream)
 
     def feed(self, stream: Any) -> Any:
         """Return the residual stream after the feed-forward part, given that after the mixer."""
@@ -265,9 +266,9 @@ class Decoder(nn.Module):
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
         embedded_TE, rotary = self.embed(batch)
-        stream = self.ends.begin(embedded_TE)
+        stream, step = self.ends.begin(embedded_TE), Step(batch, rotary)
         for layer, layer_memory in zip(self._layers, memory.layers, strict=True):
-            stream = layer(stream, rotary, batch, layer_memory)
+            stream = layer(stream, step, layer_memory)
         return self.ends.leave(stream)
 
     @torch.no_grad()

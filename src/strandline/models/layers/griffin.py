@@ -28,9 +28,9 @@ from strandline.kernels.rowwise.activation import geglu
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -113,14 +113,13 @@ class GriffinLayer(nn.Module):
         self.conv.convolve(no_x, batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_x, no_first), batch, memory)
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: GriffinMemory) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, memory: GriffinMemory) -> Tensor:
         y_TV, x_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
-        x_TV = self.conv.convolve(x_TV, batch, memory.window_SRC, memory.conv_log)
+        x_TV = self.conv.convolve(x_TV, step.batch, memory.window_SRC, memory.conv_log)
         i_TV = self._gate(x_TV, self.input_gate_HWW, self.input_bias_HW)
         r_TV = self._gate(x_TV, self.decay_gate_HWW, self.decay_bias_HW)
-        first_T1 = (batch.positions_T == 0).to(x_TV.dtype).unsqueeze(-1)
-        out_TV = self._advance((x_TV, i_TV, r_TV, first_T1), batch, memory)
+        first_T1 = (step.batch.positions_T == 0).to(x_TV.dtype).unsqueeze(-1)
+        out_TV = self._advance((x_TV, i_TV, r_TV, first_T1), step.batch, memory)
         return self.out_proj.multiply(out_TV.mul_(F.gelu(y_TV, approximate="tanh")))
 
     def _gate(self, x_TV: Tensor, weight_HWW: Tensor, bias_HW: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ from torch import Tensor
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.rotary import apply_rotary
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
+from strandline.models.layers.rotary import RotaryFrequencies
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -102,25 +102,23 @@ class IndexedAttention(GatedAttention):
         """Return the layer's memory as ``forward`` takes it."""
         return IndexedMemory(super().bind(memory), memory.streams["index_key"])
 
-    def forward(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
-        q_THD, gate_TO = self._prepared(hidden_TE, rotary, batch, memory.kv)
-        index_q_TJC = self._index_queries(hidden_TE, rotary, batch, memory.index_BPC)
-        scale, attention = self.config.scale, batch.attention
+    def forward(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
+        q_THD, gate_TO = self._prepared(hidden_TE, step, memory.kv)
+        index_q_TJC = self._index_queries(hidden_TE, step, memory.index_BPC)
+        scale, attention = self.config.scale, step.batch.attention
         if all(map(self._index.is_whole, attention.context_lens)):
-            out_THD = self._attend(q_THD, memory.kv, attention, batch.num_decodes, scale=scale)
+            out_THD = self._attend(q_THD, memory.kv, attention, step.batch.num_decodes, scale=scale)
         else:
             out_THD = self._attend_indexed(q_THD, index_q_TJC, memory, attention, self._index, scale=scale)
         return self.out_proj.multiply(self._sigmoid_gate(out_THD.flatten(1), gate_TO))
 
-    def _index_queries(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, index_BPC: Tensor
-    ) -> Tensor:
+    def _index_queries(self, hidden_TE: Tensor, step: Step, index_BPC: Tensor) -> Tensor:
         """Store the step's index keys; return its index queries."""
         q_TO, key_TC = self.index_proj.multiply(hidden_TE).split(self.index_sizes, dim=-1)
-        store_rows(key_TC, index_BPC, batch.attention)
+        store_rows(key_TC, index_BPC, step.batch.attention)
         q_TJC = q_TO.unflatten(-1, (self.indexed.num_index_heads, -1)).contiguous()
         q_TJC = self._rms_norm(q_TJC, self.index_q_norm_C, self.config.eps)
-        return q_TJC if rotary is None else apply_rotary(q_TJC, rotary)
+        return q_TJC if step.rotary is None else apply_rotary(q_TJC, step.rotary)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

@@ -31,13 +31,13 @@ from strandline.kernels.attention.indexed_latent_attention import (
     indexed_latent_attention,
     is_read_whole,
 )
-from strandline.kernels.batch import AttentionBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.binding import Kernels
 from strandline.models.layers.latent_attention import MAX_LATENT, LatentAttention, LatentAttentionConfig
 from strandline.models.layers.moe import PROJECTION_ROWS
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -173,17 +173,16 @@ class IndexedLatentAttention(LatentAttention):
         """Return the layer's memory as ``forward`` takes it."""
         return IndexedLatentMemory(super().bind(memory), memory.streams.get("index_key"))
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, memory: Any) -> Tensor:
         query_TQ, latent_TD = self._latents(hidden_TE)
-        attention, is_whole = batch.attention, self._is_read_whole(batch.attention)
+        attention, is_whole = step.batch.attention, self._is_read_whole(step.batch.attention)
         if self.index is not None:
             weight_TJ = self.index.store(hidden_TE, memory.index_BPX, attention)
             self.choice.group_TK = None
             if not is_whole:
                 self.choice.group_TK = self.index.choose(query_TQ, weight_TJ, memory.index_BPX, attention)
         if is_whole:
-            out_THV = self._attend_all(query_TQ, latent_TD, memory.latent_BPD, batch)
+            out_THV = self._attend_all(query_TQ, latent_TD, memory.latent_BPD, step.batch)
         else:
             out_THV = self._attend_chosen(query_TQ, latent_TD, memory.latent_BPD, attention)
         return self.out_proj.multiply(out_THV.flatten(1))

@@ -27,9 +27,9 @@ from strandline.kernels.rowwise.norm import rms_norm_sigmoid_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -130,18 +130,15 @@ class KimiDeltaAttention(nn.Module):
         self.conv.convolve(weight.new_empty(0, len(weight)), batch, memory.window_SRC, memory.conv_log)
         self._advance((no_heads, no_heads, no_heads, no_heads, no_b), batch, memory)
 
-    def forward(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KimiDeltaAttentionMemory
-    ) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, memory: KimiDeltaAttentionMemory) -> Tensor:
         by_head = (self.config.num_heads, self.config.head_dim)
         qkv_TC, f_TR, g_TR, b_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
-        qkv_TC = self.conv.convolve(qkv_TC, batch, memory.window_SRC, memory.conv_log)
+        qkv_TC = self.conv.convolve(qkv_TC, step.batch, memory.window_SRC, memory.conv_log)
         qkv = (x_TO.unflatten(-1, by_head) for x_TO in qkv_TC.chunk(3, dim=-1))
         f_THK, g_THK = (
             x_TO.unflatten(-1, by_head) for x_TO in (self.f_proj.multiply(f_TR), self.g_proj.multiply(g_TR))
         )
-        out_THK = self._advance((*qkv, f_THK, b_TH), batch, memory)
+        out_THK = self._advance((*qkv, f_THK, b_TH), step.batch, memory)
         return self.out_proj.multiply(self._norm(out_THK, g_THK, self.norm_K, self.config.eps).flatten(1))
 
     def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: KimiDeltaAttentionMemory) -> Tensor:

@@ -30,9 +30,9 @@ from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, interleaved, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -130,10 +130,9 @@ class LatentAttention(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return memory.streams["latent"]
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, latent_BPD: Tensor) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, latent_BPD: Tensor) -> Tensor:
         query_TQ, latent_TD = self._latents(hidden_TE)
-        return self.out_proj.multiply(self._attend_all(query_TQ, latent_TD, latent_BPD, batch).flatten(1))
+        return self.out_proj.multiply(self._attend_all(query_TQ, latent_TD, latent_BPD, step.batch).flatten(1))
 
     def _latents(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries or their latents, and what is kept of each token."""

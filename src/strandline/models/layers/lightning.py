@@ -26,8 +26,8 @@ from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, unused
 from strandline.models.layers.wide_norm import rms_norm_over_ranks
 from strandline.specs import LayerSpec, TensorSpec
@@ -109,13 +109,10 @@ class LightningAttention(nn.Module):
     def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: LightningMemory) -> Tensor:
         return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.replay)
 
-    def forward(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: LightningMemory
-    ) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, memory: LightningMemory) -> Tensor:
         qkv_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         tokens = F.silu(qkv_TO).unflatten(-1, (self.config.num_heads, -1)).chunk(3, dim=-1)
-        out_THD = self._advance(tokens, batch, memory)
+        out_THD = self._advance(tokens, step.batch, memory)
         out_TO = self._rms_norm(out_THD.flatten(1), self.norm_O, NORM_EPS)
         return self.out_proj.multiply(self._sigmoid_gate(out_TO, gate_TO))
 

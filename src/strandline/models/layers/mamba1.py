@@ -29,8 +29,8 @@ from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -127,16 +127,13 @@ class Mamba1Layer(nn.Module):
         self.conv.convolve(no_x, batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_projected, no_projected, no_x), batch, memory)
 
-    def forward(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba1LayerMemory
-    ) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, memory: Mamba1LayerMemory) -> Tensor:
         x_TV, z_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
-        x_TV = self.conv.convolve(x_TV, batch, memory.window_SRC, memory.conv_log)
+        x_TV = self.conv.convolve(x_TV, step.batch, memory.window_SRC, memory.conv_log)
         projected = self._sum(self.x_proj.multiply(x_TV)).split(self.sizes, dim=-1)
         dt_TR, B_TK, C_TK = projected if self.config.norm is InnerNorm.NONE else self._normed(projected)
         tokens = (x_TV, z_TV, B_TK, C_TK, self.dt_proj.multiply(dt_TR))
-        return self.out_proj.multiply(self._advance(tokens, batch, memory))
+        return self.out_proj.multiply(self._advance(tokens, step.batch, memory))
 
     def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: Mamba1LayerMemory) -> Tensor:
         return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.recurrent_log)

@@ -31,9 +31,9 @@ from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, Target, sharded, stacked, stacked_rows
 from strandline.models.layers.wide_norm import bind_mean_square
 from strandline.specs import LayerSpec, TensorSpec
@@ -187,21 +187,20 @@ class Mamba2Layer(nn.Module):
         no_x, no_dt = (self.conv.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.sizes[2]))
         self._prefill(no_x, no_dt, batch, memory)
 
-    def forward(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, memory: Mamba2Memory) -> Tensor:
         projected_TO = self.in_proj.multiply(hidden_TE)
         if self.multiplier_O is not None:
             projected_TO.mul_(self.multiplier_O)
         x_TC, z_TO, dt_TH = projected_TO.split(self.sizes, dim=-1)
-        num_rows = batch.num_decode_rows
+        num_rows = step.batch.num_decode_rows
         if num_rows == len(hidden_TE):
-            out_THV = self._decode(x_TC, dt_TH, batch, memory)
+            out_THV = self._decode(x_TC, dt_TH, step.batch, memory)
         elif num_rows == 0:
-            out_THV = self._prefill(x_TC, dt_TH, batch, memory)
+            out_THV = self._prefill(x_TC, dt_TH, step.batch, memory)
         else:
             (x_DC, x_RC), (dt_DH, dt_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, dt_TH))
-            decoded = self._decode(x_DC, dt_DH, batch, memory)
-            out_THV = torch.cat((decoded, self._prefill(x_RC, dt_RH, batch, memory)))
+            decoded = self._decode(x_DC, dt_DH, step.batch, memory)
+            out_THV = torch.cat((decoded, self._prefill(x_RC, dt_RH, step.batch, memory)))
         return self.out_proj.multiply(self._gated(out_THV.flatten(1), z_TO))
 
     def _gated(self, out_TO: Tensor, z_TO: Tensor) -> Tensor:

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.models.layers.decoder import DecoderLayer, Mixer
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 
@@ -32,7 +31,7 @@ from strandline.specs import LayerSpec
 class KeepingMixer(Mixer, Protocol):
     """A mixer that keeps streams alone."""
 
-    def keep(self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> None:
+    def keep(self, hidden_TE: Tensor, step: Step, memory: Any) -> None:
         """Store what a call would, and compute nothing else."""
 
 
@@ -77,13 +76,7 @@ class DraftLayer(nn.Module):
         return self.layer.bind(memory)
 
     def forward(
-        self,
-        embedded_TE: Tensor,
-        hidden_TE: Tensor,
-        rotary: RotaryTable | None,
-        batch: StepBatch,
-        memory: Any,
-        rows_N: Tensor | None = None,
+        self, embedded_TE: Tensor, hidden_TE: Tensor, step: Step, memory: Any, rows_N: Tensor | None = None
     ) -> Tensor:
         """Return normalised hidden states.
 
@@ -92,19 +85,17 @@ class DraftLayer(nn.Module):
             hidden_TE: final, normalised hidden states of those.
             rows_N: rows to return; None: all. Of the others, what later tokens read is stored.
         """
-        stream: Stream = self.layer.mix(self._joined(embedded_TE, hidden_TE), rotary, batch, memory)
+        stream: Stream = self.layer.mix(self._joined(embedded_TE, hidden_TE), step, memory)
         return self.final.leave(self.layer.feed(stream if rows_N is None else stream.rows(rows_N)))
 
-    def keep(
-        self, embedded_TE: Tensor, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: Any
-    ) -> None:
+    def keep(self, embedded_TE: Tensor, hidden_TE: Tensor, step: Step, memory: Any) -> None:
         """Store what ``forward`` would of these tokens, for later ones to read, and draft nothing.
 
         These are the layer's keys and values, which do not depend on other tokens: no attention, no feed-forward part.
         """
         assert self.layer.mixer_residual is not None
         normed_TE, _ = self.layer.mixer_residual.enter(self._joined(embedded_TE, hidden_TE))
-        cast(KeepingMixer, self.layer.mixer).keep(normed_TE, rotary, batch, memory)
+        cast(KeepingMixer, self.layer.mixer).keep(normed_TE, step, memory)
 
     def _joined(self, embedded_TE: Tensor, hidden_TE: Tensor) -> Stream:
         """Return the residual stream before the decoder layer."""

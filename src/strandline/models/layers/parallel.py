@@ -14,7 +14,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.mamba2 import Mamba2Layer
-from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.step import Step
 from strandline.specs import LayerSpec
 
 
@@ -52,12 +52,10 @@ class ParallelMixer(nn.Module):
         """Advance the states over logged tokens alone."""
         self.recurrent.replay(batch, memory[1])
 
-    def forward(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: tuple[Any, Any]
-    ) -> Tensor:
+    def forward(self, hidden_TE: Tensor, step: Step, memory: tuple[Any, Any]) -> Tensor:
         factors, (attention_memory, recurrent_memory) = self.multipliers, memory
-        recurrent_TE = self.recurrent(_multiplied(hidden_TE, factors.recurrent_in), rotary, batch, recurrent_memory)
-        attended_TE = self.attention(_multiplied(hidden_TE, factors.attention_in), rotary, batch, attention_memory)
+        recurrent_TE = self.recurrent(_multiplied(hidden_TE, factors.recurrent_in), step, recurrent_memory)
+        attended_TE = self.attention(_multiplied(hidden_TE, factors.attention_in), step, attention_memory)
         return torch.add(recurrent_TE.mul_(factors.recurrent_out), attended_TE, alpha=factors.attention_out)
 
 

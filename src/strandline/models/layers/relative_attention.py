@@ -26,8 +26,8 @@ from strandline.kernels.rowwise.quantized_rows import plain_rows
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec
 
@@ -131,22 +131,22 @@ class RelativeAttention(Attention):
         """Advance the window over logged tokens alone."""
         self.conv.replay(batch, memory.window_SRC, memory.log)
 
-    def forward(self, hidden_TE: Any, rotary: RotaryTable | None, batch: StepBatch, memory: Any) -> Tensor:
+    def forward(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
         q_TO, kv_TO = self.in_proj.multiply(hidden_TE).split([self.sizes[0], sum(self.sizes[1:])], dim=-1)
-        kv_TO = self.conv.convolve(kv_TO, batch, memory.window_SRC, memory.log)
+        kv_TO = self.conv.convolve(kv_TO, step.batch, memory.window_SRC, memory.log)
         k_TO, v_TO = kv_TO.split(self.sizes[1:3], dim=-1)
-        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), None, memory.kv, batch.attention)
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), None, memory.kv, step.batch.attention)
         mix_in_TE = hidden_TE if self.mix_proj.takes_quantized else plain_rows(hidden_TE)
         mix_THC = self.mix_proj.multiply(mix_in_TE).unflatten(-1, (self.config.num_heads, -1))
         if self.relative.log_scaling is not None:
-            factor_T11 = _score_factors(batch.positions_T, self.relative.log_scaling).view(-1, 1, 1)
+            factor_T11 = _score_factors(step.batch.positions_T, self.relative.log_scaling).view(-1, 1, 1)
             q_THD, mix_THC = ((x * factor_T11).to(x.dtype) for x in (q_THD, mix_THC))
         out_THD = self._attend_relative(
             q_THD,
             mix_THC,
             self.profiles_CX,
             memory.kv,
-            batch.attention,
+            step.batch.attention,
             scale=self.config.scale,
             window_tokens=self.config.window_tokens,
         )

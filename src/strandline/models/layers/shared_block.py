@@ -29,9 +29,9 @@ from strandline.models.layers.attention import KV_HEADS
 from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.residual import ResidualNorm
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, kv_spec
 
@@ -186,36 +186,30 @@ class SharedBlockUse(nn.Module):
         """Advance the states over logged tokens alone."""
         self.mamba.replay(batch, memory[1])
 
-    def forward(
-        self,
-        stream_TE: Tensor,
-        rotary: RotaryTable | None,
-        batch: StepBatch,
-        memory: tuple[KVMemory, Mamba2Memory],
-    ) -> Tensor:
+    def forward(self, stream_TE: Tensor, step: Step, memory: tuple[KVMemory, Mamba2Memory]) -> Tensor:
         """Return what the Mamba-2 part makes of the residual stream and the block's output."""
         kv, states = memory
-        normed_TE, _ = self._add_norm(self._block(stream_TE, rotary, batch, kv), stream_TE, self.norm_E, self.norm.eps)
-        mixed_TE: Tensor = self.mamba(normed_TE, rotary, batch, states)
+        normed_TE, _ = self._add_norm(self._block(stream_TE, step, kv), stream_TE, self.norm_E, self.norm.eps)
+        mixed_TE: Tensor = self.mamba(normed_TE, step, states)
         return mixed_TE
 
-    def _block(self, stream_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
+    def _block(self, stream_TE: Tensor, step: Step, memory: KVMemory) -> Tensor:
         """Return what the block makes of the stream, projected."""
         block, config = self.block, self.block.config
-        x_TX = torch.cat((stream_TE, self.embed(batch.token_ids_T)), dim=-1)
-        attended_TE = self._attention(self._rms_norm(x_TX, block.norm_X, config.eps), rotary, batch, memory)
+        x_TX = torch.cat((stream_TE, self.embed(step.batch.token_ids_T)), dim=-1)
+        attended_TE = self._attention(self._rms_norm(x_TX, block.norm_X, config.eps), step, memory)
         normed_TE = self._rms_norm(attended_TE, block.mlp_norm_E, config.eps)
         gate_up_TY = self.mlp_adapter.add_to(block.gate_up.multiply(normed_TE), normed_TE)
         return self.linear.multiply(self._sum(block.down.multiply(self._geglu(gate_up_TY))))
 
-    def _attention(self, x_TX: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: KVMemory) -> Tensor:
+    def _attention(self, x_TX: Tensor, step: Step, memory: KVMemory) -> Tensor:
         block = self.block
         qkv_TY = block.qkv.multiply(x_TX)
         if self.attention_adapter is not None:
             qkv_TY = self.attention_adapter.add_to(qkv_TY, x_TX)
         q_TO, k_TO, v_TO = qkv_TY.split(block.sizes, dim=-1)
-        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, rotary, memory, batch.attention)
-        out_THD = self._attend(q_THD, memory, batch.attention, batch.num_decodes, scale=block.config.scale)
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, step.rotary, memory, step.batch.attention)
+        out_THD = self._attend(q_THD, memory, step.batch.attention, step.batch.num_decodes, scale=block.config.scale)
         return self._sum(block.out_proj.multiply(out_THD.flatten(1)))
 
     def targets(self, prefix: str, block_prefix: str, use: int) -> NamedTargets:

@@ -19,8 +19,8 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -82,12 +82,9 @@ class ShortConv(nn.Module):
         no_x = self.conv.weight_CW.new_empty(0, len(self.conv.weight_CW))
         self.conv.convolve(no_x, batch, memory.window_SRC, memory.replay)
 
-    def forward(
-        self, hidden_TE: Tensor, rotary: RotaryTable | None, batch: StepBatch, memory: ShortConvMemory
-    ) -> Tensor:
-        del rotary
+    def forward(self, hidden_TE: Tensor, step: Step, memory: ShortConvMemory) -> Tensor:
         gate_before_TC, gate_behind_TC, x_TC = self.in_proj.multiply(hidden_TE).chunk(3, dim=-1)
-        y_TC = self.conv.convolve(gate_before_TC * x_TC, batch, memory.window_SRC, memory.replay)
+        y_TC = self.conv.convolve(gate_before_TC * x_TC, step.batch, memory.window_SRC, memory.replay)
         return self.out_proj.multiply(y_TC.mul_(gate_behind_TC))
 
     def targets(self, prefix: str) -> NamedTargets:

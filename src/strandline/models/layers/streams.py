@@ -18,7 +18,7 @@ from strandline.kernels.expert_choices import Summand
 from strandline.kernels.operation import Operation
 from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, MixerT_co
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesMemory
-from strandline.models.layers.rotary import RotaryTable
+from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 
@@ -164,10 +164,8 @@ class FeaturesLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
         super().replay(batch, memory.mixer)
         self.features.replay(batch, memory.features)
 
-    def forward(
-        self, stream: Streams, rotary: RotaryTable | None, batch: StepBatch, memory: FeaturesLayerMemory
-    ) -> Streams:
+    def forward(self, stream: Streams, step: Step, memory: FeaturesLayerMemory) -> Streams:
         """Return the streams after the layer."""
-        stream_TSE = stream.stream_TSE + self.features(stream.stream_TSE, batch, memory.features)
-        after: Streams = super().forward(Streams(stream_TSE), rotary, batch, memory.mixer)
+        stream_TSE = stream.stream_TSE + self.features(stream.stream_TSE, step.batch, memory.features)
+        after: Streams = super().forward(Streams(stream_TSE), step, memory.mixer)
         return after
