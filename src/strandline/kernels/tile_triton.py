@@ -8,9 +8,16 @@ Shape suffixes: M rows of x, N outputs, K inputs.
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv
 
 GROUP_ROWS = tl.constexpr(8)
 """Row tiles that share the weight's tiles while they are in the second-level cache."""
+
+BLOCK_SPANS = 256
+"""Outputs of a program that adds up spans."""
 
 
 @triton.jit
@@ -72,3 +79,48 @@ def gemm_dense(
         else:
             acc = tl.dot(tl.trans(x_KM), tl.trans(weight_NK), acc, input_precision="ieee")
     store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
+
+
+@triton.jit
+def _add_spans_kernel(
+    part_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    N,
+    stride_out,
+    HAS_BIAS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Add the spans' products, in their order."""
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_offset = offset < size
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for span in tl.static_range(SPANS):
+        total += tl.load(part_ptr + span * size + offset, mask=is_offset, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + offset % N, mask=is_offset, other=0.0).to(tl.float32)
+    out_offset = (offset // N).to(tl.int64) * stride_out + offset % N
+    tl.store(out_ptr + out_offset, total.to(out_ptr.dtype.element_ty), mask=is_offset)
+
+
+def add_spans(part_SMO: Tensor, bias_O: Tensor | None, out_MO: Tensor) -> None:
+    """Fill ``out_MO``, whose rows are dense, with the sum of the spans' products, in their order, and a bias."""
+    size = out_MO.numel()
+    _add_spans_kernel[(cdiv(size, BLOCK_SPANS),)](
+        part_SMO,
+        bias_O,
+        out_MO,
+        size,
+        out_MO.shape[1],
+        out_MO.stride(0),
+        HAS_BIAS=bias_O is not None,
+        SPANS=len(part_SMO),
+        BLOCK=BLOCK_SPANS,
+        num_warps=2,
+        **overlap_options(out_MO),
+    )

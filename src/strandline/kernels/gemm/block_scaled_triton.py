@@ -9,8 +9,7 @@ A launch of few rows may multiply them with an ordinary weight, too (``Beside``)
 
 Invariant: ``_invariant`` versions add up in an order that depends on neither the number of rows nor the tile.
 
-Shape suffixes: as in ``block_scaled_tile_triton.py``; S spans of the inputs; in kernels K the inputs of a group or a
-chunk.
+Shape suffixes: as in ``block_scaled.py``.
 """
 # mypy: ignore-errors
 
@@ -18,23 +17,17 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.gemm.block_scaled_tile_triton import (
-    MIN_ROWS_HOPPER,
-    multiply_tile,
-)
-from strandline.kernels.gemm.linear_triton import add_spans
+from strandline.kernels.gemm.formats.fp8_triton import MIN_ROWS_HOPPER
 from strandline.kernels.gemm.rows_triton import Gemv, Second, launch_gemv
+from strandline.kernels.gemm.tiles_triton import SecondTile, launch_tiles
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
-from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.launch import Launch
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, new_output, shaped
 from strandline.kernels.rowwise.quantizing_triton import quantized, swiglu_quantized
 from strandline.kernels.sizes import NUM_SMS, cdiv
-from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
 
 MAX_ROWS_GEMV = 4
 
@@ -98,138 +91,6 @@ PROGRAMS_SPLIT = 2 * NUM_SMS
 """What a split aims at: two programs per multiprocessor."""
 
 MAX_SPANS = 8
-
-
-@triton.jit
-def _gemm_scaled(
-    x_ptr,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    program,
-    M,
-    N,
-    K,
-    span,
-    stride_xs,
-    stride_out,
-    stride_sy,
-    stride_sx,
-    HAS_BIAS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Write a tile of the product of quantised rows and a weight in FP8."""
-    row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
-    first = tl.program_id(1) * span
-    acc, _ = multiply_tile(
-        x_ptr,
-        x_scale_ptr,
-        weight_ptr,
-        scale_ptr,
-        # Rows behind the last one read that: what becomes of them is not stored.
-        tl.minimum(row_M, M - 1),
-        row_N,
-        first,
-        tl.minimum(first + span, tl.cdiv(K, GROUP)),
-        N,
-        K,
-        stride_xs,
-        stride_sy,
-        stride_sx,
-        False,
-        IS_EVEN,
-        SCALE_ROWS,
-        IS_SWAPPED,
-        BLOCK_M,
-        BLOCK_N,
-        GROUP,
-    )
-    if HAS_BIAS:
-        bias_N = tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)
-        acc += bias_N[:, None] if IS_SWAPPED else bias_N[None, :]
-    store_tile(out_ptr, acc, row_M, row_N, M, N, stride_out, IS_SPLIT, IS_SWAPPED)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _gemm_kernel(
-    x_ptr,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    plain_ptr,
-    dense_ptr,
-    M,
-    N,
-    K,
-    num_dense,
-    stride_xs,
-    stride_out,
-    stride_sy,
-    stride_sx,
-    stride_plain,
-    span,
-    HAS_BIAS: tl.constexpr,
-    HAS_DENSE: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    tensors = (x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr)
-    sizes = (M, N, K, span, stride_xs, stride_out, stride_sy, stride_sx)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    dense_programs = 0
-    if HAS_DENSE:
-        # Programs of the ordinary weight read twice as many bytes: they start first.
-        dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
-    if HAS_DENSE and program < dense_programs:
-        gemm_dense(
-            plain_ptr,
-            dense_ptr,
-            out_ptr + N,
-            program,
-            M,
-            num_dense,
-            K,
-            span,
-            stride_plain,
-            stride_out,
-            IS_SPLIT,
-            IS_SWAPPED,
-            BLOCK_M,
-            BLOCK_N,
-            GROUP,
-        )
-    else:
-        _gemm_scaled(
-            *tensors,
-            program - dense_programs,
-            *sizes,
-            HAS_BIAS,
-            IS_EVEN,
-            SCALE_ROWS,
-            IS_SPLIT,
-            IS_SWAPPED,
-            BLOCK_M,
-            BLOCK_N,
-            GROUP,
-        )
 
 
 def block_scaled_linear(x: Rows, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
@@ -297,7 +158,7 @@ def multiply_into(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tens
 def multiply_into_invariant(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
     """As :func:`multiply_into`, with the same order of sums for any number of rows."""
     if len(rows):
-        tile = choose_tile(max(len(rows), MIN_ROWS_HOPPER), len(weight.values))
+        tile = choose_tile(max(len(rows), MIN_ROWS_HOPPER.value), len(weight.values))
         launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, 1)
 
 
@@ -391,44 +252,6 @@ def launch_gemm(
         bias_O: of the weight; None if there is one beside it.
         spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
     """
-    num_rows, (num_outputs, num_inputs) = len(rows), weight.values.shape
-    num_dense = 0 if beside is None else len(beside.values_OI)
-    num_groups = cdiv(num_inputs, GROUP)
-    span = cdiv(num_groups, spans)
-    spans = cdiv(num_groups, span)
-    part_STO = out_TO
-    if spans > 1:
-        part_STO = torch.empty((spans, *out_TO.shape), dtype=torch.float32, device=rows.device)
-    num_tiles = cdiv(num_outputs, tile.block_n) + cdiv(num_dense, tile.block_n)
-    _gemm_kernel[(cdiv(num_rows, tile.block_m) * num_tiles, spans)](
-        rows.values_TI,
-        rows.scale_XT,
-        weight.values,
-        weight.scales,
-        bias_O,
-        part_STO,
-        *((None, None) if beside is None else beside),
-        num_rows,
-        num_outputs,
-        num_inputs,
-        num_dense,
-        rows.scale_XT.stride(0),
-        part_STO.stride(-2),
-        *weight.scales.stride(),
-        0 if beside is None else beside.plain_TI.stride(0),
-        span,
-        HAS_BIAS=bias_O is not None and spans == 1,
-        HAS_DENSE=beside is not None,
-        IS_EVEN=num_inputs % GROUP == 0 and num_outputs % tile.block_n == 0,
-        IS_SPLIT=spans > 1,
-        IS_SWAPPED=tile.block_m < MIN_ROWS_HOPPER,
-        SCALE_ROWS=weight.rows_per_scale,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        GROUP=GROUP,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **overlap_options(out_TO),
-    )
-    if spans > 1:
-        add_spans(part_STO, bias_O, out_TO)
+    launch = Launch(tile.block_m, tile.block_n, GROUP, tile.warps, tile.stages, spans)
+    second = None if beside is None else SecondTile(*beside)
+    launch_tiles(out_TO, rows, weight, bias_O, launch, second)

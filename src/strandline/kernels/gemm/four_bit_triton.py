@@ -11,7 +11,7 @@ A launch of few rows may multiply them with an ordinary weight, too: programs of
 
 Invariant: ``_invariant`` versions multiply in one way of tiling, whatever the number of rows.
 
-Shape suffixes: T rows, I inputs, O outputs, S spans of the inputs; in kernels as in ``four_bit_tile_triton.py``.
+Shape suffixes: T rows, I inputs, O outputs, S spans of the inputs; in kernels N rows and W numbers of a weight.
 """
 # mypy: ignore-errors
 
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.gemm import linear_triton
+from strandline.kernels.gemm.formats.four_bit_triton import BLOCK_INPUTS, BLOCK_WORDS, load_zeros, unpack_plane
 from strandline.kernels.gemm.four_bit_launches import (
     SCRATCH_CODES,
     Tile,
@@ -31,146 +32,17 @@ from strandline.kernels.gemm.four_bit_launches import (
     uses_gemv,
     uses_tiles,
 )
-from strandline.kernels.gemm.four_bit_tile_triton import (
-    BLOCK_INPUTS,
-    BLOCK_WORDS,
-    load_zeros,
-    multiply_tile,
-    unpack_plane,
-)
-from strandline.kernels.gemm.linear_triton import add_spans
 from strandline.kernels.gemm.rows_triton import Second, launch_gemv
+from strandline.kernels.gemm.tiles_triton import SecondTile, launch_tiles
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight
+from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import flat_rows, new_output, shaped
 from strandline.kernels.sizes import cdiv
-from strandline.kernels.tile_triton import gemm_dense, place_tile, store_tile
 
 DEQUANTIZED_ROWS = 32
 """Rows of a weight that a program dequantises one block of."""
-
-
-@triton.jit
-def _tile_packed(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    program,
-    M,
-    N,
-    K,
-    num_words,
-    stride_x,
-    stride_out,
-    stride_sn,
-    stride_sx,
-    span,
-    IS_EVEN: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Write a tile of the product; split, that of one span of the inputs, in float32."""
-    row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
-    # Rows behind the last one read that: what becomes of them is not stored.
-    x_M_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64) * stride_x
-    read_N = tl.minimum(row_N, N - 1).to(tl.int64)
-    first = tl.program_id(1) * span
-    acc_NM, _ = multiply_tile(
-        x_M_ptr,
-        weight_ptr,
-        scale_ptr,
-        zero_ptr,
-        read_N,
-        read_N,
-        first,
-        tl.minimum(first + span, tl.cdiv(K, BLOCK_INPUTS)),
-        K,
-        num_words,
-        stride_sn,
-        stride_sx,
-        x_ptr.dtype.element_ty,
-        False,
-        IS_EVEN,
-        BLOCK_M,
-        BLOCK_N,
-        GROUP,
-    )
-    if bias_ptr is not None:
-        acc_NM += tl.load(bias_ptr + read_N).to(tl.float32)[:, None]
-    store_tile(out_ptr, acc_NM, row_M, row_N, M, N, stride_out, IS_SPLIT, True)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _tile_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    dense_ptr,
-    M,
-    N,
-    K,
-    num_words,
-    num_dense,
-    stride_x,
-    stride_out,
-    stride_sn,
-    stride_sx,
-    span,
-    HAS_DENSE: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    tensors = (x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr)
-    sizes = (M, N, K, num_words, stride_x, stride_out, stride_sn, stride_sx, span)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    dense_programs = 0
-    if HAS_DENSE:
-        # Programs of the ordinary weight read four times as many bytes: they start first.
-        dense_programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(num_dense, BLOCK_N)
-    if HAS_DENSE and program < dense_programs:
-        gemm_dense(
-            x_ptr,
-            dense_ptr,
-            out_ptr + N,
-            program,
-            M,
-            num_dense,
-            K,
-            span,
-            stride_x,
-            stride_out,
-            IS_SPLIT,
-            True,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_INPUTS,
-        )
-    else:
-        _tile_packed(
-            *tensors,
-            program - dense_programs,
-            *sizes,
-            IS_EVEN,
-            IS_SPLIT,
-            BLOCK_M,
-            BLOCK_N,
-            GROUP,
-        )
 
 
 @triton.jit
@@ -293,44 +165,8 @@ def launch_tile(
         spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
         dense_OI: an ordinary weight that is multiplied in the same launch; its outputs come after the others.
     """
-    num_rows, (num_outputs, num_inputs) = len(x_TI), weight.shape
-    num_blocks = cdiv(num_inputs, BLOCK_INPUTS.value)
-    span = cdiv(num_blocks, spans)
-    spans = cdiv(num_blocks, span)
-    part_STO = out_TO
-    if spans > 1:
-        part_STO = torch.empty((spans, *out_TO.shape), dtype=torch.float32, device=x_TI.device)
-    num_dense = 0 if dense_OI is None else len(dense_OI)
-    num_tiles = cdiv(num_outputs, tile.block_n) + cdiv(num_dense, tile.block_n)
-    _tile_kernel[(cdiv(num_rows, tile.block_m) * num_tiles, spans)](
-        x_TI,
-        weight.words,
-        weight.scales,
-        weight.zeros,
-        bias_O if spans == 1 else None,
-        part_STO,
-        dense_OI,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        weight.words.stride(-2),
-        num_dense,
-        x_TI.stride(0),
-        part_STO.stride(-2),
-        *weight.scales.stride(),
-        span,
-        HAS_DENSE=dense_OI is not None,
-        IS_EVEN=num_inputs % BLOCK_INPUTS.value == 0,
-        IS_SPLIT=spans > 1,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        GROUP=weight.group,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **overlap_options(out_TO),
-    )
-    if spans > 1:
-        add_spans(part_STO, bias_O, out_TO)
+    launch = Launch(tile.block_m, tile.block_n, BLOCK_INPUTS.value, tile.warps, tile.stages, spans)
+    launch_tiles(out_TO, x_TI, weight, bias_O, launch, None if dense_OI is None else SecondTile(x_TI, dense_OI))
 
 
 def multiply_dequantized(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:

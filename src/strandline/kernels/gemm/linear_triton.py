@@ -24,7 +24,7 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 from strandline.kernels.rowwise.activation_triton import silu_times, swiglu
 from strandline.kernels.rowwise.quantized_rows import new_output
 from strandline.kernels.sizes import cdiv
-from strandline.kernels.tile_triton import store_tile
+from strandline.kernels.tile_triton import add_spans, store_tile
 
 MAX_ROWS_GEMV = 4
 MAX_ROWS_SKINNY = 16
@@ -69,9 +69,6 @@ SKINNY_GATED = Skinny(16, 256, 2, 4)
 
 MIN_OUTPUTS_SKINNY = 8192
 """Below, there are too few tiles to fill the GPU: torch splits the inputs there."""
-
-BLOCK_SPANS = 256
-"""Outputs of a program that adds up spans."""
 
 
 @triton.jit
@@ -131,33 +128,6 @@ def _skinny_kernel(
     if IS_GATED:
         acc_MN = silu_times(acc_MN, acc_up_MN, out_ptr.dtype.element_ty)
     store_tile(out_ptr, acc_MN, row_M, col_N, M, N, N, IS_SPLIT, False)
-
-
-@triton.jit
-def _add_spans_kernel(
-    part_ptr,
-    bias_ptr,
-    out_ptr,
-    size,
-    N,
-    stride_out,
-    HAS_BIAS: tl.constexpr,
-    SPANS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Add the spans' products, in their order."""
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_offset = offset < size
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for span in tl.static_range(SPANS):
-        total += tl.load(part_ptr + span * size + offset, mask=is_offset, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + offset % N, mask=is_offset, other=0.0).to(tl.float32)
-    out_offset = (offset // N).to(tl.int64) * stride_out + offset % N
-    tl.store(out_ptr + out_offset, total.to(out_ptr.dtype.element_ty), mask=is_offset)
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -264,21 +234,3 @@ def launch_skinny(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: 
     if spans > 1:
         add_spans(part_SMO, bias_O, out_MO)
     return out_MO
-
-
-def add_spans(part_SMO: Tensor, bias_O: Tensor | None, out_MO: Tensor) -> None:
-    """Fill ``out_MO``, whose rows are dense, with the sum of the spans' products, in their order, and a bias."""
-    size = out_MO.numel()
-    _add_spans_kernel[(cdiv(size, BLOCK_SPANS),)](
-        part_SMO,
-        bias_O,
-        out_MO,
-        size,
-        out_MO.shape[1],
-        out_MO.stride(0),
-        HAS_BIAS=bias_O is not None,
-        SPANS=len(part_SMO),
-        BLOCK=BLOCK_SPANS,
-        num_warps=2,
-        **overlap_options(out_MO),
-    )

@@ -9,14 +9,16 @@ from strandline.kernels.experts.moe_triton import mixture
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm import matmul_triton
 from strandline.kernels.gemm.matmul_triton import head_linear_invariant, linear_invariant
+from strandline.kernels.gemm.tiles_triton import launch_tiles
 from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.gemm.test_matmul_triton import check_heads, check_product
 
 SHAPES = [(12352, 2560), (2560, 9216), (2560, 4096), (97, 32), (1000, 130)]
 """Outputs and inputs: of Qwen3.5-4B, and odd ones."""
 
-TILES = {name: tile for name, tile in vars(matmul_triton).items() if isinstance(tile, matmul_triton.Tile)}
+TILES = {name: tile for name, tile in vars(matmul_triton).items() if isinstance(tile, Launch)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -33,7 +35,7 @@ def test_every_tile_gives_the_same_bits(shape: tuple[int, int]) -> None:
     tiles = {name: tile for name, tile in TILES.items() if name != "TILE_FLOAT32"}
     results = {name: x_TI.new_empty(len(x_TI), len(weight_OI)) for name in tiles}
     for name, tile in tiles.items():
-        matmul_triton.launch(results[name], x_TI, weight_OI, None, tile)
+        launch_tiles(results[name], x_TI, DenseWeight(weight_OI), None, tile)
     assert len(results) == 4
     first = results["TILE_FEW"]
     assert {name: int((out != first).sum()) for name, out in results.items()} == dict.fromkeys(results, 0)

@@ -65,6 +65,8 @@ class Format(NamedTuple):
     rows: RowFunctions
     min_block_k: int
     """Fewest inputs that ``rows`` may take at a time."""
+    min_rows: int
+    """Fewest rows of x that tensor cores take as rows in ``tile``: in smaller tiles outputs take their place."""
     data: Callable[..., tuple]
     """Returns a weight's tensors and strides."""
     layout: Callable[..., NamedTuple]
@@ -85,15 +87,17 @@ class Operand(NamedTuple):
     """A ``tl.constexpr`` argument."""
 
 
-def _format(module: ModuleType, min_block_k: int) -> Format:
+def _format(module: ModuleType, min_block_k: int, min_rows: int) -> Format:
     rows = RowFunctions(module.load_rows, module.multiply_rows, module.add_rows)
-    return Format(module.tile, rows, min_block_k, module.data, module.layout)
+    return Format(module.tile, rows, min_block_k, min_rows, module.data, module.layout)
 
 
 FORMATS: Mapping[type, Format] = {
-    DenseWeight: _format(dense_triton, 1),
-    ScaledWeight: _format(fp8_triton, GROUP)._replace(multiplies_fp8=True, can_extend=fp8_triton.can_extend),
-    FourBitWeight: _format(four_bit_triton, BLOCK_INPUTS),
+    DenseWeight: _format(dense_triton, 1, 1),
+    ScaledWeight: _format(fp8_triton, GROUP, fp8_triton.MIN_ROWS_HOPPER.value)._replace(
+        multiplies_fp8=True, can_extend=fp8_triton.can_extend
+    ),
+    FourBitWeight: _format(four_bit_triton, BLOCK_INPUTS, 1 << 30),
 }
 
 
