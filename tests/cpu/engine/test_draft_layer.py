@@ -150,31 +150,31 @@ def test_tokens_are_those_of_plain_decoding_and_most_drafts_agree(make: Callable
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 64, 65])
-def test_steps_of_any_size_draft_the_same(make_small: Callable[..., LLM], step_tokens: int) -> None:
-    llm = make_small(max_num_batched_tokens=4096)
+def test_steps_of_any_size_draft_the_same(make: Callable[..., LLM], step_tokens: int) -> None:
+    llm = make(max_num_batched_tokens=4096)
     prompt = ids(llm)
     expected = run(llm, prompt)
     # A step of one token has no room for drafts: only what is drafted behind it is compared.
-    found = run(make_small(max_num_batched_tokens=step_tokens), prompt)
+    found = run(make(max_num_batched_tokens=step_tokens), prompt)
     assert found[0] == expected[0]
     if step_tokens > 2:
         assert found[1] == expected[1]
 
 
-def test_drafts_behind_a_hit_are_those_without(make_small: Callable[..., LLM]) -> None:
-    llm = make_small()
+def test_drafts_behind_a_hit_are_those_without(make: Callable[..., LLM]) -> None:
+    llm = make()
     prompt = ids(llm)
-    expected = run(make_small(enable_prefix_caching=False), prompt)
+    expected = run(make(enable_prefix_caching=False), prompt)
     assert len(prompt) > 64
-    for position in [*range(1, len(prompt), 7), 63, 65]:
+    for position in [*range(1, len(prompt), 11), 63, 65]:
         salt = {"cache_salt": str(position)}
         llm.generate({"prompt_token_ids": prompt[:position], **salt}, SamplingParams(max_tokens=1), use_tqdm=False)
         assert run(llm, prompt, **salt) == expected, position
         assert llm.engine.core.stats().hit_tokens >= position
 
 
-def test_a_whole_hit_drafts_at_once(make_small: Callable[..., LLM]) -> None:
-    llm = make_small()
+def test_a_whole_hit_drafts_at_once(make: Callable[..., LLM]) -> None:
+    llm = make()
     prompt = ids(llm)
     expected = run(llm, prompt)
     llm.engine.scheduler.drafts.drafter = spy = Spy()
