@@ -17,7 +17,7 @@ from torch import Tensor
 from strandline.ids import NO_TOKEN, PendingToken
 from strandline.kernels.batch import LogBatch, ReplayBatch, Slots
 from strandline.kernels.chunk_table import Chunks, ChunkTable
-from strandline.kernels.recurrences.conv1d import causal_conv1d_replay
+from strandline.kernels.recurrences.conv1d import Convolution, causal_conv1d_replay
 from strandline.kernels.recurrences.gdn import gdn_prefill
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged
 from strandline.kernels.recurrences.gdn_short_triton import Short
@@ -144,32 +144,32 @@ def verify_convolution(sequences: int, sizes: tuple[int, ...] = (8192, 32, 32)) 
     """Return the convolution of steps that verify drafts, in one launch or, as a prefill, in four."""
     num_layers = turns(1, at_least=2, at_most=30)
     replay, chunks = replay_of(sequences, is_padded=False)
-    slots, weight_CW = torch.arange(1, sequences + 1), random(sizes[0], 4)
+    slots_N, convolution = torch.arange(1, sequences + 1), Convolution(random(sizes[0], 4))
     window_SLRC = random(sequences + 1, num_layers, 3, sizes[0])
     projected = random(num_layers, sequences * (1 + DRAFTS), sum(sizes) + 4096)
     logs = [random(num_layers, (sequences + 1) * DRAFTS, size) for size in sizes]
     function, whole = bound(causal_conv1d_replay), replace(chunks, is_short=False)
-    further = (slots, torch.zeros_like(slots), chunks, "silu")
+    slots = Slots(slots_N, torch.zeros_like(slots_N))
     arguments = [
         (
             projected[layer, :, : sum(sizes)].split(sizes, dim=1),
             tuple(log[layer] for log in logs),
             replay,
-            weight_CW,
-            None,
+            convolution,
             window_SLRC[:, layer],
-            *further,
+            slots,
+            chunks,
         )
         for layer in range(num_layers)
     ]
     return Work(
         {
             "strandline": function,
-            "in four launches": lambda *arguments: function(*arguments[:-2], whole, "silu"),
+            "in four launches": lambda *arguments: function(*arguments[:-1], whole),
         },
         arguments,
         reference=causal_conv1d_replay.reference,
-        memory=lambda *arguments: [*arguments[1], arguments[5][1:]],
+        memory=lambda *arguments: [*arguments[1], arguments[4][1:]],
     )
 
 

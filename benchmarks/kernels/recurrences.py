@@ -27,7 +27,7 @@ from strandline.kernels.recurrences import (
     mamba1_triton,
     rglru_triton,
 )
-from strandline.kernels.recurrences.conv1d import causal_conv1d_prefill, causal_conv1d_update
+from strandline.kernels.recurrences.conv1d import Convolution, causal_conv1d_prefill, causal_conv1d_update
 from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill
 from strandline.kernels.recurrences.gdn_decode_triton import Launch as GdnLaunch
 from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_prefill
@@ -103,7 +103,7 @@ class Kind:
 
 def _convolve(function: Call, inputs: Inputs, window: Tensor, slots: Slots, *chunks: ChunkTable) -> Any:
     x, _, weight = inputs
-    return function(x, weight, None, window, *slots, *chunks, "silu")
+    return function(x, Convolution(weight), window, slots, *chunks)
 
 
 def decay_rates(num_heads: int, largest: float = 16) -> Tensor:

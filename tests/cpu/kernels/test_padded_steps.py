@@ -33,6 +33,7 @@ from strandline.kernels.recurrences import (
     mamba2_triton,
     rglru_triton,
 )
+from strandline.kernels.recurrences.conv1d import Convolution
 from strandline.kernels.recurrences.gdn import GatedDeltaInputs
 from strandline.kernels.recurrences.kda import KimiDeltaInputs
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
@@ -213,12 +214,9 @@ def test_the_convolution_gives_the_same_and_leaves_the_same(size: StepSize) -> N
     padded_SRC = window_SRC.clone()
 
     def run(batch: StepBatch, x_TC: Tensor, window_SRC: Tensor) -> Tensor:
-        first, slots = batch.num_decodes, batch.recurrent
-        places = (slots.src_N[first:], slots.dst_N[first:])
+        first, where = batch.num_decodes, (batch.prefill_slots, batch.recurrent.chunks)
         with poisoned_memory():
-            y_TC = conv1d_triton.causal_conv1d_prefill(
-                x_TC[first:], weight_CW, None, window_SRC, *places, slots.chunks, "silu"
-            )
+            y_TC = conv1d_triton.causal_conv1d_prefill(x_TC[first:], Convolution(weight_CW), window_SRC, *where)
         return torch.cat([torch.zeros(first, 48), y_TC])
 
     expected = run(step.plain, x_TC, window_SRC)

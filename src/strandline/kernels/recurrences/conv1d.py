@@ -11,14 +11,14 @@ P = W - 1 rows of a window, X inputs of a sequence, those of its window first.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import FLOATS, numba, operation, triton
 from strandline.kernels.recurrences.replay import insert_logged
@@ -26,25 +26,27 @@ from strandline.kernels.recurrences.replay import insert_logged
 Activation = Literal["silu"] | None
 
 
+class Convolution(NamedTuple):
+    """What a layer convolves with."""
+
+    weight_CW: Tensor
+    bias_C: Tensor | None = None
+    activation: Activation = "silu"
+
+
 @operation(triton("recurrences.conv1d_triton"), numba("recurrences.conv1d_numba", memory={"window": FLOATS}))
 def causal_conv1d_prefill(
-    x_TC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-    activation: Activation,
+    x_TC: Tensor, convolution: Convolution, window_SRC: Tensor, slots: Slots, chunks: ChunkTable
 ) -> Tensor:
     """Convolve the new tokens of N sequences; return ``y_TC`` in x's dtype.
 
     Reads each sequence's window from the first W - 1 rows of slot ``src``, writes the window after its last token to
     those of slot ``dst``, and the window at each cut to the cut's slot.
     """
+    weight_CW, bias_C, activation = convolution
     y_TC, weight_WC = torch.empty_like(x_TC), _transpose(weight_CW)
-    window_NPC = _read_windows(window_SRC, src_N, len(weight_WC) - 1).to(x_TC.dtype)
-    for i, (first_window_PC, dst) in enumerate(zip(window_NPC, dst_N.tolist(), strict=True)):
+    window_NPC = _read_windows(window_SRC, slots.src_N, len(weight_WC) - 1).to(x_TC.dtype)
+    for i, (first_window_PC, dst) in enumerate(zip(window_NPC, slots.dst_N.tolist(), strict=True)):
         window_PC = first_window_PC
         for chunk in range(chunks.first_chunks[i], chunks.first_chunks[i + 1]):
             num_tokens = chunks.lengths[chunk]
@@ -64,38 +66,27 @@ def causal_conv1d_replay(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
     replay: ReplayBatch,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
+    convolution: Convolution,
     window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    activation: Activation,
 ) -> tuple[Tensor, ...]:
     """Put logged inputs before the step's own, as ``insert_logged``, and convolve the first input of all of them.
 
     Return all inputs, the first convolved; rows outside all chunks hold anything. Windows as in the prefill.
     """
     x_TC, *others = insert_logged.reference(replay, log, inputs)
-    convolution = (weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation)
-    return causal_conv1d_prefill.reference(x_TC, *convolution), *others
+    return causal_conv1d_prefill.reference(x_TC, convolution, window_SRC, slots, chunks), *others
 
 
 @operation(triton("recurrences.conv1d_triton"), numba("recurrences.conv1d_numba", memory={"window": FLOATS}))
-def causal_conv1d_update(
-    x_NC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    activation: Activation,
-) -> Tensor:
+def causal_conv1d_update(x_NC: Tensor, convolution: Convolution, window_SRC: Tensor, slots: Slots) -> Tensor:
     """Convolve one new token of each of N sequences; return ``y_NC``. Windows as in the prefill."""
+    weight_CW, bias_C, activation = convolution
     weight_WC = _transpose(weight_CW)
-    window_NPC = _read_windows(window_SRC, src_N, len(weight_WC) - 1).to(x_NC.dtype)
+    window_NPC = _read_windows(window_SRC, slots.src_N, len(weight_WC) - 1).to(x_NC.dtype)
     inputs_NWC = torch.cat((window_NPC, x_NC.unsqueeze(1)), dim=1)
-    for inputs_WC, dst in zip(inputs_NWC, dst_N.tolist(), strict=True):
+    for inputs_WC, dst in zip(inputs_NWC, slots.dst_N.tolist(), strict=True):
         _write_window(window_SRC, dst, inputs_WC[1:])
     return _activate(_filter(inputs_NWC.unbind(1), weight_WC, bias_C), activation)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
-from strandline.kernels.recurrences.conv1d import Activation
+from strandline.kernels.recurrences.conv1d import Convolution
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.runtime_numba import (
     arguments,
@@ -43,24 +43,18 @@ STRETCH_TOKENS = 8
 
 
 def causal_conv1d_prefill(
-    x_TC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-    activation: Activation,
+    x_TC: Tensor, convolution: Convolution, window_SRC: Tensor, slots: Slots, chunks: ChunkTable
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.conv1d.causal_conv1d_prefill`."""
-    num_sequences, (num_channels, width) = len(src_N), weight_CW.shape
+    weight_CW, bias_C, activation = convolution
+    num_sequences, (num_channels, width) = len(slots.src_N), weight_CW.shape
     x_TC = packed_rows(x_TC)
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     # Taps, bias and, sequence after sequence, windows.
     rows_XC = torch.empty((width + 1 + num_sequences * (width - 1), num_channels))
     layer = {**_layer_arguments(weight_CW, window_SRC), "dtype": kind(x_TC), "rows": rows_XC.data_ptr()}
     weights, _held = _weight_arguments(weight_CW, bias_C)
-    _read_kernel(num_sequences + 1, **layer, **weights, src=src_N.data_ptr())
+    _read_kernel(num_sequences + 1, **layer, **weights, src=slots.src_N.data_ptr())
     _convolve_kernel(
         len(chunks.starts),
         **layer,
@@ -68,7 +62,7 @@ def causal_conv1d_prefill(
         x=x_TC.data_ptr(),
         x_stride=x_TC.stride(0),
         y=y_TC.data_ptr(),
-        dst=dst_N.data_ptr(),
+        dst=slots.dst_N.data_ptr(),
         num_sequences=num_sequences,
         first_chunks=chunks.first_chunks_N1.data_ptr(),
         starts=chunks.starts_C.data_ptr(),
@@ -82,29 +76,19 @@ def causal_conv1d_replay(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
     replay: ReplayBatch,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
+    convolution: Convolution,
     window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    activation: Activation,
 ) -> tuple[Tensor, ...]:
     """Put logged inputs before the step's own; return all, the first convolved. As in ``conv1d.py``."""
     x_TC, *others = insert_logged.reference(replay, log, inputs)
-    return causal_conv1d_prefill(x_TC, weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation), *others
+    return causal_conv1d_prefill(x_TC, convolution, window_SRC, slots, chunks), *others
 
 
-def causal_conv1d_update(
-    x_NC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    activation: Activation,
-) -> Tensor:
+def causal_conv1d_update(x_NC: Tensor, convolution: Convolution, window_SRC: Tensor, slots: Slots) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.conv1d.causal_conv1d_update`."""
+    weight_CW, bias_C, activation = convolution
     num_sequences, num_channels = x_NC.shape
     x_NC = packed_rows(x_NC)
     y_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype)
@@ -118,8 +102,8 @@ def causal_conv1d_update(
         x=x_NC.data_ptr(),
         x_stride=x_NC.stride(0),
         y=y_NC.data_ptr(),
-        src=src_N.data_ptr(),
-        dst=dst_N.data_ptr(),
+        src=slots.src_N.data_ptr(),
+        dst=slots.dst_N.data_ptr(),
         num_sequences=num_sequences,
     )
     return y_NC

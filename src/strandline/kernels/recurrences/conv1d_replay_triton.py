@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences import conv1d_triton
-from strandline.kernels.recurrences.conv1d import Activation
+from strandline.kernels.recurrences.conv1d import Convolution
 from strandline.kernels.recurrences.conv1d_triton import activate
 from strandline.kernels.recurrences.replay_triton import insert_logged
-from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 
 ROWS = 8
 """Read at once: all of a sequence that verifies up to three drafts."""
@@ -42,22 +42,19 @@ def causal_conv1d_replay(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
     replay: ReplayBatch,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
+    convolution: Convolution,
     window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    activation: Activation,
 ) -> tuple[Tensor, ...]:
     """Put logged inputs before the step's own; return all, the first convolved. As in ``conv1d.py``."""
     others = inputs[1:]
-    convolution = (weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation)
+    where = (convolution, window_SRC, slots, chunks)
     if not chunks.is_short or len(others) > MAX_OTHERS or any(x.shape[1] > MAX_COLUMNS for x in others):
         x_RC, *others_RD = insert_logged(replay, log, inputs)
-        return conv1d_triton.causal_conv1d_prefill(x_RC, *convolution), *others_RD
+        return conv1d_triton.causal_conv1d_prefill(x_RC, *where), *others_RD
     outs = tuple(x.new_empty(replay.num_rows, x.shape[1]) for x in inputs)
-    _launch(inputs, log, outs, row_tables(replay), *convolution)
+    _launch(inputs, log, outs, row_tables(replay), *where)
     return outs
 
 
@@ -86,23 +83,21 @@ def _launch(
     log: tuple[Tensor, ...],
     outs: tuple[Tensor, ...],
     tables: tuple[Tensor, Tensor],
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
+    convolution: Convolution,
     window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
+    slots: Slots,
     chunks: ChunkTable,
-    activation: Activation,
 ) -> None:
+    weight_CW, bias_C, activation = convolution
     num_channels, num_others = inputs[0].shape[1], len(inputs) - 1
     num_blocks = cdiv(num_channels, BLOCK_C)
     any_tensor, any_size = (None,) * (MAX_OTHERS - num_others), (0,) * (MAX_OTHERS - num_others)
     sizes = (*(x.shape[1] for x in inputs[1:]), *any_size)
     _replay_kernel[(num_blocks + num_others, chunks.num_sequences)](
         *inputs, *any_tensor, *log, *any_tensor, *outs, *any_tensor, *tables,
-        weight_CW, bias_C, window_SRC, src_N, dst_N,
+        weight_CW, bias_C, window_SRC, *slots,
         chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C,
-        *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *window_SRC.stride()[:2],
+        *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *strides(window_SRC),
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
         SIZE_1=sizes[0], SIZE_2=sizes[1], BLOCK_D=next_power_of_2(max(1, *sizes)),
         CONV_BLOCKS=num_blocks, ROWS=ROWS, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS, **overlap_options(outs[0]),

@@ -24,10 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.recurrences.conv1d import Activation
-from strandline.kernels.sizes import cdiv
+from strandline.kernels.recurrences.conv1d import Convolution
+from strandline.kernels.sizes import cdiv, strides
 
 BLOCK_T, BLOCK_C, NUM_WARPS = 16, 512, 2
 """Tile of the pass over a prefill: each thread loads 16 bytes of ``BLOCK_T + W - 1`` rows, all under way at once, and
@@ -55,19 +56,13 @@ UPDATE_LARGEST: tuple[int, ...] = (4, 512, 4)
 
 
 def causal_conv1d_prefill(
-    x_TC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    chunks: ChunkTable,
-    activation: Activation,
+    x_TC: Tensor, convolution: Convolution, window_SRC: Tensor, slots: Slots, chunks: ChunkTable
 ) -> Tensor:
     """Convolve the new tokens of N sequences; return ``y_TC`` in x's dtype. Windows as in the torch version.
 
     ``x_TC`` may be a view of wider rows. No sequence's ``src`` may be another's ``dst``, or the slot of another's cut.
     """
+    weight_CW, bias_C, activation = convolution
     num_tokens, num_channels = x_TC.shape
     num_taps = weight_CW.shape[1]
     y_TC = torch.empty((num_tokens, num_channels), dtype=x_TC.dtype, device=x_TC.device)
@@ -88,31 +83,23 @@ def causal_conv1d_prefill(
     num_sequences = chunks.num_sequences
     num_places = num_sequences + (len(chunks.starts) if any(chunks.cut_slots) else 0)
     _edges_kernel[(cdiv(num_channels, EDGE_BLOCK_C), num_places)](
-        x_TC, weight_CW, bias_or_any_C, y_TC, window_SRC, src_N, dst_N,
+        x_TC, weight_CW, bias_or_any_C, y_TC, window_SRC, *slots,
         chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_sequences,
-        window_SRC.stride(0), window_SRC.stride(1), **shared,
+        *strides(window_SRC), **shared,
         BLOCK_N=SEARCH_BLOCK_N, BLOCK_C=EDGE_BLOCK_C, num_warps=EDGE_NUM_WARPS,
     )  # fmt: skip
     return y_TC
 
 
-def causal_conv1d_update(
-    x_NC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    window_SRC: Tensor,
-    src_N: Tensor,
-    dst_N: Tensor,
-    activation: Activation,
-) -> Tensor:
+def causal_conv1d_update(x_NC: Tensor, convolution: Convolution, window_SRC: Tensor, slots: Slots) -> Tensor:
     """Convolve one new token of each of N sequences; return ``y_NC``. Inputs and windows as in the prefill."""
+    weight_CW, bias_C, activation = convolution
     num_sequences, num_channels = x_NC.shape
     y_NC = torch.empty((num_sequences, num_channels), dtype=x_NC.dtype, device=x_NC.device)
     block_n, block_c, num_warps = _update_launch(num_sequences)
     _update_kernel[(cdiv(num_channels, block_c), cdiv(num_sequences, block_n))](
-        x_NC, weight_CW, weight_CW if bias_C is None else bias_C, y_NC, window_SRC, src_N, dst_N,
-        num_sequences, x_NC.stride(0), weight_CW.stride(0), weight_CW.stride(1),
-        window_SRC.stride(0), window_SRC.stride(1),
+        x_NC, weight_CW, weight_CW if bias_C is None else bias_C, y_NC, window_SRC, *slots,
+        num_sequences, x_NC.stride(0), *weight_CW.stride(), *strides(window_SRC),
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
         BLOCK_N=block_n, BLOCK_C=block_c, num_warps=num_warps, **overlap_options(x_NC),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.conv1d import (
     Activation,
+    Convolution,
     causal_conv1d_prefill,
     causal_conv1d_replay,
     causal_conv1d_update,
@@ -38,6 +39,10 @@ class CausalConvolution(nn.Module):
         self.activation, self.dtype = activation, site.dtype
         self.weight_CW = site.parameter(num_channels, num_taps)
         self.bias_C = site.parameter(num_channels) if has_bias else None
+
+    @property
+    def _convolution(self) -> Convolution:
+        return Convolution(self.weight_CW, self.bias_C, self.activation)
 
     @property
     def window(self) -> TensorSpec:
@@ -66,9 +71,7 @@ class CausalConvolution(nn.Module):
 
     def decode(self, x_DC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
         """Convolve the decodes' tokens."""
-        decodes, slots = slice(batch.num_decodes), batch.recurrent
-        window = (window_SRC, slots.src_N[decodes], slots.dst_N[decodes])
-        return self._convolve_one(x_DC, self.weight_CW, self.bias_C, *window, self.activation)
+        return self._convolve_one(x_DC, self._convolution, window_SRC, batch.decode_slots)
 
     def prefill(
         self, inputs: tuple[Tensor, ...], batch: StepBatch, window_SRC: Tensor, log: ReplayLog
@@ -78,13 +81,12 @@ class CausalConvolution(nn.Module):
         Args:
             log: of the inputs.
         """
-        prefills, slots = slice(batch.num_decodes, None), batch.recurrent
-        window = (window_SRC, slots.src_N[prefills], slots.dst_N[prefills])
-        convolution = (self.weight_CW, self.bias_C, *window, slots.chunks, self.activation)
-        if slots.replay is not None and log is not None:
-            return self._convolve_replayed(inputs, log, slots.replay, *convolution)
+        recurrent, slots = batch.recurrent, batch.prefill_slots
+        if recurrent.replay is not None and log is not None:
+            where = (window_SRC, slots, recurrent.chunks)
+            return self._convolve_replayed(inputs, log, recurrent.replay, self._convolution, *where)
         x_RC, *others = inputs
-        return self._convolve(x_RC, *convolution), *others
+        return self._convolve(x_RC, self._convolution, window_SRC, slots, recurrent.chunks), *others
 
     def targets(self, prefix: str, split: Split) -> NamedTargets:
         """Yield the published tensors.
@@ -110,6 +112,10 @@ class ComposedConvolution(CausalConvolution):
         filter_CW = torch.zeros_like(self.weight_CW)
         del self.weight_CW
         self.register_buffer("weight_CW", filter_CW, persistent=False)
+
+    @property
+    def _convolution(self) -> Convolution:
+        return Convolution(self.weight_CW, self.bias_C, self.activation)
 
     @property
     def window(self) -> TensorSpec:

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import build_chunk_table
 from strandline.kernels.recurrences import conv1d
-from strandline.kernels.recurrences.conv1d import Activation
+from strandline.kernels.recurrences.conv1d import Activation, Convolution
 from tests.bound import bound
 
 causal_conv1d_prefill = bound(conv1d.causal_conv1d_prefill)
@@ -90,8 +91,8 @@ def prefill(
     activation: Activation = "silu",
 ) -> Tensor:
     chunks = build_chunk_table([(p.start, p.end) for p in prompts], [p.cuts for p in prompts])
-    src_N, dst_N = (torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "dst"))
-    return causal_conv1d_prefill(x_TC, weight_CW, bias_C, window_SRC, src_N, dst_N, chunks, activation)
+    slots = Slots(*(torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "dst")))
+    return causal_conv1d_prefill(x_TC, Convolution(weight_CW, bias_C, activation), window_SRC, slots, chunks)
 
 
 def check_prefill(
@@ -242,8 +243,8 @@ def check_update(
         expected_ys.append(reference(inputs_WC, weight_CW, bias_C, activation))
         if dst_slot:
             expected_SRC[dst_slot, :num_rows] = inputs_WC[1:]
-    slots = (torch.tensor(src), torch.tensor(dst))
-    y_NC = causal_conv1d_update(x_NC, weight_CW, bias_C, window_SRC, *slots, activation)
+    slots = Slots(torch.tensor(src), torch.tensor(dst))
+    y_NC = causal_conv1d_update(x_NC, Convolution(weight_CW, bias_C, activation), window_SRC, slots)
     torch.testing.assert_close(y_NC, torch.cat(expected_ys), **FLOAT32)
     assert torch.equal(window_SRC.nan_to_num(99.0), expected_SRC.nan_to_num(99.0))
 
@@ -262,8 +263,8 @@ def test_updates_token_by_token_change_no_bit_of_a_prefill() -> None:
     x_TC, weight_CW, window_SRC = torch.randn(9, CHANNELS), make_filter(), make_arena([1])
     y_TC = prefill(x_TC, weight_CW, window_SRC, [Prompt(0, 9, 1, 2)])
     for i in range(9):
-        src_N = torch.tensor([3 if i else 1])
-        y_NC = causal_conv1d_update(x_TC[i : i + 1], weight_CW, None, window_SRC, src_N, torch.tensor([3]), "silu")
+        slots = Slots(torch.tensor([3 if i else 1]), torch.tensor([3]))
+        y_NC = causal_conv1d_update(x_TC[i : i + 1], Convolution(weight_CW), window_SRC, slots)
         assert torch.equal(y_NC[0], y_TC[i])
     assert torch.equal(window_SRC[3, : WIDTH - 1], window_SRC[2, : WIDTH - 1])
 

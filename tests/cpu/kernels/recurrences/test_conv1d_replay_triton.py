@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import Chunks, ChunkTable
 from strandline.kernels.recurrences import conv1d
-from strandline.kernels.recurrences.conv1d import Activation
+from strandline.kernels.recurrences.conv1d import Activation, Convolution
 from strandline.kernels.recurrences.replay import insert_logged
 from tests.cpu.kernels.recurrences.test_conv1d_triton import make_arena, make_tokens, near
 from tests.poison import poisoned_memory
@@ -114,10 +114,10 @@ def check_replay(
     num_slots = 2 * len(lengths) + 2
     window_SRC = make_arena(num_slots, range(2, num_slots), sizes[0], dtype, device)
     copies = tuple(x.clone() for x in log), window_SRC.clone()
-    table = (ends["src"], ends["dst"], chunks, activation)
-    expected = conv1d.causal_conv1d_replay.reference(inputs, copies[0], replay, weight_CW, bias_C, copies[1], *table)
+    convolution, table = Convolution(weight_CW, bias_C, activation), (Slots(ends["src"], ends["dst"]), chunks)
+    expected = conv1d.causal_conv1d_replay.reference(inputs, copies[0], replay, convolution, copies[1], *table)
     with poisoned_memory():
-        found = causal_conv1d_replay(inputs, log, replay, weight_CW, bias_C, window_SRC, *table)
+        found = causal_conv1d_replay(inputs, log, replay, convolution, window_SRC, *table)
     num_rows = replay.num_rows - 1
     near(found[0][:num_rows], expected[0][:num_rows], device)
     for out, wanted in zip(found[1:], expected[1:], strict=True):

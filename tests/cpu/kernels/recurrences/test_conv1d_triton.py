@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import Chunks, build_chunk_table
 from strandline.kernels.recurrences import conv1d
-from strandline.kernels.recurrences.conv1d import Activation
+from strandline.kernels.recurrences.conv1d import Activation, Convolution
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -84,6 +85,11 @@ def near(actual: Tensor, expected: Tensor, device: str) -> None:
     assert float((actual.double().cpu() - exact).norm() / exact.norm()) < ratio
 
 
+def on_host(convolution: Convolution) -> Convolution:
+    weight_CW, bias_C, activation = convolution
+    return Convolution(weight_CW.cpu(), None if bias_C is None else bias_C.cpu(), activation)
+
+
 def check_prefill(
     prompts: Sequence[Prompt],
     channels: int,
@@ -101,21 +107,14 @@ def check_prefill(
     window_SRC = make_arena(max(named) + 2, sorted({p.src for p in prompts} - {0}), channels, dtype, device)
     expected_SRC = window_SRC.cpu().clone()
     ranges, cuts = [(p.start, p.end) for p in prompts], [p.cuts for p in prompts]
-    src_N, dst_N = (torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "dst"))
+    slots = Slots(*(torch.tensor([getattr(p, name) for p in prompts]) for name in ("src", "dst")))
+    convolution = Convolution(weight_CW, bias_C, activation)
     expected_TC = conv1d.causal_conv1d_prefill.reference(
-        x_TC.cpu(),
-        weight_CW.cpu(),
-        None if bias_C is None else bias_C.cpu(),
-        expected_SRC,
-        src_N,
-        dst_N,
-        build_chunk_table(ranges, cuts),
-        activation,
+        x_TC.cpu(), on_host(convolution), expected_SRC, slots, build_chunk_table(ranges, cuts)
     )
-    slots = (src_N.to(device), dst_N.to(device))
-    chunks = build_chunk_table(ranges, cuts, device)
+    slots, chunks = Slots(*(x.to(device) for x in slots)), build_chunk_table(ranges, cuts, device)
     with poisoned_memory():
-        y_TC = causal_conv1d_prefill(x_TC, weight_CW, bias_C, window_SRC, *slots, chunks, activation)
+        y_TC = causal_conv1d_prefill(x_TC, convolution, window_SRC, slots, chunks)
     near(y_TC, expected_TC, device)
     assert torch.equal(window_SRC.cpu().nan_to_num(99.0), expected_SRC.nan_to_num(99.0))
 
@@ -136,27 +135,25 @@ def check_update(
     bias_C = torch.randn(channels, device=device).to(dtype) if has_bias else None
     window_SRC = make_arena(max(*src, *dst) + 2, sorted({*src} - {0}), channels, dtype, device)
     expected_SRC = window_SRC.cpu().clone()
-    slots = [torch.tensor(x) for x in (src, dst)]
-    host_bias_C = None if bias_C is None else bias_C.cpu()
-    expected_NC = conv1d.causal_conv1d_update.reference(
-        x_NC.cpu(), weight_CW.cpu(), host_bias_C, expected_SRC, *slots, activation
-    )
+    slots, convolution = Slots(torch.tensor(src), torch.tensor(dst)), Convolution(weight_CW, bias_C, activation)
+    expected_NC = conv1d.causal_conv1d_update.reference(x_NC.cpu(), on_host(convolution), expected_SRC, slots)
     with poisoned_memory():
-        y_NC = causal_conv1d_update(x_NC, weight_CW, bias_C, window_SRC, *(x.to(device) for x in slots), activation)
+        y_NC = causal_conv1d_update(x_NC, convolution, window_SRC, Slots(*(x.to(device) for x in slots)))
     near(y_NC, expected_NC, device)
     assert torch.equal(window_SRC.cpu().nan_to_num(99.0), expected_SRC.nan_to_num(99.0))
 
 
 def check_updates_equal_a_prefill(channels: int, dtype: torch.dtype, device: str) -> None:
     """Token by token or all at once, from one window: the same bits of outputs and windows."""
-    x_TC, weight_CW = make_tokens(21, channels, dtype, device), torch.randn(channels, 4, device=device).to(dtype)
+    x_TC = make_tokens(21, channels, dtype, device)
+    convolution = Convolution(torch.randn(channels, 4, device=device).to(dtype))
     window_SRC = make_arena(5, [1], channels, dtype, device)
-    src_N, dst_N = (torch.tensor([value], device=device) for value in (1, 2))
+    slots = Slots(*(torch.tensor([value], device=device) for value in (1, 2)))
     chunks = build_chunk_table([(5, 26)], [()], device)
-    y_TC = causal_conv1d_prefill(x_TC, weight_CW, None, window_SRC, src_N, dst_N, chunks, "silu")
+    y_TC = causal_conv1d_prefill(x_TC, convolution, window_SRC, slots, chunks)
     for i in range(21):
-        slots = (torch.tensor([3 if i else 1], device=device), torch.tensor([3], device=device))
-        y_NC = causal_conv1d_update(x_TC[i : i + 1], weight_CW, None, window_SRC, *slots, "silu")
+        slots = Slots(torch.tensor([3 if i else 1], device=device), torch.tensor([3], device=device))
+        y_NC = causal_conv1d_update(x_TC[i : i + 1], convolution, window_SRC, slots)
         assert torch.equal(y_NC[0], y_TC[i])
     assert torch.equal(window_SRC[3, :3], window_SRC[2, :3])
 
@@ -165,10 +162,9 @@ def check_nan_stays_in_its_sequence(device: str) -> None:
     x_TC = make_tokens(12, 64, torch.float32, device)
     x_TC[4:8] = torch.nan
     window_SRC = make_arena(5, [], 64, torch.float32, device)
-    src_N, dst_N = torch.zeros(3, dtype=torch.int64, device=device), torch.arange(1, 4, device=device)
+    slots = Slots(torch.zeros(3, dtype=torch.int64, device=device), torch.arange(1, 4, device=device))
     chunks = build_chunk_table([(0, 4)] * 3, [()] * 3, device)
-    weight_CW = torch.randn(64, 4, device=device)
-    y_TC = causal_conv1d_prefill(x_TC, weight_CW, None, window_SRC, src_N, dst_N, chunks, "silu")
+    y_TC = causal_conv1d_prefill(x_TC, Convolution(torch.randn(64, 4, device=device)), window_SRC, slots, chunks)
     assert y_TC[:4].isfinite().all()
     assert y_TC[4:8].isnan().all()
     assert y_TC[8:].isfinite().all()
@@ -250,5 +246,5 @@ def test_step_of_empty_sequences_alone_touches_nothing() -> None:
     window_SRC = make_arena(4, [1], channels, torch.float32, "cpu")
     before_SRC = window_SRC.clone()
     x_TC, null_N = make_tokens(num_rows, channels, torch.float32, "cpu"), torch.zeros(count, dtype=torch.int64)
-    causal_conv1d_prefill(x_TC, torch.randn(channels, 4), None, window_SRC, null_N, null_N, table, "silu")
+    causal_conv1d_prefill(x_TC, Convolution(torch.randn(channels, 4)), window_SRC, Slots(null_N, null_N), table)
     assert torch.equal(window_SRC.nan_to_num(), before_SRC.nan_to_num())

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from strandline.kernels.recurrences.conv1d import Activation
+from strandline.kernels.batch import Slots
+from strandline.kernels.recurrences.conv1d import Activation, Convolution
 from strandline.kernels.recurrences.conv1d_triton import causal_conv1d_update
 from tests.cpu.kernels.recurrences.test_conv1d_triton import (
     DTYPES,
@@ -81,15 +82,15 @@ def test_a_graph_replays_the_update_on_new_slots_and_inputs() -> None:
     window_SRC = make_arena(9, range(1, 9), CHANNELS, torch.bfloat16, "cuda", 3)
     eager_SRC = window_SRC.clone()
     src_N, dst_N = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
-    arguments = (src_N, dst_N, "silu")
-    causal_conv1d_update(x_NC, weight_CW, None, window_SRC, *arguments)
+    convolution, slots = Convolution(weight_CW), Slots(src_N, dst_N)
+    causal_conv1d_update(x_NC, convolution, window_SRC, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y_NC = causal_conv1d_update(x_NC, weight_CW, None, window_SRC, *arguments)
+        y_NC = causal_conv1d_update(x_NC, convolution, window_SRC, slots)
     src_N.copy_(torch.tensor([1, 2, 8, 0], device="cuda"))
     dst_N.copy_(torch.tensor([1, 3, 4, 0], device="cuda"))
     x_NC.normal_()
     graph.replay()
-    expected_NC = causal_conv1d_update(x_NC, weight_CW, None, eager_SRC, *arguments)
+    expected_NC = causal_conv1d_update(x_NC, convolution, eager_SRC, slots)
     assert torch.equal(y_NC, expected_NC)
     assert torch.equal(window_SRC.nan_to_num(99.0), eager_SRC.nan_to_num(99.0))
