@@ -13,6 +13,7 @@ from strandline.cache.policy import new_cache
 from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.step_limits import StepLimits
 from strandline.ids import RequestId
 from strandline.records.plan import NewRequest, StepResult
 from strandline.records.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ def main() -> None:
 def fill(num_running: int, prompt_tokens: int) -> Scheduler:
     """Return a scheduler with requests that differ from their first token."""
     cache = new_cache(4000, 50)
-    scheduler = Scheduler(cache, Loads(cache), max_num_seqs=num_running, max_num_batched_tokens=10**6)
+    scheduler = Scheduler(cache, Loads(cache), StepLimits(num_running, max_num_batched_tokens=10**6))
     params = SamplingParams(max_tokens=10**6)
     rng = Random(0)
     for index in range(num_running):

@@ -21,6 +21,7 @@ from strandline.cache.policy import new_cache
 from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.step_limits import StepLimits
 from strandline.ids import RequestId
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
@@ -89,10 +90,7 @@ def main() -> None:
         scheduler = Scheduler(
             cache,
             Loads(cache),
-            max_num_seqs=256,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            long_prefill_token_threshold=options.long_prefill_token_threshold,
-            fixed_step_tokens=1024,
+            StepLimits(256, options.max_num_batched_tokens, options.long_prefill_token_threshold, 1024),
         )
         report(workload, serve(workload, scheduler, MACHINES[options.machine].step_s), scheduler.cache)
 

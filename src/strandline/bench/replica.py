@@ -19,6 +19,7 @@ from strandline.cache.tiers.spills import spare_blocks
 from strandline.config import BUFFER_SLABS
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.step_limits import StepLimits
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.plan import NewRequest, StepPlan, StepResult
@@ -163,8 +164,7 @@ class Replica:
         self.scheduler = Scheduler(
             self.cache,
             Loads(self.cache, _lower_memories(machine), announcer=announcer),
-            max_num_seqs=machine.max_num_seqs,
-            max_num_batched_tokens=machine.max_num_batched_tokens,
+            StepLimits(machine.max_num_seqs, machine.max_num_batched_tokens),
         )
         self.load_notes: LoadNotes | None = None
         """Notes what loads bring for each request, if that is to be explained."""

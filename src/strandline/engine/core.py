@@ -22,12 +22,14 @@ from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.disk_flush import flush
 from strandline.engine.drafting import new_draft_depth, new_drafter
+from strandline.engine.drafts import Drafts
 from strandline.engine.event_feed import EventFeed
 from strandline.engine.hand_over import HandOver
 from strandline.engine.memory_report import bytes_by_tenant
 from strandline.engine.model_identity import weights_digest
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.step_limits import StepLimits
 from strandline.engine.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
@@ -434,21 +436,17 @@ def new_scheduler(
     threshold = config.long_prefill_token_threshold
     if threshold is None:
         threshold = max(max_num_batched_tokens // 4, BLOCK_TOKENS)
-    return Scheduler(
+    drafts = Drafts(
         cache,
-        Loads(cache, lower, announcer=announcer),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        long_prefill_token_threshold=threshold,
-        fixed_step_tokens=0 if fills_steps else choose_fixed_step_tokens(facts.device_type),
-        deterministic=config.deterministic,
-        logged_from=choose_logged_from(facts.device_type),
-        drafter=new_drafter(config.speculation),
-        draft_tokens=facts.draft_tokens,
-        draft_depth=new_draft_depth(config.speculation),
+        new_drafter(config.speculation),
+        facts.draft_tokens,
+        new_draft_depth(config.speculation),
         corrects_lengths=facts.corrects_lengths,
-        introduce=introduce,
     )
+    fixed_step_tokens = 0 if fills_steps else choose_fixed_step_tokens(facts.device_type)
+    sizes = (max_num_batched_tokens, threshold, fixed_step_tokens, choose_logged_from(facts.device_type))
+    limits, loads = StepLimits(config.max_num_seqs, *sizes), Loads(cache, lower, announcer=announcer)
+    return Scheduler(cache, loads, limits, drafts, deterministic=config.deterministic, introduce=introduce)
 
 
 def new_warm_up(config: EngineConfig, executor: Executor) -> WarmUp:

@@ -36,9 +36,9 @@ class Drafts:
     def __init__(
         self,
         cache: PrefixCache,
-        drafter: Drafter | None,
-        draft_tokens: int,
-        chooser: DraftDepth | None,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 0,
+        chooser: DraftDepth | None = None,
         *,
         corrects_lengths: bool = False,
     ) -> None:
@@ -51,7 +51,7 @@ class Drafts:
         """Whether the device completes the last planned step where the host does not know its tokens yet."""
         self._is_verification = False
         """Whether the last planned step computes certain tokens and drafts alone, and drafts behind some of them."""
-        self._draft_tokens = draft_tokens
+        self.draft_tokens = draft_tokens
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
         self.has_layer = isinstance(drafter, (DraftLayerDrafter, DraftLayerOrNgramDrafter))
@@ -85,7 +85,7 @@ class Drafts:
         drafter, num_tokens = self.drafter, request.num_tokens
         if drafter is None:
             return NO_DRAFTS
-        depth = self._draft_tokens if self.has_layer else self.depth
+        depth = self.draft_tokens if self.has_layer else self.depth
         most = min(depth, request.max_total - num_tokens - 1, budget - 1)
         if most < 1 or self._cache.is_cut_due(lease, num_tokens + most):
             return NO_DRAFTS
@@ -231,7 +231,7 @@ class Drafts:
     def count(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Count what became of the drafts of a request in a step."""
         if request.counted_drafts is None:
-            request.counted_drafts = DraftCounters(self._draft_tokens)
+            request.counted_drafts = DraftCounters(self.draft_tokens)
         request.counted_drafts.count(num_drafted, num_accepted)
         self.counters.count(num_drafted, num_accepted)
         if self.chooser is not None:

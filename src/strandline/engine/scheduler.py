@@ -25,8 +25,6 @@ from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache
 from strandline.cache.tiers import Loads
-from strandline.engine.draft_depth import DraftDepth
-from strandline.engine.drafting import Drafter
 from strandline.engine.drafts import Drafts
 from strandline.engine.host_tokens import HostTokens
 from strandline.engine.load_queue import LoadQueue, LoadState
@@ -34,6 +32,7 @@ from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
+from strandline.engine.step_limits import StepLimits
 from strandline.engine.stop_fallbacks import note_stop_tokens
 from strandline.engine.waiting import WaitingQueue
 from strandline.errors import EngineError, RequestError
@@ -55,36 +54,22 @@ class Scheduler:
         self,
         cache: PrefixCache,
         loads: Loads,
+        limits: StepLimits,
+        drafts: Drafts | None = None,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        long_prefill_token_threshold: int = 0,
-        fixed_step_tokens: int = 0,
         deterministic: bool = False,
-        logged_from: int = 1,
-        drafter: Drafter | None = None,
-        draft_tokens: int = 0,
-        draft_depth: DraftDepth | None = None,
-        corrects_lengths: bool = False,
         introduce: Callable[[Request], NewRequest] = attrgetter("new"),
     ) -> None:
         """
         Args:
             loads: those of the cache.
-            long_prefill_token_threshold: prefills of more tokens are long; 0: none is.
-            fixed_step_tokens: how many tokens of prompts take as long as what a step costs beside (``PromptGroups``).
-            drafter: proposes tokens that decoding requests may generate next; None: no drafts.
-            draft_tokens: most drafts of a request in a step.
-            draft_depth: chooses how many; None: always as many.
-            corrects_lengths: whether the executor completes sequences that are planned before it is known how many of
-                their drafts are accepted, in steps where all verify drafts.
+            drafts: makes drafts; None: there are no drafts.
             introduce: returns the data that the executor gets of a request when it first runs.
         """
         self.cache = cache
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self._long_prefills = LongPrefills(long_prefill_token_threshold, max_num_batched_tokens)
-        self._prompt_groups = PromptGroups(fixed_step_tokens)
+        self.max_num_seqs, self.max_num_batched_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        self._long_prefills = LongPrefills(limits.long_prefill_token_threshold, limits.max_num_batched_tokens)
+        self._prompt_groups = PromptGroups(limits.fixed_step_tokens)
         self.waiting = WaitingQueue((lambda x: cache.hit_tokens(x.tokens, x.salt)) if cache.is_enabled else None)
         self.loading = LoadQueue(cache, loads, self.waiting)
         self.running: list[Request] = []  # in order of priority, then of admission
@@ -97,11 +82,10 @@ class Scheduler:
         self._ended: list[RequestId] = []
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
         """Steps that are not settled yet, with the requests of their sequences."""
-        self._host_tokens = HostTokens(draft_tokens)
         self._introduce = introduce
-        self._logged_from = logged_from
-        """The least number of decodes for which a step uses logs."""
-        self.drafts = Drafts(cache, drafter, draft_tokens, draft_depth, corrects_lengths=corrects_lengths)
+        self._logged_from = limits.logged_from
+        self.drafts = Drafts(cache) if drafts is None else drafts
+        self._host_tokens = HostTokens(self.drafts.draft_tokens)
         self._stopped: list[Request] = []
         """Requests that have ended at a stop string, to be ended when the step under way is advanced."""
         self._is_plain = False

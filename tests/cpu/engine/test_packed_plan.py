@@ -15,6 +15,7 @@ from strandline.cache.policy import new_cache, placement
 from strandline.cache.tiers import Loads
 from strandline.engine.packed_plan import PlanPacker, PlanUnpacker
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.step_limits import StepLimits
 from strandline.engine.worker import Worker
 from strandline.engine.worker_link import Call, Reply
 from strandline.errors import EngineError
@@ -88,9 +89,7 @@ def test_plans_of_a_scheduler_arrive_as_they_were_sent() -> None:
     """With forks, aborts, ids that are used again, preemptions, resumes, and blocks that move."""
     rng, sent = Random(0), Sent()
     cache = new_cache(12, 4, placement=placement("all", 64))
-    scheduler = Scheduler(
-        cache, Loads(cache), max_num_seqs=6, max_num_batched_tokens=400, long_prefill_token_threshold=150
-    )
+    scheduler = Scheduler(cache, Loads(cache), StepLimits(6, 400, long_prefill_token_threshold=150))
     names = list(map(str, range(8)))
     num_reused = 0
     while not (scheduler.num_preemptions > 5 and num_reused > 50):

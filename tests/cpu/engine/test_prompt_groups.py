@@ -10,6 +10,7 @@ from strandline.cache.tiers import Loads
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.step_limits import StepLimits
 from strandline.ids import RequestId
 from strandline.records.plan import NewRequest, StepResult
 from strandline.records.sampling_params import SamplingParams
@@ -20,9 +21,7 @@ def make_scheduler(fixed_step_tokens: int, *, max_num_seqs: int = 64) -> Schedul
     return Scheduler(
         cache,
         Loads(cache),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=2048,
-        fixed_step_tokens=fixed_step_tokens,
+        StepLimits(max_num_seqs, max_num_batched_tokens=2048, fixed_step_tokens=fixed_step_tokens),
     )
 
 

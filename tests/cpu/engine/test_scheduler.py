@@ -16,6 +16,7 @@ from strandline.cache.tiers import Loads
 from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.step_limits import StepLimits
 from strandline.engine.waiting import MAX_OVERTAKEN
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId, TransferId
@@ -59,9 +60,7 @@ def make_scheduler(
     return Scheduler(
         cache,
         Loads(cache),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        long_prefill_token_threshold=long_from,
+        StepLimits(max_num_seqs, max_tokens, long_from),
     )
 
 
@@ -474,9 +473,7 @@ def test_known_tokens_are_refused_without_room_or_during_a_step() -> None:
 def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
     rng, num_moved = Random(0), 0
     cache = new_cache(12, 4, placement=placement("all", 64))
-    scheduler = Scheduler(
-        cache, Loads(cache), max_num_seqs=6, max_num_batched_tokens=400, long_prefill_token_threshold=150
-    )
+    scheduler = Scheduler(cache, Loads(cache), StepLimits(6, 400, long_prefill_token_threshold=150))
     for index in range(300):
         prompt = rng.choices(range(10, 14), k=1) * rng.randrange(40, 400)
         scheduler.add(make_request(str(index), prompt, max_tokens=rng.randrange(1, 90)))
