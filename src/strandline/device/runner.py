@@ -10,7 +10,7 @@ host behind the step.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ from strandline.kernels.sampling.verification import accept_drafts, complete_ver
 from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, resolve_pending, store_hidden
 from strandline.models.layers.protocol import DraftingModel, LanguageModel
 from strandline.records.actions import Action
-from strandline.records.grammars import NewMatcher
+from strandline.records.constraints import OutputConstraints
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, num_tokens_ahead
-from strandline.records.stop_strings import NewStopFinder, StopFinder
+from strandline.records.stop_strings import StopFinder
 
 RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     locate_rows,
@@ -74,16 +74,24 @@ SERIAL_STEP_TOKENS = 4
 machine each would wait for the others to be scheduled: a step took 690 ms where one thread takes 4."""
 
 
+class Capacity(NamedTuple):
+    """How much a runner has room for."""
+
+    num_slabs: int
+    max_num_seqs: int
+    keeps_logs: bool = False
+    """Whether decoding sequences keep logs of decoded tokens; the scheduler must know."""
+    draft_tokens: int = 0
+    """Most drafts of a sequence in a step, and in a log of drafts."""
+
+
 class Runner:
     """Runs steps on one device.
 
     Args:
         kernels: those of the model, and ``RUNNER_OPERATIONS``; the model uses them.
-        new_matcher: constrains outputs with a grammar or a budget of reasoning; None without a tokenizer.
-        new_stop_finder: finds stop strings; None without a tokenizer.
+        constraints: of outputs; None without a tokenizer.
         poison: fill freed memory with NaN, so that tests notice when it is read.
-        keeps_logs: let decoding sequences keep logs of decoded tokens; the scheduler must know.
-        draft_tokens: most drafts of a sequence in a step, and in a log of drafts.
         synthetic_rates: as of ``Verified``.
     """
 
@@ -91,21 +99,18 @@ class Runner:
         self,
         model: LanguageModel,
         kernels: Kernels,
-        num_slabs: int,
         device: torch.device,
+        capacity: Capacity,
+        constraints: OutputConstraints | None = None,
         *,
-        max_num_seqs: int,
-        new_matcher: NewMatcher | None = None,
-        new_stop_finder: NewStopFinder | None = None,
         poison: bool = False,
-        keeps_logs: bool = False,
-        draft_tokens: int = 0,
         synthetic_rates: Sequence[float] | None = None,
     ) -> None:
         self.model = model
         self._synthetic_rates = synthetic_rates
         self.device = device
-        self._new_matcher, self._new_stop_finder = new_matcher, new_stop_finder
+        self._constraints = constraints
+        num_slabs, max_num_seqs, keeps_logs, draft_tokens = capacity
         self._tokens_ahead = num_tokens_ahead(draft_tokens)
         if device.type == "cpu":
             keep_scratch_memory()
@@ -157,9 +162,9 @@ class Runner:
     def _matcher(self, new: NewRequest) -> GuardedMatcher | None:
         if new.params.structured_outputs is None and new.thinking is None:
             return None
-        make = self._new_matcher
-        if make is None:
+        if self._constraints is None:
             raise EngineError("a request with a grammar or a budget came to a runner without a tokenizer")
+        make = self._constraints.matcher
         if new.params.structured_outputs is None or new.params.allowed_token_ids is None:
             return GuardedMatcher(lambda: make(new))
         return GuardedMatcher(lambda: AllowedMatcher(make(new), new))
@@ -167,9 +172,9 @@ class Runner:
     def _stop_finder(self, new: NewRequest) -> StopFinder | None:
         if not new.params.stop_strings:
             return None
-        if self._new_stop_finder is None:
+        if self._constraints is None:
             raise EngineError("a request with stop strings came to a runner without a tokenizer")
-        return self._new_stop_finder(new)
+        return self._constraints.stop_finder(new)
 
     def forget_requests(self) -> None:
         """Drop all sampling states; no step may be in flight."""

@@ -14,7 +14,7 @@ from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graphs import graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.lower_stores import attach_stores, lower_device_bytes
-from strandline.device.runner import RUNNER_OPERATIONS, Runner
+from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
 from strandline.device.shared_copies import Copy, SharedCopies
 from strandline.device.sizing import (
     choose_batched_tokens,
@@ -32,10 +32,9 @@ from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action, Completion
-from strandline.records.grammars import GrammarCompiler, NewMatcher
+from strandline.records.constraints import OutputConstraints
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
-from strandline.records.stop_strings import NewStopFinder
 
 PREFAULTED_BYTES: Final = 512 * 2**20
 """Prefaulted beginning of a CPU's memory for the cache, where slots and blocks are allocated first. The system zeroes a
@@ -47,9 +46,7 @@ class UniExecutor:
 
     Args:
         model: loaded weights on ``device``; with several ranks, this one's shard.
-        grammars: compiles the grammars of structured outputs; None: no request may have one.
-        new_matcher: constrains outputs; None: no request may have a grammar or a budget of reasoning.
-        new_stop_finder: finds stop strings; None: no request may have any.
+        constraints: of outputs; None: no request may have a grammar, a budget of reasoning or a stop string.
         weights: a digest of the model's weights, for what outlives the process.
         weights_s: how long loading the model took.
         progress: show progress bars while kernels are compiled and graphs captured.
@@ -63,18 +60,16 @@ class UniExecutor:
         model: LanguageModel,
         config: EngineConfig,
         device: torch.device,
-        grammars: GrammarCompiler | None = None,
+        constraints: OutputConstraints | None = None,
         ranks: Ranks = ONE_RANK,
         *,
-        new_matcher: NewMatcher | None = None,
-        new_stop_finder: NewStopFinder | None = None,
         weights: str = "",
         weights_s: float = 0.0,
         progress: bool = False,
     ) -> None:
         spec = model.spec
         self._config, self._ranks = config, ranks
-        self._grammars = grammars
+        self._constraints = constraints
         self._progress = progress
         start_s = {"weights": weights_s}
         with _timed(start_s, "kernels"):
@@ -94,14 +89,10 @@ class UniExecutor:
             self.runner = Runner(
                 model,
                 kernels,
-                num_slabs,
                 device,
-                max_num_seqs=config.max_num_seqs,
-                new_matcher=new_matcher,
-                new_stop_finder=new_stop_finder,
+                Capacity(num_slabs, config.max_num_seqs, keeps_logs, draft_tokens),
+                constraints,
                 poison=is_cache_debugged(),
-                keeps_logs=keeps_logs,
-                draft_tokens=draft_tokens,
                 synthetic_rates=None if config.speculation is None else config.speculation.synthetic_acceptance_rates,
             )
             if device.type == "cpu":
@@ -174,9 +165,9 @@ class UniExecutor:
         Raises:
             RequestError: the grammar cannot be compiled.
         """
-        if self._grammars is None:
+        if self._constraints is None:
             raise EngineError("a request with structured outputs came to an executor without a tokenizer")
-        return self._grammars.compile(params)
+        return self._constraints.grammars.compile(params)
 
     def forget_requests(self) -> None:
         """Drop all data of requests, and the scratch memory of their steps."""

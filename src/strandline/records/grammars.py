@@ -1,12 +1,10 @@
 """What the device needs of outputs that are constrained: a matcher for each, and something that compiles grammars."""
 
-from collections.abc import Callable
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import MAX_COUNT, StructuredOutputsParams
 
 UNCONSTRAINED: Final = MAX_COUNT
@@ -39,8 +37,3 @@ class GrammarCompiler(Protocol):
         Raises:
             RequestError: the grammar cannot be compiled.
         """
-
-
-NewMatcher = Callable[[NewRequest], TokenMatcher]
-"""Returns the matcher of a request with a grammar or a budget of reasoning, before its first token. Raises a
-``RequestError`` if the grammar cannot be compiled."""

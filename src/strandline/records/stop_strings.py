@@ -1,9 +1,6 @@
 """What the device needs of stop strings: something per output that finds them."""
 
-from collections.abc import Callable
 from typing import Protocol
-
-from strandline.records.plan import NewRequest
 
 
 class StopFinder(Protocol):
@@ -15,7 +12,3 @@ class StopFinder(Protocol):
 
     def append(self, token: int) -> str | None:
         """Append a token; return the stop string that it completes, if any."""
-
-
-NewStopFinder = Callable[[NewRequest], StopFinder]
-"""Returns what finds a request's stop strings, before its first token."""
