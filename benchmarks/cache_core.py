@@ -17,6 +17,7 @@ from time import perf_counter_ns as now
 from strandline.cache import Lease, PrefixCache
 from strandline.cache.announcing.announcer import Announcer, take_events
 from strandline.cache.policy import new_cache
+from strandline.cache.size import CacheSize
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -158,7 +159,7 @@ def main() -> None:
     # Each measured turn ends a conversation of 20 turns, each of which leaves a snapshot.
     num_spare = num_full + 8 * num_chats + 100 * args.turns * len(args.prompt_tokens)
     for title, num_slabs in [("memory to spare", num_spare), ("memory full", num_full)]:
-        cache = new_cache(num_slabs, BLOCKS_PER_SLAB, announcer=Announcer() if args.events else None)
+        cache = new_cache(CacheSize(num_slabs, BLOCKS_PER_SLAB), announcer=Announcer() if args.events else None)
         fill(cache, args.blocks, choose)
         gc.freeze()
         stats = cache.stats()

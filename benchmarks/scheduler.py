@@ -10,6 +10,7 @@ import time
 from random import Random
 
 from strandline.cache.policy import new_cache
+from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -45,7 +46,7 @@ def main() -> None:
 
 def fill(num_running: int, prompt_tokens: int) -> Scheduler:
     """Return a scheduler with requests that differ from their first token."""
-    cache = new_cache(4000, 50)
+    cache = new_cache(CacheSize(4000, 50))
     scheduler = Scheduler(cache, Loads(cache), StepLimits(num_running, max_num_batched_tokens=10**6))
     params = SamplingParams(max_tokens=10**6)
     rng = Random(0)

@@ -18,6 +18,7 @@ import numpy as np
 
 from strandline.cache import PrefixCache
 from strandline.cache.policy import new_cache
+from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
@@ -86,7 +87,7 @@ def main() -> None:
         "| hit |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
     for workload in workloads(Random(0)):
-        cache = new_cache(NUM_SLABS, BLOCKS_PER_SLAB, enabled=workload.is_cached)
+        cache = new_cache(CacheSize(NUM_SLABS, BLOCKS_PER_SLAB), enabled=workload.is_cached)
         scheduler = Scheduler(
             cache,
             Loads(cache),

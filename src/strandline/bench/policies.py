@@ -10,6 +10,7 @@ from strandline.cache.policy import AUTO, new_cache
 from strandline.cache.policy.placements import Align, EveryBoundary, NoSnapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.policy.worth import LeastRecentlyUsed
+from strandline.cache.size import CacheSize
 from strandline.clock import Clock
 from strandline.errors import ConfigError
 from strandline.records.account import SnapshotKind
@@ -63,13 +64,12 @@ def make_cache(
     announcer: Announcer | None = None,
 ) -> PrefixCache:
     """Return an empty cache with a policy."""
+    max_slots = None if chosen.slot_share is None else int(chosen.slot_share * num_slabs)
     return new_cache(
-        num_slabs,
-        blocks_per_slab,
+        CacheSize(num_slabs, blocks_per_slab, max_slots),
         rule=rule,
         order=LeastRecentlyUsed() if chosen.evicts_oldest else None,
         placement=chosen.placement,
-        max_slots=None if chosen.slot_share is None else int(chosen.slot_share * num_slabs),
         enabled=chosen.is_enabled,
         clock=clock,
         announcer=announcer,

@@ -34,6 +34,7 @@ from strandline.cache.own_states import OwnStates
 from strandline.cache.placement import RESERVE_SHARE, Admission, Placement
 from strandline.cache.publish import Publisher
 from strandline.cache.resume import Match, ResumeRule
+from strandline.cache.size import CacheSize
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
 from strandline.cache.tree import Run
@@ -54,38 +55,29 @@ class PrefixCache:
     """Token-exact prefix cache over one arena of blocks and slots. ``policy.new_cache`` supplies the policies.
 
     Args:
-        num_slabs: size of the arena (see ``SlabAllocator``), the null slab included.
-        blocks_per_slab: blocks that fit in the memory of one slot.
         placement: chooses which snapshots to take.
         order: ranks what to evict.
         reuse: records uses, and learns from them how likely others are.
         rule: where prompts resume.
-        max_slots: reserve this many slabs for slots and the others for blocks, as a baseline; None: no static share.
         enabled: when False, requests get blocks and slots, but nothing is cached.
-        num_logs: logs to grant, one per lease, numbered from 1. A lease that gets none folds every token.
-        log_tokens: capacity of a log, in decoded tokens.
         announcer: collects events; None: events are off.
     """
 
     def __init__(
         self,
-        num_slabs: int,
-        blocks_per_slab: int,
+        size: CacheSize,
         *,
         placement: Placement,
         order: EvictionOrder,
         reuse: UseHistory,
         rule: ResumeRule,
-        max_slots: int | None = None,
         enabled: bool = True,
-        num_logs: int = 0,
-        log_tokens: int = 0,
         announcer: Announces | None = None,
     ) -> None:
         self.is_enabled = enabled
         self._rule = rule
         self._placement = placement
-        self._allocator = SlabAllocator(num_slabs, blocks_per_slab, max_slots)
+        self._allocator = SlabAllocator(size.num_slabs, size.blocks_per_slab, size.max_slots)
         self._leases: dict[RequestId, Lease] = {}
         self._reuse = reuse
         self._announcer = announcer
@@ -101,10 +93,10 @@ class PrefixCache:
         self._leaders = Leaders(self._index, self._leases, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
-        self._logs = LogPool(num_logs)
-        self._num_reserved_slabs = int(RESERVE_SHARE * num_slabs)
-        self._slot_tokens = blocks_per_slab * BLOCK_TOKENS
-        self._log_tokens = log_tokens
+        self._logs = LogPool(size.num_logs)
+        self._num_reserved_slabs = int(RESERVE_SHARE * size.num_slabs)
+        self._slot_tokens = size.blocks_per_slab * BLOCK_TOKENS
+        self._log_tokens = size.log_tokens
 
     def attach(self, below: Below) -> None:
         """Offer evicted entries to these tiers, and let lookups find what is being loaded. Called once."""

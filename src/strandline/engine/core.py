@@ -13,6 +13,7 @@ from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.inspection.invariants import check
 from strandline.cache.policy import OnGrid, new_cache, placement
 from strandline.cache.policy.resume_rules import resume_rule
+from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads, LowerMemory
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -421,15 +422,13 @@ def new_scheduler(
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
     rule = resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=facts.spec.window_tokens)
     announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
+    num_logs = config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0
     cache = new_cache(
-        facts.num_slabs,
-        facts.spec.blocks_per_slab,
+        CacheSize(facts.num_slabs, facts.spec.blocks_per_slab, num_logs=num_logs, log_tokens=facts.log_tokens),
         rule=rule,
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,
         clock=SYSTEM_CLOCK,
-        num_logs=config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0,
-        log_tokens=facts.log_tokens,
         announcer=announcer,
     )
     max_num_batched_tokens = choose_batched_tokens(config, facts.device_type)

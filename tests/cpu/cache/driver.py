@@ -11,6 +11,7 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy import AUTO, new_cache
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.resume import ResumeRule
+from strandline.cache.size import CacheSize
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.loads import EndedLoad
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
@@ -45,15 +46,13 @@ class Driver:
     ) -> None:
         slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
         announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
+        num_logs = num_slabs - 1 if rule.needs_slots else 0
         self.cache = new_cache(
-            num_slabs,
-            blocks_per_slab,
+            CacheSize(num_slabs, blocks_per_slab, num_logs=num_logs, log_tokens=LOG_TOKENS),
             rule=rule,
             order=order,
             placement=placement,
             enabled=enabled,
-            num_logs=num_slabs - 1 if rule.needs_slots else 0,
-            log_tokens=LOG_TOKENS,
             announcer=announcer,
         )
         memories = tiers(lower_blocks, disk_blocks, slot_blocks if rule.needs_slots else 0, kept)

@@ -10,6 +10,7 @@ from strandline.cache import PrefixCache
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.internals import Internals
 from strandline.cache.policy import new_cache
+from strandline.cache.size import CacheSize
 from strandline.ids import NULL_LOG, RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import FoldLog
@@ -56,7 +57,7 @@ def test_access_past_the_facade_is_found(line: str) -> None:
 
 
 def test_internals_name_every_part_once() -> None:
-    parts = new_cache(8, 5).internals()
+    parts = new_cache(CacheSize(8, 5)).internals()
     assert isinstance(parts, Internals)
     assert parts.memory.allocator is parts.allocator
 
@@ -95,7 +96,7 @@ def test_find_leader_plans_no_snapshot() -> None:
 
 
 def make_cache(num_logs: int) -> PrefixCache:
-    return new_cache(40, 5, num_logs=num_logs, log_tokens=LOG_TOKENS)
+    return new_cache(CacheSize(40, 5, num_logs=num_logs, log_tokens=LOG_TOKENS))
 
 
 def test_release_returns_the_log_for_the_next_lease() -> None:

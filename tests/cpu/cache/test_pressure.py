@@ -14,6 +14,7 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.memory import resolve
 from strandline.cache.policy import new_cache
 from strandline.cache.policy.worth import LeastRecentlyUsed
+from strandline.cache.size import CacheSize
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError, ConfigError
 from strandline.ids import RequestId
@@ -164,7 +165,7 @@ def test_lone_request_that_fits_is_always_admitted_again(num_tokens: int) -> Non
 
 def test_too_small_arena_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="raise --memory"):
-        new_cache(1, 5)
+        new_cache(CacheSize(1, 5))
 
 
 @pytest.mark.parametrize(("num_slabs", "num_gone"), [(130, 5), (32, 2), (6, 1)])
@@ -289,7 +290,7 @@ def test_conversation_stays_one_run() -> None:
 
 
 def test_deep_trees_are_read_without_recursion() -> None:
-    cache = new_cache(3000, 5)
+    cache = new_cache(CacheSize(3000, 5))
     shared = encode(prompt(64))
     for turn in range(300):
         for token in (1, 2):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.cache.policy import new_cache, placement
+from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
 from strandline.engine.packed_plan import PlanPacker, PlanUnpacker
 from strandline.engine.scheduler import Scheduler
@@ -88,7 +89,7 @@ def test_plans_arrive_as_they_were_sent(rng: Random) -> None:
 def test_plans_of_a_scheduler_arrive_as_they_were_sent() -> None:
     """With forks, aborts, ids that are used again, preemptions, resumes, and blocks that move."""
     rng, sent = Random(0), Sent()
-    cache = new_cache(12, 4, placement=placement("all", 64))
+    cache = new_cache(CacheSize(12, 4), placement=placement("all", 64))
     scheduler = Scheduler(cache, Loads(cache), StepLimits(6, 400, long_prefill_token_threshold=150))
     names = list(map(str, range(8)))
     num_reused = 0

@@ -6,6 +6,7 @@ from statistics import mean
 import pytest
 
 from strandline.cache.policy import new_cache
+from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request
@@ -17,7 +18,7 @@ from strandline.records.sampling_params import SamplingParams
 
 
 def make_scheduler(fixed_step_tokens: int, *, max_num_seqs: int = 64) -> Scheduler:
-    cache = new_cache(256, 4)
+    cache = new_cache(CacheSize(256, 4))
     return Scheduler(
         cache,
         Loads(cache),

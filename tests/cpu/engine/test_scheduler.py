@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy import new_cache, placement
+from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
 from strandline.cache.use import interarrival_bin
 from strandline.engine.request import Request
@@ -56,7 +57,7 @@ def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, priority:
 def make_scheduler(
     num_slabs: int = 64, blocks_per_slab: int = 4, max_num_seqs: int = 8, max_tokens: int = 128, long_from: int = 0
 ) -> Scheduler:
-    cache = new_cache(num_slabs, blocks_per_slab)
+    cache = new_cache(CacheSize(num_slabs, blocks_per_slab))
     return Scheduler(
         cache,
         Loads(cache),
@@ -472,7 +473,7 @@ def test_known_tokens_are_refused_without_room_or_during_a_step() -> None:
 
 def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
     rng, num_moved = Random(0), 0
-    cache = new_cache(12, 4, placement=placement("all", 64))
+    cache = new_cache(CacheSize(12, 4), placement=placement("all", 64))
     scheduler = Scheduler(cache, Loads(cache), StepLimits(6, 400, long_prefill_token_threshold=150))
     for index in range(300):
         prompt = rng.choices(range(10, 14), k=1) * rng.randrange(40, 400)

@@ -9,21 +9,18 @@ from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.policy.reuse import ReuseHistory
 from strandline.cache.policy.worth import ReuseRate, WorthPerByte
 from strandline.cache.resume import ResumeRule
+from strandline.cache.size import CacheSize
 from strandline.clock import Clock
 
 
 def new_cache(
-    num_slabs: int,
-    blocks_per_slab: int,
+    size: CacheSize,
     *,
     rule: ResumeRule = AT_SNAPSHOTS,
     placement: Placement = AUTO,
     order: EvictionOrder | None = None,
     clock: Clock | None = None,
-    max_slots: int | None = None,
     enabled: bool = True,
-    num_logs: int = 0,
-    log_tokens: int = 0,
     announcer: Announces | None = None,
 ) -> PrefixCache:
     """Return an empty cache. Arguments that are not listed here are those of ``PrefixCache``.
@@ -35,17 +32,13 @@ def new_cache(
     """
     reuse = ReuseHistory(clock)
     if order is None:
-        order = WorthPerByte(blocks_per_slab, reuse) if rule.needs_slots else ReuseRate(reuse)
+        order = WorthPerByte(size.blocks_per_slab, reuse) if rule.needs_slots else ReuseRate(reuse)
     return PrefixCache(
-        num_slabs,
-        blocks_per_slab,
+        size,
         placement=placement if rule.needs_slots else WithoutStates(),
         order=order,
         reuse=reuse,
         rule=rule,
-        max_slots=max_slots,
         enabled=enabled,
-        num_logs=num_logs,
-        log_tokens=log_tokens,
         announcer=announcer,
     )

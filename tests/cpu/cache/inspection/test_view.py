@@ -13,6 +13,7 @@ from strandline.cache.inspection import view as view_module
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.inspection.view import MAX_SNAPSHOTS_PER_RUN, view
 from strandline.cache.policy import new_cache
+from strandline.cache.size import CacheSize
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BEFORE_TOKENS, TokenBuffer
@@ -179,7 +180,7 @@ def counted_lines(limit: int) -> Iterator[list[int]]:
 def test_view_costs_no_more_for_a_large_cache(num_tokens: int) -> None:
     work = []
     for num_prompts in (2500, 5000):
-        cache = new_cache(12_000, 50)
+        cache = new_cache(CacheSize(12_000, 50))
         for index in range(num_prompts):
             lease = cache.admit(RequestId(str(index)), TokenBuffer(prompt(num_tokens, 100 * index)))
             assert lease is not None

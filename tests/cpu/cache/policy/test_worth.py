@@ -15,6 +15,7 @@ from strandline.cache.policy import AUTO, new_cache
 from strandline.cache.policy.placements import NoSnapshots
 from strandline.cache.policy.reuse import ReuseHistory
 from strandline.cache.policy.worth import CERTAIN_RATE, LeastRecentlyUsed, WorthPerByte
+from strandline.cache.size import CacheSize
 from strandline.cache.tree import Snapshot, num_continuations
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.tokens import encode
@@ -98,7 +99,7 @@ def test_worth_of_unused_entries_falls_however_much_they_save() -> None:
 
 
 def test_static_shares_of_memory_are_kept() -> None:
-    cache = new_cache(21, BLOCKS_PER_SLAB, max_slots=8)
+    cache = new_cache(CacheSize(21, BLOCKS_PER_SLAB, max_slots=8))
     assert cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB - 1, 8)
     assert not cache.internals().memory.can_take(13 * BLOCKS_PER_SLAB, 0)
     assert not cache.internals().memory.can_take(0, 9)
