@@ -1,6 +1,7 @@
 """Rules of the repository that no other tool checks: forbidden names, dead links, sizes, what the files promise."""
 
 import ast
+import fnmatch
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ FORBIDDEN = {
 }
 
 MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 8
 MAX_FILE_LINES = 500
 LONG_FOR_A_REASON: Mapping[str, str] = {}
 """What may be longer: a file (``kernels/x.py``) or a function (``kernels/x.py:f``), and why it is not cut up."""
@@ -123,6 +125,30 @@ def too_long(name: str, text: str) -> set[str]:
     return over | {key for key, lines in files.items() if lines > MAX_FILE_LINES}
 
 
+def with_many_parameters(name: str, text: str) -> Iterator[str]:
+    """Yield the functions of a file with too many parameters, without ``self``; functions that are compiled may."""
+    for scope in ast.walk(parsed(text)):
+        owner = f"{scope.name}." if isinstance(scope, ast.ClassDef) else ""
+        for node in getattr(scope, "body", ()) if isinstance(scope, ast.Module | ast.ClassDef) else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_compiled(node):
+                parameters = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len(parameters) - (parameters[:1] in (["self"], ["cls"])) > MAX_PARAMETERS:
+                    yield f"{name}:{owner}{node.name}"
+
+
+def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether Triton or Numba compiles a function."""
+    decorators = [ast.unparse(d) for d in node.decorator_list]
+    return any("jit" in d or d.partition("(")[0] in ("helper", "kernel") for d in decorators)
+
+
+def listed_functions(text: str) -> list[str]:
+    """Return the first column of the table of functions with many parameters; ``*`` stands for anything."""
+    _, _, section = text.partition("### Functions with many parameters\n")
+    rows = re.findall(r"^\| (`.*?) \|", section.partition("\n#")[0], flags=re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"`(.*?)`", row)]
+
+
 def compiler_faults(name: str, text: str) -> list[str]:
     """Return what is wrong with how a file uses a compiler of kernels.
 
@@ -185,6 +211,13 @@ def test_commands_can_be_copied() -> None:
 def test_functions_and_files_are_short_or_say_why_not() -> None:
     found = set().union(*(too_long(name, text) for name, text in SOURCES.items()))
     assert found == set(LONG_FOR_A_REASON), "cut it up, or give the reason; strike out what is short again"
+
+
+def test_functions_take_few_parameters_or_say_why_not() -> None:
+    found = [key for name, text in SOURCES.items() for key in with_many_parameters(name, text)]
+    listed = listed_functions(TEXTS["CONTRIBUTING.md"])
+    assert [key for key in found if not any(fnmatch.fnmatchcase(key, pattern) for pattern in listed)] == []
+    assert [pattern for pattern in listed if not fnmatch.filter(found, pattern)] == [], "strike these out"
 
 
 def test_compilers_stay_in_files_that_say_so() -> None:
@@ -262,6 +295,20 @@ def test_a_long_function_and_a_long_file_are_found() -> None:
     assert too_long("x.py", "@triton.jit\ndef f():\n" + body * 600) == set()
     assert too_long("x.py", "f()\n" * 501) == {"x.py"}
     assert too_long("x.py", "TABLE = [\n" + "    1,\n" * 600 + "]\n") == set()
+
+
+def test_a_function_with_many_parameters_is_found() -> None:
+    eight = "a, b, c, d, e, f, g, *, h"
+    assert list(with_many_parameters("x.py", f"def f({eight}): ...")) == []
+    assert list(with_many_parameters("x.py", f"def f({eight}, i=1): ...")) == ["x.py:f"]
+    assert list(with_many_parameters("x.py", f"class C:\n    def __init__(self, {eight}): ...")) == []
+    assert list(with_many_parameters("x.py", f"class C:\n    def f(self, {eight}, i): ...")) == ["x.py:C.f"]
+    compiled = f"@triton.jit\ndef f({eight}, i): ...\n@helper\ndef g({eight}, i): ..."
+    assert list(with_many_parameters("x.py", compiled)) == []
+    table = (
+        "### Functions with many parameters\n\n| function | reason |\n| `x.py:f`, `y/*` | `z` |\n\n## Next\n| `a` | b |"
+    )
+    assert listed_functions(table) == ["x.py:f", "y/*"]
 
 
 @pytest.mark.parametrize(
