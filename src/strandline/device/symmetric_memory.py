@@ -14,8 +14,9 @@ from torch import Tensor
 
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.collectives import many_row_sums, rank_sums
+from strandline.kernels.collectives.connection import Connection
 from strandline.kernels.collectives.many_row_sums import ManyRowSums
-from strandline.kernels.collectives.rank_sums import DTYPES, Connection, FewRowSums
+from strandline.kernels.collectives.rank_sums import DTYPES, FewRowSums
 from strandline.kernels.ranks import Ranks
 
 LOGGER: Final = logging.getLogger(__name__)

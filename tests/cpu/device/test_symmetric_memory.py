@@ -15,7 +15,7 @@ from torch import Tensor
 from strandline.device import symmetric_memory
 from strandline.device.symmetric_memory import CHECK_MAX_POLLS, SymmetricSums, TorchSymmetricMemory, connect_sums
 from strandline.kernels.collectives import many_row_sums, rank_sums
-from strandline.kernels.collectives.rank_sums import Connection
+from strandline.kernels.collectives.connection import Connection
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
 MANY = "of many rows"

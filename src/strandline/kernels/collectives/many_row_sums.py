@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from strandline.kernels.collectives.rank_sums import DTYPES, Connection, Norm
+from strandline.kernels.collectives.connection import Connection, Norm
+from strandline.kernels.collectives.rank_sums import DTYPES
 from strandline.kernels.expert_choices import ExpertChoices, Summand
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -70,20 +71,17 @@ class ManyRowSums:
             max_polls: how often a program looks for what another rank stores before the result is wrong instead of
                 late; negative: no limit.
         """
-        its = self._connection
         if isinstance(x, ExpertChoices):
             sum_TE = torch.empty_like(x.like_sum)
             num_rows, size = sum_TE.shape
             block_rows = _block_rows(size, sum_TE.itemsize)
             part_rows = self._part_size(num_rows, block_rows)
             for choices, part_TE in zip(x.split(part_rows), sum_TE.split(part_rows), strict=True):
-                self._kernels.sum_choices(
-                    choices, part_TE, its.address_N, its.counter, its.rank, BLOCK_BYTES, block_rows, max_polls
-                )
+                self._kernels.sum_choices(choices, part_TE, self._connection, BLOCK_BYTES, block_rows, max_polls)
             return sum_TE
         x = x.contiguous()
         for part in x.view(-1).split(self._part_size(x.numel(), BLOCK_BYTES // x.itemsize)):
-            self._kernels.sum_elements(part, its.address_N, its.counter, its.rank, BLOCK_BYTES, max_polls)
+            self._kernels.sum_elements(part, self._connection, BLOCK_BYTES, max_polls)
         return x
 
     def can_add_norm(self, x_TE: Tensor) -> bool:
@@ -107,7 +105,7 @@ class ManyRowSums:
             residual_TE: of the same dtype.
             max_polls: as for ``sum``.
         """
-        residual_TE, its = residual_TE.contiguous(), self._connection
+        residual_TE = residual_TE.contiguous()
         sum_TE = x_TE.contiguous() if isinstance(x_TE, Tensor) else torch.empty_like(x_TE.like_sum)
         normed_TE = torch.empty_like(sum_TE)
         num_rows, size = sum_TE.shape
@@ -117,9 +115,7 @@ class ManyRowSums:
         choices = repeat(None, len(rows[0])) if isinstance(x_TE, Tensor) else x_TE.split(part_rows)
         for part_TE, residual_part_TE, normed_part_TE, part in zip(*rows, choices, strict=True):
             norm = Norm(residual_part_TE, normed_part_TE, weight_E, eps, is_zero_centered)
-            self._kernels.sum_add_norm_rows(
-                part_TE, norm, its.address_N, its.counter, its.rank, BLOCK_BYTES, block_rows, max_polls, part
-            )
+            self._kernels.sum_add_norm_rows(part_TE, norm, self._connection, BLOCK_BYTES, block_rows, max_polls, part)
         return normed_TE, sum_TE
 
     def _part_size(self, num_items: int, block_items: int) -> int:

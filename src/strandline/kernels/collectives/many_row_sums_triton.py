@@ -57,7 +57,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.collectives.rank_sums import Norm
+from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.expert_choices import ExpertChoices
 from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -331,30 +331,25 @@ def _sum_kernel(
         tl.store(count_ptr, epoch)
 
 
-def sum_elements(
-    x_M: Tensor, address_N: Tensor, counter_2B: Tensor, rank: int, block_bytes: int, max_polls: int = -1
-) -> None:
+def sum_elements(x_M: Tensor, connection: Connection, block_bytes: int, max_polls: int = -1) -> None:
     """Replace elements by the sums of all ranks' elements.
 
     Args:
         x_M: contiguous, of at most B blocks; at a multiple of 16 bytes, it is summed faster.
-        address_N: int64, the buffers of all ranks, as this rank sees them: each ``[2, N - 1, B / N]`` blocks, then as
-            many flags, which are zero at first.
-        counter_2B: int32, zero at first. B is a multiple of N.
+        connection: buffers of ``[2, N - 1, B / N]`` blocks, then as many flags, which are zero at first; ``[2, B]``
+            counters. B is a multiple of N.
         block_bytes: of a block, a power of 2.
         max_polls: how often each program looks for a flag before the result is wrong instead of late; negative: no
             limit.
     """
     block = block_bytes // x_M.itemsize
-    _launch(x_M, None, address_N, counter_2B, rank, block_bytes, (1, block), None, max_polls)
+    _launch(x_M, None, connection, block_bytes, (1, block), None, max_polls)
 
 
 def sum_choices(
     choices: ExpertChoices,
     sum_TE: Tensor,
-    address_N: Tensor,
-    counter_2B: Tensor,
-    rank: int,
+    connection: Connection,
     block_bytes: int,
     block_rows: int,
     max_polls: int = -1,
@@ -366,15 +361,13 @@ def sum_choices(
         block_rows: rows of a block, which have room in it; a power of 2.
     """
     shape = (block_rows, sum_TE.shape[1])
-    _launch(sum_TE, choices, address_N, counter_2B, rank, block_bytes, shape, None, max_polls)
+    _launch(sum_TE, choices, connection, block_bytes, shape, None, max_polls)
 
 
 def sum_add_norm_rows(
     x_TE: Tensor,
     norm: Norm,
-    address_N: Tensor,
-    counter_2B: Tensor,
-    rank: int,
+    connection: Connection,
     block_bytes: int,
     block_rows: int,
     max_polls: int = -1,
@@ -390,20 +383,19 @@ def sum_add_norm_rows(
         choices: what is summed instead of the rows.
     """
     shape = (block_rows, x_TE.shape[1])
-    _launch(x_TE, choices, address_N, counter_2B, rank, block_bytes, shape, norm, max_polls)
+    _launch(x_TE, choices, connection, block_bytes, shape, norm, max_polls)
 
 
 def _launch(
     x: Tensor,
     choices: ExpertChoices | None,
-    address_N: Tensor,
-    counter_2B: Tensor,
-    rank: int,
+    connection: Connection,
     block_bytes: int,
     block_shape: tuple[int, int],
     norm: Norm | None,
     max_polls: int,
 ) -> None:
+    address_N, counter_2B = connection.address_N, connection.counter
     num_ranks, (rows, size) = len(address_N), block_shape
     num_groups = cdiv(cdiv(x.numel(), rows * size), num_ranks)
     num_steps = num_groups + 2 * min(DEPTH, num_groups)
@@ -425,7 +417,7 @@ def _launch(
         BLOCK_BYTES=block_bytes,
         PLACE=block_bytes // x.itemsize,
         DEPTH=DEPTH,
-        RANK=rank,
+        RANK=connection.rank,
         NUM_RANKS=num_ranks,
         MAX_GROUPS=counter_2B.shape[1] // num_ranks,
         LAST_EPOCH=LAST_EPOCH,

@@ -9,15 +9,15 @@ Shape suffixes: T rows, E channels, W words of a row, N ranks, R rows that the b
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels
+from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.expert_choices import Summand, added_up, like
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import add_rms_norm, add_rms_norm_zero_centered
@@ -54,31 +54,6 @@ def counter_shape(num_ranks: int) -> tuple[int]:
     return (buffer_shape(num_ranks)[2],)
 
 
-class Norm(NamedTuple):
-    """A residual stream to add and a norm to take of the sum."""
-
-    residual_TE: Tensor
-    """Contiguous."""
-    normed_TE: Tensor
-    """As ``residual_TE``; receives the normalised rows."""
-    weight_E: Tensor
-    eps: float
-    is_zero_centered: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Connection:
-    """Memory through which this rank exchanges rows with the others."""
-
-    rank: int
-    address_N: Tensor
-    """int64, the addresses of all ranks' buffers, as this rank's device takes them; the buffers are zero at first."""
-    counter: Tensor
-    """int32, how often each row or block has been exchanged, as ``counter_shape`` says; zero at first."""
-    owned: object = None
-    """What keeps the buffers alive."""
-
-
 class FewRowSums:
     """Sums of few rows, taken by one kernel on each rank.
 
@@ -108,9 +83,9 @@ class FewRowSums:
             max_polls: how often to look for another rank's rows before the result is wrong instead of late; negative:
                 no limit.
         """
-        x, its = _in_words(x), self._connection
+        x = _in_words(x)
         rows_TE = x.view(-1, x.shape[-1] if x.dim() else 1)
-        self._kernels.sum_rows(rows_TE, its.address_N, its.counter, its.rank, self._max_words, max_polls)
+        self._kernels.sum_rows(rows_TE, self._connection, self._max_words, max_polls)
         return x
 
     def can_gather(self, x: Tensor) -> bool:
@@ -126,8 +101,8 @@ class FewRowSums:
             x: ``can_gather`` it.
             max_polls: as for ``sum``.
         """
-        words_TW, its = _in_words(x).view(torch.int32), self._connection
-        gathered = self._kernels.gather_rows(words_TW, its.address_N, its.counter, its.rank, self._max_words, max_polls)
+        words_TW = _in_words(x).view(torch.int32)
+        gathered = self._kernels.gather_rows(words_TW, self._connection, self._max_words, max_polls)
         joined: Tensor = gathered.view(x.dtype)
         return joined
 
@@ -140,19 +115,10 @@ class FewRowSums:
             x_TE: ``can_sum`` it; may be overwritten.
             residual_TE: of the same dtype.
         """
-        x_TE, residual_TE, its = _in_words(x_TE), _in_words(residual_TE), self._connection
-        normed_TE = self._kernels.sum_add_norm_rows(
-            x_TE,
-            residual_TE,
-            weight_E,
-            eps,
-            its.address_N,
-            its.counter,
-            its.rank,
-            self._max_words,
-            is_zero_centered=is_zero_centered,
-        )
-        return normed_TE, x_TE
+        x_TE, residual_TE = _in_words(x_TE), _in_words(residual_TE)
+        norm = Norm(residual_TE, torch.empty_like(x_TE), weight_E, eps, is_zero_centered)
+        self._kernels.sum_add_norm_rows(x_TE, norm, self._connection, self._max_words)
+        return norm.normed_TE, x_TE
 
 
 def bind_sum_add_norm(kernels: Kernels, add_norm: Operation[..., Any]) -> AddNorm:

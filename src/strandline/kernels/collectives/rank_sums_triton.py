@@ -31,11 +31,11 @@ channel, and ``second`` is zero.
 """
 # mypy: ignore-errors
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import next_power_of_2
 
@@ -229,9 +229,7 @@ def _gather_kernel(
     tl.store(counter_ptr + row, epoch)
 
 
-def gather_rows(
-    x_TW: Tensor, address_N: Tensor, counter_R: Tensor, rank: int, max_words: int, max_polls: int = -1
-) -> Tensor:
+def gather_rows(x_TW: Tensor, connection: Connection, max_words: int, max_polls: int = -1) -> Tensor:
     """Return all ranks' rows side by side.
 
     Args:
@@ -239,6 +237,7 @@ def gather_rows(
         max_polls: as the others, as ``sum_rows`` takes them.
     """
     num_rows, num_words = x_TW.shape
+    address_N, counter_R = connection.address_N, connection.counter
     out_TC = x_TW.new_empty(num_rows, len(address_N) * num_words)
     block = next_power_of_2(num_words)
     _gather_kernel[(num_rows,)](
@@ -249,7 +248,7 @@ def gather_rows(
         max_polls,
         NUM_WORDS=num_words,
         BLOCK_W=block,
-        RANK=rank,
+        RANK=connection.rank,
         NUM_RANKS=len(address_N),
         MAX_ROWS=len(counter_R),
         MAX_WORDS=max_words,
@@ -260,92 +259,51 @@ def gather_rows(
     return out_TC
 
 
-def sum_rows(
-    x_TE: Tensor, address_N: Tensor, counter_R: Tensor, rank: int, max_words: int, max_polls: int = -1
-) -> None:
+def sum_rows(x_TE: Tensor, connection: Connection, max_words: int, max_polls: int = -1) -> None:
     """Replace rows by the sums of all ranks' rows.
 
     Args:
         x_TE: bfloat16 or float32, contiguous and at a multiple of 4 bytes; a row has a multiple of 4 bytes.
-        address_N: int64, the buffers of all ranks, as this rank sees them: each ``[2, N, R, max_words]`` words of 8
-            bytes, zero at first.
-        counter_R: int32, zero at first. No more rows are summed.
+        connection: buffers of ``[2, N, R, max_words]`` words of 8 bytes and R counters: no more rows are summed.
         max_words: of 4 bytes in a row.
         max_polls: after as many, the result is wrong instead of late; negative: no limit.
     """
-    _launch(x_TE, None, None, None, address_N, counter_R, rank, max_words, 0.0, max_polls)
+    _launch(x_TE, None, connection, max_words, max_polls)
 
 
-def sum_add_norm_rows(
-    x_TE: Tensor,
-    residual_TE: Tensor,
-    weight_E: Tensor,
-    eps: float,
-    address_N: Tensor,
-    counter_R: Tensor,
-    rank: int,
-    max_words: int,
-    *,
-    is_zero_centered: bool,
-) -> Tensor:
-    """Replace rows by the sums of all ranks' rows and of the residual stream, and return these normalised.
+def sum_add_norm_rows(x_TE: Tensor, norm: Norm, connection: Connection, max_words: int) -> None:
+    """Replace rows by the sums of all ranks' rows and of the residual stream, and store these normalised.
 
-    As ``sum_rows``, then ``add_rms_norm`` or ``add_rms_norm_zero_centered``, with the same rounding. ``residual_TE`` is
-    as ``x_TE``.
+    As ``sum_rows``, then ``add_rms_norm`` or ``add_rms_norm_zero_centered``, with the same rounding. The residual
+    stream is as ``x_TE``.
     """
-    normed_TE = torch.empty_like(x_TE)
-    _launch(
-        x_TE,
-        residual_TE,
-        weight_E,
-        normed_TE,
-        address_N,
-        counter_R,
-        rank,
-        max_words,
-        eps,
-        -1,
-        is_zero_centered=is_zero_centered,
-    )
-    return normed_TE
+    _launch(x_TE, norm, connection, max_words, -1)
 
 
-def _launch(
-    x_TE: Tensor,
-    residual_TE: Tensor | None,
-    weight_E: Tensor | None,
-    normed_TE: Tensor | None,
-    address_N: Tensor,
-    counter_R: Tensor,
-    rank: int,
-    max_words: int,
-    eps: float,
-    max_polls: int,
-    *,
-    is_zero_centered: bool = False,
-) -> None:
+def _launch(x_TE: Tensor, norm: Norm | None, connection: Connection, max_words: int, max_polls: int) -> None:
+    address_N, counter_R = connection.address_N, connection.counter
     num_rows, num_channels = x_TE.shape
     num_words = num_channels * x_TE.itemsize // 4
     block = next_power_of_2(num_words)
     _sum_kernel[(num_rows,)](
         x_TE,
-        residual_TE,
-        weight_E,
-        normed_TE,
+        None if norm is None else norm.residual_TE,
+        None if norm is None else norm.weight_E,
+        None if norm is None else norm.normed_TE,
         address_N,
         counter_R,
-        eps,
+        0.0 if norm is None else norm.eps,
         max_polls,
         E=num_channels,
         NUM_WORDS=num_words,
         BLOCK_W=block,
-        RANK=rank,
+        RANK=connection.rank,
         NUM_RANKS=len(address_N),
         MAX_ROWS=len(counter_R),
         MAX_WORDS=max_words,
         LAST_EPOCH=LAST_EPOCH,
-        ADDS=residual_TE is not None,
-        IS_ZERO_CENTERED=is_zero_centered,
+        ADDS=norm is not None,
+        IS_ZERO_CENTERED=norm is not None and norm.is_zero_centered,
         num_warps=_num_warps(block),
         **overlap_options(x_TE),
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.collectives.many_row_sums import (
     BLOCK_BYTES,
     FLAG_BYTES,
@@ -16,7 +17,6 @@ from strandline.kernels.collectives.many_row_sums import (
     counter_shape,
     num_blocks,
 )
-from strandline.kernels.collectives.rank_sums import Connection, Norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.rowwise.norm import add_rms_norm, add_rms_norm_zero_centered
 from tests.cpu.kernels.collectives.test_rank_sums import EPS, of_shape

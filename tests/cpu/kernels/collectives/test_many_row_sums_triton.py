@@ -15,8 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from strandline.kernels.collectives import many_row_sums_triton, rank_sums_triton
+from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.collectives.many_row_sums import BLOCK_BYTES, FLAG_BYTES
-from strandline.kernels.collectives.rank_sums import Norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.ranks import add_in_order
@@ -75,9 +75,8 @@ def check_norm(given: few_rows.Inputs, kind: str, address_N: Tensor, counter_2B:
     x_TE, residual_TE = amid_nan(given.x_NTE[rank]), amid_nan(given.residual_TE)
     normed_TE = amid_nan(torch.full_like(x_TE, torch.nan))
     norm = Norm(residual_TE, normed_TE, given.weight_E, EPS, kind == "zero-centred")
-    many_row_sums_triton.sum_add_norm_rows(
-        x_TE, norm, address_N, counter_2B, rank, BLOCK_BYTES, rows_of(x_TE.shape[1], x_TE.dtype)
-    )
+    connection, block_rows = Connection(rank, address_N, counter_2B), rows_of(x_TE.shape[1], x_TE.dtype)
+    many_row_sums_triton.sum_add_norm_rows(x_TE, norm, connection, BLOCK_BYTES, block_rows)
     sum_TE = given.x_NTE.float().sum(0).to(x_TE.dtype)
     wanted_TE, total_TE = few_rows.NORMS[kind].reference(sum_TE, given.residual_TE.clone(), given.weight_E, EPS)
     torch.testing.assert_close(normed_TE, wanted_TE, rtol=few_rows.TOLERANCES[x_TE.dtype], atol=1e-6)
@@ -108,24 +107,20 @@ def choices_of(rank: int, seed: int, shape: tuple[int, int], dtype: torch.dtype)
     return ExpertChoices(out_AD, weights_TK, experts_TK, shared_TD, gate_T1, held, add_choices)
 
 
-def check_choices(seed: int, shape: tuple[int, int], dtype: torch.dtype, place: tuple[Tensor, Tensor, int]) -> None:
-    """Choices of all ranks are summed as if each rank had added up its own, to the bit, with a norm behind and without.
-
-    Args:
-        place: buffers' addresses, counters and rank.
-    """
-    num_ranks, rank, size = len(place[0]), place[2], shape[1]
+def check_choices(seed: int, shape: tuple[int, int], dtype: torch.dtype, connection: Connection) -> None:
+    """Choices of all ranks are summed as if each rank had added up its own, to the bit, with a norm and without."""
+    num_ranks, rank, size = len(connection.address_N), connection.rank, shape[1]
     blocks = (BLOCK_BYTES, rows_of(size, dtype))
     choices = [choices_of(other, seed, shape, dtype) for other in range(num_ranks)]
     total = add_in_order([added_up(of_rank) for of_rank in choices])
     sum_TE = amid_nan(torch.full(shape, torch.nan, dtype=dtype))
-    many_row_sums_triton.sum_choices(choices[rank], sum_TE, *place, *blocks)
+    many_row_sums_triton.sum_choices(choices[rank], sum_TE, connection, *blocks)
     assert torch.equal(sum_TE, total)
     check_amid_nan(sum_TE)
     residual_TE = (torch.arange(total.numel()) % 33 / 8 - 2).view(shape).to(dtype)
     weight_E, stream_TE, normed_TE = residual_TE[0].clone(), *(torch.full(shape, torch.nan, dtype=dtype) for _ in "12")
     norm = Norm(residual_TE, normed_TE, weight_E, EPS, is_zero_centered=False)
-    many_row_sums_triton.sum_add_norm_rows(stream_TE, norm, *place, *blocks, choices=choices[rank])
+    many_row_sums_triton.sum_add_norm_rows(stream_TE, norm, connection, *blocks, choices=choices[rank])
     wanted_TE, total_TE = few_rows.NORMS["plain"].reference(total, residual_TE.clone(), weight_E, EPS)
     assert torch.equal(stream_TE, total_TE)
     torch.testing.assert_close(normed_TE, wanted_TE, rtol=few_rows.TOLERANCES[dtype], atol=1e-6)
@@ -154,7 +149,7 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
     for seed, size in enumerate(sizes):
         x_NM, wanted_M = inputs(seed, num_ranks, size, dtype)
         x_M = amid_nan(x_NM[rank])
-        many_row_sums_triton.sum_elements(x_M, addresses(shared), counter_2B, rank, BLOCK_BYTES)
+        many_row_sums_triton.sum_elements(x_M, Connection(rank, addresses(shared), counter_2B), BLOCK_BYTES)
         assert torch.equal(x_M, wanted_M), size
         check_amid_nan(x_M)
         # Sums of few rows in between have buffers of their own.
@@ -165,7 +160,7 @@ def run_rank(rank: int, shared: list[Tensor], few: list[Tensor], case: Case) -> 
             given = few_rows.inputs(seed, num_ranks, num_rows, channels, dtype)
             check_norm(given, KINDS[seed // 2 % 2], addresses(shared), counter_2B, rank)
         else:
-            check_choices(seed, (num_rows, channels), dtype, (addresses(shared), counter_2B, rank))
+            check_choices(seed, (num_rows, channels), dtype, Connection(rank, addresses(shared), counter_2B))
         for index in range(MAX_GROUPS * num_ranks):
             num_calls[index] += (index * block < size) + (1 if seed % 2 else 2) * (index * block_rows < num_rows)
     assert 0 < int(counter_2B[1].min()) <= int(counter_2B.max()) <= many_row_sums_triton.LAST_EPOCH
@@ -216,7 +211,9 @@ def check_last_rank(shared: list[Tensor], call: tuple[int, int], dtype: torch.dt
         x_NM, wanted_M = inputs(seed, num_ranks, size, dtype, device)
         for rank in range(num_ranks):
             found_M = x_NM[rank].clone()
-            many_row_sums_triton.sum_elements(found_M, addresses(shared), counted[rank], rank, BLOCK_BYTES, max_polls=0)
+            many_row_sums_triton.sum_elements(
+                found_M, Connection(rank, addresses(shared), counted[rank]), BLOCK_BYTES, max_polls=0
+            )
         for start in range(last * block, size, num_ranks * block):
             owned, group = slice(start, min(start + block, size)), start // block // num_ranks
             assert torch.equal(found_M[owned], wanted_M[owned])
@@ -238,7 +235,9 @@ def test_flags_are_set_for_blocks_that_exist_alone() -> None:
     shared, dtype = buffers(3), torch.bfloat16
     x_NM, _ = inputs(0, 3, size_of((4, 1), 3, dtype), dtype)
     for rank in range(3):
-        many_row_sums_triton.sum_elements(x_NM[rank], addresses(shared), counters(3), rank, BLOCK_BYTES, max_polls=0)
+        many_row_sums_triton.sum_elements(
+            x_NM[rank], Connection(rank, addresses(shared), counters(3)), BLOCK_BYTES, max_polls=0
+        )
     # Ranks 0 and 1 have two of the five blocks, and rank 2 has one.
     assert flags(shared[0], 3).tolist() == [[[1, 1, 0], [1, 1, 0]], [[1, 1, 0], [1, 0, 0]]]
     assert flags(shared[1], 3).tolist() == [[[1, 1, 0], [1, 1, 0]], [[1, 1, 0], [1, 0, 0]]]
@@ -248,7 +247,7 @@ def test_flags_are_set_for_blocks_that_exist_alone() -> None:
 def test_a_rank_that_is_alone_gives_up_after_its_polls() -> None:
     shared, counter_2B = buffers(2), counters(2)
     x_M = torch.ones(size_of((2, 0), 2, torch.float32))
-    many_row_sums_triton.sum_elements(x_M, addresses(shared), counter_2B, 0, BLOCK_BYTES, max_polls=20)
+    many_row_sums_triton.sum_elements(x_M, Connection(0, addresses(shared), counter_2B), BLOCK_BYTES, max_polls=20)
     assert bool(x_M.isnan().all())
     assert counter_2B.tolist() == [[0, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
 
@@ -259,9 +258,11 @@ def test_sums_are_added_in_the_order_of_the_ranks() -> None:
     shared, few = buffers(4), few_rows.buffers(4)
     for rank, value in enumerate(values):
         many_M, few_TE = torch.full((8 * 4096,), value), torch.full((1, 8), value)
-        many_row_sums_triton.sum_elements(many_M, addresses(shared), counters(4), rank, BLOCK_BYTES, max_polls=0)
+        many_row_sums_triton.sum_elements(
+            many_M, Connection(rank, addresses(shared), counters(4)), BLOCK_BYTES, max_polls=0
+        )
         counter_R = torch.zeros(few_rows.MAX_ROWS, dtype=torch.int32)
-        rank_sums_triton.sum_rows(few_TE, addresses(few), counter_R, rank, few_rows.MAX_WORDS, max_polls=0)
+        rank_sums_triton.sum_rows(few_TE, Connection(rank, addresses(few), counter_R), few_rows.MAX_WORDS, max_polls=0)
     total = torch.zeros(())
     for value in values:
         total = total + value

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels, bind_kernels
+from strandline.kernels.collectives.connection import Connection
 from strandline.kernels.collectives.rank_sums import (
     MAX_ROW_BYTES,
     MAX_SENT_BYTES,
     MAX_SENT_ROWS,
-    Connection,
     FewRowSums,
     bind_sum_add_norm,
     buffer_shape,

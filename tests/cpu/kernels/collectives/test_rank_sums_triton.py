@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import add_rms_norm, add_rms_norm_zero_centered
 
@@ -80,23 +81,15 @@ def check_call(given: Inputs, kind: str, address_N: Tensor, counter_R: Tensor, r
     total_TE = total_TE.to(x_TE.dtype)
     if kind == "gather":
         words_TW = x_TE.view(torch.int32)
-        out_TC = rank_sums_triton.gather_rows(words_TW, address_N, counter_R, rank, max_words)
+        out_TC = rank_sums_triton.gather_rows(words_TW, Connection(rank, address_N, counter_R), max_words)
         assert torch.equal(out_TC.view(x_TE.dtype), torch.cat(list(given.x_NTE), dim=1))
         return
     if kind == "sum":
-        rank_sums_triton.sum_rows(x_TE, address_N, counter_R, rank, max_words)
+        rank_sums_triton.sum_rows(x_TE, Connection(rank, address_N, counter_R), max_words)
     else:
-        normed_TE = rank_sums_triton.sum_add_norm_rows(
-            x_TE,
-            residual_TE,
-            given.weight_E,
-            EPS,
-            address_N,
-            counter_R,
-            rank,
-            max_words,
-            is_zero_centered=kind == "zero-centred",
-        )
+        norm = Norm(residual_TE, torch.empty_like(x_TE), given.weight_E, EPS, kind == "zero-centred")
+        rank_sums_triton.sum_add_norm_rows(x_TE, norm, Connection(rank, address_N, counter_R), max_words)
+        normed_TE = norm.normed_TE
         wanted_TE, total_TE = NORMS[kind].reference(total_TE, residual_TE.clone(), given.weight_E, EPS)
         torch.testing.assert_close(normed_TE, wanted_TE, rtol=TOLERANCES[x_TE.dtype], atol=1e-6)
     assert torch.equal(x_TE, total_TE)
@@ -148,7 +141,7 @@ def check_last_rank(shared: list[Tensor], kind: str, dtype: torch.dtype, size: i
         counters = [torch.full((3,), seed, dtype=torch.int32, device=device) for _ in range(num_ranks)]
         for rank in range(num_ranks - 1):
             x_TE = given.x_NTE[rank].clone()
-            rank_sums_triton.sum_rows(x_TE, addresses(shared), counters[rank], rank, max_words, max_polls=0)
+            rank_sums_triton.sum_rows(x_TE, Connection(rank, addresses(shared), counters[rank]), max_words, max_polls=0)
         check_call(given, kind, addresses(shared), counters[-1], num_ranks - 1, max_words)
         assert [counter_R.tolist() for counter_R in counters] == [[seed + 1, seed + 1, seed]] * num_ranks
     used = size * dtype.itemsize // 4
@@ -163,10 +156,10 @@ def test_a_rank_may_be_one_call_ahead() -> None:
         calls = [inputs(seed + ahead, 2, 3 - ahead, 128, torch.bfloat16) for ahead in range(2)]
         for given in calls:
             x_TE = given.x_NTE[0].clone()
-            rank_sums_triton.sum_rows(x_TE, addresses(shared), counters[0], 0, MAX_WORDS, max_polls=0)
+            rank_sums_triton.sum_rows(x_TE, Connection(0, addresses(shared), counters[0]), MAX_WORDS, max_polls=0)
         for given in calls:
             x_TE = given.x_NTE[1].clone()
-            rank_sums_triton.sum_rows(x_TE, addresses(shared), counters[1], 1, MAX_WORDS, max_polls=20)
+            rank_sums_triton.sum_rows(x_TE, Connection(1, addresses(shared), counters[1]), MAX_WORDS, max_polls=20)
             assert torch.equal(x_TE, given.x_NTE.sum(0))
 
 
@@ -174,6 +167,6 @@ def test_a_rank_that_is_alone_gives_up_after_its_polls() -> None:
     shared = buffers(2)
     counter_R = torch.zeros(MAX_ROWS, dtype=torch.int32)
     x_TE = torch.ones(2, 8)
-    rank_sums_triton.sum_rows(x_TE, addresses(shared), counter_R, 0, MAX_WORDS, max_polls=20)
+    rank_sums_triton.sum_rows(x_TE, Connection(0, addresses(shared), counter_R), MAX_WORDS, max_polls=20)
     assert x_TE.eq(1).all()
     assert counter_R.tolist() == [1, 1] + [0] * (MAX_ROWS - 2)

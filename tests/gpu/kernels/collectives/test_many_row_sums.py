@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from strandline.kernels.collectives import many_row_sums_triton
+from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.collectives.many_row_sums import BLOCK_BYTES
 from tests.cpu.kernels.collectives import test_rank_sums_triton as few_rows
 from tests.cpu.kernels.collectives.test_many_row_sums_triton import (
@@ -49,13 +50,15 @@ def test_ranks_on_streams_of_their_own_wait_for_each_other(num_ranks: int, dtype
     for x_NM, _ in calls[: len(CALLS)]:
         for rank in range(num_ranks):
             many_row_sums_triton.sum_elements(
-                x_NM[rank].clone(), address_N, counted[rank], rank, BLOCK_BYTES, max_polls=0
+                x_NM[rank].clone(), Connection(rank, address_N, counted[rank]), BLOCK_BYTES, max_polls=0
             )
     torch.cuda.synchronize()
     for messages in zip(*found, strict=True):
         for rank, x_M in enumerate(messages):
             with torch.cuda.stream(streams[rank]):
-                many_row_sums_triton.sum_elements(x_M, address_N, counted[rank], rank, BLOCK_BYTES, max_polls=MAX_POLLS)
+                many_row_sums_triton.sum_elements(
+                    x_M, Connection(rank, address_N, counted[rank]), BLOCK_BYTES, max_polls=MAX_POLLS
+                )
     torch.cuda.synchronize()
     for totals in found:
         assert all(torch.equal(x_M, wanted_M) for x_M, (_, wanted_M) in zip(totals, calls, strict=True))
@@ -72,22 +75,10 @@ def test_ranks_on_streams_of_their_own_sum_and_normalise(size: int, dtype: torch
     found = [[given.x_NTE[rank].clone() for given in calls] for rank in range(2)]
 
     def call(x_TE: torch.Tensor, given: few_rows.Inputs, rank: int, max_polls: int) -> torch.Tensor:
-        normed_TE = torch.empty_like(x_TE)
-        many_row_sums_triton.sum_add_norm_rows(
-            x_TE,
-            given.residual_TE,
-            normed_TE,
-            given.weight_E,
-            EPS,
-            address_N,
-            counted[rank],
-            rank,
-            BLOCK_BYTES,
-            rows_of(size, dtype),
-            max_polls,
-            is_zero_centered=kind == "zero-centred",
-        )
-        return normed_TE
+        norm = Norm(given.residual_TE, torch.empty_like(x_TE), given.weight_E, EPS, kind == "zero-centred")
+        connection = Connection(rank, address_N, counted[rank])
+        many_row_sums_triton.sum_add_norm_rows(x_TE, norm, connection, BLOCK_BYTES, rows_of(size, dtype), max_polls)
+        return norm.normed_TE
 
     # Compiled before a kernel waits for the other.
     for given in calls[:7]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from strandline.kernels.collectives import rank_sums_triton
+from strandline.kernels.collectives.connection import Connection
 from tests.cpu.kernels.collectives.test_rank_sums_triton import KINDS, MAX_ROWS, addresses, check_last_rank, inputs
 
 NUM_CALLS = 200
@@ -28,12 +29,14 @@ def test_ranks_on_two_streams_wait_for_each_other(size: int) -> None:
     found = [[given.x_NTE[rank].clone() for given in calls] for rank in range(2)]
     # Compiled before a kernel waits for the other.
     for rank in range(2):
-        rank_sums_triton.sum_rows(calls[0].x_NTE[rank].clone(), address_N, counters[rank], rank, 4096, max_polls=0)
+        rank_sums_triton.sum_rows(
+            calls[0].x_NTE[rank].clone(), Connection(rank, address_N, counters[rank]), 4096, max_polls=0
+        )
     torch.cuda.synchronize()
     for totals in zip(*found, strict=True):
         for rank, x_TE in enumerate(totals):
             with torch.cuda.stream(streams[rank]):
-                rank_sums_triton.sum_rows(x_TE, address_N, counters[rank], rank, 4096, max_polls=MAX_POLLS)
+                rank_sums_triton.sum_rows(x_TE, Connection(rank, address_N, counters[rank]), 4096, max_polls=MAX_POLLS)
     torch.cuda.synchronize()
     for totals in found:
         assert all(torch.equal(x_TE, given.x_NTE.sum(0)) for x_TE, given in zip(totals, calls, strict=True))
