@@ -9,7 +9,7 @@ quantised rows T rows, I inputs, X groups. Kernels address a row by two indices,
 # mypy: ignore-errors
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -142,7 +142,7 @@ def add_rms_norm(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> 
     same launch.
     """
     total, choices = _total_of(x)
-    return _launch(total, _with_dense_rows(residual), weight_D, eps, adds=True, choices=choices), total
+    return _launch(total, _with_dense_rows(residual), weight_D, eps, use="add", choices=choices), total
 
 
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -154,24 +154,24 @@ def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm_zero_centered(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As :func:`add_rms_norm`, with the zero-centred norm."""
     total, choices = _total_of(x)
-    kind = {"is_zero_centered": True, "adds": True}
+    kind = {"is_zero_centered": True, "use": "add"}
     return _launch(total, _with_dense_rows(residual), weight_D, eps, **kind, choices=choices), total
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, round, multiply by the weight, then by ``silu(gate)`` in float32; return x's dtype."""
-    return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, gate="silu")
+    return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, use="silu")
 
 
 def rms_norm_sigmoid_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise, multiply by the weight and by ``sigmoid(gate)``, all in float32; return x's dtype."""
-    return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, gate="sigmoid")
+    return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, use="sigmoid")
 
 
 def rms_norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int) -> Tensor:
     """Multiply by ``silu(gate)`` in float32, normalise each group of channels, round, multiply by the weight."""
     x_TGD, gate_TGD = (_with_dense_rows(x).unflatten(1, (num_groups, -1)) for x in (x_TD, gate_TD))
-    return _launch(x_TGD, gate_TGD, weight_D, eps, gate="silu before").flatten(1)
+    return _launch(x_TGD, gate_TGD, weight_D, eps, use="silu before").flatten(1)
 
 
 def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -183,7 +183,7 @@ def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows
 def add_rms_norm_quantized(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
     """As :func:`add_rms_norm` of rows, quantised in the same launch; the plain result is kept."""
     total, choices = _total_of(x)
-    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, choices, adds=True), total
+    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, choices, use="add"), total
 
 
 def rms_norm_zero_centered_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -197,7 +197,7 @@ def add_rms_norm_zero_centered_quantized(
 ) -> tuple[QuantizedRows, Tensor]:
     """As :func:`add_rms_norm_zero_centered` of rows, quantised in the same launch; the plain result is kept."""
     total, choices = _total_of(x)
-    kind = {"is_zero_centered": True, "adds": True}
+    kind = {"is_zero_centered": True, "use": "add"}
     return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, choices, **kind), total
 
 
@@ -209,15 +209,15 @@ def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: flo
     x, gate = _with_dense_rows(x), _with_dense_rows(gate)
     num_tokens, num_heads, num_channels = x.shape
     if num_channels % GROUP:
-        rows = quantize_rows(_launch(x, gate, weight_D, eps, gate="silu").flatten(1))
+        rows = quantize_rows(_launch(x, gate, weight_D, eps, use="silu").flatten(1))
         return replace(rows, plain_TI=None)
     rows = unfilled(num_tokens, num_heads * num_channels, x)
-    _launch(x, gate, weight_D, eps, rows, gate="silu")
+    _launch(x, gate, weight_D, eps, rows, use="silu")
     return rows
 
 
 def _launch_quantized(
-    x: Tensor, other: Tensor, weight_D: Tensor, eps: float, choices: ExpertChoices | None = None, **kind: bool
+    x: Tensor, other: Tensor, weight_D: Tensor, eps: float, choices: ExpertChoices | None = None, **kind: Any
 ) -> QuantizedRows:
     rows = unfilled(len(x), x.shape[1], x, torch.empty(x.shape, dtype=x.dtype, device=x.device))
     _launch(x, other, weight_D, eps, rows, **kind, choices=choices)
@@ -248,14 +248,14 @@ def _launch(
     quantized: QuantizedRows | None = None,
     *,
     is_zero_centered: bool = False,
-    adds: bool = False,
-    gate: Literal["", "silu", "sigmoid", "silu before"] = "",
+    use: Literal["", "add", "silu", "sigmoid", "silu before"] = "",
     choices: ExpertChoices | None = None,
 ) -> Tensor | None:
     """Return the result, or fill quantised rows, and the plain ones if they are kept.
 
     Args:
-        other: what is added, or the gate; else it is not read.
+        other: what is added, or the gate; with neither, it is not read.
+        use: how ``other`` is used: added first, or as a gate of the result or of what is normalised.
         weight_D: before a norm of what a gate lets through, one weight for each head, else one for all.
         choices: what is normalised, with ``other`` added, instead of x, which receives their sum.
     """
@@ -287,8 +287,8 @@ def _launch(
         BLOCK_D=block,
         ROWS=rows,
         IS_ZERO_CENTERED=is_zero_centered,
-        ADDS=adds,
-        GATE=gate,
+        ADDS=use == "add",
+        GATE="" if use == "add" else use,
         ROUNDS_PRODUCT=weight_D.dtype == x.dtype,
         IS_KEPT=out is not None,
         IS_QUANTIZED=quantized is not None,
