@@ -3,37 +3,27 @@
 Shape suffixes: T tokens, N sequences, G key heads, H value heads, K key channels, V value channels, S slots.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
 from strandline.kernels.batch import LogBatch, ReplayBatch, Slots
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import ChunkTable
+from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged, gdn_fold
+from strandline.kernels.recurrences.logged_kernels import LoggedKernels, LoggedMemory
 from strandline.specs import LogSpec, TensorSpec
 
+GatedDeltaMemory = LoggedMemory[LogMemory]
 
-@dataclass(frozen=True, slots=True)
-class GatedDeltaMemory:
-    """One layer's states and logs, or those of several stacked layers."""
+OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
 
-    state_SHKV: Tensor
-    log: LogMemory | None
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaKernels:
-    """The functions that advance states."""
-
-    prefill: Callable[..., Tensor] = gdn_prefill.reference
-    decode: Callable[..., Tensor] = gdn_decode.reference
-    decode_logged: Callable[..., Tensor] = gdn_decode_logged.reference
-    fold: Callable[..., None] = gdn_fold.reference
+REFERENCES: Final = LoggedKernels(*(operation.reference for operation in OPERATIONS))
 
 
 @dataclass(frozen=True)
@@ -45,13 +35,13 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     state_dtype: str
-    kernels: GatedDeltaKernels = GatedDeltaKernels()
+    kernels: LoggedKernels = REFERENCES
 
-    operations: ClassVar = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
+    operations: ClassVar = OPERATIONS
 
     def with_kernels(self, kernels: Kernels) -> "GatedDelta":
         """Return the recurrence bound to these kernels."""
-        return replace(self, kernels=GatedDeltaKernels(*(kernels[operation] for operation in self.operations)))
+        return replace(self, kernels=LoggedKernels(*(kernels[operation] for operation in OPERATIONS)))
 
     @cached_property
     def states(self) -> tuple[TensorSpec, ...]:
@@ -69,7 +59,7 @@ class GatedDelta:
 
     def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> GatedDeltaMemory:
         """Return the layer's memory in the form that the kernels take."""
-        return GatedDeltaMemory(states["state"], LogMemory(log["key"], log["value"], log["decay"]) if log else None)
+        return LoggedMemory(states["state"], LogMemory(log["key"], log["value"], log["decay"]) if log else None)
 
     def prefill(
         self,
@@ -81,15 +71,13 @@ class GatedDelta:
         out_THV: Tensor | None = None,
     ) -> Tensor:
         """Run over the new tokens of N sequences; return ``out_THV``, where tokens are replayed without theirs."""
-        return self.kernels.prefill(inputs, memory.state_SHKV, slots, chunks, replay, out_THV)
+        return self.kernels.prefill(inputs, memory.state_SX, slots, chunks, replay, out_THV)
 
     def decode(self, inputs: GatedDeltaInputs, memory: GatedDeltaMemory, slots: Slots, log: LogBatch | None) -> Tensor:
         """Advance N sequences by one token each; return ``out_THV``."""
-        if log is not None and memory.log is not None:
-            return self.kernels.decode_logged(inputs, memory.state_SHKV, slots, memory.log, log)
-        return self.kernels.decode(inputs, memory.state_SHKV, slots)
+        return self.kernels.advance(inputs, memory, slots, log)
 
     def fold(self, memory: GatedDeltaMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
         """Fold N logs into the states in N slots, in all stacked layers."""
         if memory.log is not None:
-            self.kernels.fold(memory.state_SHKV, memory.log, slot_N, log_N, len_N)
+            self.kernels.fold(memory.state_SX, memory.log, slot_N, log_N, len_N)

@@ -3,37 +3,27 @@
 Shape suffixes: T tokens, N sequences, V channels, K dimensions of a channel's state, S slots.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
 from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import ChunkTable
+from strandline.kernels.operation import Operation
+from strandline.kernels.recurrences.logged_kernels import LoggedKernels, LoggedMemory
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_decode, mamba1_prefill
 from strandline.kernels.recurrences.mamba1_log import LOG_TOKENS, LogMemory, mamba1_decode_logged, mamba1_fold
 from strandline.specs import LogSpec, TensorSpec
 
+Mamba1Memory = LoggedMemory[LogMemory]
 
-@dataclass(frozen=True, slots=True)
-class Mamba1Memory:
-    """One layer's states and logs, or those of several stacked layers."""
+OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (mamba1_prefill, mamba1_decode, mamba1_decode_logged, mamba1_fold)
 
-    state_SVK: Tensor
-    log: LogMemory | None
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba1Kernels:
-    """The functions that advance states."""
-
-    prefill: Callable[..., Tensor] = mamba1_prefill.reference
-    decode: Callable[..., Tensor] = mamba1_decode.reference
-    decode_logged: Callable[..., Tensor] = mamba1_decode_logged.reference
-    fold: Callable[..., None] = mamba1_fold.reference
+REFERENCES: Final = LoggedKernels(*(operation.reference for operation in OPERATIONS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +36,13 @@ class Mamba1:
 
     A_log_VK: Tensor
     state_dtype: str
-    kernels: Mamba1Kernels = Mamba1Kernels()
+    kernels: LoggedKernels = REFERENCES
 
-    operations: ClassVar = (mamba1_prefill, mamba1_decode, mamba1_decode_logged, mamba1_fold)
+    operations: ClassVar = OPERATIONS
 
     def with_kernels(self, kernels: Kernels) -> "Mamba1":
         """Return the recurrence as these kernels compute it."""
-        return replace(self, kernels=Mamba1Kernels(*(kernels[operation] for operation in self.operations)))
+        return replace(self, kernels=LoggedKernels(*(kernels[operation] for operation in OPERATIONS)))
 
     @cached_property
     def states(self) -> tuple[TensorSpec, ...]:
@@ -67,19 +57,17 @@ class Mamba1:
 
     def bind(self, states: Mapping[str, Tensor], log: Mapping[str, Tensor] | None) -> Mamba1Memory:
         """Return the layer's memory as the kernels take it."""
-        return Mamba1Memory(states["state"], LogMemory(log["step"], log["input"], log["B"]) if log else None)
+        return LoggedMemory(states["state"], LogMemory(log["step"], log["input"], log["B"]) if log else None)
 
     def prefill(self, inputs: Mamba1Inputs, memory: Mamba1Memory, slots: Slots, chunks: ChunkTable) -> Tensor:
         """Run over the new tokens of N sequences; return ``out_TV``."""
-        return self.kernels.prefill(inputs, memory.state_SVK, slots, chunks)
+        return self.kernels.prefill(inputs, memory.state_SX, slots, chunks)
 
     def decode(self, inputs: Mamba1Inputs, memory: Mamba1Memory, slots: Slots, log: LogBatch | None) -> Tensor:
         """Advance N sequences by one token each; return ``out_TV``."""
-        if log is not None and memory.log is not None:
-            return self.kernels.decode_logged(inputs, memory.state_SVK, slots, memory.log, log)
-        return self.kernels.decode(inputs, memory.state_SVK, slots)
+        return self.kernels.advance(inputs, memory, slots, log)
 
     def fold(self, memory: Mamba1Memory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
         """Fold N logs into the states in N slots."""
         if memory.log is not None:
-            self.kernels.fold(memory.state_SVK, memory.log, self.A_log_VK.unsqueeze(0), slot_N, log_N, len_N)
+            self.kernels.fold(memory.state_SX, memory.log, self.A_log_VK.unsqueeze(0), slot_N, log_N, len_N)

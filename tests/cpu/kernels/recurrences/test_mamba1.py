@@ -13,9 +13,10 @@ from strandline.ids import NULL_LOG
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.recurrences.logged_kernels import LoggedKernels
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_prefill
 from strandline.kernels.recurrences.mamba1_log import LOG_TOKENS
-from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Kernels
+from strandline.kernels.recurrences.mamba1_recurrence import REFERENCES, Mamba1
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
 from strandline.specs import LayerSpec, ModelSpec
 
@@ -78,7 +79,7 @@ def test_a_recurrence_equals_itself_alone() -> None:
 class Sequences:
     """Sequences that decode side by side, each with a log of its own, and the same again without logs."""
 
-    def __init__(self, count: int, kernels: Mamba1Kernels) -> None:
+    def __init__(self, count: int, kernels: LoggedKernels) -> None:
         self.recurrence = Mamba1(random_rates(), "float32", kernels)
         spec = ModelSpec((LayerSpec(states=self.recurrence.states, log=self.recurrence.log),), 4, "float32")
         self.arena = ArenaTensors(spec, NUM_SLABS, num_logs=NUM_LOGS)
@@ -88,7 +89,7 @@ class Sequences:
         assert self.memory.log is not None
         for tensor in (self.memory.log.step_JLV, self.memory.log.input_JLV, self.memory.log.B_JLK):
             tensor.fill_(torch.nan)
-        self.state_SVK = self.memory.state_SVK
+        self.state_SVK = self.memory.state_SX
         self.state_SVK[1 : 1 + count] = torch.randn(count, NUM_CHANNELS, STATE_DIM)
         self.plain_SVK = self.state_SVK.clone()
         self.lens = [0] * count
@@ -116,16 +117,16 @@ class Sequences:
 
 
 @pytest.fixture(params=["torch", "triton"])
-def kernels(request: pytest.FixtureRequest) -> Mamba1Kernels:
+def kernels(request: pytest.FixtureRequest) -> LoggedKernels:
     if request.param == "torch":
-        return Mamba1Kernels()
+        return REFERENCES
     pytest.importorskip("triton")
     versions = ((operation.name, operation.backends[0].module) for operation in Mamba1.operations)
-    return Mamba1Kernels(*(getattr(import_module(f"strandline.kernels.{module}"), name) for name, module in versions))
+    return LoggedKernels(*(getattr(import_module(f"strandline.kernels.{module}"), name) for name, module in versions))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_logs_change_no_bit(seed: int, kernels: Mamba1Kernels) -> None:
+def test_logs_change_no_bit(seed: int, kernels: LoggedKernels) -> None:
     rng, sequences = random.Random(seed), Sequences(4, kernels)
     for _ in range(30):
         members = rng.sample(range(4), rng.randint(1, 4))
@@ -136,7 +137,7 @@ def test_logs_change_no_bit(seed: int, kernels: Mamba1Kernels) -> None:
     sequences.fold_all()
 
 
-def test_an_ended_sequence_changes_neither_state_nor_log(kernels: Mamba1Kernels) -> None:
+def test_an_ended_sequence_changes_neither_state_nor_log(kernels: LoggedKernels) -> None:
     sequences = Sequences(2, kernels)
     sequences.step([0, 1], [])
     before = [tensor.clone() for tensor in (sequences.state_SVK, sequences.arena.stacks[0].log["step"])]
@@ -148,7 +149,7 @@ def test_an_ended_sequence_changes_neither_state_nor_log(kernels: Mamba1Kernels)
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_state_that_moves_leaves_its_source_as_it_was(kernels: Mamba1Kernels) -> None:
+def test_a_state_that_moves_leaves_its_source_as_it_was(kernels: LoggedKernels) -> None:
     sequences = Sequences(1, kernels)
     before_VK = sequences.state_SVK[1].clone()
     logs = LogBatch(torch.tensor([NULL_LOG]), torch.tensor([0]), slice(0, 1), (0,), torch.tensor([1]), (1,))
