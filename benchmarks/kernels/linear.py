@@ -14,6 +14,7 @@ from operands import FORMATS, GROUPS, bind_norm, num_bytes, product, random_weig
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.launch import Launch as TileLaunch
 from strandline.kernels.rowwise.quantized_rows import plain_rows
 
 ROWS = (1, 2, 3, 4, 8, 16, 64, 256, 512, 2048, 8192)
@@ -166,14 +167,16 @@ def launches(weight_format: str, shape: Shape, rows: int) -> Iterator[Launch]:
     if weight_format == "dense":
         yield from dense_launches(shape, rows)
     elif weight_format == "fp8":
-        from strandline.kernels.gemm.block_scaled_triton import Tile
-
-        yield from quantized_launches("gemm.block_scaled_triton", (Gemv, FP8_GEMVS), (Tile, FP8_TILES), rows, 128)
+        gemvs, tiles = (Gemv, FP8_GEMVS), (tile_of, FP8_TILES)
+        yield from quantized_launches("gemm.block_scaled_triton", gemvs, tiles, rows, 128)
     else:
-        from strandline.kernels.gemm import four_bit_launches as kinds
-
-        gemvs, tiles = (Gemv, INT4_GEMVS), (kinds.Tile, INT4_TILES)
+        gemvs, tiles = (Gemv, INT4_GEMVS), (tile_of, INT4_TILES)
         yield from quantized_launches("gemm.four_bit_triton", gemvs, tiles, rows, 256)
+
+
+def tile_of(block_n: int, block_m: int, warps: int, stages: int) -> TileLaunch:
+    """Return a tile of a quantised weight, whose programs take 128 inputs at a time."""
+    return TileLaunch(block_m, block_n, 128, warps, stages)
 
 
 def dense_launches(shape: Shape, rows: int) -> Iterator[Launch]:

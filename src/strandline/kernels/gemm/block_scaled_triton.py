@@ -5,7 +5,7 @@ of many rows by torch where it can. With few rows narrow weights are split among
 too, and the parts are added up in order. Rows that are not quantised yet are quantised by the programs of a
 matrix-vector product themselves; otherwise a separate launch does so first.
 
-A launch of few rows may multiply them with an ordinary weight, too (``Beside``): programs of its own do that.
+A launch of few rows may multiply them with an ordinary weight, too (``SecondTile``): programs of its own do that.
 
 Invariant: ``_invariant`` versions add up in an order that depends on neither the number of rows nor the tile.
 
@@ -14,7 +14,6 @@ Shape suffixes: as in ``block_scaled.py``.
 # mypy: ignore-errors
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,23 +31,6 @@ from strandline.kernels.sizes import NUM_SMS, cdiv
 MAX_ROWS_GEMV = 4
 
 
-class Tile(NamedTuple):
-    """How a product of more rows is tiled."""
-
-    block_n: int
-    block_m: int
-    warps: int
-    stages: int
-
-
-class Beside(NamedTuple):
-    """An ordinary weight that the same rows are multiplied with in the same launch; its outputs come behind."""
-
-    plain_TI: Tensor
-    values_OI: Tensor
-    """Contiguous."""
-
-
 GEMV_WIDE = Gemv(4, 512, 1)
 GEMV_NARROW = Gemv(4, 2048, 4)
 """For many and few outputs (benchmarks/kernels, `linear/fp8`). Where a chunk of the rows has 16 numbers per thread,
@@ -64,16 +46,16 @@ product as many instructions again, and a larger weight has them wait for these,
 """
 
 TILES = {
-    16: Tile(64, 16, 4, 6),
-    32: Tile(64, 32, 4, 5),
-    64: Tile(64, 64, 4, 4),
+    16: Launch(16, 64, GROUP, 4, 6),
+    32: Launch(32, 64, GROUP, 4, 5),
+    64: Launch(64, 64, GROUP, 4, 4),
 }
 """By the largest number of rows."""
 
-TILE_WIDE = Tile(128, 16, 4, 4)
+TILE_WIDE = Launch(16, 128, GROUP, 4, 4)
 """For up to 16 rows and many outputs."""
 
-TILE_MANY = Tile(64, 128, 4, 4)
+TILE_MANY = Launch(128, 64, GROUP, 4, 4)
 
 MAX_ROWS_TILES = 128
 """With more rows, torch's product takes two thirds of the time."""
@@ -152,17 +134,18 @@ def multiply_into(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tens
         multiply_in_torch(out_TO, rows, weight, bias_O)
     else:
         tile = choose_tile(num_rows, len(weight.values))
-        launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, choose_spans(num_rows, weight, tile))
+        tile = tile._replace(splits=choose_spans(num_rows, weight, tile))
+        launch_tiles(out_TO, quantized(rows), weight, bias_O, tile)
 
 
 def multiply_into_invariant(out_TO: Tensor, rows: Rows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
     """As :func:`multiply_into`, with the same order of sums for any number of rows."""
     if len(rows):
         tile = choose_tile(max(len(rows), MIN_ROWS_HOPPER.value), len(weight.values))
-        launch_gemm(out_TO, quantized(rows), weight, bias_O, tile, 1)
+        launch_tiles(out_TO, quantized(rows), weight, bias_O, tile)
 
 
-def multiply_beside(out_TO: Tensor, rows: Rows, weight: ScaledWeight, beside: Beside) -> None:
+def multiply_beside(out_TO: Tensor, rows: Rows, weight: ScaledWeight, beside: SecondTile) -> None:
     """Fill ``out_TO`` with the products of one to ``MAX_ROWS_SPLIT`` rows with both weights."""
     num_rows, num_outputs = len(rows), len(weight.values)
     if uses_gemv(num_rows, weight):
@@ -170,8 +153,8 @@ def multiply_beside(out_TO: Tensor, rows: Rows, weight: ScaledWeight, beside: Be
         launch_gemv(out_TO, rows, weight, None, choose_gemv(num_outputs), second=second)
         return
     tile = choose_tile(num_rows, num_outputs)
-    spans = choose_spans(num_rows, weight, tile, len(beside.values_OI))
-    launch_gemm(out_TO, quantized(rows), weight, None, tile, spans, beside)
+    tile = tile._replace(splits=choose_spans(num_rows, weight, tile, len(beside.values_OI)))
+    launch_tiles(out_TO, quantized(rows), weight, None, tile, beside)
 
 
 def can_multiply_in_torch(rows: Rows, weight: ScaledWeight) -> bool:
@@ -218,13 +201,13 @@ def choose_gemv(num_outputs: int) -> Gemv:
     return GEMV_WIDE if num_outputs >= WIDE_OUTPUTS else GEMV_NARROW
 
 
-def choose_tile(num_rows: int, num_outputs: int) -> Tile:
+def choose_tile(num_rows: int, num_outputs: int) -> Launch:
     if num_rows <= TILE_WIDE.block_m and num_outputs >= WIDE_OUTPUTS:
         return TILE_WIDE
     return next((tile for rows, tile in TILES.items() if num_rows <= rows), TILE_MANY)
 
 
-def choose_spans(num_rows: int, weight: ScaledWeight, tile: Tile, num_beside: int = 0) -> int:
+def choose_spans(num_rows: int, weight: ScaledWeight, tile: Launch, num_beside: int = 0) -> int:
     """Return among how many programs the inputs of a tile are dealt out.
 
     Args:
@@ -235,23 +218,3 @@ def choose_spans(num_rows: int, weight: ScaledWeight, tile: Tile, num_beside: in
     num_outputs, num_inputs = weight.values.shape
     num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_beside, tile.block_n)) * cdiv(num_rows, tile.block_m)
     return max(1, min(MAX_SPANS, PROGRAMS_SPLIT // num_tiles, cdiv(num_inputs, GROUP)))
-
-
-def launch_gemm(
-    out_TO: Tensor,
-    rows: QuantizedRows,
-    weight: ScaledWeight,
-    bias_O: Tensor | None,
-    tile: Tile,
-    spans: int,
-    beside: Beside | None = None,
-) -> None:
-    """Fill ``out_TO`` with the product of quantised rows.
-
-    Args:
-        bias_O: of the weight; None if there is one beside it.
-        spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
-    """
-    launch = Launch(tile.block_m, tile.block_n, GROUP, tile.warps, tile.stages, spans)
-    second = None if beside is None else SecondTile(*beside)
-    launch_tiles(out_TO, rows, weight, bias_O, launch, second)

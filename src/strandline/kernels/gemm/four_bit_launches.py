@@ -3,23 +3,14 @@
 Measured by ``python benchmarks/kernels --case '*/int4' --sweep``. All that depends on the GPU is here.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from strandline.kernels.gemm.rows_triton import Gemv
+from strandline.kernels.gemm.weights import BLOCK_INPUTS
+from strandline.kernels.launch import Launch
 from strandline.kernels.sizes import NUM_SMS, cdiv
-
-
-class Tile(NamedTuple):
-    """How a product of more rows is tiled."""
-
-    block_n: int
-    """Outputs; from 64 on and with four warps, tensor cores of Hopper GPUs take the weight from registers."""
-    block_m: int
-    warps: int
-    stages: int
-
 
 GEMV_WIDE: Final = Gemv(4, 1024, 1)
 GEMV_NARROW: Final = Gemv(4, 4096, 4)
@@ -35,16 +26,21 @@ MAX_ROWS_GEMV: Final = 4
 MAX_CODES_GEMV: Final = {1: 1 << 62, 2: 1 << 24, 4: 1 << 23}
 """By the largest number of rows: codes of a weight beyond which tiles are faster."""
 
-TILES_NARROW: Final = {16: Tile(64, 16, 2, 4), 64: Tile(128, 32, 4, 3)}
-TILES_WIDE: Final = {16: Tile(128, 16, 4, 3), 32: Tile(128, 32, 4, 3), 64: Tile(128, 64, 8, 3)}
-"""For few outputs and for many, by the largest number of rows."""
+TILES_NARROW: Final = {16: Launch(16, 64, BLOCK_INPUTS, 2, 4), 64: Launch(32, 128, BLOCK_INPUTS, 4, 3)}
+TILES_WIDE: Final = {
+    16: Launch(16, 128, BLOCK_INPUTS, 4, 3),
+    32: Launch(32, 128, BLOCK_INPUTS, 4, 3),
+    64: Launch(64, 128, BLOCK_INPUTS, 8, 3),
+}
+"""For few outputs and for many, by the largest number of rows. From 64 outputs on and with four warps, tensor cores of
+Hopper GPUs take the weight from registers."""
 
-TILE_MANY: Final = Tile(128, 64, 8, 3)
+TILE_MANY: Final = Launch(64, 128, BLOCK_INPUTS, 8, 3)
 
 TILE_INVARIANT: Final = TILE_MANY
 """For any number of rows, if results may not depend on it."""
 
-TILE_FLOAT32: Final = Tile(64, 32, 4, 2)
+TILE_FLOAT32: Final = Launch(32, 64, BLOCK_INPUTS, 4, 2)
 """For any number of rows in plain float32, which does not use tensor cores: for tests and small models."""
 
 MAX_ROWS_NARROW: Final = 64
@@ -80,18 +76,18 @@ def uses_tiles(num_rows: int, num_outputs: int) -> bool:
     return num_rows <= (MAX_ROWS_WIDE if num_outputs >= WIDE_OUTPUTS else MAX_ROWS_NARROW)
 
 
-def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
+def choose_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Launch:
     if dtype == torch.float32:
         return TILE_FLOAT32
     tiles = TILES_WIDE if num_outputs >= WIDE_OUTPUTS else TILES_NARROW
     return next((tile for rows, tile in tiles.items() if num_rows <= rows), TILE_MANY)
 
 
-def choose_tile_invariant(dtype: torch.dtype) -> Tile:
+def choose_tile_invariant(dtype: torch.dtype) -> Launch:
     return TILE_FLOAT32 if dtype == torch.float32 else TILE_INVARIANT
 
 
-def choose_spans(num_rows: int, num_outputs: int, num_blocks: int, tile: Tile) -> int:
+def choose_spans(num_rows: int, num_outputs: int, num_blocks: int, tile: Launch) -> int:
     """Return among how many programs the inputs of a tile are dealt out.
 
     Args:

@@ -24,7 +24,6 @@ from strandline.kernels.gemm import linear_triton
 from strandline.kernels.gemm.formats.four_bit_triton import BLOCK_INPUTS, BLOCK_WORDS, load_zeros, unpack_plane
 from strandline.kernels.gemm.four_bit_launches import (
     SCRATCH_CODES,
-    Tile,
     choose_gemv,
     choose_spans,
     choose_tile,
@@ -35,7 +34,6 @@ from strandline.kernels.gemm.four_bit_launches import (
 from strandline.kernels.gemm.rows_triton import Second, launch_gemv
 from strandline.kernels.gemm.tiles_triton import SecondTile, launch_tiles
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight
-from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import flat_rows, new_output, shaped
@@ -126,7 +124,7 @@ def multiply_into(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: T
     elif uses_tiles(num_rows, num_outputs):
         tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
         spans = choose_spans(num_rows, num_outputs, cdiv(num_inputs, BLOCK_INPUTS.value), tile)
-        launch_tile(out_TO, x_TI, weight, bias_O, tile, spans)
+        launch_tiles(out_TO, x_TI, weight, bias_O, tile._replace(splits=spans))
     else:
         multiply_dequantized(out_TO, x_TI, weight, bias_O)
 
@@ -134,7 +132,7 @@ def multiply_into(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: T
 def multiply_into_invariant(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:
     """As :func:`multiply_into`, with the same order of sums for any number of rows."""
     if len(x_TI):
-        launch_tile(out_TO, x_TI, weight, bias_O, choose_tile_invariant(x_TI.dtype), 1)
+        launch_tiles(out_TO, x_TI, weight, bias_O, choose_tile_invariant(x_TI.dtype))
 
 
 def multiply_beside(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, dense_OI: Tensor) -> None:
@@ -146,27 +144,7 @@ def multiply_beside(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, dense_O
         return
     tile = choose_tile(num_rows, num_outputs, x_TI.dtype)
     spans = choose_spans(num_rows, num_outputs + len(dense_OI), cdiv(num_inputs, BLOCK_INPUTS.value), tile)
-    launch_tile(out_TO, x_TI, weight, None, tile, spans, dense_OI)
-
-
-def launch_tile(
-    out_TO: Tensor,
-    x_TI: Tensor,
-    weight: FourBitWeight,
-    bias_O: Tensor | None,
-    tile: Tile,
-    spans: int,
-    dense_OI: Tensor | None = None,
-) -> None:
-    """Fill ``out_TO`` with the product of rows.
-
-    Args:
-        bias_O: of the weight; None if there is an ordinary one behind it.
-        spans: of the inputs, each multiplied by programs of its own; adding them up takes one more launch.
-        dense_OI: an ordinary weight that is multiplied in the same launch; its outputs come after the others.
-    """
-    launch = Launch(tile.block_m, tile.block_n, BLOCK_INPUTS.value, tile.warps, tile.stages, spans)
-    launch_tiles(out_TO, x_TI, weight, bias_O, launch, None if dense_OI is None else SecondTile(x_TI, dense_OI))
+    launch_tiles(out_TO, x_TI, weight, None, tile._replace(splits=spans), SecondTile(x_TI, dense_OI))
 
 
 def multiply_dequantized(out_TO: Tensor, x_TI: Tensor, weight: FourBitWeight, bias_O: Tensor | None) -> None:

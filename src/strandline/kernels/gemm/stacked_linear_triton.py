@@ -12,7 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from strandline.kernels.gemm import block_scaled_triton, four_bit_triton, linear_triton, matmul_triton
-from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_SPLIT, Beside, multiply_beside
+from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_SPLIT, multiply_beside
+from strandline.kernels.gemm.tiles_triton import SecondTile
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, StackedWeight
 from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, new_output, plain_rows, shaped
 from strandline.kernels.rowwise.quantizing_triton import quantized
@@ -43,7 +44,7 @@ def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None)
     if isinstance(first, FourBitWeight):
         four_bit_triton.multiply_beside(out_TO, rows, first, dense.values_OI)
     else:
-        multiply_beside(out_TO, rows, first, Beside(plain_rows(rows), dense.values_OI))
+        multiply_beside(out_TO, rows, first, SecondTile(plain_rows(rows), dense.values_OI))
     return shaped(out_TO, x)
 
 

@@ -19,8 +19,10 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import block_scaled_triton, stacked_linear_triton
-from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_GEMV, Tile
+from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_GEMV
 from strandline.kernels.gemm.rows_triton import Gemv
+from strandline.kernels.gemm.tiles_triton import launch_tiles
+from strandline.kernels.launch import Launch
 from strandline.kernels.rowwise import activation_triton, quantizing_triton
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
@@ -59,14 +61,14 @@ def check_linear(
 
 
 def check_tile(
-    tile: Tile, spans: int, num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str
+    tile: Launch, spans: int, num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str
 ) -> Tensor:
     """Compare one way of tiling with the reference implementation, and return its result."""
     x, weight = make_x(num_rows, num_inputs, dtype, device), scaled_weight(num_outputs, num_inputs, device=device)
     expected = block_scaled_linear.reference(x, weight)
     with poisoned_memory():
         actual = torch.empty_like(expected)
-        block_scaled_triton.launch_gemm(actual, quantize_rows(x), weight, None, tile, spans)
+        launch_tiles(actual, quantize_rows(x), weight, None, tile._replace(splits=spans))
     assert error(actual, expected.double()) < TOLERANCES[dtype]
     return actual
 
@@ -133,8 +135,8 @@ def test_other_scales_equal_the_reference(num_rows: int, rows_per_scale: int) ->
 
 
 @pytest.mark.parametrize("spans", [1, 3])
-@pytest.mark.parametrize("tile", [Tile(64, 16, 4, 1), Tile(32, 64, 4, 1)])
-def test_tiles_equal_the_reference(tile: Tile, spans: int) -> None:
+@pytest.mark.parametrize("tile", [Launch(16, 64, GROUP, 4, 1), Launch(64, 32, GROUP, 4, 1)])
+def test_tiles_equal_the_reference(tile: Launch, spans: int) -> None:
     check_tile(tile, spans, 70, 520, 100, torch.float32, "cpu")
 
 

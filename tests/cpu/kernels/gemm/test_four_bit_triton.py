@@ -19,8 +19,10 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import four_bit_launches, four_bit_triton, stacked_linear_triton
-from strandline.kernels.gemm.four_bit_launches import Tile
 from strandline.kernels.gemm.rows_triton import Gemv
+from strandline.kernels.gemm.tiles_triton import launch_tiles
+from strandline.kernels.gemm.weights import BLOCK_INPUTS
+from strandline.kernels.launch import Launch
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -85,7 +87,7 @@ def check_linear(
 
 
 def check_tile(
-    tile: Tile,
+    tile: Launch,
     spans: int,
     num_rows: int,
     num_inputs: int,
@@ -100,7 +102,7 @@ def check_tile(
         weight = four_bit_weight(num_outputs, num_inputs, group=group, symmetric=symmetric, device=device)
         with poisoned_memory():
             found = torch.empty(num_rows, num_outputs, dtype=dtype, device=device)
-            four_bit_triton.launch_tile(found, x, weight, bias, tile, spans)
+            launch_tiles(found, x, weight, bias, tile._replace(splits=spans))
         check(found, x, weight, bias)
 
 
@@ -196,8 +198,10 @@ def test_scales_of_whole_rows_may_be_repeated(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS_FOUR_BIT)
-@pytest.mark.parametrize(("tile", "spans"), [(Tile(64, 16, 4, 1), 3), (Tile(32, 64, 4, 1), 1)])
-def test_tiles_are_as_exact_as_dequantised(tile: Tile, spans: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("tile", "spans"), [(Launch(16, 64, BLOCK_INPUTS, 4, 1), 3), (Launch(64, 32, BLOCK_INPUTS, 4, 1), 1)]
+)
+def test_tiles_are_as_exact_as_dequantised(tile: Launch, spans: int, group: int) -> None:
     check_tile(tile, spans, 70, 520, 100, DTYPES[group == 64], "cpu", group)
 
 
@@ -221,12 +225,12 @@ def test_many_rows_multiply_the_dequantised_weight(dtype: torch.dtype, monkeypat
 
 def test_ways_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
-    for name in ("launch_gemv", "launch_tile", "multiply_dequantized"):
+    for name in ("launch_gemv", "launch_tiles", "multiply_dequantized"):
         monkeypatch.setattr(four_bit_triton, name, lambda *_, name=name, **__: taken.append(name))
     weight = four_bit_weight(64, 128)
     for num_rows in (0, 1, 16, four_bit_launches.MAX_ROWS_NARROW + 1):
         four_bit_triton.four_bit_linear(torch.zeros(num_rows, 128), weight)
-    assert taken == ["launch_gemv", "launch_tile", "multiply_dequantized"]
+    assert taken == ["launch_gemv", "launch_tiles", "multiply_dequantized"]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 9, 65])

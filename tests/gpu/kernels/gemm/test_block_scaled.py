@@ -5,8 +5,10 @@ import torch
 
 from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels.gemm import block_scaled_triton
-from strandline.kernels.gemm.block_scaled_triton import Tile, can_multiply_in_torch
+from strandline.kernels.gemm.block_scaled_triton import can_multiply_in_torch
 from strandline.kernels.gemm.rows_triton import Gemv
+from strandline.kernels.gemm.tiles_triton import launch_tiles
+from strandline.kernels.launch import Launch
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 from tests.cpu.kernels.gemm.test_block_scaled import ROWS_PER_SCALE, SIZES, error, exact, make_x, scaled_weight
@@ -46,7 +48,7 @@ def test_other_scales_equal_the_reference(num_rows: int, rows_per_scale: int) ->
 
 @pytest.mark.parametrize("spans", [1, 4])
 @pytest.mark.parametrize("tile", [*block_scaled_triton.TILES.values(), block_scaled_triton.TILE_MANY])
-def test_tiles_equal_the_reference(tile: Tile, spans: int) -> None:
+def test_tiles_equal_the_reference(tile: Launch, spans: int) -> None:
     check_tile(tile, spans, 200, 1024, 384, torch.bfloat16, "cuda")
 
 
@@ -136,5 +138,5 @@ def test_products_are_as_close_to_float64_as_torchs(
         assert error(multiply(x, weight), expected) <= most, multiply.__name__
     tile = block_scaled_triton.choose_tile(num_rows, num_outputs)
     ours = torch.empty_like(theirs)
-    block_scaled_triton.launch_gemm(ours, rows, weight, None, tile, 1)
+    launch_tiles(ours, rows, weight, None, tile)
     assert error(ours, expected) <= most, tile

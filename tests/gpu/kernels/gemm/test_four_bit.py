@@ -5,7 +5,7 @@ import torch
 
 from strandline.device.dtypes import PRODUCT_CAPABILITY
 from strandline.kernels.gemm import four_bit_launches, four_bit_triton
-from strandline.kernels.gemm.four_bit_launches import Tile
+from strandline.kernels.gemm.four_bit_launches import Launch
 from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.gemm.weights import GROUPS_FOUR_BIT
 from tests.cpu.kernels.gemm.test_four_bit import SIZES, four_bit_weight
@@ -57,8 +57,8 @@ def test_float16_rows_are_as_exact_as_dequantised(num_rows: int) -> None:
 
 @pytest.mark.parametrize("group", GROUPS_FOUR_BIT)
 @pytest.mark.parametrize("spans", [1, 4])
-@pytest.mark.parametrize("tile", [*sorted(TILES), Tile(64, 16, 2, 3)], ids=str)
-def test_tiles_are_as_exact_as_dequantised(tile: Tile, spans: int, group: int) -> None:
+@pytest.mark.parametrize("tile", [*sorted(TILES), Launch(16, 64, 128, 2, 3)], ids=str)
+def test_tiles_are_as_exact_as_dequantised(tile: Launch, spans: int, group: int) -> None:
     check_tile(tile, spans, 200, 1032, 392, torch.bfloat16, "cuda", group)
 
 
