@@ -49,20 +49,33 @@ def multiply_bfloat16() -> None:
 
 def subtract_bfloat16() -> None:
     """Let kernels subtract bfloat16: Triton 3.6's interpreter subtracts the bits. Differences have to be exact."""
+    _compute_bfloat16("create_fsub", np.subtract)
+
+
+def scale_bfloat16() -> None:
+    """Let kernels multiply bfloat16 without ``tl.dot``: Triton 3.6's interpreter multiplies the bits.
+
+    Products have to be exact.
+    """
+    _compute_bfloat16("create_fmul", np.multiply)
+
+
+def _compute_bfloat16(name: str, compute: Any) -> None:
+    """Let the interpreter compute a function of two bfloat16 operands with their numbers."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
-    subtract = builder.create_fsub
+    plain = getattr(builder, name)
 
-    def subtract_numbers(self: Any, a: Any, b: Any) -> Any:
+    def compute_numbers(self: Any, a: Any, b: Any) -> Any:
         if a.dtype.scalar != interpreter.tl.bfloat16:
-            return subtract(self, a, b)
+            return plain(self, a, b)
         wide_a, wide_b = ((x.data.astype(np.uint32) << 16).view(np.float32) for x in (a, b))
-        bits = (wide_a - wide_b).view(np.uint32) >> 16
+        bits = compute(wide_a, wide_b).view(np.uint32) >> 16
         return interpreter.TensorHandle(bits.astype(np.uint16), a.dtype.scalar)
 
-    builder.create_fsub = subtract_numbers
+    setattr(builder, name, compute_numbers)
 
 
 def convert_e4m3() -> None:

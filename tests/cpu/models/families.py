@@ -1,5 +1,6 @@
 """Tiny random models of every family, made by transformers: the oracle that ours are held to."""
 
+import copy
 import json
 from functools import cache
 from math import inf
@@ -907,9 +908,18 @@ def greedy_tokens(name: str, prompts: list[list[int]], answers: list[list[int]])
     ]
 
 
-def save(name: str, directory: Path) -> Path:
-    """Write the oracle in the published layout."""
-    oracle(name).save_pretrained(directory / name)
+def save(name: str, directory: Path, **sizes: int) -> Path:
+    """Write the oracle in the published layout.
+
+    Args:
+        sizes: other values of those fields of the configuration that it has.
+    """
+    config = copy.deepcopy(config_of(name))
+    text = config.get_text_config()
+    for field in vars(text).keys() & sizes:
+        setattr(text, field, sizes[field])
+    model = random_model(config, len(name)) if sizes else oracle(name)
+    model.save_pretrained(directory / name)
     if name == "kimi_linear":
         _name_dense_parts(directory / name / "model.safetensors", config_of(name))
     if name == "olmo_hybrid":

@@ -6,7 +6,7 @@ Measured by ``benchmarks/kernels``, ``experts --sweep``.
 from typing import Final, NamedTuple
 
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
 from strandline.kernels.sizes import next_power_of_2
 
 MAX_TOKENS_FEW: Final = 4
@@ -54,6 +54,7 @@ UP_ONE_RELU: Final = (4, 1024, 1)
 FEW: Final = {
     ScaledWeight: (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4)),
     FourBitWeight: (few := Few(4, 2048, 2, 8, 4), few),
+    Fp4Weight: (few, few),
 }
 """For one token, and for more. In FP8 a program of one warp needs no barrier; of the second product of one token every
 warp has one of eight choices."""

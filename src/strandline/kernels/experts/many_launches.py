@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import GROUP
@@ -62,7 +62,9 @@ FOUR_BIT: Final = Measured(
     float32=(Launch(32, 32, BLOCK_INPUTS, 4, 2), Launch(32, 32, BLOCK_INPUTS, 4, 2)),
 )
 
-MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, FourBitWeight: FOUR_BIT}
+FP4: Final = FOUR_BIT
+
+MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}
 """By the class of the experts' weights."""
 
 

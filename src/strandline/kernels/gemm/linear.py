@@ -21,6 +21,7 @@ from strandline.kernels.gemm.four_bit import four_bit_gated_linear, four_bit_lin
 from strandline.kernels.gemm.weights import (
     DenseWeight,
     FourBitWeight,
+    Fp4Weight,
     HalfWeight,
     PackedWeight,
     ScaledWeight,
@@ -84,13 +85,16 @@ def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None)
     return out if bias_O is None else out.add_(bias_O)
 
 
-def multiply_reference(x: Rows, weight: DenseWeight | ScaledWeight | FourBitWeight) -> Tensor:
+def multiply_reference(x: Rows, weight: DenseWeight | ScaledWeight | FourBitWeight | Fp4Weight) -> Tensor:
     """Return ``x weight^T``, by reference implementations."""
     match weight:
         case DenseWeight(values_OI):
             return linear.reference(plain_rows(x), values_OI)
         case FourBitWeight():
             return four_bit_linear.reference(plain_rows(x), weight)
+        case Fp4Weight():
+            x_TI = plain_rows(x)
+            return F.linear(x_TI.float(), weight.dequantize()).to(x_TI.dtype)
         case ScaledWeight():
             return block_scaled_linear.reference(x, weight)
     assert_never(weight)

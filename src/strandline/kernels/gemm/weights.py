@@ -154,6 +154,57 @@ def unpack_codes(words: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-4)
 
 
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers in FP4 by the lower three bits of a code; the fourth is the sign."""
+
+E8M0_BIAS: Final = 127
+"""A byte ``s`` is the scale ``2 ** (s - 127)`` in MXFP4."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp4Weight:
+    """A matrix in FP4 (e2m1), or several of one shape: ``number * scale * factor``.
+
+    Codes are laid out as in ``FourBitWeight``.
+    """
+
+    words: Tensor
+    """int32 ``[..., O, W]``, contiguous."""
+    scales: Tensor
+    """``[..., O, X]``, contiguous, for all groups of all blocks: e4m3, or uint8 exponents (``E8M0_BIAS``)."""
+    factors: Tensor
+    """float32 ``[..., O]``, contiguous."""
+    num_inputs: int
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale: 16 of those in e4m3, 32 of exponents."""
+        return self.words.shape[-1] * CODES_PER_WORD // self.scales.shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the matrices, ``[..., O, I]``."""
+        return (*self.words.shape[:-1], self.num_inputs)
+
+    def __getitem__(self, index: int) -> "Fp4Weight":
+        """Return one of several matrices."""
+        return Fp4Weight(self.words[index], self.scales[index], self.factors[index], self.num_inputs)
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers that it stands for, in float32."""
+        table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=self.words.device)
+        scales = scale_numbers(self.scales) * self.factors.unsqueeze(-1)
+        numbers = table[unpack_codes(self.words).int()] * scales.repeat_interleave(self.group, -1)
+        return numbers[..., : self.num_inputs]
+
+
+def scale_numbers(scales: Tensor) -> Tensor:
+    """Return the scales of weights in FP4 in float32."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - E8M0_BIAS)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight:
     """Matrices one above the other, each in a form of its own."""
@@ -167,6 +218,7 @@ class StackedWeight:
 
 
 Weight = DenseWeight | PackedWeight | HalfWeight | ScaledWeight | FourBitWeight | StackedWeight
+"""What linear layers multiply with; experts take some of these, and ``Fp4Weight``."""
 
 Layout = Callable[[Tensor], Weight]
 """Chooses the form of a loaded matrix."""

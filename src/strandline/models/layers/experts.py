@@ -27,7 +27,7 @@ from strandline.kernels.experts.moe import (
     with_shared,
 )
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.projection import Projection
@@ -119,7 +119,7 @@ class Experts(nn.Module):
             return self._quantized["up_XFE"], self._quantized["down_XEF"]
         return DenseWeight(self.up_XFE), DenseWeight(self.down_XEF)
 
-    def keep(self, name: str, weight: ScaledWeight | FourBitWeight) -> None:
+    def keep(self, name: str, weight: ScaledWeight | FourBitWeight | Fp4Weight) -> None:
         """Compute with this weight instead of the parameter of that name, which is freed; both get the same format."""
         delattr(self, name)
         self._quantized[name] = weight

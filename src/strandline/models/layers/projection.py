@@ -16,7 +16,14 @@ from strandline.kernels.gemm.linear import (
     bind_gated_linear_quantized,
     bind_linear,
 )
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Layout, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.gemm.weights import (
+    DenseWeight,
+    FourBitWeight,
+    Layout,
+    ScaledWeight,
+    StackedWeight,
+    Weight,
+)
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import QUANTIZED

@@ -83,6 +83,8 @@ class FourBitFormat:
 class StoredFourBit:
     """See ``StoredFormat``."""
 
+    is_for_experts_alone: ClassVar[bool] = False
+
     group: int
     """Inputs that share a scale."""
     scale_dtype: torch.dtype

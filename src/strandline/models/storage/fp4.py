@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
+from strandline.kernels.gemm.weights import E2M1, scale_numbers
 from strandline.models.layers.targets import Index, Target
 from strandline.models.storage.fp8 import CHUNK_ELEMENTS
 from strandline.models.storage.published import Holders
@@ -34,14 +35,11 @@ from strandline.models.storage.weights_files import WeightsFile
 CODES_DTYPE: Final = "U8"
 """As files name it."""
 
-E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers by the lower three bits of a code; the fourth is the sign."""
-
 MAX_WEIGHT: Final = 4096.0
 """No model has larger weights; files whose factor is the reciprocal of what it should be have."""
 
-E8M0_BIAS: Final = 127
 E8M0_NAN: Final = 255
+"""The exponent that stands for no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +135,12 @@ class PublishedFp4:
             self._read_numbers(name, outer)
         scale_NX = self.holders[self.scales].get(self.scales)
         factor = self._read_factor(outer)
-        if bool((_numbers(scale_NX) < 0).any()):
+        numbers_NX = scale_numbers(scale_NX)
+        if bool((numbers_NX < 0).any()):
             raise WeightsError(f"{self.scales} has negative scales")
-        largest = _numbers(scale_NX).amax()
-        if not bool(largest.isfinite()):
+        if not bool(numbers_NX.isfinite().all()) or (self.scheme.is_mxfp4 and bool((scale_NX == E8M0_NAN).any())):
             raise WeightsError(f"{self.scales} has scales that are not numbers")
+        largest = numbers_NX.amax()
         bound = float(largest * factor.max()) * E2M1[-1]
         if bound > MAX_WEIGHT:
             source = self.scales if self.factor is None else self.factor
@@ -179,8 +178,8 @@ class OpenFp4Weight:
     def part(self, index: Index) -> tuple[Tensor, Tensor, Tensor]:
         """Read a part, ``[rows, inputs]``, the dimensions before rows flattened.
 
-        Returns: uint8 codes, a float32 scale for each row and group that has some of the inputs, and a factor for each
-        row; all on the device.
+        Returns: uint8 codes, the scale of each row and group that has some of the inputs, as published, and a float32
+        factor for each row; all on the device.
         """
         index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         inputs = range(*index[-1].indices(self.shape[-1]))
@@ -191,7 +190,7 @@ class OpenFp4Weight:
         scale_NX = self.scale_NX[index[:-1]][..., inputs.start // group : -(-inputs.stop // group)].to(self.device)
         factor = self.factor[index[:-2]].to(self.device)
         rows = scale_NX.shape[-2]
-        return code_NK, _numbers(scale_NX).flatten(0, -2), factor.flatten().repeat_interleave(rows)
+        return code_NK, scale_NX.flatten(0, -2), factor.flatten().repeat_interleave(rows)
 
     def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         """See ``OpenWeight``; computed in float32, ``CHUNK_ELEMENTS`` at a time."""
@@ -205,15 +204,7 @@ class OpenFp4Weight:
         step = max(1, CHUNK_ELEMENTS // max(1, len(inputs)))
         for start in range(0, len(out_NK), step):
             rows = slice(start, start + step)
-            scaled_NX = scale_NX[rows] * factor_N[rows, None]
+            scaled_NX = scale_numbers(scale_NX[rows]) * factor_N[rows, None]
             out_NK[rows] = table[code_NK[rows].int()].mul_(scaled_NX[:, group_K])
         outer = [len(range(*part.indices(size))) for part, size in zip(index[:-1], self.shape[:-1], strict=True)]
         return out_NK.view(*outer, len(inputs))
-
-
-def _numbers(scale: Tensor) -> Tensor:
-    """Return published scales in float32."""
-    if scale.dtype != torch.uint8:
-        return scale.float()
-    powers = torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.int() - E8M0_BIAS)
-    return torch.where(scale == E8M0_NAN, torch.nan, powers)

@@ -58,6 +58,8 @@ class Fp8Format:
 class StoredFp8:
     """See ``StoredFormat``."""
 
+    is_for_experts_alone = False
+
     def cuts(self, piece: Piece, target: Target) -> bool:
         """Return whether ``GROUP`` inputs of a piece, or of another shard's, are in two blocks of the weight."""
         if len(piece.index) < len(target.shape):

@@ -59,10 +59,10 @@ def values_of(weight: Any) -> Tensor:
     """Return what a weight of any form stands for."""
     if isinstance(weight, StackedWeight):
         return torch.cat([values_of(part) for part in weight.parts])
-    if isinstance(weight, FourBitWeight):
-        return weight.dequantize()
-    assert isinstance(weight, DenseWeight)
-    return weight.values_OI
+    if isinstance(weight, DenseWeight):
+        return weight.values_OI
+    dequantized: Tensor = weight.dequantize()
+    return dequantized
 
 
 def assert_same_weights(kept: Any, dequantized: Any) -> None:

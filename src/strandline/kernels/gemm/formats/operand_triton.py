@@ -38,8 +38,8 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from strandline.kernels.gemm.formats import dense_triton, four_bit_triton, fp8_triton
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight, Weight
+from strandline.kernels.gemm.formats import dense_triton, four_bit_triton, fp4_triton, fp8_triton
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, Weight
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -98,6 +98,7 @@ FORMATS: Mapping[type, Format] = {
         multiplies_fp8=True, can_extend=fp8_triton.can_extend
     ),
     FourBitWeight: _format(four_bit_triton, BLOCK_INPUTS, 1 << 30),
+    Fp4Weight: _format(fp4_triton, BLOCK_INPUTS, 1 << 30),
 }
 
 

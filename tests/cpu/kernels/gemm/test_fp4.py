@@ -1,0 +1,160 @@
+"""Weights in FP4 stand for what the published formats say, and kernels multiply with exactly that.
+
+The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strandline.kernels.expert_choices import added_up
+from strandline.kernels.experts.moe import Activation, ExpertWeights, SharedExpert
+from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, Fp4Weight, pack_codes
+from tests.interpreter import (
+    convert_e4m3,
+    multiply_bfloat16,
+    scale_bfloat16,
+    subtract_bfloat16,
+    take_loop_bounds_from_memory,
+)
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels.experts.few_launches import Few
+from strandline.kernels.experts.few_triton import mixture_few
+from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.launch import Launch
+
+take_loop_bounds_from_memory()
+multiply_bfloat16()
+subtract_bfloat16()
+scale_bfloat16()
+convert_e4m3()
+
+Shape = tuple[int, int, int, int, int]
+"""Experts, of a token, channels, features, and features of the shared expert; 0: there is none."""
+
+SHAPES: list[Shape] = [(4, 3, 48, 32, 24), (3, 2, 160, 160, 0), (8, 2, 128, 256, 128)]
+FEW = Few(32, 128, 1, 64, 1)
+TILES = (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1))
+TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
+"""``|out - expected| / |expected|``; the interpreter cuts bfloat16 off where a GPU rounds it."""
+
+
+def fp4_weight(*shape: int, group: int = 16, device: str = "cpu") -> Fp4Weight:
+    """Return random weights whose scales and factors differ, some of them 0."""
+    num_inputs = shape[-1]
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+    num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // group
+    scales = (torch.rand(*shape[:-1], num_groups) * 448).to(torch.float8_e4m3fn)
+    scales[..., 0, 0] = 0
+    factors = (torch.rand(shape[:-1]) + 0.5) * num_inputs**-0.5 / 1000
+    if group == 32:
+        scales = torch.randint(115, 121, scales.shape, dtype=torch.uint8)
+        factors = torch.full(shape[:-1], num_inputs**-0.5 * 100)
+    return Fp4Weight(*(x.to(device) for x in (pack_codes(codes), scales, factors)), num_inputs)
+
+
+def exact(weight: Fp4Weight) -> Tensor:
+    """Return what a weight stands for, in float64, code by code."""
+    column_I = torch.arange(weight.num_inputs, device=weight.words.device)
+    code = weight.words[..., column_I // 128 * 16 + column_I % 16] >> (column_I % 128 // 16 * 4) & 15
+    exponent, mantissa = (code >> 1 & 3).double(), (code & 1).double()
+    number = torch.where(exponent > 0, (1 + mantissa / 2) * 2 ** (exponent - 1), mantissa / 2)
+    scale = weight.scales[..., column_I // weight.group]
+    numbers = 2 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
+    return torch.where(code >= 8, -number, number) * numbers * weight.factors.double().unsqueeze(-1)
+
+
+@given(st.sampled_from([16, 32]), st.integers(1, 9), st.integers(0, 2**31))
+def test_weights_stand_for_their_codes(group: int, num_groups: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = fp4_weight(2, 3, num_groups * group, group=group)
+    torch.testing.assert_close(weight.dequantize().double(), exact(weight), rtol=1e-6, atol=0)
+    torch.testing.assert_close(weight[1].dequantize(), weight.dequantize()[1], rtol=0, atol=0)
+
+
+def activate(activation: Activation, up: Tensor) -> Tensor:
+    if not activation.is_gated:
+        return up.relu().square()
+    gate, up = up.chunk(2, dim=-1)
+    return gate * gate.sigmoid() * up
+
+
+class Case:
+    """Random arguments of a mixture; factors of what no token chose are NaN."""
+
+    def __init__(
+        self, num_tokens: int, shape: Shape, dtype: torch.dtype, device: str, activation: Activation, group: int
+    ) -> None:
+        num_experts, top_k, channels, size, shared_size = shape
+        parts = 1 + activation.is_gated
+        self.routing = Routing(top_k, is_normalised=True)
+        options: dict[str, Any] = {"group": group, "device": device}
+        self.x_TD = torch.randn(num_tokens, channels, device=device).to(dtype)
+        self.logits_TE = torch.randn(num_tokens, num_experts, device=device).to(dtype)
+        up = fp4_weight(num_experts, parts * size, channels, **options)
+        down = fp4_weight(num_experts, channels, size, **options)
+        self.experts = ExpertWeights(up, down, activation)
+        self.shared: SharedExpert | None = None
+        self.shared_down = fp4_weight(channels, max(1, shared_size), **options)
+        if shared_size:
+            projected = torch.randn(num_tokens, parts * shared_size, device=device).to(dtype)
+            self.shared = SharedExpert(projected, self.shared_down)
+        self.chosen = route.reference(self.logits_TE, None, self.routing)
+        is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
+        is_idle_E[self.chosen[1].flatten()] = False
+        for weight in (up, down):
+            weight.factors[is_idle_E] = torch.nan
+
+    def expected(self, *, with_shared: bool) -> Tensor:
+        """Return the result in float64, but for hidden features, which are rounded."""
+        dtype, out_TD = self.x_TD.dtype, torch.zeros_like(self.x_TD, dtype=torch.float64)
+        activation = self.experts.activation
+        if with_shared and self.shared is not None:
+            hidden = activate(activation, self.shared.projected_TS.double()).to(dtype)
+            out_TD += hidden.double() @ exact(self.shared_down).t()
+        weights_TK, experts_TK = self.chosen
+        for expert in experts_TK.unique().tolist():
+            token_A, choice_A = (experts_TK == expert).nonzero(as_tuple=True)
+            up, down = (exact(weight[expert]) for weight in self.experts[:2])  # type: ignore[union-attr, arg-type]
+            hidden = activate(activation, self.x_TD[token_A].double() @ up.t()).to(dtype)
+            out_AD = hidden.double() @ down.t()
+            out_TD.index_add_(0, token_A, out_AD * weights_TK[token_A, choice_A].double().unsqueeze(-1))
+        return out_TD
+
+
+def check_few(case: Case, few: Few = FEW) -> None:
+    with poisoned_memory():
+        out_TD = mixture_few(case.x_TD, case.experts, case.shared, case.logits_TE, None, case.routing, few)
+    assert_near(out_TD, case.expected(with_shared=True))
+
+
+def check_many(case: Case, tiles: tuple[Launch, Launch] = TILES) -> None:
+    with poisoned_memory():
+        out_TD = added_up(compute_choices(case.x_TD, case.experts, case.chosen, None, tiles))
+    assert_near(out_TD, case.expected(with_shared=False))
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    error = float((found.double() - expected).norm() / expected.norm())
+    assert error < TOLERANCES[found.dtype], error
+
+
+@pytest.mark.parametrize("check", [check_few, check_many])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_multiply_with_what_weights_stand_for(
+    check: Callable[[Case], None], dtype: torch.dtype, group: int, activation: Activation, shape: Shape
+) -> None:
+    torch.manual_seed(0)
+    check(Case(3 if check is check_few else 9, shape, dtype, "cpu", activation, group))

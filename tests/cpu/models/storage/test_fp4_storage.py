@@ -1,0 +1,106 @@
+"""Models whose weights stay in FP4 hold the published numbers, and answer as the dequantised ones."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
+from strandline.models.layers.experts import Experts
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.shard import Shard
+from strandline.models.weights import load_model
+from tests.cpu.models import families, fp4, fp8
+from tests.cpu.models.storage.test_four_bit_storage import assert_same_weights
+from tests.cpu.models.storage.test_fp8_storage import logits
+from tests.cpu.models.test_weights import unfuse_experts
+
+SIZES = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
+"""Multiples of groups."""
+
+TOLERANCE = 2e-5
+"""``|logits - those of the dequantised model|`` over the latter, both in float32."""
+
+FAMILIES = ["qwen3_5_moe", "nemotron_h", "granite_hybrid", "kimi_linear", "lfm2_moe", "zaya"]
+
+
+def save(name: str, directory: Path, way: str = "modelopt", **options: Any) -> Path:
+    """Write a family with its experts one by one, in FP4."""
+    source = fp8.change_tensors(families.save(name, directory, **SIZES), unfuse_experts)
+    return fp4.convert(source, directory, way, **options)[0]
+
+
+def is_expert(name: str, tensor: Tensor) -> bool:
+    """Return whether a tensor is of routed experts."""
+    return tensor.dim() > 1 and re.search(r"\.experts\.|block_sparse_moe\.(in|out)put_linear", name) is not None
+
+
+def load(directory: Path, *, keeps_quantized: bool, **options: Any) -> Any:
+    return load_model(directory, dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
+
+
+def check(directory: Path, **options: Any) -> Any:
+    """Compare a model that stays in FP4 with the dequantised one; return it."""
+    kept, dequantized = (load(directory, keeps_quantized=keeps, **options) for keeps in (True, False))
+    assert_same_weights(kept, dequantized)
+    found, expected = logits(kept), logits(dequantized)
+    assert float((found - expected).norm() / expected.norm()) < TOLERANCE
+    return kept
+
+
+@pytest.mark.parametrize("way", fp4.WAYS)
+def test_experts_of_every_layout_stay(way: str, tmp_path: Path) -> None:
+    model = check(save("qwen3_5_moe", tmp_path, way))
+    assert model.weights_report.num_kept > 10
+    assert all(type(experts.weights[0]) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_of_every_family_stay(name: str, tmp_path: Path) -> None:
+    model = check(save(name, tmp_path, is_converted=is_expert))
+    assert model.weights_report.num_kept == model.weights_report.num_quantized > 0
+
+
+def test_weights_of_linear_layers_are_dequantised(tmp_path: Path) -> None:
+    model = check(save("qwen3_5", tmp_path))
+    assert model.weights_report.num_kept == 0
+    assert {type(module.weight) for module in model.modules() if isinstance(module, Projection)} == {DenseWeight}
+
+
+def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
+    """As ModelOpt's mixed precision publishes them: experts in FP4, attention in FP8."""
+
+    def quantize_others(tensors: fp8.Tensors) -> None:
+        for name in [name for name, tensor in tensors.items() if fp8.is_projection(name, tensor)]:
+            if not is_expert(name, tensors[name]):
+                tensors[name], scale = fp8.quantize(tensors[name], tuple(tensors[name].shape))  # type: ignore[arg-type]
+                tensors[f"{name}_scale"] = scale.reshape(())
+
+    layers = {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    directory = save("qwen3_5_moe", tmp_path, is_converted=is_expert, config=config)
+    model = load(fp8.change_tensors(directory, quantize_others), keeps_quantized=True)
+    assert_same_weights(model, load(directory, keeps_quantized=False))
+    assert any(
+        isinstance(m, Projection) and isinstance(m.weight, ScaledWeight | StackedWeight) for m in model.modules()
+    )
+    assert all(type(experts.weights[0]) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
+
+
+@pytest.mark.parametrize("way", ["modelopt", "mxfp4"])
+def test_ranks_hold_parts_in_fp4(way: str, tmp_path: Path) -> None:
+    directory = save("qwen3_5_moe", tmp_path, way)
+    for index in range(2):
+        shard = Shard(index, 2)
+        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=shard) for keeps in (True, False))
+        assert_same_weights(kept, dequantized)
+        assert kept.weights_report.num_kept > 0
