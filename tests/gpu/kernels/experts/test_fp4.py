@@ -1,0 +1,35 @@
+"""Experts in FP4 on a GPU, at the sizes and with the launches of real models."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from strandline.kernels.experts.few_launches import FEW
+from strandline.kernels.experts.many_launches import FP4
+from strandline.kernels.experts.moe import Activation
+from strandline.kernels.gemm.weights import Fp4Weight
+from tests.cpu.kernels.gemm.test_fp4 import Case, check_few, check_many
+
+SHAPES = [(16, 8, 2048, 512, 512), (8, 6, 2688, 1856, 3712), (4, 2, 1000, 160, 48)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_experts_of_few_tokens(
+    num_tokens: int, shape: Any, activation: Activation, group: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(num_tokens)
+    check_few(Case(num_tokens, shape, dtype, "cuda", activation, group), FEW[Fp4Weight][num_tokens > 1])
+
+
+@pytest.mark.parametrize("pair", [FP4.decode, FP4.middle, FP4.prefill])
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_of_many_tokens(shape: Any, activation: Activation, group: int, pair: Any) -> None:
+    torch.manual_seed(0)
+    check_many(Case(70, shape, torch.bfloat16, "cuda", activation, group), pair)
