@@ -59,6 +59,7 @@ class _SecondConstants(NamedTuple):
     layout: NamedTuple
     programs: int
     num_k: int
+    block_n: int
     block_k: int
     is_even: bool
 
@@ -174,7 +175,7 @@ def _gemv_kernel(
             IS_TILED,
             SECOND.num_k,
             BLOCK_M,
-            BLOCK_N,
+            SECOND.block_n,
             SECOND.block_k,
             OVERLAPS,
         )
@@ -255,13 +256,17 @@ def launch_gemv(
 def _second_arguments(
     second: Second, rows: Rows, weight: DenseWeight | ScaledWeight | FourBitWeight, block_n: int, block_k: int
 ) -> tuple[_SecondArgument, _SecondConstants]:
-    """Return a second product as arguments; beside a quantised weight, half as many inputs are taken at a time."""
+    """Return a second product as arguments.
+
+    Its numbers are larger than those of a quantised weight: programs take half as many outputs and inputs at a time.
+    """
     argument: Operand = operand(second.weight)
     num_outputs, num_inputs = second.weight.shape
-    if not isinstance(weight, DenseWeight):
-        block_k //= 2
     is_even = num_inputs % block_k == 0 and num_outputs % block_n == 0
-    sizes = (cdiv(num_outputs, block_n), cdiv(num_inputs, block_k), block_k, is_even)
+    if not isinstance(weight, DenseWeight):
+        # With masks, even if none is needed, the compiler loads fewer chunks at once, and needs fewer registers.
+        block_n, block_k, is_even = max(1, block_n // 2), block_k // 2, False
+    sizes = (cdiv(num_outputs, block_n), cdiv(num_inputs, block_k), block_n, block_k, is_even)
     x = rows_operand(plain_rows(rows))
     return (
         _SecondArgument(x, argument.data, second.out_MO, num_outputs, second.out_MO.stride(0)),
