@@ -271,7 +271,7 @@ def projections(model: Model, tokens: int) -> Work:
     variants = {
         "strandline": bound(linear_and_logits),
         "deterministic": bound(linear_and_logits, is_deterministic=True),
-        "apart": lambda x, up, _, router: (multiply(x, up), F.linear(x.float(), router)),
+        "apart": lambda x, up, _, router: (multiply(x, DenseWeight(up)), F.linear(x.float(), router)),
         "logits in torch": lambda x, _, __, router: F.linear(x.float(), router),
     }
     return Work(

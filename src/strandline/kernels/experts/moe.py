@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.linear import multiply_reference, reference_linear
+from strandline.kernels.gemm.linear import linear, reference_linear
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, Weight
 from strandline.kernels.operation import Operation, operation, triton
 from strandline.kernels.rowwise.activation import clamped_swiglu, relu_squared, swiglu
@@ -115,7 +115,7 @@ def sum_of_chosen(
     activate = ACTIVATIONS[experts.activation].reference
 
     def apply(expert: int, x_AD: Tensor) -> Tensor:
-        return multiply_reference(activate(multiply_reference(x_AD, experts.up[expert])), experts.down[expert])
+        return linear.reference(activate(linear.reference(x_AD, experts.up[expert])), experts.down[expert])
 
     out_TD = sum_of_experts(apply, experts.down.shape[0], x_TD, *chosen, experts.held)
     return out_TD if shared is None else with_shared(out_TD, shared)

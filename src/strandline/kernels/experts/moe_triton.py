@@ -14,10 +14,6 @@ Shape suffixes: as in ``moe.py``.
 """
 # mypy: ignore-errors
 
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
-
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_few
 from strandline.kernels.experts.few_triton import mixture_few
@@ -32,9 +28,9 @@ from strandline.kernels.experts.moe import (
     with_shared,
 )
 from strandline.kernels.experts.router_triton import route
-from strandline.kernels.gemm import block_scaled_triton, four_bit_triton, linear_triton, matmul_triton
 from strandline.kernels.gemm.formats.operand_triton import FORMATS, can_extend
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
+from strandline.kernels.gemm.gemms_triton import linear
+from strandline.kernels.gemm.weights import ScaledWeight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import relu_squared, swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, plain_rows
@@ -42,18 +38,6 @@ from strandline.kernels.rowwise.quantizing_triton import swiglu_quantized
 
 MAX_TOKENS_JOINED = 256
 """With more tokens, a product of its own for the shared expert is faster than the programs of one expert."""
-
-LINEAR: Mapping[type, Mapping[Launches, Callable[..., Tensor]]] = {
-    DenseWeight: {Launches.MEASURED: linear_triton.linear, Launches.FIXED: matmul_triton.linear_invariant},
-    ScaledWeight: {
-        Launches.MEASURED: block_scaled_triton.block_scaled_linear,
-        Launches.FIXED: block_scaled_triton.block_scaled_linear_invariant,
-    },
-    FourBitWeight: {
-        Launches.MEASURED: four_bit_triton.four_bit_linear,
-        Launches.FIXED: four_bit_triton.four_bit_linear_invariant,
-    },
-}
 
 
 def mixture(
@@ -100,9 +84,4 @@ def _output(shared: SharedExpert, activation: Activation, launches: Launches) ->
         hidden = swiglu_quantized(shared.projected_TS)
     else:
         hidden = swiglu(shared.projected_TS)
-    return SharedOutput(_multiply(hidden, shared.down, launches), shared.gate_T1)
-
-
-def _multiply(x: Rows, weight: Weight, launches: Launches) -> Tensor:
-    multiply = LINEAR[type(weight)][launches]
-    return multiply(x, weight.values_OI if isinstance(weight, DenseWeight) else weight)
+    return SharedOutput(linear(hidden, shared.down, launches=launches), shared.gate_T1)

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import ScaledWeight
-from strandline.kernels.operation import operation, triton
-from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.quantized_rows import QuantizedRows, Rows, in_groups, quantize
 
 
-@operation(triton("gemm.block_scaled_triton", invariant="gemm.block_scaled_triton"))
 def block_scaled_linear(x: Rows, weight: ScaledWeight, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x weight^T + bias`` in x's dtype.
+    """Return ``x weight^T + bias`` in x's dtype: the reference implementation.
 
     Args:
         x: ``[..., I]``, or quantised rows.
@@ -38,15 +35,3 @@ def block_scaled_linear(x: Rows, weight: ScaledWeight, bias_O: Tensor | None = N
         out_TO += bias_O
     out_TO = out_TO.to(rows.dtype)
     return out_TO if isinstance(x, QuantizedRows) else out_TO.view(*x.shape[:-1], num_outputs)
-
-
-@operation(triton("gemm.block_scaled_triton", invariant="gemm.block_scaled_triton"))
-def block_scaled_gated_linear(x: Rows, gate_up: ScaledWeight) -> Tensor:
-    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's, with x quantised."""
-    return swiglu.reference(block_scaled_linear.reference(x, gate_up))
-
-
-@operation(triton("gemm.block_scaled_triton", invariant="gemm.block_scaled_triton"))
-def block_scaled_gated_linear_quantized(x: Rows, gate_up: ScaledWeight) -> Rows:
-    """As ``block_scaled_gated_linear``, for a product in FP8; quantised, but for a few rows on a GPU."""
-    return quantize(block_scaled_gated_linear.reference(x, gate_up))

@@ -24,7 +24,7 @@ from strandline.kernels.gemm.tiles_triton import SecondTile, launch_tiles
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.rowwise.activation_triton import swiglu
-from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, new_output, shaped
+from strandline.kernels.rowwise.quantized_rows import GROUP, Rows, flat_rows, new_output, shaped
 from strandline.kernels.rowwise.quantizing_triton import quantized, swiglu_quantized
 from strandline.kernels.sizes import NUM_SMS, cdiv
 
@@ -92,16 +92,11 @@ def block_scaled_linear_invariant(x: Rows, weight: ScaledWeight, bias_O: Tensor 
 
 
 def block_scaled_gated_linear(x: Rows, gate_up: ScaledWeight) -> Tensor:
-    """Triton version of :func:`strandline.kernels.gemm.block_scaled.block_scaled_gated_linear`."""
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
     rows = flat_rows(x)
     if uses_gemv(len(rows), gate_up):
         return shaped(_gated_gemv(rows, gate_up), x)
     return swiglu(block_scaled_linear(x, gate_up))
-
-
-def block_scaled_gated_linear_invariant(x: Rows, gate_up: ScaledWeight) -> Tensor:
-    """As :func:`block_scaled_gated_linear`, with the same order of sums for any number of rows."""
-    return swiglu(block_scaled_linear_invariant(x, gate_up))
 
 
 def block_scaled_gated_linear_quantized(x: Rows, gate_up: ScaledWeight) -> Rows:
@@ -110,11 +105,6 @@ def block_scaled_gated_linear_quantized(x: Rows, gate_up: ScaledWeight) -> Rows:
     if uses_gemv(len(rows), gate_up):
         return _gated_gemv(rows, gate_up)
     return swiglu_quantized(block_scaled_linear(rows, gate_up))
-
-
-def block_scaled_gated_linear_quantized_invariant(x: Rows, gate_up: ScaledWeight) -> QuantizedRows:
-    """As :func:`block_scaled_gated_linear_quantized`, with the same order of sums for any number of rows."""
-    return swiglu_quantized(block_scaled_linear_invariant(flat_rows(x), gate_up))
 
 
 def _gated_gemv(rows: Rows, gate_up: ScaledWeight) -> Tensor:

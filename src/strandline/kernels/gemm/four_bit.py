@@ -14,18 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import FourBitWeight
-from strandline.kernels.operation import operation, triton
-from strandline.kernels.rowwise.activation import swiglu
 
 
-@operation(triton("gemm.four_bit_triton", invariant="gemm.four_bit_triton"))
 def four_bit_linear(x: Tensor, weight: FourBitWeight, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x weight^T + bias`` in x's dtype."""
+    """Return ``x weight^T + bias`` in x's dtype: the reference implementation."""
     bias = None if bias_O is None else bias_O.float()
     return F.linear(x.float(), weight.dequantize(), bias).to(x.dtype)
-
-
-@operation(triton("gemm.four_bit_triton", invariant="gemm.four_bit_triton"))
-def four_bit_gated_linear(x: Tensor, gate_up: FourBitWeight) -> Tensor:
-    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
-    return swiglu.reference(four_bit_linear.reference(x, gate_up))

@@ -96,18 +96,13 @@ def four_bit_linear_invariant(x: Tensor, weight: FourBitWeight, bias_O: Tensor |
 
 
 def four_bit_gated_linear(x: Tensor, gate_up: FourBitWeight) -> Tensor:
-    """Triton version of :func:`strandline.kernels.gemm.four_bit.four_bit_gated_linear`."""
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
     rows = flat_rows(x)
     if not uses_gemv(len(rows), _num_codes(gate_up)):
         return swiglu(four_bit_linear(x, gate_up))
     out_TO = new_output(rows, gate_up.shape[0] // 2)
     launch_gemv(out_TO, rows, gate_up, None, choose_gemv(len(rows), out_TO.shape[1]), is_gated=True)
     return shaped(out_TO, x)
-
-
-def four_bit_gated_linear_invariant(x: Tensor, gate_up: FourBitWeight) -> Tensor:
-    """As :func:`four_bit_gated_linear`, with the same order of sums for any number of rows."""
-    return swiglu(four_bit_linear_invariant(x, gate_up))
 
 
 def _num_codes(weight: FourBitWeight) -> int:

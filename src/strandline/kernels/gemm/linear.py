@@ -1,10 +1,9 @@
-"""Matrix products with weights of every form (``weights.py``). The form chooses the function once, when it is bound.
+"""GEMMs with weights of every format (``weights.py``): three operations, which choose by the weight's type.
 
 Shape suffixes: I inputs, O outputs, E experts; the dimensions before the inputs are free, or T rows and H heads.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, assert_never
 
 import torch
@@ -12,12 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels, reference_kernels
-from strandline.kernels.gemm.block_scaled import (
-    block_scaled_gated_linear,
-    block_scaled_gated_linear_quantized,
-    block_scaled_linear,
-)
-from strandline.kernels.gemm.four_bit import four_bit_gated_linear, four_bit_linear
+from strandline.kernels.gemm.block_scaled import block_scaled_linear
+from strandline.kernels.gemm.four_bit import four_bit_linear
 from strandline.kernels.gemm.weights import (
     DenseWeight,
     FourBitWeight,
@@ -30,8 +25,7 @@ from strandline.kernels.gemm.weights import (
 )
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.rowwise.activation import swiglu
-from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
-from strandline.kernels.rowwise.quantizing import swiglu_quantized
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows, quantize
 
 Linear = Callable[[Any], Tensor]
 """A product of ``Rows`` with a bound weight and bias; quantised ones are taken by weights in FP8 alone, and by those of
@@ -60,10 +54,39 @@ def has_fast_gemms(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not is_emulated
 
 
-@operation(triton("gemm.linear_triton", invariant="gemm.matmul_triton"))
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x weight^T + bias``."""
-    return F.linear(x, weight_OI, bias_O)
+@operation(triton("gemm.gemms_triton", takes_launches=True))
+def linear(x: Rows, weight: Weight | Fp4Weight, bias_O: Tensor | None = None) -> Tensor:
+    """Return ``x weight^T + bias`` in x's dtype; outputs of a weight of parts are side by side."""
+    match weight:
+        case DenseWeight(values_OI):
+            return F.linear(plain_rows(x), values_OI, bias_O)
+        case PackedWeight(packed_OI):
+            return _packed_linear(packed_OI, bias_O, plain_rows(x))
+        case HalfWeight(packed):
+            return _half_linear(packed, bias_O, plain_rows(x))
+        case ScaledWeight():
+            return block_scaled_linear(x, weight, bias_O)
+        case FourBitWeight():
+            return four_bit_linear(plain_rows(x), weight, bias_O)
+        case Fp4Weight():
+            bias, x_TI = None if bias_O is None else bias_O.float(), plain_rows(x)
+            return F.linear(x_TI.float(), weight.dequantize(), bias).to(x_TI.dtype)
+        case StackedWeight(parts):
+            out = torch.cat([linear.reference(x, part) for part in parts], dim=-1)
+            return out if bias_O is None else out.add_(bias_O)
+    assert_never(weight)
+
+
+@operation(triton("gemm.gemms_triton", takes_launches=True))
+def gated_linear(x: Rows, weight: Weight) -> Tensor:
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
+    return swiglu.reference(linear.reference(x, weight))
+
+
+@operation(triton("gemm.gemms_triton", takes_launches=True))
+def gated_linear_quantized(x: Rows, weight: Weight) -> Rows:
+    """As ``gated_linear``, for a product in FP8; quantised, but for a few rows on a GPU."""
+    return quantize(gated_linear.reference(x, weight))
 
 
 @operation(triton("gemm.linear_triton", invariant="gemm.matmul_triton"))
@@ -72,77 +95,22 @@ def head_linear(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
     return torch.matmul(x_THI.transpose(0, 1), weight_HOI.mT).transpose(0, 1)
 
 
-@operation(triton("gemm.linear_triton", invariant="gemm.linear_triton"))
-def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
-    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
-    return swiglu.reference(linear.reference(x, gate_up_OI))
-
-
-@operation(triton("gemm.stacked_linear_triton", invariant="gemm.stacked_linear_triton"))
-def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x weight^T + bias`` with a weight of parts, whose outputs lie side by side."""
-    out = torch.cat([multiply_reference(x, part) for part in weight.parts], dim=-1)
-    return out if bias_O is None else out.add_(bias_O)
-
-
-def multiply_reference(x: Rows, weight: DenseWeight | ScaledWeight | FourBitWeight | Fp4Weight) -> Tensor:
-    """Return ``x weight^T``, by reference implementations."""
-    match weight:
-        case DenseWeight(values_OI):
-            return linear.reference(plain_rows(x), values_OI)
-        case FourBitWeight():
-            return four_bit_linear.reference(plain_rows(x), weight)
-        case Fp4Weight():
-            x_TI = plain_rows(x)
-            return F.linear(x_TI.float(), weight.dequantize()).to(x_TI.dtype)
-        case ScaledWeight():
-            return block_scaled_linear.reference(x, weight)
-    assert_never(weight)
-
-
 @operation(triton("gemm.linear_and_logits_triton", invariant="gemm.linear_and_logits_triton"))
 def linear_and_logits(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, router_EI: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return ``x weight^T + bias``, and ``x router^T`` computed in the router's dtype."""
-    return linear.reference(x_TI, weight_OI, bias_O), F.linear(x_TI.to(router_EI.dtype), router_EI)
+    return F.linear(x_TI, weight_OI, bias_O), F.linear(x_TI.to(router_EI.dtype), router_EI)
 
 
-LINEAR_OPERATIONS: Final = (
-    linear,
-    gated_linear,
-    swiglu,
-    block_scaled_linear,
-    block_scaled_gated_linear,
-    block_scaled_gated_linear_quantized,
-    four_bit_linear,
-    four_bit_gated_linear,
-    stacked_linear,
-    swiglu_quantized,
-)
+LINEAR_OPERATIONS: Final = (linear, gated_linear, gated_linear_quantized)
 """What ``bind_linear`` and ``bind_gated_linear`` look up."""
 
 
 def bind_linear(kernels: Kernels, weight: Weight, bias_O: Tensor | None = None) -> Linear:
     """Return the product with a weight, and the sum with a bias."""
-    match weight:
-        case DenseWeight(values_OI):
-            dense = kernels[linear]
-            return lambda x: dense(x, values_OI, bias_O)
-        case PackedWeight(packed_OI):
-            return partial(_packed_linear, packed_OI, bias_O)
-        case HalfWeight(packed):
-            return partial(_half_linear, packed, bias_O)
-        case ScaledWeight():
-            scaled = kernels[block_scaled_linear]
-            return lambda x: scaled(x, weight, bias_O)
-        case FourBitWeight():
-            four_bit = kernels[four_bit_linear]
-            return lambda x: four_bit(x, weight, bias_O)
-        case StackedWeight():
-            stacked = kernels[stacked_linear]
-            return lambda x: stacked(x, weight, bias_O)
-    assert_never(weight)
+    multiply = kernels[linear]
+    return lambda x: multiply(x, weight, bias_O)
 
 
 def bind_linear_and_logits(
@@ -163,26 +131,14 @@ def reference_linear(weight: Weight) -> Linear:
 
 def bind_gated_linear(kernels: Kernels, weight: Weight) -> Gated:
     """Return the product with the rows of a gate and an up projection, and the gated linear unit of it."""
-    if isinstance(weight, DenseWeight):
-        gated, values_OI = kernels[gated_linear], weight.values_OI
-        return lambda x: gated(x, values_OI)
-    if isinstance(weight, ScaledWeight):
-        scaled = kernels[block_scaled_gated_linear]
-        return lambda x: scaled(x, weight)
-    if isinstance(weight, FourBitWeight):
-        four_bit = kernels[four_bit_gated_linear]
-        return lambda x: four_bit(x, weight)
-    multiply, activate = bind_linear(kernels, weight), kernels[swiglu]
-    return lambda x: activate(multiply(x))
+    multiply = kernels[gated_linear]
+    return lambda x: multiply(x, weight)
 
 
 def bind_gated_linear_quantized(kernels: Kernels, weight: Weight) -> Gated:
     """As ``bind_gated_linear``, for a product in FP8."""
-    if isinstance(weight, ScaledWeight):
-        scaled = kernels[block_scaled_gated_linear_quantized]
-        return lambda x: scaled(x, weight)
-    multiply, activate = bind_linear(kernels, weight), kernels[swiglu_quantized]
-    return lambda x: activate(multiply(x))
+    multiply = kernels[gated_linear_quantized]
+    return lambda x: multiply(x, weight)
 
 
 def _packed_linear(packed_OI: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:

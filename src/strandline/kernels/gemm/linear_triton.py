@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.gemm.matmul_triton import linear_invariant
 from strandline.kernels.gemm.rows_triton import Gemv, launch_gemv
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -157,11 +156,6 @@ def gated_linear(x: Tensor, gate_up_OI: Tensor) -> Tensor:
     if plan is None:
         return swiglu(linear(x, gate_up_OI))
     return _launch(x, gate_up_OI, None, plan, is_gated=True)
-
-
-def gated_linear_invariant(x: Tensor, gate_up_OI: Tensor) -> Tensor:
-    """As :func:`gated_linear`, with the same order of sums for any number of rows."""
-    return swiglu(linear_invariant(x, gate_up_OI))
 
 
 def plan_product(x: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Gemv | Skinny | None:

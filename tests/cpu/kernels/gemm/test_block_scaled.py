@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.binding import bind_kernels
-from strandline.kernels.gemm.block_scaled import block_scaled_gated_linear, block_scaled_linear
-from strandline.kernels.gemm.linear import bind_gated_linear, bind_linear, stacked_linear
+from strandline.kernels.gemm.block_scaled import block_scaled_linear
+from strandline.kernels.gemm.linear import bind_gated_linear, bind_linear, gated_linear, linear
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.kernels.operation import Workload
 from strandline.kernels.rowwise.quantized_rows import GROUP, quantize_groups
@@ -72,7 +72,7 @@ def test_products_are_those_of_the_quantised_numbers(
     x, bias = make_x(num_rows, num_inputs, dtype), torch.randn(num_outputs).to(dtype)
     weight = scaled_weight(num_outputs, num_inputs, rows_per_scale=rows_per_scale)
     assert torch.equal(weight.dequantize(), exact(weight).float())
-    out = block_scaled_linear.reference(x, weight, bias)
+    out = block_scaled_linear(x, weight, bias)
     assert (out.shape, out.dtype) == ((num_rows, num_outputs), dtype)
     assert error(out, rounded(x) @ exact(weight).t() + bias.double()) < TOLERANCES[dtype]
     # Inputs are rounded to four places: 2.6 % as a rule, of a sum that may be smaller than its parts.
@@ -93,20 +93,20 @@ def test_rows_depend_on_themselves_alone() -> None:
     x, weight, bias = make_x(6, 300, torch.float32), scaled_weight(130, 300), torch.randn(130)
     x[1] = torch.nan
     x[2] = 0
-    out = block_scaled_linear.reference(x.view(2, 3, -1), weight, bias)
+    out = block_scaled_linear(x.view(2, 3, -1), weight, bias)
     assert out.shape == (2, 3, 130)
     rows = out.flatten(0, 1)
     assert bool(rows[1].isnan().all())
     assert torch.equal(rows[2], bias)
     for row in (0, 3, 4, 5):
-        torch.testing.assert_close(rows[row], block_scaled_linear.reference(x[row : row + 1], weight, bias)[0])
+        torch.testing.assert_close(rows[row], block_scaled_linear(x[row : row + 1], weight, bias)[0])
 
 
 def test_weights_of_parts_are_multiplied_part_by_part() -> None:
     x, bias = make_x(5, 200, torch.float32), torch.randn(130 + 7 + 40)
     first, second, third = scaled_weight(130, 200), torch.randn(7, 200), scaled_weight(40, 200, rows_per_scale=8)
     weight = StackedWeight((first, DenseWeight(second), third))
-    kernels = bind_kernels([stacked_linear], Workload("cpu", "float32"))
+    kernels = bind_kernels([linear], Workload("cpu", "float32"))
     expected = torch.cat(
         (rounded(x) @ exact(first).t(), x.double() @ second.t().double(), rounded(x) @ exact(third).t()), 1
     )
@@ -115,12 +115,12 @@ def test_weights_of_parts_are_multiplied_part_by_part() -> None:
 
 def test_gate_and_up_projection_in_fp8() -> None:
     x, weight = make_x(5, 200, torch.float32), scaled_weight(2 * 96, 200, rows_per_scale=32)
-    kernels = bind_kernels([block_scaled_gated_linear], Workload("cpu", "float32"))
+    kernels = bind_kernels([gated_linear], Workload("cpu", "float32"))
     gate, up = (rounded(x) @ exact(weight).t()).chunk(2, dim=-1)
     assert error(bind_gated_linear(kernels, weight)(x), torch.nn.functional.silu(gate) * up) < 1e-5
 
 
 def test_operation_is_bound_like_others() -> None:
-    kernels = bind_kernels([block_scaled_linear], Workload("cpu", "bfloat16"))
-    assert kernels[block_scaled_linear] is block_scaled_linear.reference
+    kernels = bind_kernels([linear], Workload("cpu", "bfloat16"))
+    assert kernels[linear] is linear.reference
     assert kernels.fallbacks == ()

@@ -3,14 +3,16 @@
 The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm import block_scaled
-from strandline.kernels.gemm.block_scaled import block_scaled_gated_linear, block_scaled_linear
-from strandline.kernels.gemm.linear import stacked_linear
+from strandline.kernels.gemm.block_scaled import block_scaled_linear
+from strandline.kernels.gemm.linear import gated_linear, linear
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, quantize
 from tests.cpu.kernels.gemm.test_block_scaled import ROWS_PER_SCALE, SIZES, error, make_x, scaled_weight
 from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
@@ -18,7 +20,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.gemm import block_scaled_triton, stacked_linear_triton
+from strandline.kernels.gemm import block_scaled_triton, gemms_triton, stacked_linear_triton
 from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_GEMV
 from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.gemm.tiles_triton import launch_tiles
@@ -52,7 +54,7 @@ def check_linear(
     weight = scaled_weight(num_outputs, num_inputs, rows_per_scale=rows_per_scale, device=device)
     view, bias = in_wider_rows(x), torch.randn(num_outputs).to(device, dtype)
     for with_bias in (bias, None):
-        expected = block_scaled_linear.reference(x, weight, with_bias)
+        expected = block_scaled_linear(x, weight, with_bias)
         for multiply in (block_scaled_triton.block_scaled_linear, block_scaled_triton.block_scaled_linear_invariant):
             with poisoned_memory():
                 actual = multiply(view, weight, with_bias)
@@ -65,7 +67,7 @@ def check_tile(
 ) -> Tensor:
     """Compare one way of tiling with the reference implementation, and return its result."""
     x, weight = make_x(num_rows, num_inputs, dtype, device), scaled_weight(num_outputs, num_inputs, device=device)
-    expected = block_scaled_linear.reference(x, weight)
+    expected = block_scaled_linear(x, weight)
     with poisoned_memory():
         actual = torch.empty_like(expected)
         launch_tiles(actual, quantize_rows(x), weight, None, tile._replace(splits=spans))
@@ -79,7 +81,7 @@ def check_gemv(
     """Compare one way to multiply few rows with the reference implementation."""
     x = make_x(num_rows, num_inputs, dtype, device) * (0.02 if is_gated else 1)
     weight = scaled_weight((1 + is_gated) * num_outputs, num_inputs, device=device)
-    reference = block_scaled_gated_linear.reference if is_gated else block_scaled_linear.reference
+    reference = gated_linear.reference if is_gated else linear.reference
     expected = reference(x, weight)
     with poisoned_memory():
         out = torch.empty_like(expected)
@@ -90,11 +92,10 @@ def check_gemv(
 def check_gated(num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str) -> None:
     x = make_x(num_rows, num_inputs, dtype, device) * 0.02  # so that no exponential overflows
     weight = scaled_weight(2 * size, num_inputs, rows_per_scale=GROUP if size % GROUP == 0 else 1, device=device)
-    expected = block_scaled_gated_linear.reference(x, weight)
-    versions = (block_scaled_triton.block_scaled_gated_linear, block_scaled_triton.block_scaled_gated_linear_invariant)
-    for multiply in versions:
+    expected = gated_linear.reference(x, weight)
+    for launches in Launches:
         with poisoned_memory():
-            actual = multiply(x, weight)
+            actual = gemms_triton.gated_linear(x, weight, launches=launches)
         assert error(actual, expected.double()) < 2 * TOLERANCES[dtype]
 
 
@@ -169,7 +170,7 @@ def check_parts(num_rows: int, num_inputs: int, sizes: list[int], dtype: torch.d
     ]
     weight, whole_bias = StackedWeight(tuple(parts)), torch.randn(sum(sizes)).to(device, dtype)
     for bias in (whole_bias, None):
-        expected = stacked_linear.reference(x, weight, bias)
+        expected = linear.reference(x, weight, bias)
         for multiply in (stacked_linear_triton.stacked_linear, stacked_linear_triton.stacked_linear_invariant):
             with poisoned_memory():
                 plain, quantized = multiply(x, weight, bias), multiply(quantize_rows(x), weight, bias)
@@ -198,18 +199,17 @@ def check_quantized_inputs(num_rows: int, num_inputs: int, size: int, dtype: tor
     """Compare products of quantised rows with those of plain ones, bit by bit."""
     x = make_x(num_rows, num_inputs, dtype, device) * 0.02
     weight, rows = scaled_weight(2 * size, num_inputs, rows_per_scale=32, device=device), quantize_rows(x)
-    for name in ("linear", "gated_linear"):
-        for suffix in ("", "_invariant"):
-            multiply = getattr(block_scaled_triton, f"block_scaled_{name}{suffix}")
+    for name, operation in (("linear", linear), ("gated_linear", gated_linear)):
+        for launches in Launches:
+            multiply = partial(getattr(gemms_triton, name), launches=launches)
             plain = multiply(x, weight)
             assert torch.equal(multiply(rows, weight), plain)
         if device == "cpu":
             # Elsewhere torch's own division rounds in another way.
-            reference = getattr(block_scaled, f"block_scaled_{name}").reference
-            assert torch.equal(reference(rows, weight), reference(x, weight))
-    for suffix in ("", "_invariant"):
-        gated = getattr(block_scaled_triton, f"block_scaled_gated_linear{suffix}")(x, weight)
-        quantized = getattr(block_scaled_triton, f"block_scaled_gated_linear_quantized{suffix}")(rows, weight)
+            assert torch.equal(operation.reference(rows, weight), operation.reference(x, weight))
+    for launches in Launches:
+        gated = gemms_triton.gated_linear(x, weight, launches=launches)
+        quantized = gemms_triton.gated_linear_quantized(rows, weight, launches=launches)
         if isinstance(quantized, Tensor):
             assert torch.equal(quantized, gated)
         else:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.linear import stacked_linear
+from strandline.kernels.gemm.linear import linear
 from strandline.kernels.gemm.weights import GROUPS_FOUR_BIT, DenseWeight, FourBitWeight, StackedWeight
+from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation import swiglu
 from tests.cpu.kernels.gemm.test_four_bit import SIZES, error, exact, four_bit_weight
 from tests.interpreter import multiply_bfloat16, subtract_bfloat16, take_loop_bounds_from_memory
@@ -18,7 +19,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.gemm import four_bit_launches, four_bit_triton, stacked_linear_triton
+from strandline.kernels.gemm import four_bit_launches, four_bit_triton, gemms_triton, stacked_linear_triton
 from strandline.kernels.gemm.rows_triton import Gemv
 from strandline.kernels.gemm.tiles_triton import launch_tiles
 from strandline.kernels.gemm.weights import BLOCK_INPUTS
@@ -123,9 +124,9 @@ def check_gemv(
 
 def check_gated(num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str) -> None:
     x, weight = make_x(num_rows, num_inputs, dtype, device), four_bit_weight(2 * size, num_inputs, device=device)
-    for multiply in (four_bit_triton.four_bit_gated_linear, four_bit_triton.four_bit_gated_linear_invariant):
+    for launches in Launches:
         with poisoned_memory():
-            check(multiply(x, weight), x, weight, is_gated=True)
+            check(gemms_triton.gated_linear(x, weight, launches=launches), x, weight, is_gated=True)
 
 
 def check_dequantized(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str) -> None:
@@ -154,7 +155,7 @@ def check_parts(num_rows: int, num_inputs: int, sizes: list[int], dtype: torch.d
     ]
     weight, whole_bias = StackedWeight(tuple(parts)), torch.randn(sum(sizes)).to(device, dtype)
     for bias in (whole_bias, None):
-        expected = stacked_linear.reference(x, weight, bias)
+        expected = linear.reference(x, weight, bias)
         for multiply in (stacked_linear_triton.stacked_linear, stacked_linear_triton.stacked_linear_invariant):
             with poisoned_memory():
                 found = multiply(x, weight, bias)
