@@ -57,7 +57,7 @@ class _SharedConstants(NamedTuple):
 
 
 @triton.jit
-def _up_kernel(
+def _few_up_kernel(
     x,
     logits_ptr,
     bias_ptr,
@@ -166,7 +166,7 @@ def _multiply_shared(
 
 
 @triton.jit
-def _down_kernel(
+def _few_down_kernel(
     hidden_ptr,
     logits_ptr,
     bias_ptr,
@@ -280,7 +280,7 @@ def mixture_few(
         **overlap_options(logits_TE),
     }
     weight, block_n, block_k = _fit(experts.up, few.block_up_n, min(few.block_up_k, next_power_of_2(num_channels)))
-    _up_kernel[(cdiv(size, block_n), len(hidden_AF))](
+    _few_up_kernel[(cdiv(size, block_n), len(hidden_AF))](
         rows_operand(x_TD),
         logits_TE,
         bias_E,
@@ -302,7 +302,7 @@ def mixture_few(
     if shared is not None:
         argument, constants, block_n = _shared_arguments(shared, block_n, is_gated=is_gated)
     rows_down = block_n * few.blocks_down
-    _down_kernel[(cdiv(num_channels, rows_down), len(x_TD))](
+    _few_down_kernel[(cdiv(num_channels, rows_down), len(x_TD))](
         hidden_AF,
         logits_TE,
         bias_E,
