@@ -21,15 +21,16 @@ def compilations() -> Iterator[list[str]]:
     """Collect the kernels that are compiled, or loaded from the disk's cache, in the meantime."""
     found: list[str] = []
 
-    def note(*, repr: str, **_: Any) -> None:
-        found.append(repr)
+    def note(*, src: Any, **_: Any) -> None:
+        found.append(src.name)
 
-    runtime = triton.knobs.runtime
-    before, runtime.jit_post_compile_hook = runtime.jit_post_compile_hook, note
+    # Triton's hooks after compilation serialise constants as JSON, which functions among them prevent.
+    knobs = triton.knobs.compilation
+    before, knobs.listener = knobs.listener, note
     try:
         yield found
     finally:
-        runtime.jit_post_compile_hook = before
+        knobs.listener = before
 
 
 def forget_kernels() -> None:
