@@ -26,8 +26,14 @@ def legend(text: str) -> str | None:
 def explained(name: str, modules: Mapping[str, str]) -> set[str]:
     """Return the letters of a module's legend, and of the legends of kernel modules that it refers to."""
     text = legend(modules[name]) or ""
-    others = {f"kernels/{other}" for other in re.findall(r"``(?:kernels/)?(\w+\.py)``", text)} - {name}
+    others = {home(other, name, modules) for other in re.findall(r"``(?:kernels/)?([\w/]+\.py)``", text)} - {name}
     return set(re.findall(r"\b[A-Z]\b", text)).union(*(explained(other, modules) for other in others))
+
+
+def home(file: str, name: str, modules: Mapping[str, str]) -> str:
+    """Return the kernel module that a legend refers to by its file: of several, the one in the same folder."""
+    found = [module for module in modules if module.startswith("kernels/") and module.endswith(f"/{file}")]
+    return min(found, key=lambda module: Path(module).parent != Path(name).parent)
 
 
 def bound_names(text: str) -> Iterator[str]:

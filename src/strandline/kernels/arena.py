@@ -8,7 +8,7 @@ tensor's layer interprets its name.
 Invariants: a view never copies; the null block and the null slot are never written here.
 
 Shape suffixes: B blocks, L layers of a run of equal ones, I equal streams side by side in a layer, P tokens in a block,
-S slots, E hidden size; X stands for the further dimensions of any tensor.
+S slots, J rows of drafts, E hidden size; X stands for the further dimensions of any tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

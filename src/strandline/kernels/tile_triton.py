@@ -2,7 +2,7 @@
 
 An ordinary weight beside one in FP8 or 4 bits is multiplied in the same launch, by programs of its own: ``gemm_dense``.
 
-Shape suffixes: M rows of x, N outputs, K inputs.
+Shape suffixes: M rows of x, N or O outputs, K inputs, S spans of the inputs.
 """
 # mypy: ignore-errors
 

@@ -3,7 +3,8 @@
 Every program multiplies the rows with a few of the weight's rows, whole, in float32. A launch may multiply them with a
 second weight, which is dense: programs of its own do that, and start first, since they read the most bytes.
 
-Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over.
+Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over,
+C matrices.
 """
 # mypy: ignore-errors
 

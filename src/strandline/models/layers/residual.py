@@ -3,7 +3,7 @@
 A *residual* connects one part of a layer, a mixer or a feed-forward part, to the stream. The norm before a part also
 adds what the part before it left, in one kernel: a stream therefore carries an output that is not yet added.
 
-Shape suffixes: T tokens of the step, E hidden size.
+Shape suffixes: T tokens of the step, N rows that are wanted, E hidden size.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,8 @@
 Every row has the factor of the published matrix that it comes from. Weights that other ranks share stay if their parts
 begin and end with groups.
 
-Shape suffixes: R rows of all matrices of a parameter, W numbers of packed inputs, X groups of inputs.
+Shape suffixes: R rows of all matrices of a parameter, K inputs of a published weight, W numbers of packed inputs, X
+groups of inputs.
 """
 
 from collections.abc import Mapping, Sequence
