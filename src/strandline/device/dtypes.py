@@ -102,7 +102,7 @@ class StorageChoice:
     keeps_quantized: bool
     note: str | None = None
     bits: int | None = None
-    """Size of a weight that stays quantised; None: none does."""
+    """Size of the smallest weight that stays quantised: none takes less. None if none does."""
 
 
 def choose_storage(
@@ -124,9 +124,9 @@ def choose_storage(
     obstacle = "--dequantize" if config.dequantize else why_dequantized(formats, device)
     if obstacle is None:
         kept = [format for format in formats if format.can_stay]
-        bits = max(format.bits if format in kept else 8 * dtype.itemsize for format in formats)
-        note = f"weights: {scheme}, kept in {_kinds(kept)}; those that are not published so are in {name}"
-        return StorageChoice(True, note, bits)
+        forms = " and ".join(format.stays_as for format in kept)
+        note = f"weights: {scheme}, kept in {forms}; those that are not published so are in {name}"
+        return StorageChoice(True, note, min(format.bits for format in kept))
     num_bytes = count_weights(model_config) * dtype.itemsize
     note = f"weights: {scheme}, dequantised to {name} one by one as they load ({obstacle}); they take"
     return StorageChoice(False, f"{note} {_size(num_bytes)}")

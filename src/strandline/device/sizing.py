@@ -144,7 +144,7 @@ def require_room_for_weights(
     Shards on CPUs share one memory.
 
     Args:
-        bits: of a weight that stays quantised; None: all have the dtype.
+        bits: fewest that a weight takes; None: all have the dtype.
 
     Raises:
         ConfigError: it does not, or the configuration is not supported.

@@ -139,6 +139,26 @@ def test_weights_dequantised_beside_others_are_counted() -> None:
     assert "3 of 10 quantised ones were dequantised" in (dtypes.kept_note(WeightsReport(20, 10, {}, 7)) or "")
 
 
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [
+        ({"a": {"quant_algo": "NVFP4"}}, "kept in FP4 (experts alone); those"),
+        ({"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}}, "kept in FP8 and FP4 (experts alone); those"),
+    ],
+)
+def test_gpus_keep_experts_in_fp4(
+    quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, layers: dict[str, Any], kept: str
+) -> None:
+    recipe = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    fp8.change_json(quantized[0] / "config.json", quantization_config=recipe)
+    config, gpu = read_model_config(quantized[0]), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(dtypes, "why_unavailable", lambda *_: None)
+    choice = dtypes.choose_storage(EngineConfig(model="nowhere", device="cuda"), config, gpu, torch.bfloat16)
+    assert (choice.keeps_quantized, choice.bits) == (True, 4)
+    assert kept in (choice.note or "")
+
+
 def test_room_is_required_for_weights_in_4_bits(quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_model_config(quantized[0])
     num_bytes = count_weights(config) // 2

@@ -45,6 +45,7 @@ class FourBitFormat:
 
     scheme: FourBitScheme
     kind: ClassVar[str] = "4 bits"
+    stays_as: ClassVar[str] = "4 bits"
     bits: ClassVar[int] = 4
 
     @property

@@ -37,6 +37,7 @@ class Fp4Format:
 
     scheme: Fp4Scheme
     kind: ClassVar[str] = "FP4"
+    stays_as: ClassVar[str] = "FP4 (experts alone)"
     bits: ClassVar[int] = 4
     can_stay: ClassVar[bool] = True
 

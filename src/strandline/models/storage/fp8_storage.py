@@ -31,6 +31,7 @@ class Fp8Format:
 
     scheme: Fp8Scheme
     kind: ClassVar[str] = "FP8"
+    stays_as: ClassVar[str] = "FP8"
     bits: ClassVar[int] = 8
 
     @property
