@@ -1,0 +1,139 @@
+"""Pictures in prompts: their pixels, their tokens' ids, and where rotary embeddings see them.
+
+A picture is a run of tokens with *virtual ids*: at or above ``2**31``, where no vocabulary has any. They are drawn from
+a digest of the pixels: the same picture has the same ids in every prompt and process, and two pictures differ in their
+first token. Whatever names prefixes by token ids therefore works for pictures, too.
+
+Source: Wang et al., arXiv:2409.12191, section 2.1, for positions in three dimensions.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from hashlib import sha256, shake_256
+from itertools import repeat
+from typing import Final, NamedTuple
+
+from strandline.records.tokens import TOKEN_BYTES, decode
+
+FIRST_VIRTUAL_ID: Final = 2**31
+DIGEST_BYTES: Final = 16
+WITH_TOP_BIT: Final = bytes(byte | 0x80 for byte in range(256))
+
+
+class Picture(NamedTuple):
+    """A picture, decoded and resized as the model's configuration says."""
+
+    digest: bytes
+    """``picture_digest`` of the other fields but the last."""
+    pixels: bytes
+    """RGB, a byte each, row by row from the top."""
+    height: int
+    width: int
+    original_size: tuple[int, int]
+    """Width and height before it was resized, for display."""
+
+
+class PictureSpan(NamedTuple):
+    """A picture's tokens in a prompt: row by row from the top, each from left to right."""
+
+    start: int
+    """Position of the first token."""
+    rows: int
+    columns: int
+    digest: bytes
+    """That of the picture."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.columns
+
+
+class RotaryPositions(NamedTuple):
+    """Positions of tokens in three dimensions, as int32; they are equal for tokens of text."""
+
+    time: "array[int]"
+    height: "array[int]"
+    width: "array[int]"
+
+
+def picture_digest(pixels: bytes, height: int, width: int) -> bytes:
+    """Return what names a picture."""
+    return sha256(height.to_bytes(4, "big") + width.to_bytes(4, "big") + pixels).digest()[:DIGEST_BYTES]
+
+
+def virtual_ids(digest: bytes, rows: int, columns: int) -> list[int]:
+    """Return the ids of a picture's tokens."""
+    grid = rows.to_bytes(4, "big") + columns.to_bytes(4, "big")
+    drawn = bytearray(shake_256(digest + grid).digest(rows * columns * TOKEN_BYTES))
+    drawn[::TOKEN_BYTES] = drawn[::TOKEN_BYTES].translate(WITH_TOP_BIT)
+    return decode(drawn)
+
+
+def is_virtual(token_id: int) -> bool:
+    """Whether an id is that of a picture's token."""
+    return token_id >= FIRST_VIRTUAL_ID
+
+
+def resumable_end(spans: Sequence[PictureSpan], position: int) -> int:
+    """Return the last position up to ``position`` that is not strictly inside a picture.
+
+    Args:
+        spans: those of the prompt, in order.
+    """
+    index = bisect_left(spans, position, key=_start) - 1
+    return spans[index].start if index >= 0 and position < spans[index].end else position
+
+
+def rotary_delta(spans: Sequence[PictureSpan]) -> int:
+    """Return what is added to the position of a token that follows these pictures: 0 or a negative number."""
+    return sum(max(span.rows, span.columns) - span.num_tokens for span in spans)
+
+
+def rotary_positions(spans: Sequence[PictureSpan], start: int, end: int) -> RotaryPositions:
+    """Return where rotary embeddings see the tokens ``[start, end)`` of a prompt with pictures.
+
+    A picture's tokens share their position in time, and a token's position in height or width is its row or column
+    from there. The text that follows a picture goes on after the largest of its positions.
+
+    Args:
+        spans: those of the prompt, in order.
+    """
+    positions = RotaryPositions(array("i"), array("i"), array("i"))
+    delta = 0
+    for span in spans:
+        if span.start >= end:
+            break
+        _add_text(positions, delta, start, min(end, span.start))
+        if span.end > start:
+            _add_picture(positions, span, delta, max(start, span.start), min(end, span.end))
+        delta += rotary_delta((span,))
+        start = max(start, span.end)
+    _add_text(positions, delta, start, end)
+    return positions
+
+
+def _start(span: PictureSpan) -> int:
+    return span.start
+
+
+def _add_text(positions: RotaryPositions, delta: int, start: int, end: int) -> None:
+    text = array("i", range(start + delta, end + delta))
+    for dimension in positions:
+        dimension.extend(text)
+
+
+def _add_picture(positions: RotaryPositions, span: PictureSpan, delta: int, start: int, end: int) -> None:
+    """Add the tokens ``[start, end)``, all of them in the picture."""
+    origin, columns = span.start + delta, span.columns
+    positions.time.extend(repeat(origin, end - start))
+    across = array("i", range(origin, origin + columns))
+    first, last = start - span.start, end - span.start
+    for row in range(first // columns, -(-last // columns)):
+        left, right = max(first - row * columns, 0), min(last - row * columns, columns)
+        positions.height.extend(repeat(origin + row, right - left))
+        positions.width.extend(across[left:right])
