@@ -45,6 +45,7 @@ from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
 from strandline.records.account import UNCOUNTED, Account, Reason, SnapshotKind
 from strandline.records.actions import Action, CopyTokens
+from strandline.records.pictures import resumable_end
 from strandline.records.tokens import TokenBuffer
 
 _new_grant = tuple.__new__
@@ -199,7 +200,7 @@ class PrefixCache:
         if not self._try_pin(upper, match, tokens, step_tokens):
             if not match.position or self._leases:
                 return None
-            match = self._rule.without_copy(match, upper, len(tokens))
+            match = self._rule.without_copy(match, upper, tokens.data)
             upper = match.shared.run
             account = account.without_room(match.position)
             if not self._try_pin(upper, match, tokens, step_tokens):
@@ -250,7 +251,10 @@ class PrefixCache:
         """Ask the placement at which positions the lease leaves snapshots."""
         prompt = (lease.computed, len(lease.tokens), kv_tokens, marks)
         room = (self._allocator.num_free_slabs - self._num_reserved_slabs, self._slot_tokens)
-        lease.planned_cuts = self._placement.on_admission(Admission(*prompt, *room, self._publisher.may_probe(lease)))
+        data = lease.tokens.data
+        chosen = self._placement.on_admission(Admission(*prompt, *room, self._publisher.may_probe(lease), data))
+        positions = {resumable_end(data, position): kind for position, kind in chosen.items()}
+        lease.planned_cuts = {position: kind for position, kind in positions.items() if position > lease.computed}
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; unpin ``run``, which holds the original."""
@@ -315,7 +319,8 @@ class PrefixCache:
         if not self.is_enabled or not self._rule.needs_slots:
             return ()
         due = {position: kind for position, kind in lease.planned_cuts.items() if lease.computed < position <= end}
-        if (boundary := self._placement.in_step(lease.computed, end)) is not None:
+        boundary = self._placement.in_step(lease.computed, end)
+        if boundary is not None and resumable_end(lease.tokens.data, boundary) == boundary:
             due.setdefault(boundary, SnapshotKind.BOUNDARY)
         lease.planned_cuts = {position: kind for position, kind in lease.planned_cuts.items() if position > end}
         self._publisher.probation.make_room(sum(kind is SnapshotKind.PROBE for kind in due.values()))

@@ -9,6 +9,7 @@ from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.pictures import resumable_end
 from strandline.records.tokens import TokenBuffer
 
 
@@ -50,7 +51,7 @@ class Leaders:
             return None
         lease, position = found
         last = self._rule.last(len(tokens))
-        position = min(position - position % grid_tokens, last)
+        position = resumable_end(tokens.data, min(position - position % grid_tokens, last), grid_tokens)
         is_short = position - known < BLOCK_TOKENS and position < last
         if lease.computed >= position or position <= known or is_short:
             return None

@@ -21,6 +21,7 @@ from strandline.cache.windows import Windows
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import FoldLog
+from strandline.records.pictures import resumable_end
 
 
 class OwnStates:
@@ -61,6 +62,8 @@ class OwnStates:
         """Return the home of a new snapshot on the lease's path; None if it is unwanted, impossible or exists."""
         if self._placement is None or position == 0 or not self._placement.keeps(kind):
             return None
+        if resumable_end(lease.tokens.data, position) < position:
+            return None  # it is inside a picture, where nothing resumes
         home = find_home(lease.run, lease.tokens.data, position)
         return home if snapshot_at(home, position) is None else None
 

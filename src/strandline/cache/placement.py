@@ -33,6 +33,8 @@ class Admission(NamedTuple):
     """Tokens whose keys and values are as large as a slot; 0: unknown."""
     may_probe: bool = False
     """Whether a probe may be taken: the prompt continues no path, and the memory is large enough for probes."""
+    data: bytes | bytearray = b""
+    """Its tokens, encoded. Positions strictly inside a picture become its start."""
 
 
 class Placement(Protocol):

@@ -59,7 +59,7 @@ class ResumeRule(Protocol):
     def last(self, num_tokens: int) -> int:
         """Return the deepest position at which a prompt of this many tokens could resume."""
 
-    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+    def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the deepest match that needs no memory but what is computed.
 
         Args:

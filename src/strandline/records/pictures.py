@@ -8,7 +8,6 @@ Source: Wang et al., arXiv:2409.12191, section 2.1, for positions in three dimen
 """
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from hashlib import sha256, shake_256
 from itertools import repeat
@@ -18,7 +17,10 @@ from strandline.records.tokens import TOKEN_BYTES, decode
 
 FIRST_VIRTUAL_ID: Final = 2**31
 DIGEST_BYTES: Final = 16
-WITH_TOP_BIT: Final = bytes(byte | 0x80 for byte in range(256))
+TOP_BIT: Final = 0x80
+WITH_TOP_BIT: Final = bytes(byte | TOP_BIT for byte in range(256))
+IS_VIRTUAL: Final = bytes(byte >= TOP_BIT for byte in range(256))
+"""By the first byte of an encoded token."""
 
 
 class Picture(NamedTuple):
@@ -79,14 +81,19 @@ def is_virtual(token_id: int) -> bool:
     return token_id >= FIRST_VIRTUAL_ID
 
 
-def resumable_end(spans: Sequence[PictureSpan], position: int) -> int:
-    """Return the last position up to ``position`` that is not strictly inside a picture.
+def resumable_end(data: bytes | bytearray, position: int, grid_tokens: int = 1) -> int:
+    """Return the last position up to ``position``, and on the grid, that is not strictly inside a picture.
+
+    Between two pictures there is always a token of text.
 
     Args:
-        spans: those of the prompt, in order.
+        data: encoded tokens.
     """
-    index = bisect_left(spans, position, key=_start) - 1
-    return spans[index].start if index >= 0 and position < spans[index].end else position
+    position -= position % grid_tokens
+    while 0 < (at := position * TOKEN_BYTES) < len(data) and min(data[at - TOKEN_BYTES], data[at]) >= TOP_BIT:
+        start = data[:at:TOKEN_BYTES].translate(IS_VIRTUAL).rfind(b"\0") + 1
+        position = start - start % grid_tokens
+    return position
 
 
 def rotary_delta(spans: Sequence[PictureSpan]) -> int:
@@ -115,10 +122,6 @@ def rotary_positions(spans: Sequence[PictureSpan], start: int, end: int) -> Rota
         start = max(start, span.end)
     _add_text(positions, delta, start, end)
     return positions
-
-
-def _start(span: PictureSpan) -> int:
-    return span.start
 
 
 def _add_text(positions: RotaryPositions, delta: int, start: int, end: int) -> None:

@@ -19,6 +19,7 @@ from strandline.records.pictures import (
     rotary_positions,
     virtual_ids,
 )
+from strandline.records.tokens import encode
 
 Layout = list[tuple[int, int, int]]
 """Tokens of text, then a picture's rows and columns, and so on."""
@@ -57,13 +58,18 @@ def test_rotary_positions_are_those_of_transformers(layout: Layout, num_last: in
     assert rotary_delta(spans) == delta
 
 
-@given(layouts, st.integers(1, 9), st.data())
-def test_no_position_to_resume_is_inside_a_picture(layout: Layout, num_last: int, data: st.DataObject) -> None:
+@given(layouts, st.integers(1, 9), st.sampled_from([1, 64]), st.data())
+def test_no_position_to_resume_is_inside_a_picture(
+    layout: Layout, num_last: int, grid_tokens: int, data: st.DataObject
+) -> None:
     spans = spans_of(layout)
-    num_tokens = (spans[-1].end if spans else 0) + num_last
+    tokens = [1] * ((spans[-1].end if spans else 0) + num_last)
+    for span in spans:
+        tokens[span.start : span.end] = virtual_ids(span.digest, span.rows, span.columns)
     inside = {position for span in spans for position in range(span.start + 1, span.end)}
-    position = data.draw(st.integers(0, num_tokens))
-    assert resumable_end(spans, position) == max(x for x in range(position + 1) if x not in inside)
+    position = data.draw(st.integers(0, len(tokens)))
+    expected = max(x for x in range(0, position + 1, grid_tokens) if x not in inside)
+    assert resumable_end(encode(tokens), position, grid_tokens) == expected
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (22, 40), (128, 128)])

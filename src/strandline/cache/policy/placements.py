@@ -13,6 +13,7 @@ from strandline.cache.placement import Admission, Placement, SnapshotPositions
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
+from strandline.records.pictures import resumable_end
 
 RUNGS_PER_OCTAVE: Final = 4
 FIRST_RUNG: Final = 4 * BLOCK_TOKENS
@@ -157,8 +158,10 @@ class OnGrid:
 
     def on_admission(self, admission: Admission) -> SnapshotPositions:
         chosen = self.inner.on_admission(admission)
-        positions = {position // BLOCK_TOKENS * BLOCK_TOKENS: chosen[position] for position in sorted(chosen)}
-        last = admission.end // BLOCK_TOKENS * BLOCK_TOKENS
+        positions = {
+            resumable_end(admission.data, position, BLOCK_TOKENS): chosen[position] for position in sorted(chosen)
+        }
+        last = resumable_end(admission.data, admission.end, BLOCK_TOKENS)
         if self.keeps(SnapshotKind.PROMPT_END) and last < admission.end:
             positions[last] = SnapshotKind.PROMPT_END
         return {position: kind for position, kind in positions.items() if position > admission.start}

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from strandline.cache.resume import Match, ResumeRule, first_block_seen
 from strandline.cache.tree import Run, held_child
-from strandline.cache.walk import Walk, deepest_snapshot, walk
+from strandline.cache.walk import Walk, deepest_snapshot, outside_pictures, walk
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.records.account import Reason
+from strandline.records.pictures import resumable_end
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.specs import ModelSpec
 
@@ -20,14 +21,14 @@ class AtSnapshots:
     window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
-        end = walk(root, data)
+        end = outside_pictures(walk(root, data), data)
         snapshot = deepest_snapshot(end, data)
         return Match(end, snapshot.position if snapshot else 0, snapshot)
 
     def last(self, num_tokens: int) -> int:
         return num_tokens
 
-    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+    def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the match without its snapshot, which would need memory in addition to the request's own state."""
         return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None)
 
@@ -52,17 +53,18 @@ class AtTokens:
     window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
-        end = walk(root, data)
-        cached = end.kv_tokens // self.grid_tokens * self.grid_tokens
-        return Match(end, min(cached, self.last(len(data) // TOKEN_BYTES)), None)
+        end = outside_pictures(walk(root, data), data)
+        last = min(end.kv_tokens, self.last(len(data) // TOKEN_BYTES))
+        return Match(end, resumable_end(data, last, self.grid_tokens), None)
 
     def last(self, num_tokens: int) -> int:
         return max(num_tokens - 1, 0) // self.grid_tokens * self.grid_tokens
 
-    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+    def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the match of whole blocks alone, which the request shares."""
         whole = Walk(upper, match.end.num_blocks, None, 0)
-        return Match(whole, min(whole.kv_tokens, self.last(num_tokens)), None)
+        last = min(whole.kv_tokens, self.last(len(data) // TOKEN_BYTES))
+        return Match(whole, resumable_end(data, last, self.grid_tokens), None)
 
     def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
         return Reason.REPEATED
@@ -96,7 +98,7 @@ class BehindWindows:
     def last(self, num_tokens: int) -> int:
         return num_tokens
 
-    def without_copy(self, match: Match, upper: Run, num_tokens: int) -> Match:
+    def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return a match of nothing: what the match shares begins at its window."""
         return Match(match.end, 0, None, Walk(list(upper.ancestry())[-1], 0, None, 0))
 

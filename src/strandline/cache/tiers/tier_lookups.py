@@ -9,6 +9,7 @@ from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot, descend
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.pictures import resumable_end
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
@@ -57,7 +58,7 @@ def _end_at(node: TierBlock, depth: int, data: bytearray, match: Match, *, has_s
     """Return where a prompt could resume between the end of the block at this depth and that of the next."""
     if not has_slots:
         position = depth * BLOCK_TOKENS
-        return TierEnd(node, None, position) if position > match.end.kv_tokens else None
+        return TierEnd(node, None, position) if resumable_end(data, position) > match.end.kv_tokens else None
     for snapshot in sorted(node.snapshots.values(), key=lambda snapshot: -snapshot.position):
         is_deeper = snapshot.position > match.position
         if snapshot.address and is_deeper and data.startswith(snapshot.key, depth * BLOCK_KEY_BYTES):
