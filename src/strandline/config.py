@@ -131,7 +131,7 @@ class EngineConfig:
     """What ends reasoning at its budget (``ReasoningConfig``), as a mapping or as JSON; None: the closing tag, if the
     server parses reasoning."""
     dequantize: bool = False
-    """Convert weights published in FP8 or 4 bits to ``dtype`` as they load, also on GPUs."""
+    """Convert weights published in FP8, FP4 or 4 bits to ``dtype`` as they load, also on GPUs."""
     seed: int = 0
     """Seed for requests without a seed, and for dummy weights."""
 

@@ -18,6 +18,9 @@ from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.gemm.linear import has_fast_gemms
 from strandline.model_config import ModelConfig
+from strandline.models.causal_lm import CausalLM
+from strandline.models.layers.experts import Experts
+from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.site import Site
 from strandline.models.registry import builder_for
@@ -124,8 +127,7 @@ def choose_storage(
     obstacle = "--dequantize" if config.dequantize else why_dequantized(formats, device)
     if obstacle is None:
         kept = [format for format in formats if format.can_stay]
-        forms = " and ".join(format.stays_as for format in kept)
-        note = f"weights: {scheme}, kept in {forms}; those that are not published so are in {name}"
+        note = f"weights: {scheme}, kept in {_kinds(kept)}; those that are not published so are in {name}"
         return StorageChoice(True, note, min(format.bits for format in kept))
     num_bytes = count_weights(model_config) * dtype.itemsize
     note = f"weights: {scheme}, dequantised to {name} one by one as they load ({obstacle}); they take"
@@ -186,11 +188,22 @@ def count_weights(model_config: ModelConfig, shard: Shard = WHOLE, *, with_draft
     Raises:
         ConfigError: its architecture is not supported, or has no draft layer.
     """
+    # A tied head is the embedding once more, and comes once.
+    return sum(weight.numel() for weight in _on_meta(model_config, shard, with_draft_layer).parameters())
+
+
+def count_matrix_weights(model_config: ModelConfig, shard: Shard = WHOLE, *, with_draft_layer: bool = False) -> int:
+    """Return how many of the weights that ``count_weights`` counts may stay quantised: not those of embeddings."""
+    modules = _on_meta(model_config, shard, with_draft_layer).modules()
+    owners = [module for module in modules if isinstance(module, Projection | Experts)]
+    return sum(weight.numel() for owner in owners for weight in owner.parameters(recurse=False) if weight.ndim > 1)
+
+
+def _on_meta(model_config: ModelConfig, shard: Shard, with_draft_layer: bool) -> CausalLM:
     model = builder_for(model_config)(model_config, Site(torch.float32, "meta", shard))
     if with_draft_layer:
         model.add_draft_layer()
-    # A tied head is the embedding once more, and comes once.
-    return sum(weight.numel() for weight in model.parameters())
+    return model
 
 
 def machine_bytes() -> int:

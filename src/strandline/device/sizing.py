@@ -8,7 +8,7 @@ import torch
 from strandline.config import EngineConfig, parse_bytes
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
-from strandline.device.dtypes import count_weights, machine_bytes
+from strandline.device.dtypes import count_matrix_weights, count_weights, machine_bytes
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
@@ -144,7 +144,7 @@ def require_room_for_weights(
     Shards on CPUs share one memory.
 
     Args:
-        bits: fewest that a weight takes; None: all have the dtype.
+        bits: fewest that the weight of a matrix takes; None: all have the dtype.
 
     Raises:
         ConfigError: it does not, or the configuration is not supported.
@@ -152,9 +152,12 @@ def require_room_for_weights(
     num_shards = 1 if device.type == "cuda" else shard.count
     num_weights = count_weights(model_config, shard, with_draft_layer=with_draft_layer) * num_shards
     have = memory_bytes(device)
-    num_bytes = num_weights * (bits or 8 * dtype.itemsize) // 8
+    num_bytes, form = num_weights * dtype.itemsize, str(dtype).removeprefix("torch.")
+    if bits is not None:
+        num_matrix = count_matrix_weights(model_config, shard, with_draft_layer=with_draft_layer) * num_shards
+        num_bytes -= num_matrix * (8 * dtype.itemsize - bits) // 8
+        form = f"{bits} bits, embeddings in {form}"
     if num_bytes > have:
-        form = str(dtype).removeprefix("torch.") if bits is None else f"{bits} bits"
         raise ConfigError(
             f"the {num_weights:,} weights that config.json describes take {num_bytes:,} bytes in {form}, more than the "
             f"{have:,} bytes of memory that there are"

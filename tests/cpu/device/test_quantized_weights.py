@@ -11,7 +11,7 @@ import torch
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
 from strandline.device import dtypes, sizing
-from strandline.device.dtypes import count_weights
+from strandline.device.dtypes import count_matrix_weights, count_weights
 from strandline.device.sizing import require_room_for_weights
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, HalfWeight
@@ -142,11 +142,11 @@ def test_weights_dequantised_beside_others_are_counted() -> None:
 @pytest.mark.parametrize(
     ("layers", "kept"),
     [
-        ({"a": {"quant_algo": "NVFP4"}}, "kept in FP4 (experts alone); those"),
-        ({"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}}, "kept in FP8 and FP4 (experts alone); those"),
+        ({"a": {"quant_algo": "NVFP4"}}, "kept in FP4; those"),
+        ({"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}}, "kept in FP8 and FP4; those"),
     ],
 )
-def test_gpus_keep_experts_in_fp4(
+def test_gpus_keep_weights_in_fp4(
     quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, layers: dict[str, Any], kept: str
 ) -> None:
     recipe = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
@@ -161,11 +161,13 @@ def test_gpus_keep_experts_in_fp4(
 
 def test_room_is_required_for_weights_in_4_bits(quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_model_config(quantized[0])
-    num_bytes = count_weights(config) // 2
+    num_matrix = count_matrix_weights(config)
+    num_bytes = num_matrix // 2 + 2 * (count_weights(config) - num_matrix)
+    assert num_bytes > count_weights(config) // 2  # embeddings are not quantised
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
     require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), bits=4)
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
-    with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in 4 bits, more than"):
+    with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in 4 bits, embeddings in bfloat16, more than"):
         require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), bits=4)
 
 

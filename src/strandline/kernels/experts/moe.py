@@ -18,12 +18,12 @@ from torch import Tensor
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import linear, reference_linear
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, Weight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, Weight
 from strandline.kernels.operation import Operation, operation, triton
 from strandline.kernels.rowwise.activation import clamped_swiglu, relu_squared, swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 
-ExpertsWeight = DenseWeight | ScaledWeight | FourBitWeight | Fp4Weight
+ExpertsWeight = DenseWeight | QuantizedWeight
 """One matrix of every expert, ``[E, O, I]``."""
 
 

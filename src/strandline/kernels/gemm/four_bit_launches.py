@@ -47,9 +47,6 @@ MAX_ROWS_NARROW: Final = 64
 MAX_ROWS_WIDE: Final = 256
 """With more rows the weight is dequantised, and multiplied by torch: with few outputs and with many."""
 
-SCRATCH_CODES: Final = 1 << 24
-"""Weights that are dequantised at a time: 32 MiB in bfloat16 stay in the second-level cache."""
-
 MAX_TILE_ROWS_SPLIT: Final = 32
 """Tiles of up to this many rows are split along the inputs, where there are few."""
 

@@ -16,7 +16,7 @@ from strandline.kernels.gemm import (
     matmul_triton,
     stacked_linear_triton,
 )
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, StackedWeight, Weight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, plain_rows
@@ -28,12 +28,14 @@ LINEAR: Final[Mapping[tuple[Launches, type], Callable[..., Tensor]]] = {
     ),
     (Launches.MEASURED, ScaledWeight): block_scaled_triton.block_scaled_linear,
     (Launches.MEASURED, FourBitWeight): four_bit_triton.four_bit_linear,
+    (Launches.MEASURED, Fp4Weight): four_bit_triton.four_bit_linear,
     (Launches.MEASURED, StackedWeight): stacked_linear_triton.stacked_linear,
     (Launches.FIXED, DenseWeight): lambda x, weight, bias_O: matmul_triton.linear_invariant(
         plain_rows(x), weight.values_OI, bias_O
     ),
     (Launches.FIXED, ScaledWeight): block_scaled_triton.block_scaled_linear_invariant,
     (Launches.FIXED, FourBitWeight): four_bit_triton.four_bit_linear_invariant,
+    (Launches.FIXED, Fp4Weight): four_bit_triton.four_bit_linear_invariant,
     (Launches.FIXED, StackedWeight): stacked_linear_triton.stacked_linear_invariant,
 }
 
@@ -41,6 +43,7 @@ GATED: Final[Mapping[tuple[Launches, type], Callable[..., Any]]] = {
     (Launches.MEASURED, DenseWeight): lambda x, weight: linear_triton.gated_linear(plain_rows(x), weight.values_OI),
     (Launches.MEASURED, ScaledWeight): block_scaled_triton.block_scaled_gated_linear,
     (Launches.MEASURED, FourBitWeight): four_bit_triton.four_bit_gated_linear,
+    (Launches.MEASURED, Fp4Weight): four_bit_triton.four_bit_gated_linear,
 }
 """Where there is none, a launch of its own applies the activation."""
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from strandline.kernels.binding import Kernels, reference_kernels
 from strandline.kernels.gemm.block_scaled import block_scaled_linear
-from strandline.kernels.gemm.four_bit import four_bit_linear
 from strandline.kernels.gemm.weights import (
+    CodedWeight,
     DenseWeight,
     FourBitWeight,
     Fp4Weight,
@@ -55,7 +55,7 @@ def has_fast_gemms(dtype: torch.dtype) -> bool:
 
 
 @operation(triton("gemm.gemms_triton", takes_launches=True))
-def linear(x: Rows, weight: Weight | Fp4Weight, bias_O: Tensor | None = None) -> Tensor:
+def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x weight^T + bias`` in x's dtype; outputs of a weight of parts are side by side."""
     match weight:
         case DenseWeight(values_OI):
@@ -66,11 +66,8 @@ def linear(x: Rows, weight: Weight | Fp4Weight, bias_O: Tensor | None = None) ->
             return _half_linear(packed, bias_O, plain_rows(x))
         case ScaledWeight():
             return block_scaled_linear(x, weight, bias_O)
-        case FourBitWeight():
-            return four_bit_linear(plain_rows(x), weight, bias_O)
-        case Fp4Weight():
-            bias, x_TI = None if bias_O is None else bias_O.float(), plain_rows(x)
-            return F.linear(x_TI.float(), weight.dequantize(), bias).to(x_TI.dtype)
+        case FourBitWeight() | Fp4Weight():
+            return _coded_linear(weight, bias_O, plain_rows(x))
         case StackedWeight(parts):
             out = torch.cat([linear.reference(x, part) for part in parts], dim=-1)
             return out if bias_O is None else out.add_(bias_O)
@@ -139,6 +136,12 @@ def bind_gated_linear_quantized(kernels: Kernels, weight: Weight) -> Gated:
     """As ``bind_gated_linear``, for a product in FP8."""
     multiply = kernels[gated_linear_quantized]
     return lambda x: multiply(x, weight)
+
+
+def _coded_linear(weight: CodedWeight, bias_O: Tensor | None, x: Tensor) -> Tensor:
+    """Multiply with the numbers that a weight stands for in float32, as kernels add them up."""
+    bias = None if bias_O is None else bias_O.float()
+    return F.linear(x.float(), weight.dequantize(), bias).to(x.dtype)
 
 
 def _packed_linear(packed_OI: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strandline.kernels.gemm.formats.few_rows_triton import multiply_few, read_plain
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.activation_triton import silu_times
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
@@ -207,7 +207,7 @@ def _gemv_kernel(
 def launch_gemv(
     out_MO: Tensor,
     rows: Rows,
-    weight: DenseWeight | ScaledWeight | FourBitWeight,
+    weight: DenseWeight | QuantizedWeight,
     bias_O: Tensor | None,
     gemv: Gemv,
     *,
@@ -255,7 +255,7 @@ def launch_gemv(
 
 
 def _second_arguments(
-    second: Second, rows: Rows, weight: DenseWeight | ScaledWeight | FourBitWeight, block_n: int, block_k: int
+    second: Second, rows: Rows, weight: DenseWeight | QuantizedWeight, block_n: int, block_k: int
 ) -> tuple[_SecondArgument, _SecondConstants]:
     """Return a second product as arguments.
 

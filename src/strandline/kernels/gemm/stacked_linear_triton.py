@@ -1,6 +1,6 @@
-"""Matrix products with a weight of parts, some in FP8 or 4 bits: each writes its columns of one result.
+"""Matrix products with a weight of parts, some of them quantised: each writes its columns of one result.
 
-Of few rows, an ordinary weight behind one in FP8 or 4 bits is multiplied in the same launch.
+Of few rows, a dense weight that follows a quantised one is multiplied in the same launch.
 
 Shape suffixes: as in ``linear.py``; T rows.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from strandline.kernels.gemm import block_scaled_triton, four_bit_triton, linear_triton, matmul_triton
 from strandline.kernels.gemm.block_scaled_triton import MAX_ROWS_SPLIT, multiply_beside
 from strandline.kernels.gemm.tiles_triton import SecondTile
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, StackedWeight
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, QuantizedWeight, StackedWeight
 from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, new_output, plain_rows, shaped
 from strandline.kernels.rowwise.quantizing_triton import quantized
 
@@ -41,7 +41,7 @@ def stacked_linear(x: Rows, weight: StackedWeight, bias_O: Tensor | None = None)
         return _multiply(x, weight, bias_O, FASTEST)
     first, dense = weight.parts
     out_TO = new_output(rows, sum(map(_num_outputs, weight.parts)))
-    if isinstance(first, FourBitWeight):
+    if isinstance(first, CodedWeight):
         four_bit_triton.multiply_beside(out_TO, rows, first, dense.values_OI)
     else:
         multiply_beside(out_TO, rows, first, SecondTile(plain_rows(rows), dense.values_OI))
@@ -54,17 +54,12 @@ def stacked_linear_invariant(x: Rows, weight: StackedWeight, bias_O: Tensor | No
 
 
 def _is_pair(weight: StackedWeight) -> bool:
-    return [type(part) for part in weight.parts] in ([ScaledWeight, DenseWeight], [FourBitWeight, DenseWeight])
+    """Return whether a dense part follows a single one that is not."""
+    return [isinstance(part, DenseWeight) for part in weight.parts] == [False, True]
 
 
-def _num_outputs(part: DenseWeight | ScaledWeight | FourBitWeight) -> int:
-    match part:
-        case DenseWeight(values):
-            return len(values)
-        case FourBitWeight(words):
-            return len(words)
-        case ScaledWeight(values):
-            return len(values)
+def _num_outputs(part: DenseWeight | QuantizedWeight) -> int:
+    return part.shape[0]
 
 
 def _multiply(x: Rows, weight: StackedWeight, bias_O: Tensor | None, ways: Ways) -> Tensor:
@@ -77,7 +72,7 @@ def _multiply(x: Rows, weight: StackedWeight, bias_O: Tensor | None, ways: Ways)
     for part, part_TO, bias_part_O in zip(weight.parts, out_TO.split(sizes, dim=1), biases, strict=True):
         if isinstance(part, DenseWeight):
             ways.dense(part_TO, plain_rows(rows), part.values_OI, bias_part_O)
-        elif isinstance(part, FourBitWeight):
+        elif isinstance(part, CodedWeight):
             ways.four_bit(part_TO, rows, part, bias_part_O)
         else:
             ways.scaled(part_TO, rows, part, bias_part_O)

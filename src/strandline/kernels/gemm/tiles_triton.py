@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.gemm.formats.operand_triton import Operand, operand, rows_operand
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.quantized_rows import Rows
@@ -163,7 +163,7 @@ def _tiles_kernel(
 def launch_tiles(
     out_TO: Tensor,
     rows: Rows,
-    weight: DenseWeight | ScaledWeight | FourBitWeight,
+    weight: DenseWeight | QuantizedWeight,
     bias_O: Tensor | None,
     launch: Launch,
     second: SecondTile | None = None,

@@ -8,9 +8,8 @@ A float32 weight that comes from bfloat16 can also be kept in float16 and multip
 FBGEMM, in a third of MKL's time for a few rows. Float16 holds every bfloat16 number from 2**-17 up to 65,504, and
 smaller ones within 2**-25, less than the rounding of a sum of products with ordinary weights.
 
-A weight published in FP8 (e4m3) stays as it is on GPUs, beside its scales. One published in 4 bits stays in 4 bits, in
-one layout for all formats. Where only some of the matrices that lie above each other in a fused weight are published
-so, it consists of parts.
+A weight published in FP8 (e4m3) stays as it is on GPUs, with its scales. One published in 4 bits or FP4 stays so, in
+one layout for all formats. Where only some of the matrices of a fused weight are published so, it consists of parts.
 
 Shape suffixes: I inputs, O outputs; Y and X rows and columns of scales; W int32 numbers of a row in 4 bits.
 """
@@ -127,8 +126,8 @@ class FourBitWeight:
         """Dimensions of the matrices, ``[..., O, I]``."""
         return (*self.words.shape[:-1], self.num_inputs)
 
-    def __getitem__(self, index: int) -> "FourBitWeight":
-        """Return one of several matrices."""
+    def __getitem__(self, index: int | slice) -> "FourBitWeight":
+        """Return one of several matrices, or rows of one."""
         zeros = None if self.zeros is None else self.zeros[index]
         return FourBitWeight(self.words[index], self.scales[index], zeros, self.num_inputs, self.group)
 
@@ -186,8 +185,8 @@ class Fp4Weight:
         """Dimensions of the matrices, ``[..., O, I]``."""
         return (*self.words.shape[:-1], self.num_inputs)
 
-    def __getitem__(self, index: int) -> "Fp4Weight":
-        """Return one of several matrices."""
+    def __getitem__(self, index: int | slice) -> "Fp4Weight":
+        """Return one of several matrices, or rows of one."""
         return Fp4Weight(self.words[index], self.scales[index], self.factors[index], self.num_inputs)
 
     def dequantize(self) -> Tensor:
@@ -207,9 +206,9 @@ def scale_numbers(scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight:
-    """Matrices one above the other, each in a form of its own."""
+    """Matrices one above the other, each in a format of its own."""
 
-    parts: "tuple[DenseWeight | ScaledWeight | FourBitWeight, ...]"
+    parts: "tuple[DenseWeight | ScaledWeight | CodedWeight, ...]"
 
     @property
     def is_in_fp8(self) -> bool:
@@ -217,8 +216,14 @@ class StackedWeight:
         return any(isinstance(part, ScaledWeight) for part in self.parts)
 
 
-Weight = DenseWeight | PackedWeight | HalfWeight | ScaledWeight | FourBitWeight | StackedWeight
-"""What linear layers multiply with; experts take some of these, and ``Fp4Weight``."""
+CodedWeight = FourBitWeight | Fp4Weight
+"""Weights of codes of 4 bits, whose ``words`` have one layout."""
+
+QuantizedWeight = ScaledWeight | CodedWeight
+"""Weights that stay quantised as published."""
+
+Weight = DenseWeight | PackedWeight | HalfWeight | QuantizedWeight | StackedWeight
+"""What linear layers multiply with; experts take some of these."""
 
 Layout = Callable[[Tensor], Weight]
 """Chooses the form of a loaded matrix."""

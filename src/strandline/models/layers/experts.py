@@ -27,7 +27,7 @@ from strandline.kernels.experts.moe import (
     with_shared,
 )
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.projection import Projection
@@ -91,7 +91,7 @@ class ExpertRows(NamedTuple):
 class Experts(nn.Module):
     """A layer's experts, which are divided among shards.
 
-    They are loaded as ordinary parameters, or else given weights in FP8 or 4 bits by ``keep``.
+    They are loaded as ordinary parameters, or else given quantised weights by ``keep``.
 
     Args:
         fused: second projection of a shared expert that is always computed with these experts, as a ``SharedExpert``:
@@ -119,7 +119,7 @@ class Experts(nn.Module):
             return self._quantized["up_XFE"], self._quantized["down_XEF"]
         return DenseWeight(self.up_XFE), DenseWeight(self.down_XEF)
 
-    def keep(self, name: str, weight: ScaledWeight | FourBitWeight | Fp4Weight) -> None:
+    def keep(self, name: str, weight: QuantizedWeight) -> None:
         """Compute with this weight instead of the parameter of that name, which is freed; both get the same format."""
         delattr(self, name)
         self._quantized[name] = weight

@@ -18,8 +18,8 @@ from strandline.kernels.gemm.linear import (
 )
 from strandline.kernels.gemm.weights import (
     DenseWeight,
-    FourBitWeight,
     Layout,
+    QuantizedWeight,
     ScaledWeight,
     StackedWeight,
     Weight,
@@ -35,7 +35,7 @@ from strandline.models.layers.targets import NamedTargets, sharded, stacked, unu
 class Projection(nn.Module):
     """A weight, possibly of several matrices one above the other, and a bias.
 
-    It is loaded as an ordinary parameter, or else given its weight, in FP8 or 4 bits, by ``keep``. ``lay_out`` then
+    It is loaded as an ordinary parameter, or else given its quantised weight by ``keep``. ``lay_out`` then
     chooses the form in which a parameter is multiplied with, after which it can be neither loaded nor moved.
 
     Args:
@@ -74,7 +74,7 @@ class Projection(nn.Module):
         self.weight_OI = nn.Parameter(values_OI, requires_grad=False)
         self.weight = DenseWeight(self.weight_OI)
 
-    def keep(self, weight: ScaledWeight | FourBitWeight | StackedWeight) -> None:
+    def keep(self, weight: QuantizedWeight | StackedWeight) -> None:
         """Multiply with this weight, which stays as it is; the parameter is freed."""
         del self.weight_OI
         self.weight = weight
@@ -89,8 +89,8 @@ class Projection(nn.Module):
 
     @property
     def is_kept(self) -> bool:
-        """Whether its weight is in FP8 or 4 bits, or has parts that are."""
-        return isinstance(self.weight, ScaledWeight | FourBitWeight | StackedWeight)
+        """Whether its weight is quantised, or has parts that are."""
+        return isinstance(self.weight, QuantizedWeight | StackedWeight)
 
     @property
     def takes_quantized(self) -> bool:

@@ -24,10 +24,6 @@ class WeightFormat(Protocol):
         """Its name in messages."""
 
     @property
-    def stays_as(self) -> str:
-        """What the log says weights are kept in."""
-
-    @property
     def bits(self) -> int:
         """Size of a weight, without scales."""
 

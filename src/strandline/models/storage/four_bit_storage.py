@@ -45,7 +45,6 @@ class FourBitFormat:
 
     scheme: FourBitScheme
     kind: ClassVar[str] = "4 bits"
-    stays_as: ClassVar[str] = "4 bits"
     bits: ClassVar[int] = 4
 
     @property
@@ -83,8 +82,6 @@ class FourBitFormat:
 @dataclass(frozen=True, slots=True)
 class StoredFourBit:
     """See ``StoredFormat``."""
-
-    is_for_experts_alone: ClassVar[bool] = False
 
     group: int
     """Inputs that share a scale."""

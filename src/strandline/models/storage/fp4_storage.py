@@ -1,4 +1,4 @@
-"""Weights of experts in FP4 (NVFP4 and MXFP4) that stay so, on the model's device. Others are dequantised.
+"""Weights in FP4 (NVFP4 and MXFP4) that stay so, on the model's device.
 
 Every row has the factor of the published matrix that it comes from. Weights that other ranks share stay if their parts
 begin and end with groups.
@@ -37,7 +37,6 @@ class Fp4Format:
 
     scheme: Fp4Scheme
     kind: ClassVar[str] = "FP4"
-    stays_as: ClassVar[str] = "FP4 (experts alone)"
     bits: ClassVar[int] = 4
     can_stay: ClassVar[bool] = True
 
@@ -63,7 +62,6 @@ class StoredFp4:
     """See ``StoredFormat``."""
 
     scheme: Fp4Scheme
-    is_for_experts_alone: ClassVar[bool] = True
 
     def cuts(self, piece: Piece, target: Target) -> bool:
         """Return whether a group's inputs are in two shards."""

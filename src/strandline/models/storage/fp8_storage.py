@@ -31,7 +31,6 @@ class Fp8Format:
 
     scheme: Fp8Scheme
     kind: ClassVar[str] = "FP8"
-    stays_as: ClassVar[str] = "FP8"
     bits: ClassVar[int] = 8
 
     @property
@@ -58,8 +57,6 @@ class Fp8Format:
 
 class StoredFp8:
     """See ``StoredFormat``."""
-
-    is_for_experts_alone = False
 
     def cuts(self, piece: Piece, target: Target) -> bool:
         """Return whether ``GROUP`` inputs of a piece, or of another shard's, are in two blocks of the weight."""

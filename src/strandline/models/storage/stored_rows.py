@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, StackedWeight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import GatedProjection, Projection
 from strandline.models.layers.targets import Piece, Target
@@ -30,8 +30,6 @@ MAX_PARTS: Final = 4
 
 CHUNK_ELEMENTS = 2**22
 """Elements that are put in another order at a time."""
-
-Kept = ScaledWeight | FourBitWeight | Fp4Weight
 
 Rows = slice | Tensor
 """Which rows: a range, or a number for each."""
@@ -55,7 +53,7 @@ class StoredRows(Protocol):
             generator: on the device of the rows.
         """
 
-    def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> Kept:
+    def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> QuantizedWeight:
         """Return the weight of some rows, with as few scales as say the same.
 
         Args:
@@ -69,10 +67,6 @@ class StoredFormat(Protocol):
 
     def cuts(self, piece: Piece, target: Target) -> bool:
         """Return whether the inputs of a piece, or of another shard's, cut through what a scale covers."""
-
-    @property
-    def is_for_experts_alone(self) -> bool:
-        """Whether kernels of experts multiply with such weights, but not those of linear layers."""
 
     def allocate(self, num_rows: int, num_inputs: int, device: torch.device | str) -> StoredRows:
         """Return memory for rows of a matrix."""
@@ -158,10 +152,8 @@ class Matrices:
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.is_meta
         }
-        self.stored = {name: number for name, number in stored.items() if self._takes(targets[name], formats[number])}
-        """Those of ``stored`` that the layers take."""
         for name, target in targets.items():
-            self._note(target, self.stored.get(name))
+            self._note(target, stored.get(name))
         chosen = self._choose(model)
         self.kept = [matrix for matrix in self._matrices.values() if matrix in chosen]
         for matrix in self._matrices.values():
@@ -173,12 +165,6 @@ class Matrices:
         view = target.place
         matrix = None if view is None else self._matrices.get(id(_base(view)))
         return matrix if matrix in self.kept else None
-
-    def _takes(self, target: Target, stored_format: StoredFormat) -> bool:
-        """Return whether the layers that a published weight goes to multiply with weights in a format."""
-        parts = [part for piece in target.pieces for part in piece.parts]
-        owners = [matrix.owner for part in parts if (matrix := self._matrices.get(id(_base(part))))]
-        return not (stored_format.is_for_experts_alone and any(isinstance(owner, Projection) for owner in owners))
 
     def _note(self, target: Target, number: int | None) -> None:
         """Note the rows that a published tensor goes to, and the number of its format among ``formats``."""
@@ -241,9 +227,8 @@ class QuantizedStorage:
         stored: Mapping[str, int],
         device: torch.device | str,
     ) -> None:
-        self._targets, self.device = targets, device
+        self._targets, self._stored, self.device = targets, stored, device
         self._matrices = Matrices(model, targets, formats, stored, device)
-        self._stored = self._matrices.stored
         self._memory = {matrix: _allocate(matrix, formats, device) for matrix in self._matrices.kept}
         self.names = frozenset(name for name, target in targets.items() if self._matrices.kept_of(target) is not None)
         """Published weights that ``fill`` takes."""
@@ -299,16 +284,14 @@ def _allocate(matrix: Matrix, formats: Sequence[StoredFormat], device: torch.dev
     return memory
 
 
-def _whole_weight(matrix: Matrix, memory: _Memory) -> ScaledWeight | FourBitWeight | StackedWeight:
+def _whole_weight(matrix: Matrix, memory: _Memory) -> QuantizedWeight | StackedWeight:
     """Return the weight of a projection."""
-    parts = list[DenseWeight | ScaledWeight | FourBitWeight]()
+    parts = list[DenseWeight | QuantizedWeight]()
     for number, rows in matrix.runs:
         if number == 0:
             parts.append(DenseWeight(memory.dense_RI[rows]))
             continue
-        part = memory.stored[number].weight(rows, (rows.stop - rows.start,), matrix.boundary)
-        assert not isinstance(part, Fp4Weight), "these are of experts alone"
-        parts.append(part)
+        parts.append(memory.stored[number].weight(rows, (rows.stop - rows.start,), matrix.boundary))
     if len(parts) > 1:
         return StackedWeight(tuple(parts))
     (whole,) = parts

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.binding import bind_kernels
-from strandline.kernels.gemm.four_bit import four_bit_linear
-from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear, gated_linear
+from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear, gated_linear, linear
 from strandline.kernels.gemm.weights import (
     BLOCK_INPUTS,
     GROUPS_FOUR_BIT,
@@ -79,15 +78,15 @@ def test_products_are_of_dequantised_weights(num_rows: int, num_inputs: int, num
     weight = four_bit_weight(num_outputs, num_inputs, group=32, symmetric=False)
     x, bias = torch.randn(num_rows, num_inputs), torch.randn(num_outputs)
     expected = x.double() @ exact(weight).t() + bias
-    assert error(four_bit_linear(x, weight, bias), expected) < TOLERANCE
-    assert four_bit_linear(x.view(1, *x.shape).bfloat16(), weight).dtype == torch.bfloat16
+    assert error(linear.reference(x, weight, bias), expected) < TOLERANCE
+    assert linear.reference(x.view(1, *x.shape).bfloat16(), weight).dtype == torch.bfloat16
 
 
 def test_layers_bind_products_of_every_form() -> None:
     kernels = bind_kernels(LINEAR_OPERATIONS, Workload("cpu", "float32"))
     weight, dense = four_bit_weight(64, 200), torch.randn(7, 200)
     x, bias = torch.randn(3, 200), torch.randn(71)
-    assert torch.equal(bind_linear(kernels, weight)(x), four_bit_linear(x, weight))
+    assert torch.equal(bind_linear(kernels, weight)(x), linear.reference(x, weight))
     gated = gated_linear.reference(x, weight)
     assert torch.equal(bind_gated_linear(kernels, weight)(x), gated)
     parts = StackedWeight((weight, DenseWeight(dense)))

@@ -163,12 +163,13 @@ def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path:
         assert kept.weights_report.num_kept > 0
 
 
-def test_shards_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, get, read = save("qwen3_5_moe", tmp_path, "gptq"), WeightsFile.get, list[int]()
+def check_parts_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that each of two ranks reads about half of the codes."""
+    get, read = WeightsFile.get, list[int]()
 
     def counted(file: WeightsFile, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         tensor = get(file, name, index)
-        read.append(tensor.numel() * name.endswith("qweight"))
+        read.append(tensor.numel() * (name.endswith("qweight") or tensor.dtype == torch.uint8))
         return tensor
 
     monkeypatch.setattr(WeightsFile, "get", counted)
@@ -179,6 +180,10 @@ def test_shards_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyP
         amounts.append(sum(read))
     whole, *parts = amounts
     assert all(0.4 * whole < part < 0.6 * whole for part in parts)
+
+
+def test_shards_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parts_read(save("qwen3_5_moe", tmp_path, "gptq"), monkeypatch)
 
 
 @pytest.mark.parametrize(("size", "form"), [(192, FourBitWeight), (176, DenseWeight)])

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
+from strandline.kernels.gemm.weights import Fp4Weight, ScaledWeight, StackedWeight
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp4, fp8
-from tests.cpu.models.storage.test_four_bit_storage import assert_same_weights
+from tests.cpu.models.storage.test_four_bit_storage import assert_same_weights, check_parts_read
 from tests.cpu.models.storage.test_fp8_storage import logits
 from tests.cpu.models.test_weights import unfuse_experts
 
@@ -70,10 +70,31 @@ def test_experts_of_every_family_stay(name: str, tmp_path: Path) -> None:
     assert model.weights_report.num_kept == model.weights_report.num_quantized > 0
 
 
-def test_weights_of_linear_layers_are_dequantised(tmp_path: Path) -> None:
-    model = check(save("qwen3_5", tmp_path))
-    assert model.weights_report.num_kept == 0
-    assert {type(module.weight) for module in model.modules() if isinstance(module, Projection)} == {DenseWeight}
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5-odd-tied", "qwen3_next", "falcon_h1", "jamba"])
+def test_weights_of_every_layer_stay(name: str, tmp_path: Path) -> None:
+    model = check(save(name, tmp_path))
+    assert model.weights_report.num_kept == model.weights_report.num_quantized > 0
+    kept = [module for module in model.modules() if isinstance(module, Projection) and module.is_kept]
+    assert any(isinstance(module.weight, Fp4Weight) for module in kept)
+
+
+def test_head_stays(tmp_path: Path) -> None:
+    model = check(save("qwen3_5", tmp_path, is_converted=lambda name, _: name == "lm_head.weight"))
+    assert isinstance(model.decoder.head.weight, Fp4Weight)
+
+
+def test_fused_weights_keep_the_factor_of_each_matrix(tmp_path: Path) -> None:
+    """Queries, keys and values of very different sizes, each with a factor of its own."""
+
+    def scale(tensors: fp8.Tensors) -> None:
+        for name, tensor in tensors.items():
+            factor = {"k_proj": 16.0, "v_proj": 1 / 64}.get(name.split(".")[-2], 1.0)
+            tensor.mul_(factor)
+
+    source = fp8.change_tensors(families.save("qwen3_5", tmp_path, **SIZES), scale)
+    model = check(fp4.convert(source, tmp_path, "modelopt")[0])
+    factors = [m.weight.factors for m in model.modules() if isinstance(m, Projection) and type(m.weight) is Fp4Weight]
+    assert max(float(x.max() / x.min()) for x in factors) > 100
 
 
 def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
@@ -96,9 +117,14 @@ def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
     assert all(type(experts.weights[0]) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
 
 
+def test_ranks_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parts_read(save("qwen3_5", tmp_path), monkeypatch)
+
+
 @pytest.mark.parametrize("way", ["modelopt", "mxfp4"])
-def test_ranks_hold_parts_in_fp4(way: str, tmp_path: Path) -> None:
-    directory = save("qwen3_5_moe", tmp_path, way)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_ranks_hold_parts_in_fp4(name: str, way: str, tmp_path: Path) -> None:
+    directory = save(name, tmp_path, way)
     for index in range(2):
         shard = Shard(index, 2)
         kept, dequantized = (load(directory, keeps_quantized=keeps, shard=shard) for keeps in (True, False))

@@ -152,6 +152,21 @@ def tile(
 
 
 @triton.jit
+def load_scaling(weight, read_N, block, GROUP_INDEX: tl.constexpr, LAYOUT: tl.constexpr):
+    """Load as ``operand_triton.py`` says: scales and zero points of rows."""
+    _, _, scale_ptr, zero_ptr, stride_sn, stride_sx, _ = weight
+    offset_N = read_N * stride_sn + (block * (BLOCK_INPUTS // LAYOUT.group) + GROUP_INDEX) * stride_sx
+    return tl.load(scale_ptr + offset_N).to(tl.float32), load_zeros(zero_ptr, offset_N)
+
+
+@triton.jit
+def dequantize_plane(words_NW, scaling, PLANE: tl.constexpr):
+    """Return as ``operand_triton.py`` says the numbers of a plane."""
+    scale_N, zero_N = scaling
+    return unpack_plane(words_NW, zero_N, PLANE, tl.float32) * scale_N[:, None]
+
+
+@triton.jit
 def _load_words(weight_ptr, row_CN, is_1N, piece_J, num_words, IS_EVEN: tl.constexpr):
     """Load pieces of rows, ``[J, C, N, W]``, bytes that are read once and need not stay in the cache."""
     word_JW = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]

@@ -28,9 +28,9 @@ PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
 CODE_EXPONENT = tl.constexpr(126)
 """Codes, as bits of a number, stand for ``2 ** -126`` times their number."""
 
-SCALE_EXPONENT = tl.constexpr(112)
-"""In tiles, scales are multiplied with this power of two, and results with what is missing: scales of up to 448 are
-numbers in bfloat16 then, and so is the product of any scale and any number."""
+SCALE_EXPONENT = tl.constexpr(118)
+"""In tiles, scales are multiplied with this power of two, and results with what is missing. Scales of up to 512 are
+numbers in bfloat16 then, and products of numbers and scales from 1 / 65,536 on are exact in float16, too."""
 
 INPUT_EXPONENT = tl.constexpr(96)
 """For few rows, inputs are multiplied with this power of two, and results with what is missing: products are not
@@ -87,6 +87,13 @@ def _unpack_plane(words_NW, scale_N, PLANE: tl.constexpr, DTYPE: tl.constexpr):
         pair_NW = pair_NW >> 16
     code_NW = pair_NW.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return (code_NW * scale_N[:, None]).to(DTYPE)
+
+
+@triton.jit
+def _numbers_of_plane(words, PLANE: tl.constexpr):
+    """Return the numbers of a plane in float32, ``2 ** -CODE_EXPONENT`` times as large."""
+    # The shift to the right copies the sign into the upper bits of the exponent, which the mask clears.
+    return (((words << (28 - 4 * PLANE)) >> 6) & -0x7E400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -150,6 +157,22 @@ def tile(
 
 
 @triton.jit
+def load_scaling(weight, read_N, block, GROUP_INDEX: tl.constexpr, LAYOUT: tl.constexpr):
+    """Load as ``operand_triton.py`` says: scales of rows, times their factors."""
+    _, num_words, scale_ptr, factor_ptr = weight
+    packed_N = tl.load(scale_ptr + read_N * (num_words // BLOCK_WORDS) + block)
+    scale_N = _scales_of_plane(packed_N, GROUP_INDEX * LAYOUT.group // BLOCK_WORDS, LAYOUT)
+    return (scale_N * tl.load(factor_ptr + read_N),)
+
+
+@triton.jit
+def dequantize_plane(words_NW, scaling, PLANE: tl.constexpr):
+    """Return as ``operand_triton.py`` says the numbers of a plane."""
+    number_NW = _numbers_of_plane(words_NW, PLANE) * _power_of_2(CODE_EXPONENT)
+    return number_NW * scaling[0][:, None]
+
+
+@triton.jit
 def _load_pieces(weight, row_CN, is_1N, start, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load pieces of rows, ``[J, C, N, W]``, and the scales of their blocks, ``[J, C, N]``."""
     weight_ptr, num_words, scale_ptr, _ = weight
@@ -198,9 +221,7 @@ def load_rows(
 @triton.jit
 def _multiply_plane(words_JCNW, scales_JCN, x_JMW, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the products of a plane's numbers with inputs, times its scales, ``[J, M, N]``."""
-    # The shift to the right copies the sign into the upper bits of the exponent, which the mask clears.
-    code_JCNW = ((words_JCNW << (28 - 4 * PLANE)) >> 6) & -0x7E400000
-    number_JCNW = code_JCNW.to(tl.float32, bitcast=True)
+    number_JCNW = _numbers_of_plane(words_JCNW, PLANE)
     return tl.sum(number_JCNW * x_JMW[:, :, None, :], axis=3) * _scales_of_plane(scales_JCN, PLANE, LAYOUT)
 
 

@@ -27,6 +27,15 @@ and ``start``, a constant, the first of ``BLOCK_K`` inputs. Loads are apart so t
 one: weights are older than any launch of a step. Products of several chunks of inputs are added before they are reduced
 by ``add``; their shape is the format's. ``READ(pointers, mask, K)`` returns inputs in float32: as they are, or as an
 activation makes them of inputs and others ``K`` further on (``few_rows_triton.py``).
+
+``codes`` are of formats whose ``words`` have one layout (``weights.py``). They return the numbers that words ``[N, W]``
+of a block stand for, in float32, so that a library can multiply with them::
+
+    codes.load_scaling(weight, read_N, block, GROUP_INDEX, LAYOUT) -> scaling
+    codes.dequantize_plane(words_NW, scaling, PLANE) -> number_NW
+
+``read_N`` are rows, ``GROUP_INDEX`` counts the groups of a block that share a scale, and ``PLANE`` its sixteenths of
+inputs.
 """
 # mypy: ignore-errors
 
@@ -58,6 +67,18 @@ class RowFunctions(NamedTuple):
         return "-".join(function.cache_key for function in self)
 
 
+class CodeFunctions(NamedTuple):
+    """Device functions that return the numbers of codes."""
+
+    load_scaling: JITFunction
+    dequantize_plane: JITFunction
+
+    @property
+    def cache_key(self) -> str:
+        """As of ``RowFunctions``."""
+        return "-".join(function.cache_key for function in self)
+
+
 class Format(NamedTuple):
     """What kernels need of a format."""
 
@@ -71,6 +92,7 @@ class Format(NamedTuple):
     """Returns a weight's tensors and strides."""
     layout: Callable[..., NamedTuple]
     """Returns the numbers that are compiled in."""
+    codes: CodeFunctions | None = None
     multiplies_fp8: bool = False
     """Whether ``tile`` takes rows of x in FP8."""
     can_extend: Callable[..., bool] = lambda _weight, _extra: False
@@ -92,13 +114,18 @@ def _format(module: ModuleType, min_block_k: int, min_rows: int) -> Format:
     return Format(module.tile, rows, min_block_k, min_rows, module.data, module.layout)
 
 
+def _coded_format(module: ModuleType) -> Format:
+    codes = CodeFunctions(module.load_scaling, module.dequantize_plane)
+    return _format(module, BLOCK_INPUTS, 1 << 30)._replace(codes=codes)
+
+
 FORMATS: Mapping[type, Format] = {
     DenseWeight: _format(dense_triton, 1, 1),
     ScaledWeight: _format(fp8_triton, GROUP, fp8_triton.MIN_ROWS_HOPPER.value)._replace(
         multiplies_fp8=True, can_extend=fp8_triton.can_extend
     ),
-    FourBitWeight: _format(four_bit_triton, BLOCK_INPUTS, 1 << 30),
-    Fp4Weight: _format(fp4_triton, BLOCK_INPUTS, 1 << 30),
+    FourBitWeight: _coded_format(four_bit_triton),
+    Fp4Weight: _coded_format(fp4_triton),
 }
 
 

@@ -1,0 +1,84 @@
+"""GEMMs of many rows with weights of codes of 4 bits: the weight is dequantised, part by part, and multiplied by torch.
+
+Shape suffixes: as in ``linear.py``; T rows; in kernels N rows and K inputs of a weight, W words of a block.
+"""
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strandline.kernels.gemm import linear_triton, weights
+from strandline.kernels.gemm.formats.operand_triton import operand
+from strandline.kernels.gemm.weights import CodedWeight
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.sizes import cdiv
+
+BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
+BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
+
+SCRATCH_CODES = 1 << 24
+"""Weights that are dequantised at a time: 32 MiB in bfloat16 stay in the second-level cache."""
+
+DEQUANTIZED_ROWS = 32
+"""Rows of a weight that a program dequantises one block of."""
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight,
+    out_ptr,
+    N,
+    K,
+    CODES: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write one block of inputs of some rows."""
+    row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    word_W = tl.arange(0, BLOCK_WORDS)
+    read_N = tl.minimum(row_N, N - 1)
+    words_NW = tl.load(weight[0] + (read_N * weight[1])[:, None] + (block * BLOCK_WORDS + word_W)[None, :])
+    PLANES: tl.constexpr = LAYOUT.group // BLOCK_WORDS
+    # The product before may still read what was dequantised for it.
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    for group in tl.static_range(BLOCK_INPUTS // LAYOUT.group):
+        scaling = CODES.load_scaling(weight, read_N, block, group, LAYOUT)
+        for plane in tl.static_range(group * PLANES, (group + 1) * PLANES):
+            col_W = block * BLOCK_INPUTS + plane * BLOCK_WORDS + word_W
+            value_NW = CODES.dequantize_plane(words_NW, scaling, plane)
+            mask_NW = (row_N < N)[:, None] & (col_W < K)[None, :]
+            tl.store(out_ptr + (row_N * K)[:, None] + col_W[None, :], value_NW.to(out_ptr.dtype.element_ty), mask_NW)
+
+
+def multiply_dequantized(out_TO: Tensor, x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> None:
+    """Fill ``out_TO`` with torch's products of rows with the dequantised weight, part by part."""
+    num_outputs, num_inputs = weight.shape
+    step = min(num_outputs, max(1, SCRATCH_CODES // num_inputs))
+    scratch_OI = torch.empty((step, num_inputs), dtype=x_TI.dtype, device=x_TI.device)
+    for start in range(0, num_outputs, step):
+        rows = slice(start, min(num_outputs, start + step))
+        part_OI = scratch_OI[: rows.stop - start]
+        dequantize_into(part_OI, weight[rows])
+        bias = None if bias_O is None else bias_O[rows]
+        linear_triton.multiply_into(out_TO[:, rows], x_TI, part_OI, bias)
+
+
+def dequantize_into(out_OI: Tensor, weight: CodedWeight) -> None:
+    """Fill ``out_OI`` with the numbers that a weight stands for."""
+    taken, num_blocks = operand(weight), cdiv(weight.num_inputs, BLOCK_INPUTS.value)
+    _dequantize_kernel[(cdiv(len(out_OI), DEQUANTIZED_ROWS), num_blocks)](
+        taken.data,
+        out_OI,
+        len(out_OI),
+        weight.num_inputs,
+        CODES=taken.format.codes,
+        LAYOUT=taken.layout,
+        BLOCK_N=DEQUANTIZED_ROWS,
+        num_warps=4,
+        **overlap_options(out_OI),
+    )
