@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from strandline.architectures.architecture import NULL_IS_A_VALUE, Architecture
+from strandline.architectures.architecture import NULL_IS_A_VALUE, Architecture, VisionPart
 from strandline.architectures.supported import SUPPORTED
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
@@ -57,6 +57,9 @@ class ModelConfig:
     """Dtype of the weights, as the file names it; None: it does not."""
     quantization: Any
     """The ``quantization_config``, as it is in the file, or what stands for it in another; None: neither has one."""
+    vision: Fields | None = None
+    """All fields about pictures, by one name each, with defaults; None: the model has no vision tower, or one that is
+    not supported."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -127,7 +130,8 @@ def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:
         shared["tie_word_embeddings"] = values["tie_word_embeddings"]
     text = _read_text(architecture, parts[0], {name: value for name, value in shared.items() if value is not None})
     quantization = values.get("quantization_config") or parts[0].get("quantization_config")
-    return ModelConfig(name, text, first("dtype", "torch_dtype"), quantization or None)
+    vision = None if architecture.vision is None else _read_vision(architecture.vision, outer, values)
+    return ModelConfig(name, text, first("dtype", "torch_dtype"), quantization or None, vision)
 
 
 def _text_part(outer: Fields, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,6 +140,21 @@ def _text_part(outer: Fields, values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(part, Mapping):
         outer.reject("text_config", "an object")
     return part
+
+
+def _read_vision(vision: VisionPart, outer: Fields, values: Mapping[str, Any]) -> Fields | None:
+    """Return the fields about pictures, complete; None: there is no such part, or the file says that it is not used."""
+    part = outer.value("vision_config")
+    if part is None or outer.flag("language_model_only", default=False):
+        return None
+    if not isinstance(part, Mapping):
+        outer.reject("vision_config", "an object")
+    given = {name: value for name, value in part.items() if value is not None}
+    spelled = {name: spelling for spelling, name in vision.spellings.items() if spelling in given}
+    given |= {name: given[spelling] for name, spelling in spelled.items()}
+    own = {**vision.defaults, **given}
+    about_all = {name: outer.value(name, default) for name, default in vision.outer_defaults.items()}
+    return Fields({**own, **about_all}, spelled={name: f"vision_config.{spelled.get(name, name)}" for name in own})
 
 
 def _read_text(architecture: Architecture, part: Mapping[str, Any], shared: Mapping[str, Any]) -> Fields:

@@ -16,7 +16,7 @@ SRC = ROOT / "src"
 VOCABULARY = frozenset(
     {"ids", "specs", "errors", "config", "model_config", "speculative_config", "kv_events_config", "json_options"}
     | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields"}
-    | {"architectures"}
+    | {"architectures", "picture_config"}
 )
 ROOMS = {
     "vocabulary": frozenset[str](),
@@ -60,7 +60,12 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "tiers": frozenset({"", "policy", "announcing"}),
         "inspection": frozenset({"", "policy", "announcing", "tiers"}),
     },
-    "models": {"layers": frozenset(), "storage": frozenset({"layers"}), "": frozenset({"layers", "storage"})},
+    "models": {
+        "layers": frozenset(),
+        "vision": frozenset({"layers"}),
+        "storage": frozenset({"layers"}),
+        "": frozenset({"layers", "vision", "storage"}),
+    },
 }
 """Each folder of a room, and which others of that room it may import; "": the files at the top."""
 

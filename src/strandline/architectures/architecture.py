@@ -34,6 +34,18 @@ def nothing(fields: Fields) -> Values:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionPart:
+    """How to read the part of a ``config.json`` that is about pictures."""
+
+    defaults: Values
+    """Values of fields of ``vision_config`` that are not given."""
+    outer_defaults: Values
+    """Fields of the whole file that are about pictures, and their values where they are not given."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Other names of fields."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """How to read the text part of an architecture's ``config.json``.
 
@@ -52,6 +64,8 @@ class Architecture:
     """Kinds of layers that this architecture alone spells otherwise."""
     nulls: frozenset[str] = frozenset()
     """Fields whose null is a value in this architecture alone."""
+    vision: VisionPart | None = None
+    """How models with a vision tower describe it; None: theirs is not supported, or there are no such models."""
     unpack: Read = nothing
     """Returns values that replace those of the file, before defaults are filled in."""
     complete: Read = nothing

@@ -3,6 +3,7 @@
 from typing import Final
 
 from strandline.architectures.architecture import Architecture, every
+from strandline.architectures.qwen_vision import QWEN_VISION
 
 DEFAULTS: Final = {
     "hidden_act": "silu",
@@ -45,10 +46,12 @@ QWEN3_5: Final = Architecture(
     model_types=("qwen3_5", "qwen3_5_text"),
     layer_types=LAYER_TYPES,
     defaults={**DEFAULTS, **QUARTER, "num_key_value_heads": 4},
+    vision=QWEN_VISION,
 )
 
 QWEN3_5_MOE: Final = Architecture(
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
     layer_types=LAYER_TYPES,
     defaults={**DEFAULTS, **EXPERTS, **QUARTER, "num_experts_per_tok": 8, "num_experts": 256},
+    vision=QWEN_VISION,
 )

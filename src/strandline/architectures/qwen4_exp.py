@@ -4,6 +4,7 @@ from typing import Final
 
 from strandline.architectures.architecture import Architecture, Values, every
 from strandline.architectures.qwen3_hybrid import DEFAULTS, EXPERTS
+from strandline.architectures.qwen_vision import QWEN_VISION
 from strandline.config_fields import Fields
 
 
@@ -30,5 +31,6 @@ QWEN4_EXP: Final = Architecture(
         "seed": 1234,
         "split_ngram_parts": 512,
     },
+    vision=QWEN_VISION,
     complete=_complete,
 )
