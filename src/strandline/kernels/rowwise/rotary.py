@@ -1,10 +1,11 @@
 """Rotary position embedding of the first channels of each head, in the half-split form.
 
-Channel ``f`` and channel ``F + f`` of a head form a pair that is rotated by ``position * frequency[f]``. Models whose
-positions have a time, a height and a width component (mrope) rotate text tokens, where the three are equal, in the
-same way.
+Channel ``f`` and channel ``F + f`` of a head form a pair that is rotated by ``position * frequency[f]``. Models of
+pictures give each token a position in time, height and width (mrope), and each pair one of the three. They are equal
+for tokens of text, which are rotated as in other models, to the bit.
 
-Source: Su et al., "RoFormer", section 3.4; ``transformers`` for the half-split pairing.
+Source: Su et al., "RoFormer", section 3.4; ``transformers`` for the half-split pairing, and for the interleaving of
+dimensions (``qwen3_5``).
 
 Shape suffixes: T tokens, H heads, D head dim, F rotated pairs per head (2 F <= D).
 """
@@ -27,13 +28,42 @@ def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: floa
     Args:
         attention_factor: multiplies both; 1 but for scaled kinds of rotary embedding.
     """
+    return _table(positions_T.view(-1, 1), inv_freq_F, attention_factor)
+
+
+@operation(triton("rowwise.rotary_triton"))
+def rotary_table_3d(
+    positions_3T: Tensor, dimension_F: Tensor, inv_freq_F: Tensor, attention_factor: float
+) -> tuple[Tensor, Tensor]:
+    """Return what :func:`rotary_table` does, of positions in three dimensions.
+
+    Args:
+        positions_3T: int64, contiguous: time, height, width.
+        dimension_F: int64, the dimension of each pair.
+    """
+    return _table(positions_3T[dimension_F].T, inv_freq_F, attention_factor)
+
+
+def _table(positions_TF: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
     # The sine of the opposite angle is the sine with its sign changed.
     signed_freq_2F = torch.stack((-inv_freq_F, inv_freq_F))
-    angle_T12F = positions_T.float().view(-1, 1, 1, 1) * signed_freq_2F
+    angle_T12F = positions_TF.float()[:, None, None] * signed_freq_2F
     cos_T12F, sin_T12F = angle_T12F.cos(), angle_T12F.sin()
     if attention_factor != 1.0:
         cos_T12F, sin_T12F = cos_T12F * attention_factor, sin_T12F * attention_factor
     return cos_T12F, sin_T12F
+
+
+def interleaved_dimensions(num_pairs: int, sections: tuple[int, int, int]) -> Tensor:
+    """Return ``dimension_F``, int64: every third pair is of height, every third of width, as long as there are any.
+
+    Args:
+        sections: numbers of pairs of time, height and width.
+    """
+    dimension_F = torch.zeros(num_pairs, dtype=torch.int64)
+    for dimension in (1, 2):
+        dimension_F[dimension : 3 * sections[dimension] : 3] = dimension
+    return dimension_F
 
 
 def apply_rotary(x_THD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton version of ``rotary_table``: one launch.
+"""The Triton versions of ``rotary_table`` and ``rotary_table_3d``: one launch.
 
 Shape suffixes: as in ``rotary.py``.
 """
@@ -18,6 +18,7 @@ BLOCK_ROWS = 8
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["position_ptr"])
 def _table_kernel(
     position_ptr,
+    dimension_ptr,
     inv_freq_ptr,
     cos_ptr,
     sin_ptr,
@@ -26,6 +27,7 @@ def _table_kernel(
     F: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    IS_3D: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -33,11 +35,16 @@ def _table_kernel(
     inv_freq_F = tl.load(inv_freq_ptr + pair_F, mask=pair_F < F, other=0.0)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    position_T = tl.load(position_ptr + row_T, mask=row_T < num_rows, other=0).to(tl.float32)
-    angle_TF = position_T[:, None] * inv_freq_F[None, :]
+    mask_TF = (row_T < num_rows)[:, None] & (pair_F < F)[None, :]
+    if IS_3D:
+        dimension_F = tl.load(dimension_ptr + pair_F, mask=pair_F < F, other=0)
+        position_TF = tl.load(position_ptr + dimension_F[None, :] * num_rows + row_T[:, None], mask=mask_TF, other=0)
+        angle_TF = position_TF.to(tl.float32) * inv_freq_F[None, :]
+    else:
+        position_T = tl.load(position_ptr + row_T, mask=row_T < num_rows, other=0).to(tl.float32)
+        angle_TF = position_T[:, None] * inv_freq_F[None, :]
     cos_TF, sin_TF = tl.cos(angle_TF) * factor, tl.sin(angle_TF) * factor
     place_TF = row_T[:, None] * (2 * F) + pair_F[None, :]
-    mask_TF = (row_T < num_rows)[:, None] & (pair_F < F)[None, :]
     tl.store(cos_ptr + place_TF, cos_TF, mask=mask_TF)
     tl.store(cos_ptr + place_TF + F, cos_TF, mask=mask_TF)
     tl.store(sin_ptr + place_TF, -sin_TF, mask=mask_TF)
@@ -46,11 +53,25 @@ def _table_kernel(
 
 def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
     """As ``rotary.rotary_table``; both tensors are contiguous."""
-    num_rows, num_pairs = len(positions_T), len(inv_freq_F)
+    return _launch(positions_T, None, inv_freq_F, attention_factor)
+
+
+def rotary_table_3d(
+    positions_3T: Tensor, dimension_F: Tensor, inv_freq_F: Tensor, attention_factor: float
+) -> tuple[Tensor, Tensor]:
+    """As ``rotary.rotary_table_3d``; both tensors are contiguous."""
+    return _launch(positions_3T, dimension_F, inv_freq_F, attention_factor)
+
+
+def _launch(
+    positions: Tensor, dimension_F: Tensor | None, inv_freq_F: Tensor, attention_factor: float
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_pairs = positions.shape[-1], len(inv_freq_F)
     cos_T12F, sin_T12F = torch.empty((2, num_rows, 1, 2, num_pairs), dtype=torch.float32, device=inv_freq_F.device)
     if num_rows:
         _table_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
-            positions_T,
+            positions,
+            dimension_F,
             inv_freq_F,
             cos_T12F,
             sin_T12F,
@@ -59,6 +80,7 @@ def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: floa
             F=num_pairs,
             BLOCK_T=BLOCK_ROWS,
             BLOCK_F=next_power_of_2(num_pairs),
+            IS_3D=dimension_F is not None,
             num_warps=1,
             **overlap_options(inv_freq_F),
         )

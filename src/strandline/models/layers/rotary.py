@@ -32,6 +32,8 @@ class RotaryFrequencies(NamedTuple):
 
     inv_freq_F: Tensor
     attention_factor: float
+    sections: tuple[int, int, int] = (11, 11, 10)
+    """Pairs of time, height and width, in models of pictures."""
 
 
 def rotary_frequencies(
@@ -67,7 +69,14 @@ def rotary_frequencies(
     scaled = SCALED[kind](rope, fields, theta, rotary_dim)
     if not scaled.inv_freq_F.isfinite().all() or not math.isfinite(scaled.attention_factor):
         fields.reject("rope_parameters", f"such that at most {head_dim} channels have finite frequencies")
-    return scaled
+    return scaled if rope.value("mrope_section") is None else scaled._replace(sections=_read_sections(rope))
+
+
+def _read_sections(rope: Fields) -> tuple[int, int, int]:
+    sections = rope.list_of("mrope_section", lambda entries, entry: entries.size(entry, at_least=0))
+    if len(sections) != 3 or not rope.flag("mrope_interleaved", default=True):
+        rope.reject("mrope_section", "three numbers of pairs, with mrope_interleaved true")
+    return sections
 
 
 def _default(rope: Fields, fields: Fields, theta: float, rotary_dim: int) -> RotaryFrequencies:

@@ -35,6 +35,22 @@ def check_rotary_table(num_rows: int, num_pairs: int, factor: float, device: str
         torch.testing.assert_close(found_T12F, expected_T12F, rtol=0, atol=3e-7)
 
 
+def check_rotary_table_3d(num_rows: int, num_pairs: int, factor: float, device: str, *, last: int) -> None:
+    """Positions of pictures, and of text, whose table is that of one dimension to the bit."""
+    inv_freq_F = rotary.default_frequencies(1e6, 2 * num_pairs).to(device)
+    dimension_F = rotary.interleaved_dimensions(num_pairs, (num_pairs, 3, 2)).to(device)
+    positions_3T = torch.randint(last + 1, (3, num_rows), device=device)
+    text_3T = positions_3T[:1].expand(3, -1).contiguous()
+    with poisoned_memory():
+        found = rotary_triton.rotary_table_3d(positions_3T, dimension_F, inv_freq_F, factor)
+        of_text = rotary_triton.rotary_table_3d(text_3T, dimension_F, inv_freq_F, factor)
+        expected_of_text = rotary_triton.rotary_table(text_3T[0], inv_freq_F, factor)
+    expected = rotary.rotary_table_3d.reference(positions_3T, dimension_F, inv_freq_F, factor)
+    for found_T12F, expected_T12F in zip(found, expected, strict=True):
+        torch.testing.assert_close(found_T12F, expected_T12F, rtol=0, atol=3e-7)
+    assert all(map(torch.equal, of_text, expected_of_text))
+
+
 @pytest.mark.parametrize("num_channels", [24, 1100])
 @pytest.mark.parametrize("num_tokens", [0, 1, 50])
 def test_embeddings_equal_the_reference(num_tokens: int, num_channels: int) -> None:
@@ -44,3 +60,8 @@ def test_embeddings_equal_the_reference(num_tokens: int, num_channels: int) -> N
 @pytest.mark.parametrize(("num_rows", "num_pairs", "factor"), [(0, 8, 1.0), (1, 12, 1.0), (19, 32, 1.2)])
 def test_rotary_tables_equal_the_reference(num_rows: int, num_pairs: int, factor: float) -> None:
     check_rotary_table(num_rows, num_pairs, factor, "cpu", last=300_000)
+
+
+@pytest.mark.parametrize(("num_rows", "num_pairs", "factor"), [(0, 8, 1.0), (1, 12, 1.0), (19, 32, 1.2)])
+def test_rotary_tables_of_three_dimensions_equal_the_reference(num_rows: int, num_pairs: int, factor: float) -> None:
+    check_rotary_table_3d(num_rows, num_pairs, factor, "cpu", last=300_000)

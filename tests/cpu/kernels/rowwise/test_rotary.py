@@ -10,7 +10,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from strandline.errors import ConfigError
-from strandline.kernels.rowwise.rotary import apply_rotary, rotary_table
+from strandline.kernels.rowwise.rotary import apply_rotary, interleaved_dimensions, rotary_table, rotary_table_3d
 from strandline.model_config import parse_model_config
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 
@@ -68,7 +68,7 @@ def config(rope: dict[str, Any]) -> Qwen3NextConfig:
 
 
 def ours(rope: dict[str, Any], x_THD: torch.Tensor) -> torch.Tensor:
-    inv_freq_F, attention_factor = frequencies(rope_parameters=rope)
+    inv_freq_F, attention_factor, _ = frequencies(rope_parameters=rope)
     return apply_rotary(x_THD.clone(), rotary_table.reference(POSITIONS, inv_freq_F, attention_factor))
 
 
@@ -98,6 +98,30 @@ def test_mrope_of_text_is_plain_rotary() -> None:
     torch.testing.assert_close(ours(rope, q_THD), expected[0], rtol=0, atol=3e-4)
 
 
+@pytest.mark.parametrize("rope", [KINDS[1], YARN])
+@pytest.mark.parametrize("sections", [[2, 1, 1], [11, 11, 10], [6, 5, 5]])
+def test_positions_in_three_dimensions_are_interleaved(rope: dict[str, Any], sections: list[int]) -> None:
+    rope = {**rope, "mrope_section": sections, "mrope_interleaved": True}
+    text = Qwen3_5TextConfig(head_dim=32, num_hidden_layers=1, max_position_embeddings=256, rope_parameters=rope)
+    q_THD, positions_3T = torch.randn(50, 3, 32), torch.randint(300, (3, 50))
+    table = modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(text)(q_THD, positions_3T[:, None])
+    expected, _ = modeling_qwen3_5.apply_rotary_pos_emb(q_THD[None], q_THD[None], *table, unsqueeze_dim=2)
+    inv_freq_F, attention_factor, found_sections = frequencies(rope_parameters=rope)
+    assert list(found_sections) == sections
+    dimension_F = interleaved_dimensions(len(inv_freq_F), found_sections)
+    found = apply_rotary(
+        q_THD.clone(), rotary_table_3d.reference(positions_3T, dimension_F, inv_freq_F, attention_factor)
+    )
+    torch.testing.assert_close(found, expected[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"mrope_section": [2, 2]}, {"mrope_interleaved": False}])
+def test_other_orders_of_dimensions_are_refused(change: dict[str, Any]) -> None:
+    rope = {**KINDS[0], "mrope_section": [2, 1, 1], "mrope_interleaved": True, **change}
+    with pytest.raises(ConfigError, match="mrope_section"):
+        frequencies(rope_parameters=rope)
+
+
 def test_channels_past_the_rotary_part_are_left_alone() -> None:
     q_THD = torch.randn(len(POSITIONS), 3, 32)
     rotated = ours(KINDS[0], q_THD)
@@ -112,7 +136,7 @@ def test_bfloat16_is_rotated_in_float32() -> None:
 
 @pytest.mark.parametrize("rope", KINDS)
 def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
-    inv_freq_F, attention_factor = frequencies(rope_parameters=rope)
+    inv_freq_F, attention_factor, _ = frequencies(rope_parameters=rope)
     if rope["rope_type"] == "default":
         embedding = modeling_qwen3_next.Qwen3NextRotaryEmbedding(config(rope))
         expected_F, expected_factor = embedding.inv_freq, embedding.attention_scaling
