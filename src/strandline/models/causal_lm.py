@@ -22,7 +22,12 @@ from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
+from strandline.models.vision.tower import VisionTower
+from strandline.picture_config import PictureConfig
 from strandline.specs import ModelSpec
+
+VISUAL = "model.visual."
+"""Prefix of a vision tower's published tensors."""
 
 
 class CausalLM(nn.Module):
@@ -31,6 +36,7 @@ class CausalLM(nn.Module):
     Args:
         published: yields the targets under the family's names, as ``targets``.
         build_draft_layer: builds the multi-token prediction layer; None: the model has none.
+        build_tower: builds the vision tower; None: the model has none.
         skipped_prefixes: of published tensors that the family has no use for, beside those of all models.
     """
 
@@ -41,6 +47,7 @@ class CausalLM(nn.Module):
         published: Callable[[frozenset[str]], NamedTargets],
         build_draft_layer: Callable[[], DraftLayer] | None = None,
         skipped_prefixes: tuple[str, ...] = (),
+        build_tower: Callable[[PictureConfig], VisionTower] | None = None,
     ) -> None:
         super().__init__()
         self.skipped_prefixes = skipped_prefixes
@@ -51,7 +58,9 @@ class CausalLM(nn.Module):
         self._published = published
         self._kernels: Kernels | None = None
         self._build_draft_layer = build_draft_layer
+        self._build_tower = build_tower
         self.draft_layer: DraftLayer | None = None
+        self.tower: VisionTower | None = None
 
     def add_draft_layer(self) -> None:
         """Add the layer that drafts tokens; its keys and values become part of the model's spec.
@@ -65,6 +74,16 @@ class CausalLM(nn.Module):
             )
         self.draft_layer = self._build_draft_layer()
         self.spec = self._whole_spec()
+
+    def add_tower(self, pictures: PictureConfig) -> None:
+        """Add the vision tower.
+
+        Raises:
+            ConfigError: the model has none, or one that is not supported.
+        """
+        if self._build_tower is None:
+            raise ConfigError("this model has no vision tower")
+        self.tower = self._build_tower(pictures)
 
     def limit_drafts(self, num_tokens: int) -> None:
         """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""
@@ -176,3 +195,5 @@ class CausalLM(nn.Module):
         yield from self._published(names)
         if self.draft_layer is not None:
             yield from self.draft_layer.targets(names)
+        if self.tower is not None:
+            yield from self.tower.targets(VISUAL)

@@ -1,7 +1,7 @@
 """Qwen3.5, dense and mixture of experts: three Gated DeltaNet layers, then one of gated attention, and so on.
 
-For multimodal models only the text part is built; the vision tower's tensors are recognised and skipped. Input
-projections of a Gated DeltaNet layer are published separately.
+Multimodal models also have a vision tower (``vision/tower.py``), whose tensors are skipped where only text is served.
+Input projections of a Gated DeltaNet layer are published separately.
 """
 
 from strandline.config_fields import Fields
@@ -25,7 +25,7 @@ def build_qwen3_5(config: ModelConfig, site: Site) -> CausalLM:
     hybrid = HybridConfig.read(config.text)
     mlps = [read_mlp(config.text)] * len(hybrid.layer_types)
     is_tied = config.text.flag("tie_word_embeddings")
-    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site, is_tied=is_tied)
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site, is_tied=is_tied, vision=config.vision)
 
 
 def read_mlp(fields: Fields) -> MlpConfig:

@@ -20,6 +20,7 @@ from strandline.models.layers.residual import PreNorm, ResidualNorm, zero_center
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.vision.tower import tower_builder
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 
@@ -67,13 +68,20 @@ class HybridConfig:
 
 
 def build(
-    config: HybridConfig, mlps: Sequence[MlpConfig], in_proj_targets: InProjTargets, site: Site, *, is_tied: bool
+    config: HybridConfig,
+    mlps: Sequence[MlpConfig],
+    in_proj_targets: InProjTargets,
+    site: Site,
+    *,
+    is_tied: bool,
+    vision: Fields | None = None,
 ) -> CausalLM:
     """Build the model of a configuration.
 
     Args:
         mlps: per layer, its feed-forward part.
         in_proj_targets: the family's input projections, which differ in their published order.
+        vision: the fields about pictures; None: the model has no vision tower.
     """
     norm = zero_centered(config.attention.eps)
     layers = [_build_layer(config, *kinds, norm, site) for kinds in zip(config.layer_types, mlps, strict=True)]
@@ -90,6 +98,7 @@ def build(
         config.max_position,
         partial(_published, decoder, layers, in_proj_targets),
         build_draft_layer if config.has_draft_layer else None,
+        build_tower=tower_builder(vision, shape[1], site),
     )
 
 

@@ -4,8 +4,8 @@ Parts read a mix of several residual streams (``layers/gated_streams.py``). Some
 features of n-grams to these (``layers/ngram_features.py``). Attention reads the tokens that an index chooses
 (``layers/indexed_attention.py``).
 
-Of multimodal models the text part is built; the vision tower's tensors are recognised and skipped, and so are those of
-the layer for multi-token prediction, which transformers does not implement.
+Multimodal models also have a vision tower (``vision/tower.py``), whose tensors are skipped where only text is served.
+So are always those of the layer for multi-token prediction, which transformers does not implement.
 
 Source: ``transformers`` (``qwen4_exp``).
 """
@@ -29,6 +29,7 @@ from strandline.models.layers.site import Site
 from strandline.models.layers.streams import FeaturesLayer, StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets
 from strandline.models.qwen3_5 import in_proj_targets
+from strandline.models.vision.tower import tower_builder
 
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
@@ -62,7 +63,9 @@ def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
     last_mix = LastGatedMix(streams, site)
     ends, shape = StreamsEnds(last_mix, streams.num_streams), (vocab_size, streams.hidden_size)
     decoder = Decoder(layers, ends, rotary, shape, site, is_tied=is_tied)
-    return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, last_mix, layers))
+    published = partial(_published, decoder, last_mix, layers)
+    tower = tower_builder(config.vision, streams.hidden_size, site)
+    return CausalLM(decoder, read_max_position(fields), published, build_tower=tower)
 
 
 def _read_gated_delta(fields: Fields) -> GatedDeltaNetConfig:

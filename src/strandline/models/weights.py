@@ -34,6 +34,7 @@ from strandline.models.storage.published_names import find_skipped, skipped_pref
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
 from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat
 from strandline.models.storage.weights_files import list_unread, open_files
+from strandline.picture_config import PictureConfig
 
 MAX_HOST_ELEMENTS = 2**22
 """The largest tensor of random weights that is drawn on the host for a GPU."""
@@ -85,6 +86,7 @@ def load_model(
     with_draft_layer: bool = False,
     kv_cache_dtype: str | None = None,
     keeps_quantized: bool = False,
+    pictures: PictureConfig | None = None,
 ) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -100,6 +102,7 @@ def load_model(
         kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
         keeps_quantized: leave weights that are published in FP8 or 4 bits so where kernels take them; else all are
             dequantised.
+        pictures: load the vision tower, too, which encodes pictures prepared in this way; None: the model serves text.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -113,6 +116,8 @@ def load_model(
         model: Any = builder_for(config)(config, site)
         if with_draft_layer:
             model.add_draft_layer()
+    if pictures is not None:
+        model.add_tower(pictures)
     if kv_cache_dtype is not None:
         model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":

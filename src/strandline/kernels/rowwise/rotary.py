@@ -4,8 +4,8 @@ Channel ``f`` and channel ``F + f`` of a head form a pair that is rotated by ``p
 pictures give each token a position in time, height and width (mrope), and each pair one of the three. They are equal
 for tokens of text, which are rotated as in other models, to the bit.
 
-Source: Su et al., "RoFormer", section 3.4; ``transformers`` for the half-split pairing, and for the interleaving of
-dimensions (``qwen3_5``).
+Source: Su et al., "RoFormer", section 3.4; ``transformers`` for the half-split pairing, and for how dimensions are
+interleaved.
 
 Shape suffixes: T tokens, H heads, D head dim, F rotated pairs per head (2 F <= D).
 """
