@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strandline.kernels.binding import Kernels, reference_kernels
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts.moe import Activation, ExpertWeights, Router, SharedExpert, mixture
+from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, mixture
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight, Weight
@@ -119,7 +119,7 @@ def reference_mixture() -> Mixture:
 
 def _mix(kernels: Kernels, x: Rows, projected: Projected, experts: Experts) -> Tensor:
     shared_TS, logits_TE, gate_T1 = projected
-    activation = Activation.SWIGLU if experts.is_gated else Activation.RELU_SQUARED
+    activation = SWIGLU if experts.is_gated else RELU_SQUARED
     weights = ExpertWeights(experts.up, experts.down, activation, experts.held)
     router = Router(logits_TE, experts.bias_E, experts.routing)
     return added_up(kernels[mixture](x, weights, router, SharedExpert(shared_TS, experts.shared_down, gate_T1)))

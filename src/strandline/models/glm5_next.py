@@ -1,8 +1,8 @@
 """GLM-5.3-Flash: three layers of Kimi Delta Attention, then one of indexed latent attention, and so on; mostly experts.
 
 Parts read a mix of several residual streams (``layers/hyper_connections.py``). Attention reads the tokens that an index
-chooses (``layers/indexed_latent_attention.py``). Gates and up projections of feed-forward parts are clamped
-(``layers/clamped_moe.py``). No layer embeds positions.
+chooses (``layers/indexed_latent_attention.py``). Gates and up projections of feed-forward parts are clamped. No
+layer embeds positions.
 
 Of multimodal models the text part is built; the vision tower's tensors are recognised and skipped, and so are those of
 the layer for multi-token prediction, which transformers does not implement.
@@ -18,7 +18,6 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.clamped_moe import ClampedMlp, ClampedMoe, read_limit
 from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.hyper_connections import HyperConnection, HyperConnectionsConfig, StreamMean
 from strandline.models.layers.indexed_latent_attention import (
@@ -28,8 +27,8 @@ from strandline.models.layers.indexed_latent_attention import (
     TokenIndex,
 )
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
-from strandline.models.layers.mlp import GatedMlpConfig
-from strandline.models.layers.sigmoid_moe import read_experts
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig, read_limit
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.layers.site import Site
 from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets, sharded, whole
@@ -42,7 +41,7 @@ INDEXER_TYPES: Final = ("full", "shared")
 MIN_LOG_DECAY: Final = -100.0
 """Least supported bound of log decays: less leaves nothing of a state."""
 
-Layer = DecoderLayer[KimiDeltaAttention | IndexedLatentAttention, ClampedMoe | ClampedMlp]
+Layer = DecoderLayer[KimiDeltaAttention | IndexedLatentAttention, SigmoidMoe | GatedMlp]
 
 
 def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
@@ -57,7 +56,8 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
     mlp_types = _read_types(fields, "mlp_layer_types", MLP_LAYER_TYPES, len(layer_types))
     indexer_types = _read_indexer_types(fields, layer_types)
     attention, delta = IndexedLatentAttentionConfig.read(fields), _read_delta(fields)
-    mlp, moe, limit = GatedMlpConfig.read(fields), read_experts(fields), read_limit(fields)
+    limit = read_limit(fields)
+    mlp, moe = replace(GatedMlpConfig.read(fields), limit=limit), replace(read_experts(fields), limit=limit)
     choice = GroupChoice()
 
     def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> Layer:
@@ -67,8 +67,7 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
             mixer = IndexedLatentAttention(attention, index, choice, site)
         else:
             mixer = KimiDeltaAttention(delta, site)
-        feed: ClampedMoe | ClampedMlp
-        feed = ClampedMoe(moe, limit, site) if mlp_kind == "sparse" else ClampedMlp(mlp, limit, site)
+        feed = SigmoidMoe(moe, site) if mlp_kind == "sparse" else GatedMlp(mlp, site)
         residuals = (StreamsResidual(HyperConnection(streams, site)) for _ in range(2))
         return DecoderLayer(mixer, feed, *residuals)
 
@@ -126,7 +125,7 @@ def _published_layer(layer: Layer, prefix: str, names: frozenset[str]) -> NamedT
             yield name, sharded(mixer.A_log_H, mixer.shard)  # published with one dimension
         else:
             yield name, target
-    if isinstance(mlp, ClampedMoe):
+    if isinstance(mlp, SigmoidMoe):
         yield from mlp.targets(f"{prefix}mlp.", names, "gate.e_score_correction_bias")
     else:
-        yield from mlp.targets(f"{prefix}mlp.")
+        yield from mlp.targets(f"{prefix}mlp.", names)

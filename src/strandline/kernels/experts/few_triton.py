@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from strandline.kernels.experts.activation_triton import activate, activation_argument
 from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
 from strandline.kernels.experts.router import Routing
@@ -27,7 +28,6 @@ from strandline.kernels.gemm.formats.few_rows_triton import multiply_few, read_g
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
 from strandline.kernels.gemm.weights import Weight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.rowwise.activation_triton import silu_times, squared_relu
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -73,7 +73,7 @@ def _few_up_kernel(
     LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
     READ: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    ACTIVATE: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -102,7 +102,7 @@ def _few_up_kernel(
         token_M = token + tl.arange(0, 1)
         is_token_M = tl.full([1], True, tl.int1)
         expert_C = expert + tl.arange(0, 1)
-        loaded = ROWS.load(weight, expert_C, first_N, 0, F, D, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K)
+        loaded = ROWS.load(weight, expert_C, first_N, 0, F, D, LAYOUT, ACTIVATE.is_gated, IS_EVEN, BLOCK_N, BLOCK_K)
         first_MN, up_MN = multiply_few(
             loaded,
             x,
@@ -116,13 +116,13 @@ def _few_up_kernel(
             ROWS,
             READ,
             LAYOUT,
-            IS_GATED,
+            ACTIVATE.is_gated,
             IS_EVEN,
             NUM_K,
             BLOCK_N,
             BLOCK_K,
         )
-        hidden_MN = silu_times(first_MN, up_MN, dtype) if IS_GATED else squared_relu(first_MN, dtype)
+        hidden_MN = activate(first_MN, up_MN, ACTIVATE, dtype)
         hidden_MN_ptr = hidden_ptr + (choice.to(tl.int64) * F + row_N)[None, :]
         tl.store(hidden_MN_ptr, hidden_MN, mask=(row_N < F)[None, :])
 
@@ -266,7 +266,9 @@ def mixture_few(
 
     Args:
         x_TD: rows are dense, as those of the shared expert's projections; quantised ones are taken by experts in FP8.
+        shared: only with activations that clamp nothing.
     """
+    assert shared is None or experts.activation.limit is None
     num_held, num_channels, size = experts.down.shape
     is_gated = experts.activation.is_gated
     hidden_AF = torch.empty((len(x_TD) * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
@@ -289,7 +291,7 @@ def mixture_few(
         *sizes,
         LAYOUT=weight.layout,
         ROWS=weight.format.rows,
-        IS_GATED=is_gated,
+        ACTIVATE=activation_argument(experts.activation),
         IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=block_n,

@@ -24,18 +24,16 @@ from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices
 from strandline.kernels.expert_choices_triton import add_choices
+from strandline.kernels.experts.activation_triton import activate, activation_argument
 from strandline.kernels.experts.many_launches import Pair
-from strandline.kernels.experts.moe import Activation, ExpertsWeight, ExpertWeights, SharedExpert, SharedOutput
+from strandline.kernels.experts.moe import ExpertsWeight, ExpertWeights, SharedExpert, SharedOutput
 from strandline.kernels.experts.moe_list_triton import list_choices
 from strandline.kernels.gemm.formats.operand_triton import FORMATS, TRITON_DTYPES, operand, rows_operand
 from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.rowwise.activation_triton import silu_times, squared_relu
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quantized
 from strandline.kernels.sizes import cdiv
-
-ACTIVATIONS = {Activation.SWIGLU: silu_times, Activation.RELU_SQUARED: squared_relu}
 
 
 class Listed(NamedTuple):
@@ -68,7 +66,6 @@ def _activate_shared(
     F,
     ACTIVATE: tl.constexpr,
     DTYPE: tl.constexpr,
-    IS_GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -81,11 +78,10 @@ def _activate_shared(
         is_MN = is_row_M[:, None] & (col_N < F)[None, :]
         projected_MN_ptr = projected_ptr + row_M[:, None].to(tl.int64) * stride + col_N[None, :]
         projected_MN = tl.load(projected_MN_ptr, mask=is_MN, other=0.0).to(tl.float32)
-        if IS_GATED:
+        up_MN = projected_MN
+        if ACTIVATE.is_gated:
             up_MN = tl.load(projected_MN_ptr + F, mask=is_MN, other=0.0).to(tl.float32)
-            activated_MN = ACTIVATE(projected_MN, up_MN, DTYPE)
-        else:
-            activated_MN = ACTIVATE(projected_MN, DTYPE)
+        activated_MN = activate(projected_MN, up_MN, ACTIVATE, DTYPE)
         _store_hidden(hidden, activated_MN, (first + row_M).to(tl.int64), is_row_M, col_N, F)
 
 
@@ -105,7 +101,6 @@ def _up_tile(
     ACTIVATE: tl.constexpr,
     DTYPE: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -129,13 +124,13 @@ def _up_tile(
         F,
         D,
         LAYOUT,
-        IS_GATED,
+        ACTIVATE.is_gated,
         IS_EVEN,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
     )
-    activated_MN = ACTIVATE(first_MN, up_MN, DTYPE) if IS_GATED else ACTIVATE(first_MN, DTYPE)
+    activated_MN = activate(first_MN, up_MN, ACTIVATE, DTYPE)
     _store_hidden(hidden, activated_MN, row_M, is_row_M, col_N, F)
 
 
@@ -155,7 +150,6 @@ def _up_kernel(
     ACTIVATE: tl.constexpr,
     DTYPE: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_HALVED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -170,7 +164,7 @@ def _up_kernel(
     release_next(OVERLAPS)
     if HAS_SHARED and expert == num_experts:
         first_shared = shared[1] * TOP_K
-        _activate_shared(shared, hidden, first_shared, F, ACTIVATE, DTYPE, IS_GATED, BLOCK_M, BLOCK_N)
+        _activate_shared(shared, hidden, first_shared, F, ACTIVATE, DTYPE, BLOCK_M, BLOCK_N)
     first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
     end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
     for row in range(first, end, tl.num_programs(1) * BLOCK_M):
@@ -190,7 +184,6 @@ def _up_kernel(
                 ACTIVATE,
                 DTYPE,
                 TOP_K,
-                IS_GATED,
                 IS_EVEN,
                 BLOCK_M // 2,
                 BLOCK_N,
@@ -212,7 +205,6 @@ def _up_kernel(
                 ACTIVATE,
                 DTYPE,
                 TOP_K,
-                IS_GATED,
                 IS_EVEN,
                 BLOCK_M,
                 BLOCK_N,
@@ -422,10 +414,9 @@ def launch_up(
         size,
         TILE=up.format.tile,
         LAYOUT=up.layout,
-        ACTIVATE=ACTIVATIONS[experts.activation],
+        ACTIVATE=activation_argument(experts.activation),
         DTYPE=TRITON_DTYPES[x_TD.dtype],
         TOP_K=listed.top_k,
-        IS_GATED=experts.activation.is_gated,
         IS_EVEN=num_channels % launch.block_k == 0 and size % launch.block_n == 0,
         IS_HALVED=launch.is_halved,
         **launch.options(),

@@ -7,12 +7,11 @@ intermediate size of the shared expert, A = T K assignments of a token to an exp
 sorted by expert.
 """
 
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.expert_choices import Summand
@@ -20,31 +19,32 @@ from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import linear, reference_linear
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, Weight
 from strandline.kernels.operation import Operation, operation, triton
-from strandline.kernels.rowwise.activation import clamped_swiglu, relu_squared, swiglu
+from strandline.kernels.rowwise.activation import relu_squared, swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 
 ExpertsWeight = DenseWeight | QuantizedWeight
 """One matrix of every expert, ``[E, O, I]``."""
 
 
-class Activation(Enum):
+class Activation(NamedTuple):
     """What experts compute between their two products."""
 
-    SWIGLU = "swiglu"
-    """``silu(gate) * up``."""
-    RELU_SQUARED = "relu_squared"
-    """``relu(up) ** 2``, without a gate."""
+    operation: Operation[..., Tensor]
+    is_gated: bool
+    """Whether experts have a gate, whose outputs come before those of the up projection."""
+    limit: float | None = None
+    """What a gated operation clamps to; None: nothing is clamped."""
 
     @property
-    def is_gated(self) -> bool:
-        """Whether experts have a gate."""
-        return self is Activation.SWIGLU
+    def reference(self) -> Callable[[Tensor], Tensor]:
+        """The reference implementation."""
+        if self.limit is None:
+            return self.operation.reference
+        return partial(self.operation.reference, limit=self.limit)
 
 
-ACTIVATIONS: Final[Mapping[Activation, Operation[[Tensor], Tensor]]] = {
-    Activation.SWIGLU: swiglu,
-    Activation.RELU_SQUARED: relu_squared,
-}
+SWIGLU: Final = Activation(swiglu, is_gated=True)
+RELU_SQUARED: Final = Activation(relu_squared, is_gated=False)
 
 
 class ExpertWeights(NamedTuple):
@@ -54,7 +54,7 @@ class ExpertWeights(NamedTuple):
     """``[E, 2 F, D]``, the gate's rows before the up projection's; without a gate ``[E, F, D]``."""
     down: ExpertsWeight
     """``[E, D, F]``."""
-    activation: Activation = Activation.SWIGLU
+    activation: Activation = SWIGLU
     held: range | None = None
     """Numbers of these experts among all that tokens may choose; others add nothing. None: these are all."""
 
@@ -103,7 +103,7 @@ def mixture(
         A tensor, or the choices of each token, for the next operation to add up.
     """
     if isinstance(shared, SharedExpert):
-        hidden_TS = ACTIVATIONS[experts.activation].reference(shared.projected_TS)
+        hidden_TS = experts.activation.reference(shared.projected_TS)
         shared = SharedOutput(reference_linear(shared.down)(hidden_TS), shared.gate_T1)
     return sum_of_chosen(plain_rows(x_TD), experts, route.reference(*router), shared)
 
@@ -112,37 +112,13 @@ def sum_of_chosen(
     x_TD: Tensor, experts: ExpertWeights, chosen: tuple[Tensor, Tensor], shared: SharedOutput | None = None
 ) -> Tensor:
     """Return what ``mixture`` does, given the weights and numbers of each token's experts."""
-    activate = ACTIVATIONS[experts.activation].reference
+    activate = experts.activation.reference
 
     def apply(expert: int, x_AD: Tensor) -> Tensor:
         return linear.reference(activate(linear.reference(x_AD, experts.up[expert])), experts.down[expert])
 
     out_TD = sum_of_experts(apply, experts.down.shape[0], x_TD, *chosen, experts.held)
     return out_TD if shared is None else with_shared(out_TD, shared)
-
-
-@operation(reads_host=True)
-def clamped_experts_glu(
-    x_TD: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDF: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    limit: float,
-    held: range | None = None,
-) -> Tensor:
-    """Return the weighted sum of each token's experts, with gates and up projections clamped to a limit.
-
-    Args:
-        gate_up_EFD, down_EDF: as of ``ExpertWeights``.
-        limit: as of ``clamped_swiglu``.
-        held: as of ``ExpertWeights``.
-    """
-
-    def apply(expert: int, x_AD: Tensor) -> Tensor:
-        return F.linear(clamped_swiglu.reference(F.linear(x_AD, gate_up_EFD[expert]), limit), down_EDF[expert])
-
-    return sum_of_experts(apply, len(down_EDF), x_TD, weights_TK, experts_TK, held)
 
 
 def with_shared(out_TD: Tensor, shared: SharedOutput) -> Tensor:

@@ -54,6 +54,8 @@ def mixture(
     their sum.
     """
     x_TD = flat_rows(x_TD if FORMATS[type(experts.up)].multiplies_fp8 else plain_rows(x_TD))
+    if isinstance(shared, SharedExpert) and experts.activation.limit is not None:
+        shared = _output(shared, experts.activation, launches)  # kernels of few rows do not clamp what they read
     if launches is Launches.MEASURED and len(x_TD) <= MAX_TOKENS_FEW:
         hidden = shared if isinstance(shared, SharedExpert) else None
         few = choose_few(experts, hidden, len(x_TD), router.routing.top_k)
@@ -81,7 +83,7 @@ def _output(shared: SharedExpert, activation: Activation, launches: Launches) ->
     if not activation.is_gated:
         hidden = relu_squared(shared.projected_TS.contiguous())
     elif isinstance(shared.down, ScaledWeight):
-        hidden = swiglu_quantized(shared.projected_TS)
+        hidden = swiglu_quantized(shared.projected_TS, activation.limit)
     else:
-        hidden = swiglu(shared.projected_TS)
+        hidden = swiglu(shared.projected_TS, activation.limit)
     return SharedOutput(linear(hidden, shared.down, launches=launches), shared.gate_T1)

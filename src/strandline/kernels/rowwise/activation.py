@@ -10,21 +10,17 @@ from strandline.kernels.operation import operation, triton
 
 
 @operation(triton("rowwise.activation_triton"))
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-@operation()
-def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection.
 
     Args:
-        limit: of both before, greater than 0: the gate is at most that, the up projection also at least ``-limit``.
+        limit: greater than 0: gates are clamped to at most that before, up projections to ``[-limit, limit]``; None:
+            they are not.
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate).mul_(up)
 
 
 @operation(triton("rowwise.activation_triton"))

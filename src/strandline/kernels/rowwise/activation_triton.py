@@ -21,17 +21,20 @@ WARPS = 4
 
 
 @triton.jit
-def silu_times(gate, up, dtype: tl.constexpr):
-    """Round as the reference: both products, the gate's silu, and the result."""
+def silu_times(gate, up, dtype: tl.constexpr, LIMIT: tl.constexpr = None):
+    """Round as the reference: both products, the gate's silu, and the result; NaN stays NaN."""
     gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    if LIMIT is not None:
+        limit = tl.full([], LIMIT, tl.float32).to(dtype).to(tl.float32)
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
+    return (silu * up).to(dtype)
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return x * tl.sigmoid(x)
+def _gelu(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     # 0.5 x (1 + tanh(y)), since (1 + tanh(y)) / 2 is sigmoid(2 y).
@@ -45,6 +48,7 @@ def _glu_kernel(
     stride_t,
     F,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -56,8 +60,11 @@ def _glu_kernel(
     dtype = out_ptr.dtype.element_ty
     gate_F = tl.load(gate_up_ptr + row * stride_t + col_F, mask=mask_F, other=0.0).to(tl.float32)
     up_F = tl.load(gate_up_ptr + row * stride_t + F + col_F, mask=mask_F, other=0.0).to(tl.float32)
-    activated_F = _activate(gate_F, ACTIVATION).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * F + col_F, (activated_F * up_F).to(dtype), mask=mask_F)
+    if ACTIVATION == "silu":
+        out_F = silu_times(gate_F, up_F, dtype, LIMIT)
+    else:
+        out_F = (_gelu(gate_F, ACTIVATION).to(dtype).to(tl.float32) * up_F).to(dtype)
+    tl.store(out_ptr + row * F + col_F, out_F, mask=mask_F)
 
 
 @triton.jit
@@ -109,9 +116,9 @@ def relu_squared(x: Tensor) -> Tensor:
     return x
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection."""
-    return _launch_glu(gate_up, "silu")
+def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """Return ``silu(gate) * up`` of ``[..., 2 F]``, clamped before as the reference says."""
+    return _launch_glu(gate_up, "silu", limit)
 
 
 def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
@@ -119,15 +126,15 @@ def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
     return _launch_glu(gate_up, "gelu_tanh" if is_tanh else "gelu")
 
 
-def _launch_glu(gate_up: Tensor, activation: str) -> Tensor:
+def _launch_glu(gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
     if gate_up.dim() != 2 or gate_up.stride(-1) != 1:
         gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * size
     grid = (gate_up.numel() // (2 * size), cdiv(size, BLOCK))
-    options = overlap_options(gate_up)
-    _glu_kernel[grid](gate_up, out, stride, size, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS, **options)
+    options = {"ACTIVATION": activation, "LIMIT": limit, **overlap_options(gate_up)}
+    _glu_kernel[grid](gate_up, out, stride, size, BLOCK=BLOCK, num_warps=WARPS, **options)
     return out
 
 

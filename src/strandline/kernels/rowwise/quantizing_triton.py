@@ -50,6 +50,7 @@ def _quantize_kernel(
     K,
     stride_scale,
     KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -64,7 +65,7 @@ def _quantize_kernel(
     if KIND != PLAIN:
         gate_K = tl.load(gate_ptr + row * stride_gate + col_K, mask=is_K, other=0.0).to(tl.float32)
     if KIND == SWIGLU:
-        x_K = silu_times(gate_K, x_K, dtype).to(tl.float32)
+        x_K = silu_times(gate_K, x_K, dtype, LIMIT).to(tl.float32)
     if KIND == SIGMOID_GATE:
         factor_K = tl.sigmoid(gate_K).to(gate_ptr.dtype.element_ty).to(tl.float32)
         x_K = (x_K * factor_K).to(dtype).to(tl.float32)
@@ -84,11 +85,11 @@ def quantized(rows: Rows) -> QuantizedRows:
     return rows if isinstance(rows, QuantizedRows) else quantize_rows(rows)
 
 
-def swiglu_quantized(gate_up: Tensor) -> QuantizedRows:
-    """Return ``silu(gate) * up`` of ``[T, 2 I]``, quantised: the gate's inputs lie before the up projection's."""
+def swiglu_quantized(gate_up: Tensor, limit: float | None = None) -> QuantizedRows:
+    """Return ``silu(gate) * up`` of ``[T, 2 I]``, quantised: the gate's inputs come before the up projection's."""
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     gate_TI, up_TI = gate_up.chunk(2, dim=1)
-    return _quantize(up_TI, gate_TI, SWIGLU.value)
+    return _quantize(up_TI, gate_TI, SWIGLU.value, limit=limit)
 
 
 def sigmoid_gate_quantized(x_TO: Tensor, gate_TO: Tensor) -> QuantizedRows:
@@ -105,7 +106,9 @@ def unfilled(num_rows: int, num_inputs: int, like: Tensor, plain_TI: Tensor | No
     return QuantizedRows(values_TI, scale_XT, num_rows, like.dtype, plain_TI)
 
 
-def _quantize(x_TI: Tensor, gate_TI: Tensor, kind: int, plain_TI: Tensor | None = None) -> QuantizedRows:
+def _quantize(
+    x_TI: Tensor, gate_TI: Tensor, kind: int, plain_TI: Tensor | None = None, limit: float | None = None
+) -> QuantizedRows:
     num_rows, num_inputs = x_TI.shape
     rows = unfilled(num_rows, num_inputs, x_TI, plain_TI)
     block_k = min(BLOCK_QUANTIZED, max(GROUP, next_power_of_2(num_inputs)))
@@ -120,6 +123,7 @@ def _quantize(x_TI: Tensor, gate_TI: Tensor, kind: int, plain_TI: Tensor | None 
             num_inputs,
             rows.scale_XT.stride(0),
             KIND=kind,
+            LIMIT=limit,
             BLOCK_K=block_k,
             GROUP=GROUP,
             num_warps=4,

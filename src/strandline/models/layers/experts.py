@@ -6,30 +6,26 @@ Shape suffixes: T tokens of the step, E channels that experts read and write, F 
 that: the gate's rows come first), S features of the shared expert before its activation, X experts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.moe import (
+    SWIGLU,
     Activation,
     ExpertsWeight,
     ExpertWeights,
     Router,
     SharedExpert,
     SharedOutput,
-    clamped_experts_glu,
     mixture,
-    with_shared,
 )
-from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight
-from strandline.kernels.operation import Operation
-from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
+from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, spanned, unused, whole
@@ -48,9 +44,7 @@ class ExpertsConfig:
     """Channels that they read and write."""
     size: int
     routing: Routing
-    activation: Activation = Activation.SWIGLU
-    limit: float | None = None
-    """Gates and up projections are clamped to it; None: they are not."""
+    activation: Activation = SWIGLU
 
     @property
     def is_gated(self) -> bool:
@@ -98,6 +92,8 @@ class Experts(nn.Module):
             it stays quantised only if they do.
     """
 
+    operations = (mixture,)
+
     def __init__(self, config: ExpertsConfig, site: Site, *, fused: Projection | None = None) -> None:
         super().__init__()
         self.config, self.held = config, site.shard.span(config.num_experts, EXPERTS)
@@ -131,18 +127,11 @@ class Experts(nn.Module):
 
     def takes_hidden(self, down: Projection) -> bool:
         """Return whether a shared expert with this second projection is to be passed before its activation."""
-        return not self._quantized and self.config.limit is None and not down.is_kept
-
-    @property
-    def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (mixture,) if self.config.limit is None else (route, clamped_experts_glu)
+        return not self._quantized and not down.is_kept
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        if self.config.limit is None:
-            self._compute = partial(self._mix, kernels[mixture], *self.weights)
-        else:
-            self._compute = partial(self._mix_clamped, kernels[route], kernels[clamped_experts_glu])
+        self._mixture, self._weights = kernels[mixture], self.weights
 
     def mix(
         self, x_TE: Rows, logits_TX: Tensor, bias_X: Tensor | None = None, shared: SharedExpert | Tensor | None = None
@@ -154,38 +143,11 @@ class Experts(nn.Module):
             bias_X: as in ``route``.
             shared: a shared expert before its activation, or its output.
         """
+        # Tokens may choose experts that are not here; ZAYA's even one that no rank holds.
+        held = self.held if logits_TX.shape[-1] > len(self.held) else None
+        experts = ExpertWeights(*self._weights, self.config.activation, held)
         added = SharedOutput(shared) if isinstance(shared, Tensor) else shared
-        return self._compute(x_TE, Router(logits_TX, bias_X, self.config.routing), added)
-
-    def _mix(
-        self,
-        compute: Callable[..., Summand],
-        up: ExpertsWeight,
-        down: ExpertsWeight,
-        x_TE: Rows,
-        router: Router,
-        shared: SharedExpert | SharedOutput | None,
-    ) -> Summand:
-        experts = ExpertWeights(up, down, self.config.activation, self._held(router))
-        return compute(x_TE, experts, router, shared)
-
-    def _mix_clamped(
-        self,
-        choose: Callable[..., tuple[Tensor, Tensor]],
-        compute: Callable[..., Tensor],
-        x_TE: Rows,
-        router: Router,
-        shared: SharedExpert | SharedOutput | None,
-    ) -> Summand:
-        out_TE = compute(
-            plain_rows(x_TE), self.up_XFE, self.down_XEF, *choose(*router), self.config.limit, self._held(router)
-        )
-        assert not isinstance(shared, SharedExpert), "clamped experts are computed without their shared one"
-        return out_TE if shared is None else with_shared(out_TE, shared)
-
-    def _held(self, router: Router) -> range | None:
-        """Return the experts of this rank; None: all that can be chosen."""
-        return self.held if router.logits_TE.shape[-1] > len(self.held) else None
+        return self._mixture(x_TE, experts, Router(logits_TX, bias_X, self.config.routing), added)
 
     def rows(self, span: range | None = None) -> ExpertRows:
         """Return parameters of the experts whose numbers are in ``span``, numbered from 0; None: of all experts."""

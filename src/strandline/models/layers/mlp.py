@@ -18,6 +18,13 @@ from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded
 
+MIN_LIMIT, MAX_LIMIT = 1e-3, 1e6
+
+
+def read_limit(fields: Fields) -> float:
+    """Read what gates and up projections are clamped to; raises as :class:`strandline.config_fields.Fields`."""
+    return fields.number("swiglu_limit", at_least=MIN_LIMIT, at_most=MAX_LIMIT)
+
 
 @dataclass(frozen=True, slots=True)
 class GatedMlpConfig:
@@ -25,6 +32,8 @@ class GatedMlpConfig:
 
     hidden_size: int
     intermediate_size: int
+    limit: float | None = None
+    """Gates and up projections are clamped to it; None: they are not."""
 
     @classmethod
     def read(cls, fields: Fields) -> "GatedMlpConfig":
@@ -39,10 +48,11 @@ class GatedMlpConfig:
 class GatedMlp(nn.Module):
     """A feed-forward layer with a gated linear unit, whose channels are divided among shards."""
 
-    operations = LINEAR_OPERATIONS
+    operations = (*LINEAR_OPERATIONS, *with_quantized(swiglu))
 
     def __init__(self, config: GatedMlpConfig, site: Site) -> None:
         super().__init__()
+        self.limit = config.limit
         hidden_size, size = config.hidden_size, config.part_of(site.shard)
         self.gate_up = GatedProjection(2 * size, hidden_size, site, shard=site.shard, num_parts=2)
         self.down = SummedProjection(hidden_size, size, site)
@@ -55,7 +65,7 @@ class GatedMlp(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._gate = self.gate_up.gate_for(self.down, kernels)
+        self._gate = self.gate_up.gate_for(self.down, kernels, self.limit)
 
     def forward(self, hidden_TE: Rows) -> Tensor:
         return self.down.multiply(self._gate(hidden_TE))

@@ -25,6 +25,7 @@ from strandline.kernels.gemm.weights import (
     Weight,
 )
 from strandline.kernels.operation import Operation
+from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import QUANTIZED
 from strandline.models.layers.shard import WHOLE, Shard
@@ -118,8 +119,15 @@ class GatedProjection(Projection):
     Its layer binds it, to the form that the next projection takes.
     """
 
-    def gate_for(self, reader: Projection, kernels: Kernels) -> Gated:
-        """Return the gated linear unit, whose results another projection multiplies."""
+    def gate_for(self, reader: Projection, kernels: Kernels, limit: float | None = None) -> Gated:
+        """Return the gated linear unit, whose results another projection multiplies.
+
+        Args:
+            limit: as of ``swiglu``; if there is one, the unit is a launch of its own.
+        """
+        if limit is not None:
+            activate = kernels[reader.fed_by(swiglu)]
+            return lambda x: activate(self.multiply(x), limit)
         bind = bind_gated_linear_quantized if isinstance(reader.weight, ScaledWeight) else bind_gated_linear
         return bind(kernels, self.weight)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts.moe import Activation, SharedExpert
+from strandline.kernels.experts.moe import RELU_SQUARED, SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.activation import relu_squared
@@ -86,7 +86,7 @@ class ReluSquaredMoe(nn.Module):
             is_added_here = has_bias and site.shard.is_first
             self.from_latent = Projection(hidden_size, latent_size, site, has_bias=is_added_here)
         sizes = (num_experts, latent_size, config.size)
-        experts = ExpertsConfig(*sizes, config.routing, Activation.RELU_SQUARED)
+        experts = ExpertsConfig(*sizes, config.routing, RELU_SQUARED)
         self.experts = Experts(experts, site)
         self.shared = ReluSquaredMlp(hidden_size, config.shared_size, site, has_bias=has_bias)
 

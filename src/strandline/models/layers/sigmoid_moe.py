@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.experts.moe import SharedExpert
+from strandline.kernels.experts.moe import SWIGLU, SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
@@ -43,11 +43,19 @@ class SigmoidMoeConfig:
     """Whether a bias takes part in the choice."""
     router_dtype: torch.dtype | None = None
     """None: the router computes in the dtype of activations."""
+    limit: float | None = None
+    """Gates and up projections of all experts are clamped to it; None: they are not."""
 
     @property
     def experts(self) -> ExpertsConfig:
         """Sizes of the experts."""
-        return ExpertsConfig(self.num_experts, self.hidden_size, self.size, self.routing)
+        sizes = (self.num_experts, self.hidden_size, self.size)
+        return ExpertsConfig(*sizes, self.routing, SWIGLU._replace(limit=self.limit))
+
+    @property
+    def shared(self) -> GatedMlpConfig:
+        """Sizes of the shared expert."""
+        return GatedMlpConfig(self.hidden_size, self.shared_size, self.limit)
 
 
 def read_routing(fields: Fields, num_experts: int) -> Routing:
@@ -101,7 +109,7 @@ class SigmoidMoe(nn.Module):
         self.experts = Experts(config.experts, site)
         self.shared = None
         if config.shared_size:
-            self.shared = GatedMlp(GatedMlpConfig(hidden_size, config.shared_size), site)
+            self.shared = GatedMlp(config.shared, site)
 
     @property
     def takes_quantized(self) -> bool:

@@ -194,7 +194,7 @@ class Matrices:
                 continue
             experts = [matrix for matrix in self._matrices.values() if matrix.owner is module]
             numbers = {number for matrix in experts for number in matrix.formats}
-            if module.config.limit is None and len(numbers) == 1 and 0 not in numbers:
+            if len(numbers) == 1 and 0 not in numbers:
                 kept.update(experts)
             else:
                 kept -= {matrix for matrix in kept if matrix.owner in module.fused}

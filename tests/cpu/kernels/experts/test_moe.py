@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.experts import moe
-from strandline.kernels.experts.moe import Activation, ExpertWeights, Router, SharedExpert, SharedOutput, sum_of_chosen
+from strandline.kernels.experts.moe import (
+    RELU_SQUARED,
+    ExpertWeights,
+    Router,
+    SharedExpert,
+    SharedOutput,
+    sum_of_chosen,
+)
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import DenseWeight
 from tests.bound import bound
@@ -32,7 +39,7 @@ def experts_glu(
 def experts_relu_squared(
     x_TD: Tensor, up: Tensor, down: Tensor, weights_TK: Tensor, experts_TK: Tensor, held: range | None = None
 ) -> Tensor:
-    experts = ExpertWeights(DenseWeight(up), DenseWeight(down), Activation.RELU_SQUARED, held)
+    experts = ExpertWeights(DenseWeight(up), DenseWeight(down), RELU_SQUARED, held)
     return sum_of_chosen(x_TD, experts, (weights_TK, experts_TK))
 
 
@@ -136,7 +143,7 @@ def test_a_mixture_without_gates_adds_a_shared_expert_without_one() -> None:
     chosen = route.reference(logits_TE, bias_E, routing)
     shared_TD = F.relu(shared_up) ** 2 @ shared_down.t()
     expected = experts_relu_squared(x_TD, up, down, *chosen) + shared_TD
-    weights = ExpertWeights(DenseWeight(up), DenseWeight(down), Activation.RELU_SQUARED)
+    weights = ExpertWeights(DenseWeight(up), DenseWeight(down), RELU_SQUARED)
     router = Router(logits_TE, bias_E, routing)
     out_TD = mixture(x_TD, weights, router, SharedExpert(shared_up.clone(), DenseWeight(shared_down)))
     torch.testing.assert_close(out_TD, expected, rtol=1e-5, atol=1e-4)

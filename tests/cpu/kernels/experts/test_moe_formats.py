@@ -14,7 +14,8 @@ from torch import Tensor
 
 from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.experts.moe import (
-    Activation,
+    RELU_SQUARED,
+    SWIGLU,
     ExpertWeights,
     Router,
     SharedExpert,
@@ -143,13 +144,14 @@ class Case:
         device: str,
         *,
         is_gated: bool = True,
+        limit: float | None = None,
         is_shared_dense: bool = False,
         has_shared_gate: bool = True,
         has_bias: bool = False,
         **options: Any,
     ) -> None:
         num_experts, top_k, channels, size, shared_size = shape
-        self.format, self.activation = FORMATS[name], Activation.SWIGLU if is_gated else Activation.RELU_SQUARED
+        self.format, self.activation = FORMATS[name], SWIGLU._replace(limit=limit) if is_gated else RELU_SQUARED
         self.routing, parts = Routing(top_k, is_normalised=True), 1 + is_gated
         sizes = [parts * shared_size, num_experts, 1, 2]
         wide = torch.full((num_tokens, channels + sum(sizes)), torch.nan, dtype=dtype, device=device)
@@ -194,6 +196,8 @@ class Case:
         if not self.activation.is_gated:
             return (projected.relu() ** 2).to(self.x_TD.dtype)
         gate, up = projected.chunk(2, dim=-1)
+        if (limit := self.activation.limit) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (gate * gate.sigmoid() * up).to(self.x_TD.dtype)
 
     def expected(self) -> Tensor:
@@ -315,6 +319,13 @@ def test_experts_need_neither_a_gate_nor_a_shared_expert(
 ) -> None:
     options = {"is_gated": is_gated, "has_shared_gate": False, "has_bias": True}
     check_mixture(name, num_tokens, shape, torch.float32, "cpu", **options)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_clamped_experts_equal_a_loop_in_float64(name: str, num_tokens: int) -> None:
+    check_mixture(name, num_tokens, SHAPES[0], torch.float32, "cpu", limit=0.6)
 
 
 @pytest.mark.usefixtures("small_tiles")

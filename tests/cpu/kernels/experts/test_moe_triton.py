@@ -20,7 +20,7 @@ from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, Few, choose_
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
-from strandline.kernels.experts.moe import Activation, ExpertWeights, Router, SharedExpert, SharedOutput
+from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, SharedOutput
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
@@ -121,7 +121,7 @@ def check_experts_without_gate(arguments: Inputs) -> None:
         hidden_AF = (x_TD[token_A].double() @ up[expert].double().t()).relu() ** 2
         out_AD = hidden_AF @ down[expert].double().t()
         expected_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
-    own = ExpertWeights(DenseWeight(up), DenseWeight(down), Activation.RELU_SQUARED)
+    own = ExpertWeights(DenseWeight(up), DenseWeight(down), RELU_SQUARED)
     for launches in Launches:
         tiles = choose_launches(DenseWeight, x_TD.dtype, experts.numel() // len(up), launches)
         with poisoned_memory():
@@ -187,7 +187,7 @@ class Mixture:
     def experts(self, held: range | None = None) -> ExpertWeights:
         """Return those that a rank holds."""
         part = slice(None) if held is None else slice(held.start, held.stop)
-        activation = Activation.SWIGLU if self.is_gated else Activation.RELU_SQUARED
+        activation = SWIGLU if self.is_gated else RELU_SQUARED
         return ExpertWeights(DenseWeight(self.up[part]), DenseWeight(self.down[part]), activation, held)
 
     def run_few(self, few: Few, held: range | None = None) -> Tensor:

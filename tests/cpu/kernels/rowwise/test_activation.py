@@ -32,6 +32,17 @@ def test_swiglu_multiplies_the_silu_of_the_first_half(shape: tuple[int, int], dt
     torch.testing.assert_close(swiglu(gate_up.contiguous()[None]), expected[None])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limit", [0.7, 4.0])
+def test_swiglu_clamps_both_halves(limit: float, dtype: torch.dtype) -> None:
+    gate_up = strided(3, 130, dtype)
+    gate_up[0, ::17] = torch.nan
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    torch.testing.assert_close(swiglu(gate_up, limit), expected, equal_nan=True)
+    assert not torch.equal(swiglu(gate_up, limit).nan_to_num(), swiglu(gate_up).nan_to_num())
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
