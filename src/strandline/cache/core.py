@@ -45,8 +45,7 @@ from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
 from strandline.records.account import UNCOUNTED, Account, Reason, SnapshotKind
 from strandline.records.actions import Action, CopyTokens
-from strandline.records.pictures import resumable_end
-from strandline.records.tokens import TokenBuffer
+from strandline.records.tokens import TokenBuffer, resumable_end
 
 _new_grant = tuple.__new__
 """Makes a ``StepGrant`` in half the time of its constructor, which counts per sequence and step."""
@@ -251,10 +250,8 @@ class PrefixCache:
         """Ask the placement at which positions the lease leaves snapshots."""
         prompt = (lease.computed, len(lease.tokens), kv_tokens, marks)
         room = (self._allocator.num_free_slabs - self._num_reserved_slabs, self._slot_tokens)
-        data = lease.tokens.data
-        chosen = self._placement.on_admission(Admission(*prompt, *room, self._publisher.may_probe(lease), data))
-        positions = {resumable_end(data, position): kind for position, kind in chosen.items()}
-        lease.planned_cuts = {position: kind for position, kind in positions.items() if position > lease.computed}
+        may_probe = self._publisher.may_probe(lease)
+        lease.planned_cuts = self._placement.on_admission(Admission(*prompt, *room, may_probe, lease.tokens.data))
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; unpin ``run``, which holds the original."""

@@ -9,8 +9,7 @@ from strandline.cache.miss_reasons import MissReasons
 from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
 from strandline.ids import BLOCK_TOKENS, RequestId
-from strandline.records.pictures import resumable_end
-from strandline.records.tokens import TokenBuffer
+from strandline.records.tokens import TokenBuffer, resumable_end
 
 
 class Leaders:

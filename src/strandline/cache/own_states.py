@@ -21,7 +21,7 @@ from strandline.cache.windows import Windows
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import FoldLog
-from strandline.records.pictures import resumable_end
+from strandline.records.tokens import resumable_end
 
 
 class OwnStates:

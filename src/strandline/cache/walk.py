@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
-from strandline.records.pictures import resumable_end
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
 
@@ -47,22 +46,6 @@ def walk(root: Run, data: bytearray) -> Walk:
             return _end_inside_run(next_run, data, offset)
         run = next_run
         offset += len(next_run.tokens)
-
-
-def outside_pictures(end: Walk, data: bytearray) -> Walk:
-    """Return a walk that ends strictly inside a picture as one that ends before it.
-
-    The first tokens of two pictures may be the same by chance, and what the index holds may end inside a picture.
-    """
-    position = resumable_end(data, end.kv_tokens)
-    if position == end.kv_tokens:
-        return end
-    num_blocks, num_partial = divmod(position, BLOCK_TOKENS)
-    if num_blocks == end.num_blocks:
-        return end._replace(partial_run=end.partial_run if num_partial else None, partial_tokens=num_partial)
-    holder = next(run for run in end.run.ancestry() if run.start_block <= num_blocks)
-    run = holder if holder.start_block < num_blocks or holder.parent is None else holder.parent
-    return Walk(run, num_blocks, holder if num_partial else None, num_partial)
 
 
 def _end_between_runs(run: Run, key: bytes) -> Walk:

@@ -27,9 +27,10 @@ from strandline.records.cache_questions import (
     RecentHits,
 )
 from strandline.records.events import CoreStats
+from strandline.records.excerpts import excerpt
 from strandline.records.explanation import Explanation
 from strandline.records.plan import StepPlan
-from strandline.records.tokens import TokenBuffer, excerpt
+from strandline.records.tokens import TokenBuffer
 from strandline.specs import ModelSpec
 
 MAX_SAMPLES: Final = 240

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from strandline.records.account import Account
 from strandline.records.events import CoreStats
+from strandline.records.excerpts import Excerpt
 from strandline.records.explanation import Explanation
-from strandline.records.tokens import Excerpt
 from strandline.records.tree_view import TreeView
 
 

@@ -17,10 +17,7 @@ from strandline.records.tokens import TOKEN_BYTES, decode
 
 FIRST_VIRTUAL_ID: Final = 2**31
 DIGEST_BYTES: Final = 16
-TOP_BIT: Final = 0x80
-WITH_TOP_BIT: Final = bytes(byte | TOP_BIT for byte in range(256))
-IS_VIRTUAL: Final = bytes(byte >= TOP_BIT for byte in range(256))
-"""By the first byte of an encoded token."""
+WITH_TOP_BIT: Final = bytes(byte | 0x80 for byte in range(256))
 
 
 class Picture(NamedTuple):
@@ -79,21 +76,6 @@ def virtual_ids(digest: bytes, rows: int, columns: int) -> list[int]:
 def is_virtual(token_id: int) -> bool:
     """Whether an id is that of a picture's token."""
     return token_id >= FIRST_VIRTUAL_ID
-
-
-def resumable_end(data: bytes | bytearray, position: int, grid_tokens: int = 1) -> int:
-    """Return the last position up to ``position``, and on the grid, that is not strictly inside a picture.
-
-    Between two pictures there is always a token of text.
-
-    Args:
-        data: encoded tokens.
-    """
-    position -= position % grid_tokens
-    while 0 < (at := position * TOKEN_BYTES) < len(data) and min(data[at - TOKEN_BYTES], data[at]) >= TOP_BIT:
-        start = data[:at:TOKEN_BYTES].translate(IS_VIRTUAL).rfind(b"\0") + 1
-        position = start - start % grid_tokens
-    return position
 
 
 def rotary_delta(spans: Sequence[PictureSpan]) -> int:

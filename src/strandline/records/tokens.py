@@ -7,14 +7,14 @@ so that in a sorted list the longest common prefix with a key is found next to t
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from strandline.ids import BLOCK_TOKENS
 
 TOKEN_BYTES: Final = 4
 BLOCK_KEY_BYTES: Final = BLOCK_TOKENS * TOKEN_BYTES
-EXCERPT_TOKENS: Final = 24
-BEFORE_TOKENS: Final = 16
+VIRTUAL_BYTES: Final = bytes(range(0x80, 0x100))
+"""What encoded tokens of pictures begin with (``pictures.virtual_ids``), and no others."""
 
 
 def encode(tokens: Iterable[int]) -> bytes:
@@ -37,22 +37,6 @@ def decode(data: bytes | bytearray) -> list[int]:
     return values.tolist()
 
 
-class Excerpt(NamedTuple):
-    """Consecutive tokens, for display."""
-
-    before: tuple[int, ...] = ()
-    """The tokens before it, at most ``BEFORE_TOKENS``: they may contain the beginning of its first word."""
-    tokens: tuple[int, ...] = ()
-    """At most ``EXCERPT_TOKENS``."""
-
-
-def excerpt(data: bytes | bytearray, start: int) -> Excerpt:
-    """Return the excerpt of encoded tokens that begins at the token ``start``."""
-    before = decode(data[max(start - BEFORE_TOKENS, 0) * TOKEN_BYTES : start * TOKEN_BYTES])
-    tokens = decode(data[start * TOKEN_BYTES : (start + EXCERPT_TOKENS) * TOKEN_BYTES])
-    return Excerpt(tuple(before), tuple(tokens))
-
-
 def common_tokens(left: bytes | bytearray, right: bytes | bytearray) -> int:
     """Count the leading tokens that two keys share."""
     start, size = 0, min(len(left), len(right))
@@ -64,6 +48,20 @@ def common_tokens(left: bytes | bytearray, right: bytes | bytearray) -> int:
             size = middle
     difference = int.from_bytes(left[start:size], "big") ^ int.from_bytes(right[start:size], "big")
     return (size - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
+
+
+def resumable_end(data: bytes | bytearray, position: int, grid_tokens: int = 1) -> int:
+    """Return the last position up to ``position``, and on the grid, that is not strictly inside a picture.
+
+    Between two pictures there is always a token of text.
+    """
+    position -= position % grid_tokens
+    while 0 < (at := position * TOKEN_BYTES) < len(data) and data[at] in VIRTUAL_BYTES:
+        start = len(data[:at:TOKEN_BYTES].rstrip(VIRTUAL_BYTES))
+        if start == position:
+            break
+        position = start - start % grid_tokens
+    return position
 
 
 class TokenBuffer:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import Excerpt
+from strandline.records.excerpts import Excerpt
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from strandline.records.account import Account
 from strandline.records.cache_questions import CacheAnswer
-from strandline.records.tokens import Excerpt
+from strandline.records.excerpts import Excerpt
 
 Json = dict[str, Any]
 TextOf = Callable[[Sequence[int]], str | None]

@@ -9,7 +9,8 @@ from strandline import LLM, SamplingParams
 from strandline.engine.cache_watch import END_TOKENS, CacheWatch, HitWindow, MemoryHistory
 from strandline.records.account import Account, Reason
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState, RecentHits
-from strandline.records.tokens import EXCERPT_TOKENS, encode
+from strandline.records.excerpts import EXCERPT_TOKENS
+from strandline.records.tokens import encode
 from tests.cpu.engine.conftest import MakeLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -14,12 +14,11 @@ from strandline.records.pictures import (
     PictureSpan,
     is_virtual,
     picture_digest,
-    resumable_end,
     rotary_delta,
     rotary_positions,
     virtual_ids,
 )
-from strandline.records.tokens import encode
+from strandline.records.tokens import encode, resumable_end
 
 Layout = list[tuple[int, int, int]]
 """Tokens of text, then a picture's rows and columns, and so on."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from strandline.records.tokens import BEFORE_TOKENS, encode, excerpt
+from strandline.records.excerpts import BEFORE_TOKENS, excerpt
+from strandline.records.tokens import encode
 from strandline.text.cache_report import excerpt_text
 from tests.cpu.engine.tokenizers import byte_tokenizer
 

@@ -15,7 +15,8 @@ from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Lease
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS, RequestId
-from strandline.records.tokens import BEFORE_TOKENS, EXCERPT_TOKENS, TOKEN_BYTES, common_tokens, excerpt
+from strandline.records.excerpts import BEFORE_TOKENS, EXCERPT_TOKENS, excerpt
+from strandline.records.tokens import TOKEN_BYTES, common_tokens
 from strandline.records.tree_view import LeaseView, RunView, SnapshotView, TreeView
 
 MAX_VISITED_RUNS: Final = 2048

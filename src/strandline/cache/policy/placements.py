@@ -13,7 +13,7 @@ from strandline.cache.placement import Admission, Placement, SnapshotPositions
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
-from strandline.records.pictures import resumable_end
+from strandline.records.tokens import resumable_end
 
 RUNGS_PER_OCTAVE: Final = 4
 FIRST_RUNG: Final = 4 * BLOCK_TOKENS
@@ -140,6 +140,31 @@ class WithoutStates:
 
     def takes_branches(self) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class OutsidePictures:
+    """Moves the positions of another placement that are strictly inside a picture to its start."""
+
+    inner: Placement
+
+    @property
+    def is_stepwise(self) -> bool:
+        return self.inner.is_stepwise
+
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
+        chosen = self.inner.on_admission(admission)
+        positions = {resumable_end(admission.data, position): kind for position, kind in chosen.items()}
+        return {position: kind for position, kind in positions.items() if position > admission.start}
+
+    def in_step(self, start: int, end: int) -> int | None:
+        return self.inner.in_step(start, end)
+
+    def keeps(self, kind: SnapshotKind) -> bool:
+        return self.inner.keeps(kind)
+
+    def takes_branches(self) -> bool:
+        return self.inner.takes_branches()
 
 
 @dataclass(frozen=True, slots=True)

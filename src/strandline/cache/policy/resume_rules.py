@@ -5,11 +5,10 @@ from typing import ClassVar
 
 from strandline.cache.resume import Match, ResumeRule, first_block_seen
 from strandline.cache.tree import Run, held_child
-from strandline.cache.walk import Walk, deepest_snapshot, outside_pictures, walk
+from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.records.account import Reason
-from strandline.records.pictures import resumable_end
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, resumable_end
 from strandline.specs import ModelSpec
 
 
@@ -21,7 +20,7 @@ class AtSnapshots:
     window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
-        end = outside_pictures(walk(root, data), data)
+        end = _outside_pictures(walk(root, data), data)
         snapshot = deepest_snapshot(end, data)
         return Match(end, snapshot.position if snapshot else 0, snapshot)
 
@@ -53,7 +52,7 @@ class AtTokens:
     window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
-        end = outside_pictures(walk(root, data), data)
+        end = _outside_pictures(walk(root, data), data)
         last = min(end.kv_tokens, self.last(len(data) // TOKEN_BYTES))
         return Match(end, resumable_end(data, last, self.grid_tokens), None)
 
@@ -116,6 +115,22 @@ def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1, window_tokens: int | N
     if not spec.has_states:
         return AtTokens(grid_tokens)
     return AT_SNAPSHOTS if window_tokens is None else BehindWindows(window_tokens)
+
+
+def _outside_pictures(end: Walk, data: bytearray) -> Walk:
+    """Return a walk that ends strictly inside a picture as one that ends before it.
+
+    The first tokens of two pictures may be the same by chance, and what the index holds may end inside a picture.
+    """
+    position = resumable_end(data, end.kv_tokens)
+    if position == end.kv_tokens:
+        return end
+    num_blocks, num_partial = divmod(position, BLOCK_TOKENS)
+    if num_blocks == end.num_blocks:
+        return end._replace(partial_run=end.partial_run if num_partial else None, partial_tokens=num_partial)
+    holder = next(run for run in end.run.ancestry() if run.start_block <= num_blocks)
+    run = holder if holder.start_block < num_blocks or holder.parent is None else holder.parent
+    return Walk(run, num_blocks, holder if num_partial else None, num_partial)
 
 
 def _lost_snapshot(match: Match, data: bytearray) -> bool:

@@ -9,8 +9,7 @@ from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot, descend
 from strandline.ids import BLOCK_TOKENS
-from strandline.records.pictures import resumable_end
-from strandline.records.tokens import BLOCK_KEY_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES, resumable_end
 
 
 class TierEnd(NamedTuple):

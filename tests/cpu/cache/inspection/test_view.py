@@ -16,7 +16,8 @@ from strandline.cache.policy import new_cache
 from strandline.cache.size import CacheSize
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import BEFORE_TOKENS, TokenBuffer
+from strandline.records.excerpts import BEFORE_TOKENS
+from strandline.records.tokens import TokenBuffer
 from strandline.records.tree_view import TreeView
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt
