@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import assert_never
 
 from strandline.device.batch import fold_batch
-from strandline.device.draft_hidden import fold_hidden
 from strandline.device.transfers import Transfers
 from strandline.device.upload import upload_together
 from strandline.ids import BlockId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
+from strandline.kernels.step import store_hidden
 from strandline.models.layers.protocol import ModelMemory
 from strandline.records.actions import (
     Action,
@@ -85,9 +85,18 @@ class CacheActions:
             batch = fold_batch(drafts, arena.bytes.device, self._kernels, arena.draft_tokens)
             for replay in self._memory.replays:
                 replay(batch)
-            fold_hidden(arena, self._kernels, drafts)
+            self._fold_hidden(drafts)
         decoded = [(fold.slot, fold.log, fold.num_tokens) for fold in folds if not fold.holds_drafts]
         if decoded:
             slot_N, log_N, len_N = upload_together(list(zip(*decoded, strict=True)), arena.bytes.device)
             for fold in self._memory.folds:
                 fold(slot_N, log_N, len_N)
+
+    def _fold_hidden(self, folds: Sequence[FoldLog]) -> None:
+        """Store the hidden state of the last draft that each action folds in its slot."""
+        arena = self._arena
+        if arena.hidden_drafts_JE is None:
+            return
+        places = [fold.log * arena.draft_tokens + fold.num_tokens - 1 for fold in folds]
+        places_N, slots_N = upload_together([places, [fold.slot for fold in folds]], arena.bytes.device)
+        self._kernels[store_hidden](arena.hidden_drafts_JE, places_N, arena.hidden_SE, slots_N)

@@ -1,113 +1,131 @@
-"""Drafts by the model's own draft layer (multi-token prediction), made behind a step for the next one.
+"""Drafts by the model's own draft layer (multi-token prediction), made after a step for the next one.
 
-The layer works on pairs: the hidden state behind a position and the token after it. What it keeps of a pair lies at
-that position. So a step makes the pairs of the tokens that it has computed; the last one ends with the token that was
-just sampled, and gives the first draft. Further drafts come from pairs of drafts, whose keys and values the next step
-overwrites.
+The layer works on pairs: the hidden state after a position and the token that follows it. Its keys and values of a pair
+are stored at that position, and depend on these two alone. So a step makes the pairs of the tokens that it has
+computed; the last one ends with the token that was just sampled, and gives the first draft. Further drafts come from
+pairs of drafts, whose keys and values the next step overwrites.
 
-A sequence that resumes behind position ``p - 1`` makes that position's pair again, with its own next token: the hidden
-state lies in the snapshot. Where ``p`` is a multiple of the block size, the pair is in a shared block and keeps the
+A sequence that resumes after position ``p - 1`` makes that position's pair again, with its own next token: the snapshot
+holds the hidden state. Where ``p`` is a multiple of the block size, the pair is in a shared block and ends with the
 token that was next when it was published; one key of the draft layer may differ then, and no token of the output.
 
-A step that makes no drafts keeps the pairs alone: of decodes as here, of prompts as ``kept_pairs.py`` describes.
+A step that makes no drafts stores its pairs without attention, and the host does not wait: the token that ends a
+sequence's last pair may be known on the device only.
 
-Shape suffixes: X rows to choose from, T pairs, N sequences, P tokens that the step sampled, E hidden size.
+Shape suffixes: X rows to choose from, T pairs, N sequences whose last token was just sampled, P tokens that the step
+sampled, E hidden size.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.batch import build_host_batch, to_device
+from strandline.device.batch import block_tables, build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
 from strandline.device.upload import upload_together
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
-from strandline.kernels.batch import StepBatch
+from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.chunk_table import plan_chunks
 from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
+
+SAMPLED = 0
+"""Stands for a sampled token that is on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs that a step makes of one sequence."""
+    """The pairs that a step makes of one sequence: consecutive ones."""
 
     index: int
-    """The sequence's place in the plan."""
+    """The sequence's index in the plan."""
     plan: SequencePlan
     """Positions and, as ``token_ids``, the tokens after them."""
-    hidden_rows: tuple[int, ...]
-    """Where the hidden states behind the positions are."""
-    num_drafts: int
-    """Tokens to draft behind the last pair."""
+    first_row: int
+    """The row of the hidden state after the first position that was computed; the others follow."""
+    stored_row: int | None = None
+    """The row of a stored hidden state, after the position before these; None: there is no such pair."""
+    num_drafts: int = 0
+    """Tokens to draft after the last pair."""
+
+    def rows(self) -> np.ndarray:
+        """Return the row of the hidden state of each pair."""
+        length = self.plan.end - self.plan.start
+        if self.stored_row is None:
+            return np.arange(self.first_row, self.first_row + length)
+        return np.concatenate(([self.stored_row], np.arange(self.first_row, self.first_row + length - 1)))
 
 
-def is_resumed(sequence: SequencePlan) -> bool:
-    """Whether a sequence reads a shared snapshot: its last pair is made again, then."""
-    return not sequence.has_own_state
+def repeats_pair(sequence: SequencePlan) -> bool:
+    """Whether a sequence makes the pair again that ends with its first token.
+
+    It does after a shared snapshot, unless that token is pending: then the step before has made the pair.
+    """
+    return not sequence.has_own_state and not sequence.pending
 
 
-def pairs_of(
+def _pairs(
     index: int, sequence: SequencePlan, sampled: Sequence[int], first_row: int, stored_row: int | None
 ) -> Pairs | None:
-    """Return the pairs of a sequence; None: there are none.
-
-    Args:
-        index: the sequence's place in the plan.
-        sampled: tokens that were sampled behind its certain ones; none: the token after these is ``next_id``.
-        first_row: of the sequence's hidden states.
-        stored_row: of the hidden state that it resumes from; None: it does not resume.
-    """
     is_over = NO_TOKEN in sampled
-    certain = sequence.token_ids[: len(sequence.token_ids) - sequence.num_drafts]
+    certain = sequence.token_ids[: sequence.num_certain]
     after = tuple(token for token in sampled or (sequence.next_id,) if token != NO_TOKEN)
     tokens, start, kv_start = (*certain, *after), sequence.start, sequence.kv_start
-    rows: tuple[int, ...] = tuple(range(first_row, first_row + len(tokens) - 1))
     if stored_row is None:
         tokens = tokens[1:]
     else:
-        start, rows = start - 1, (stored_row, *rows)
-        kv_start -= kv_start % BLOCK_TOKENS > 0
+        # The block that it resumes in is its own copy, unless it begins there.
+        start, kv_start = start - 1, kv_start - (kv_start % BLOCK_TOKENS > 0)
     if not tokens:
         return None
-    return Pairs(index, _pair_plan(sequence, start, tokens, kv_start), rows, 0 if is_over else sequence.next_drafts)
+    plan = _pair_plan(sequence, start, tokens, kv_start)
+    return Pairs(index, plan, first_row, stored_row, 0 if is_over else sequence.next_drafts)
 
 
 def pairs_of_step(
     sequences: Sequence[SequencePlan],
-    sampled: Mapping[int, Sequence[int]],
-    ends: Mapping[int, int],
+    sampled: Mapping[int, Sequence[int]] | None,
+    first_rows: Mapping[int, int],
     stored_row_of: Mapping[int, int],
 ) -> list[Pairs]:
     """Return the pairs of all sequences of a step.
 
     Args:
-        sampled: by place in the plan, tokens that were sampled behind the certain ones.
-        ends: where the hidden states of a sequence's rows end; of those that compute something.
-        stored_row_of: where the hidden state is from which a sequence resumes.
+        sampled: by index in the plan, tokens that were sampled after the certain ones; None: they are on the device,
+            one of each sequence that is sampled.
+        first_rows: by index, the row of a sequence's first hidden state; of those that compute something.
+        stored_row_of: by index, the row of the hidden state from which a sequence resumes.
     """
     pairs = [
-        pairs_of(
+        _pairs(
             index,
             sequence,
-            sampled.get(index, ()),
-            ends.get(index, 0) - (sequence.end - sequence.start),
-            # The step before has made the pair that a pending token ends.
-            None if sequence.pending else stored_row_of.get(index),
+            ((SAMPLED,) if sequence.is_sampled else ()) if sampled is None else sampled.get(index, ()),
+            first_rows.get(index, 0),
+            stored_row_of[index] if repeats_pair(sequence) else None,
         )
         for index, sequence in enumerate(sequences)
     ]
     return [pair for pair in pairs if pair is not None]
 
 
-def keep_decoded(
-    model: DraftingModel, memory: ModelMemory, batch: StepBatch, hidden_TE: Tensor, sampled_P: Tensor
-) -> None:
-    """Make the pairs of decodes, each ending with the token that was sampled behind it."""
-    pairs = replace(batch, token_ids_T=sampled_P[: len(hidden_TE)].clamp_min(0))
-    model.keep_for_drafts(pairs, hidden_TE, memory)
+def repeated_pairs(sequences: Sequence[SequencePlan]) -> list[Pairs]:
+    """Return the pairs that end with the first tokens of sequences that compute something, and nothing after these.
+
+    Args:
+        sequences: those that repeat a pair. The rows are those of the hidden states that they resume from, in order.
+    """
+    hits = [
+        sequence._replace(
+            end=sequence.start, token_ids=(), num_drafts=0, is_sampled=False, next_id=sequence.token_ids[0]
+        )
+        for sequence in sequences
+    ]
+    return pairs_of_step(hits, {}, {}, {index: index for index in range(len(hits))})
 
 
 def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_start: int) -> SequencePlan:
@@ -125,10 +143,53 @@ def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_s
     )
 
 
+def keep_pairs(
+    model: DraftingModel, memory: ModelMemory, pairs: Sequence[Pairs], hidden_XE: Tensor, sampled_P: Tensor
+) -> None:
+    """Store the draft layer's keys and values of pairs. Does not wait for the device.
+
+    Args:
+        sampled_P: the tokens that were just sampled, in the order of the pairs that end with them.
+    """
+    if not pairs:
+        return
+    columns = upload_together(_columns(pairs), hidden_XE.device)
+    tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N = columns
+    tokens_T.index_copy_(0, last_pairs_N, sampled_P[: len(last_pairs_N)].clamp_min(0))
+    nothing = rows_T[:0]
+    attention = AttentionBatch(
+        (0,), (), nothing, nothing, nothing, write_blocks_T=blocks_T, write_offsets_T=offsets_T, is_all_written=False
+    )
+    chunks = plan_chunks([], [])
+    recurrent = RecurrentBatch(nothing, nothing, chunks.with_tensors([nothing] * len(chunks.columns)))
+    with torch.no_grad():
+        batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent)
+        model.keep_for_drafts(batch, hidden_XE.index_select(0, rows_T), memory)
+
+
+def _columns(pairs: Sequence[Pairs]) -> list[np.ndarray]:
+    """Return each pair's token, position, block, offset in it and row of its hidden state; and which end sampled."""
+    plans = [each.plan for each in pairs]
+    start, end, kv_start = np.array([(plan.start, plan.end, plan.kv_start) for plan in plans], np.int64).T
+    length = end - start
+    last_pairs = length.cumsum() - 1
+    run_T = np.repeat(np.arange(len(pairs)), length)
+    positions_T = np.arange(len(run_T)) + (end - 1 - last_pairs)[run_T]
+    tables = block_tables(plans, (-(-end // BLOCK_TOKENS)).tolist())
+    return [
+        np.array([token for plan in plans for token in plan.token_ids], np.int64),
+        positions_T,
+        tables[run_T, positions_T // BLOCK_TOKENS] * (positions_T >= kv_start[run_T]),
+        positions_T % BLOCK_TOKENS,
+        np.concatenate([each.rows() for each in pairs]),
+        last_pairs[[plan.is_sampled for plan in plans]],
+    ]
+
+
 def make_drafts(
     model: DraftingModel, memory: ModelMemory, kernels: Kernels, pairs: Sequence[Pairs], hidden_XE: Tensor
 ) -> dict[int, tuple[int, ...]]:
-    """Make the pairs; return the drafts of sequences by their places in the plan. Waits for the device."""
+    """Make the pairs; return the drafts of sequences by their indices in the plan. Waits for the device."""
     drafts: dict[int, list[int]] = {}
     while pairs:
         ordered = sorted(pairs, key=lambda pair: not pair.plan.is_decode)
@@ -147,7 +208,7 @@ def make_drafts(
             drafts.setdefault(pair.index, []).append(token)
             if pair.num_drafts > 1:
                 plan = _pair_plan(pair.plan, pair.plan.end, (token,), pair.plan.kv_start)
-                pairs.append(replace(pair, plan=plan, hidden_rows=(row,), num_drafts=pair.num_drafts - 1))
+                pairs.append(Pairs(pair.index, plan, row, num_drafts=pair.num_drafts - 1))
     return {index: tuple(tokens) for index, tokens in drafts.items()}
 
 
@@ -158,6 +219,6 @@ def _run(
     num_decodes = sum(pair.plan.is_decode for pair in ordered)
     host = build_host_batch([pair.plan for pair in ordered], num_decodes)
     batch = to_device(host, hidden_XE.device, kernels)
-    (rows_T,) = upload_together([[row for pair in ordered for row in pair.hidden_rows]], hidden_XE.device)
+    (rows_T,) = upload_together([np.concatenate([pair.rows() for pair in ordered])], hidden_XE.device)
     with torch.no_grad():
         return model.draft(batch.step, hidden_XE[rows_T], memory), host.columns.last_row.tolist()

@@ -22,7 +22,7 @@ from strandline.device.divided_sampling import likeliest
 from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import PendingTokens
-from strandline.device.upload import UploadedTable, upload, upload_together
+from strandline.device.upload import UploadedTable, upload
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -121,8 +121,6 @@ class StepHidden(NamedTuple):
     """The final hidden states of a step."""
 
     hidden_TE: Tensor
-    last_NE: Tensor
-    """Hidden states of each sequence's last row."""
     first_prompt_row: int
 
 
@@ -139,7 +137,7 @@ class _Captured:
         self.graph: Graph
         self.keeping: Graph | None = None
         """Graph to replay after a step of decodes has sampled its tokens; None: there is none."""
-        self.hidden_TE = self.last_NE = self.logits_NV = torch.empty(0)
+        self.hidden_TE = self.logits_NV = torch.empty(0)
 
 
 class StepGraphs:
@@ -224,7 +222,6 @@ class StepGraphs:
             self._store_hidden(
                 hidden_TE, captured.named["cut_rows"], self._arena.hidden_SE, captured.named["cut_slots"]
             )
-            captured.last_NE = hidden_TE.index_select(0, columns.last_row)
         else:
             captured.logits_NV = self._logits(hidden_TE)
             tokens_N = likeliest(captured.logits_NV, self._kernels)
@@ -257,14 +254,12 @@ class StepGraphs:
             if (captured := _first_with_room(self._decodes, host)) is None:
                 return None
             self._replay_decodes(captured, host)
-            return StepHidden(captured.hidden_TE, captured.hidden_TE[: host.num_sequences], len(captured.hidden_TE))
+            return StepHidden(captured.hidden_TE, len(captured.hidden_TE))
         captured = None if _has_long_prefix(host) else _first_with_room(self._mixed, host)
         if captured is None:
             return None
         self._replay_mixed(captured, host)
-        (places_N,) = upload_together([captured.padded.places(host)], self._arena.bytes.device)
-        first_prompt_row = captured.padded.size.num_decode_rows
-        return StepHidden(captured.hidden_TE, captured.last_NE.index_select(0, places_N), first_prompt_row)
+        return StepHidden(captured.hidden_TE, captured.padded.size.num_decode_rows)
 
     def _replay_decodes(self, captured: _Captured, host: HostBatch) -> Tensor:
         """Replay a step of decodes; return memory of the host that takes its likeliest tokens.

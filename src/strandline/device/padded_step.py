@@ -193,9 +193,3 @@ class PaddedStep:
         named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
         named["cut_slots"][:num_chunks] = chunks.cut_slots
         named["cut_rows"][:num_chunks] = host.cut_rows_C + self.gap(host)
-
-    def places(self, host: HostBatch) -> np.ndarray:
-        """Return each sequence's place among those of the padded step."""
-        places = np.arange(host.num_sequences)
-        places[host.num_decodes :] += self.size.num_decodes - host.num_decodes
-        return places

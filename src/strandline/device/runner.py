@@ -9,6 +9,7 @@ host behind the step.
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, cast
 
@@ -19,12 +20,17 @@ from strandline.device.allowed_tokens import AllowedMatcher
 from strandline.device.batch import HostBatch, batch_order, build_host_batch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
-from strandline.device.draft_hidden import store_verified
-from strandline.device.draft_layer import is_resumed, keep_decoded, make_drafts, pairs_of_step
+from strandline.device.draft_layer import (
+    Pairs,
+    keep_pairs,
+    make_drafts,
+    pairs_of_step,
+    repeated_pairs,
+    repeats_pair,
+)
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import Decoded, StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
-from strandline.device.kept_pairs import KeptRun, keep_pairs, repeated_runs, repeats_pair, runs_of
 from strandline.device.padded_step import StepSize
 from strandline.device.padded_verification import VerificationSize
 from strandline.device.pending import NO_STOPS, PendingTokens
@@ -215,93 +221,62 @@ class Runner:
             )
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
-        has_layer, has_drafts = self._memory.draft is not None, any(sequence.num_drafts for sequence in sequences)
+        is_plain = all(sequence.is_plain for sequence in sequences)
         is_behind_drafts = not self._pending.row_of and any(sequence.pending for sequence in sequences)
-        if has_layer and not is_behind_drafts and all(sequence.is_plain for sequence in sequences):
-            self._verified_rows = {}
-            self._compute_beside_draft_layer(sequences, launched)
-            return
-        has_logged_drafts = any(sequence.log and not sequence.is_decode for sequence in sequences)
-        if (has_layer or has_logged_drafts) and self._replay_verification(sequences, launched):
+        if (not is_plain or is_behind_drafts) and self._replay_verification(sequences, launched):
             return
         self._verified_rows = {}
         if is_behind_drafts:
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
         order, num_decodes = batch_order(sequences)
-        if has_layer or has_drafts:
-            self._compute_with_drafts(sequences, order, num_decodes, launched)
-        elif not self._replay_decodes(sequences, num_decodes, launched):
-            hidden_NE = self._last_hidden(sequences, order, num_decodes, launched)
-            sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
-            if sampled:
-                if len(sampled) < len(sequences):
-                    (rows_N,) = upload_together([sampled], self.device)
-                    hidden_NE = hidden_NE[rows_N]
-                self._sample(sequences, self.model.logits(hidden_NE), launched)
-
-    def _compute_beside_draft_layer(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
-        """Compute as a model without a draft layer; then keep what the layer needs in order to draft later."""
-        order, num_decodes = batch_order(sequences)
-        if all(sequence.is_plain_decode for sequence in sequences):
-            self._repeat_pairs(sequences)
-            self._decode_beside_draft_layer(sequences, launched)
+        if is_plain and self._replay_decodes(sequences, num_decodes, launched):
             return
-        hidden_XE, ends, stored_row_of = self._hidden_of_rows(sequences, order, num_decodes, launched)
-        sampled = [index for index, sequence in enumerate(sequences) if sequence.is_sampled]
-        if sampled:
-            last_rows = [ends[index] - 1 if index in ends else stored_row_of[index] for index in sampled]
-            (rows_N,) = upload_together([last_rows], self.device)
-            self._sample(sequences, self.model.logits(hidden_XE[rows_N]), launched)
-        self._keep_pairs(runs_of(sequences, ends, stored_row_of), hidden_XE)
-
-    def _decode_beside_draft_layer(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
-        num_decodes = len(sequences)
-        if self._replay_decodes(sequences, num_decodes, launched):
-            return
-        host = build_host_batch(sequences, num_decodes, self._pending.locate(sequences, self._states))
-        launched.is_launch_bound = self._is_launch_bound(host)
-        batch, hidden = self._run_eagerly(host)
-        self._sample(sequences, self.model.logits(hidden.last_NE), launched)
-        self._keep_decoded(batch, hidden.hidden_TE)
-
-    def _keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
-        keep_decoded(cast(DraftingModel, self.model), self._memory, batch, hidden_TE, self._pending.sampled_P)
-
-    def _keep_pairs(self, runs: Sequence[KeptRun], hidden_XE: Tensor) -> None:
-        keep_pairs(cast(DraftingModel, self.model), self._memory, runs, hidden_XE, self._pending.sampled_P)
-
-    def _repeat_pairs(self, sequences: Sequence[SequencePlan]) -> None:
-        """Make the pairs again that end with the first tokens of sequences behind shared snapshots."""
-        repeating = [sequence for sequence in sequences if repeats_pair(sequence)]
-        if repeating:
-            self._keep_pairs(repeated_runs(repeating), self._stored_hidden(repeating))
-
-    def _compute_with_drafts(
-        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
-    ) -> None:
-        """Run the model over certain tokens and drafts, sample, and keep what lies behind the drafts that agree."""
-        hidden_XE, ends, stored_row_of = self._hidden_of_rows(sequences, order, num_decodes, launched)
+        hidden_XE, first_rows, stored_row_of = self._hidden_of_rows(sequences, order, num_decodes, launched)
         verified, rows = list[Verified](), list[int]()
+        rates = None if is_plain else self._synthetic_rates
         for index, sequence in enumerate(sequences):
             if sequence.is_sampled:
-                num_drafts = sequence.num_drafts
-                drafts = sequence.token_ids[len(sequence.token_ids) - num_drafts :]
-                last = ends[index] - 1 if index in ends else stored_row_of[index]
+                num_tokens, drafts = sequence.end - sequence.start, sequence.token_ids[sequence.num_certain :]
+                end = first_rows[index] + num_tokens if num_tokens else 1 + stored_row_of[index]
                 state = self._states[sequence.request_id]
-                verified.append(Verified(index, state, drafts, len(rows), synthetic_rates=self._synthetic_rates))
-                rows += range(last - num_drafts, last + 1)
+                verified.append(Verified(index, state, drafts, len(rows), synthetic_rates=rates))
+                rows += range(end - 1 - len(drafts), end)
         if verified:
-            (rows_R,) = upload_together([rows], self.device)
-            logits_RV = self.model.logits(hidden_XE[rows_R])
-            sample_and_verify(logits_RV, verified, self._kernels)
-            launched.take_verified(verified)
-        sampled = [(sequences[each.index], rows[each.first_row]) for each in verified]
-        store_verified(self.arena, self._kernels, sampled, hidden_XE)
+            logits_RV = self.model.logits(self._rows_of(hidden_XE, rows))
+            if is_plain:
+                self._sample(sequences, logits_RV, launched)
+            else:
+                sample_and_verify(logits_RV, verified, self._kernels)
+                launched.take_verified(verified)
         if self._memory.draft is not None:
-            chosen = {sequence.index: sequence.token_ids for sequence in verified}
-            wanted = pairs_of_step(sequences, chosen, ends, stored_row_of)
-            model = cast(DraftingModel, self.model)
-            launched.drafts = make_drafts(model, self._memory, self._kernels, wanted, hidden_XE)
+            chosen = None if is_plain else {sequence.index: sequence.token_ids for sequence in verified}
+            pairs = pairs_of_step(sequences, chosen, first_rows, stored_row_of)
+            if is_plain:
+                self._keep_pairs(pairs, hidden_XE)
+            else:
+                model = cast(DraftingModel, self.model)
+                launched.drafts = make_drafts(model, self._memory, self._kernels, pairs, hidden_XE)
+
+    def _rows_of(self, hidden_XE: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return some rows; no copy if they are all."""
+        if rows == list(range(len(hidden_XE))):
+            return hidden_XE
+        (rows_N,) = upload_together([rows], self.device)
+        return hidden_XE[rows_N]
+
+    def _keep_pairs(self, pairs: Sequence[Pairs], hidden_XE: Tensor) -> None:
+        keep_pairs(cast(DraftingModel, self.model), self._memory, pairs, hidden_XE, self._pending.sampled_P)
+
+    def _keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
+        """Make the pairs of decodes, each ending with the token that was sampled after it."""
+        pairs = replace(batch, token_ids_T=self._pending.sampled_P[: len(hidden_TE)].clamp_min(0))
+        cast(DraftingModel, self.model).keep_for_drafts(pairs, hidden_TE, self._memory)
+
+    def _repeat_pairs(self, sequences: Sequence[SequencePlan]) -> None:
+        """Make the pairs again that end with the first tokens of sequences that resume from shared snapshots."""
+        repeating = [sequence for sequence in sequences if repeats_pair(sequence)]
+        if repeating:
+            self._keep_pairs(repeated_pairs(repeating), self._stored_hidden(repeating))
 
     def _hidden_of_rows(
         self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
@@ -309,20 +284,23 @@ class Runner:
         """Run the model; return hidden states, and where they are.
 
         Returns:
-            The hidden states of all rows, and of the snapshots that sequences resume from; where the rows of each
-            sequence that computes something end; and where each is that was stored.
+            The hidden states of all rows, and those of snapshots that are needed: to sample from, or to repeat a pair;
+            by index in the plan, the first row of each sequence that computes something; and of each that was stored.
         """
-        resumed = [index for index, sequence in enumerate(sequences) if is_resumed(sequence)]
-        ends, hidden_XE = dict[int, int](), self._stored_hidden([sequences[index] for index in resumed])
-        num_rows = 0
+        has_layer = self._memory.draft is not None
+        stored = [i for i, x in enumerate(sequences) if x.end == x.start or (has_layer and repeats_pair(x))]
+        first_rows, parts = dict[int, int](), list[Tensor]()
         if order:
             host, hidden = self._run([sequences[index] for index in order], num_decodes, launched)
-            ends_N = host.query_starts_N1[1:].copy()
-            ends_N[host.num_decodes :] += hidden.first_prompt_row - host.num_decode_rows
-            ends = dict(zip(order, ends_N.tolist(), strict=True))
-            num_rows = len(hidden.hidden_TE)
-            hidden_XE = torch.cat((hidden.hidden_TE, hidden_XE)) if resumed else hidden.hidden_TE
-        return hidden_XE, ends, dict(zip(resumed, range(num_rows, num_rows + len(resumed)), strict=True))
+            starts_N = host.query_starts_N1[:-1].copy()
+            starts_N[host.num_decodes :] += hidden.first_prompt_row - host.num_decode_rows
+            first_rows = dict(zip(order, starts_N.tolist(), strict=True))
+            parts.append(hidden.hidden_TE)
+        num_rows = sum(map(len, parts))
+        if stored:
+            parts.append(self._stored_hidden([sequences[index] for index in stored]))
+        hidden_XE = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return hidden_XE, first_rows, dict(zip(stored, range(num_rows, num_rows + len(stored)), strict=True))
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.
@@ -343,7 +321,7 @@ class Runner:
 
     def _hidden_of_part(self, part: SequencePlan, launched: StepInFlight) -> Tensor:
         with self._threads(part.end - part.start):
-            return self._last_hidden([part], *batch_order([part]), launched)
+            return self._hidden_of_rows([part], *batch_order([part]), launched)[0][-1:].clone()
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Return a context that sets the number of threads for a step of this size."""
@@ -357,6 +335,8 @@ class Runner:
         decoded = self._graphs.decode(host)
         if decoded is None:
             return False
+        if self._memory.draft is not None:
+            self._repeat_pairs(sequences)
         self._sample(sequences, decoded.logits_NV, launched, decoded)
         self._graphs.keep_for_drafts(host)
         return True
@@ -426,19 +406,6 @@ class Runner:
     def _forward(self, batch: StepBatch) -> Tensor:
         return self.model.forward(batch, self._memory)
 
-    def _last_hidden(
-        self, sequences: Sequence[SequencePlan], order: list[int], num_decodes: int, launched: StepInFlight
-    ) -> Tensor:
-        """Run the model; return the hidden state behind each sequence's next token, in the plan's order."""
-        if not order:
-            return self._stored_hidden(sequences)
-        _, hidden = self._run([sequences[index] for index in order], num_decodes, launched)
-        if order == list(range(len(sequences))):
-            return hidden.last_NE
-        hidden_NE = self._stored_hidden(sequences)
-        (order_N,) = upload_together([order], self.device)
-        return hidden_NE.index_copy_(0, order_N, hidden.last_NE)
-
     def _run(
         self, ordered: list[SequencePlan], num_decodes: int, launched: StepInFlight
     ) -> tuple[HostBatch, StepHidden]:
@@ -448,24 +415,28 @@ class Runner:
         hidden = None if self._graphs is None else self._graphs.prefill(host)
         if hidden is None:
             launched.is_launch_bound = self._is_launch_bound(host)
-            _, hidden = self._run_eagerly(host)
+            hidden = self._run_eagerly(host)
         fetch_prompt_logprobs(ordered, host, hidden, self.model.logits, self._states, self._kernels, launched)
         return host, hidden
 
     def _is_launch_bound(self, host: HostBatch) -> bool:
         return self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
 
-    def _run_eagerly(self, host: HostBatch) -> tuple[StepBatch, StepHidden]:
-        """Launch the model's kernels one by one; store the hidden states behind the sequences' ends and cuts."""
+    def _run_eagerly(self, host: HostBatch) -> StepHidden:
+        """Launch the model's kernels one by one; store hidden states: of sequences' ends and cuts in slots, of drafts
+        in logs.
+        """
         batch = to_device(host, self.device, self._kernels)
         if host.has_pending:
             self._pending.resolve(batch.step, batch.columns)
-        hidden_TE, hidden_SE = self._forward(batch.step), self.arena.hidden_SE
-        self._store(hidden_TE, batch.columns.last_row, hidden_SE, batch.columns.state_dst)
+        hidden_TE, arena, recurrent = self._forward(batch.step), self.arena, batch.step.recurrent
+        self._store(hidden_TE, batch.columns.last_row, arena.hidden_SE, batch.columns.state_dst)
         if any(host.chunks.cut_slots):
-            self._store(hidden_TE, batch.cut_rows_C, hidden_SE, batch.step.recurrent.chunks.cut_slots_C)
-        last_NE = hidden_TE if len(hidden_TE) == host.num_sequences else hidden_TE[batch.columns.last_row]
-        return batch.step, StepHidden(hidden_TE, last_NE, host.num_decode_rows)
+            self._store(hidden_TE, batch.cut_rows_C, arena.hidden_SE, recurrent.chunks.cut_slots_C)
+        if recurrent.replay is not None and arena.hidden_drafts_JE is not None:
+            rows_K, places_K = recurrent.replay.draft_rows_K, recurrent.replay.draft_places_K
+            self._store(hidden_TE, rows_K + host.num_decode_rows, arena.hidden_drafts_JE, places_K)
+        return StepHidden(hidden_TE, host.num_decode_rows)
 
     def _stored_hidden(self, sequences: Sequence[SequencePlan]) -> Tensor:
         """Return the hidden states that lie in the sequences' source slots."""

@@ -73,6 +73,11 @@ class SequencePlan(NamedTuple):
         return self.end - self.start == 1 and not self.cuts and not self.is_prefill
 
     @property
+    def num_certain(self) -> int:
+        """Tokens before the drafts."""
+        return len(self.token_ids) - self.num_drafts
+
+    @property
     def has_own_state(self) -> bool:
         """Whether it reads no shared snapshot."""
         return self.state_src in (NULL_SLOT, self.state_dst)

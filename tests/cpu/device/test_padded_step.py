@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.device.batch import NUM_PLANNED, SequenceColumns, build_host_batch
+from strandline.device.batch import NUM_PLANNED, HostBatch, SequenceColumns, build_host_batch
 from strandline.device.graphs import MAX_CAPTURED_PREFIX, _has_long_prefix, graph_sizes
 from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
@@ -44,6 +44,13 @@ def sequence(
     )
 
 
+def places_of(host: HostBatch, size: StepSize) -> np.ndarray:
+    """Return the index of each sequence in the padded step."""
+    return np.arange(host.num_sequences) + (size.num_decodes - host.num_decodes) * (
+        np.arange(host.num_sequences) >= host.num_decodes
+    )
+
+
 def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> dict[str, np.ndarray]:
     """Return the parts of a filled buffer."""
     step = PaddedStep(size)
@@ -52,13 +59,10 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
     host = build_host_batch(sequences, num_decodes, (sources, 2 * sources))
     assert size.has_room_for(host)
     step.fill(buffer_I.numpy(), host)
-    assert step.places(host).tolist() == [
-        index if index < num_decodes else index + size.num_decodes - num_decodes for index in range(len(sequences))
-    ]
     # What is left of an earlier step is not written to.
     table_NM = torch.full((size.num_sequences, size.num_blocks(512)), -1, dtype=torch.int32)
     table_NM[-1:] = 0
-    for place, row in zip(step.places(host), torch.from_numpy(host.block_table_NM), strict=True):
+    for place, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
     rows = step.batch(buffer_I, table_NM, 512, reference_kernels([locate_rows]))
     places = {

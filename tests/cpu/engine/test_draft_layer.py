@@ -315,12 +315,10 @@ class PaddedGraphs:
         if host.replay is not None or not 0 < host.num_decodes < host.num_sequences:
             return None
         self.num_padded += 1
-        _, hidden = self._runner._run_eagerly(host)
+        hidden = self._runner._run_eagerly(host)
         first = host.num_decode_rows
         gap = hidden.hidden_TE.new_full((5, hidden.hidden_TE.shape[1]), torch.nan)
-        return StepHidden(
-            torch.cat((hidden.hidden_TE[:first], gap, hidden.hidden_TE[first:])), hidden.last_NE, first + len(gap)
-        )
+        return StepHidden(torch.cat((hidden.hidden_TE[:first], gap, hidden.hidden_TE[first:])), first + len(gap))
 
 
 def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make_small: Callable[..., LLM]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.device import runner, verification_graphs
-from strandline.device.kept_pairs import KeptRun
+from strandline.device.draft_layer import Pairs
 from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
 from strandline.device.step_in_flight import StepInFlight
@@ -323,10 +323,10 @@ def test_graphs_draft_behind_pairs_that_are_made_again(
     llm, made = make(2, async_scheduling=False), list[int]()
     steps, keep = Steps(monkeypatch), runner.keep_pairs
 
-    def noted_keep(model: Any, memory: Any, runs: Sequence[KeptRun], *tensors: Any) -> None:
+    def noted_keep(model: Any, memory: Any, pairs: Sequence[Pairs], *tensors: Any) -> None:
         if all(sequence.next_drafts for sequence in steps.plans[-1].sequences):
-            made.extend(run.start for run in runs)
-        keep(model, memory, runs, *tensors)
+            made.extend(each.plan.start for each in pairs)
+        keep(model, memory, pairs, *tensors)
 
     monkeypatch.setattr(runner, "keep_pairs", noted_keep)
     prompt = [5] * 30

@@ -19,6 +19,7 @@ from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
+from tests.cpu.device.test_padded_step import places_of
 from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
@@ -112,10 +113,10 @@ def make_step(size: StepSize) -> Step:
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     padded.fill(buffer_I.numpy(), host)
     table_NM = torch.zeros(size.num_sequences, max(8, size.num_blocks(256)), dtype=torch.int32)
-    for place, row in zip(padded.places(host), torch.from_numpy(host.block_table_NM), strict=True):
+    for place, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
     # What is left of an earlier, longer step is not read.
-    table_NM[padded.places(host), host.block_table_NM.shape[1] :] = next_block
+    table_NM[places_of(host, size), host.block_table_NM.shape[1] :] = next_block
     kernels = reference_kernels([locate_rows])
     plain = to_device(host, torch.device("cpu"), kernels).step
     return Step(host, plain, padded.batch(buffer_I, table_NM, 256, kernels), size)

@@ -1,4 +1,4 @@
-"""What the draft layer keeps behind a step without drafts are the pairs that it would draft behind."""
+"""A step without drafts stores the pairs that the draft layer would draft after."""
 
 from typing import Any, cast
 
@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.device.batch import build_host_batch, to_device
-from strandline.device.draft_layer import pairs_of_step
-from strandline.device.kept_pairs import keep_pairs, repeated_runs, repeats_pair, runs_of
+from strandline.device.draft_layer import keep_pairs, pairs_of_step, repeated_pairs, repeats_pair
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_BLOCK, NULL_SLOT
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import reference_kernels
@@ -64,36 +63,40 @@ def steps(draw: st.DrawFn) -> list[SequencePlan]:
 
 
 def rows_of(sequences: list[SequencePlan]) -> tuple[int, dict[int, int], dict[int, int]]:
-    """Return the number of rows, and where those of sequences end, and where stored ones are."""
-    num_rows, ends = 0, dict[int, int]()
+    """Return the number of rows, the first one of each sequence, and those of stored hidden states."""
+    num_rows, first_rows = 0, dict[int, int]()
     for index, plan in enumerate(sequences):
         if plan.end > plan.start:
-            num_rows += plan.end - plan.start + 3  # padding lies between them
-            ends[index] = num_rows
+            first_rows[index] = num_rows + 3  # padding lies between them
+            num_rows += plan.end - plan.start + 3
     resumed = [index for index, plan in enumerate(sequences) if not plan.has_own_state]
-    return num_rows + len(resumed), ends, dict(zip(resumed, range(num_rows, num_rows + len(resumed)), strict=True))
+    return (
+        num_rows + len(resumed),
+        first_rows,
+        dict(zip(resumed, range(num_rows, num_rows + len(resumed)), strict=True)),
+    )
 
 
 def keep(*args: Any) -> Recorder:
     recorder = Recorder()
-    runs, hidden_XE, sampled_P = args
-    keep_pairs(cast(DraftingModel, recorder), cast(ModelMemory, None), runs, hidden_XE, sampled_P)
+    pairs, hidden_XE, sampled_P = args
+    keep_pairs(cast(DraftingModel, recorder), cast(ModelMemory, None), pairs, hidden_XE, sampled_P)
     return recorder
 
 
 @given(steps())
 def test_kept_pairs_are_those_that_drafts_follow(sequences: list[SequencePlan]) -> None:
-    num_rows, ends, stored_row_of = rows_of(sequences)
+    num_rows, first_rows, stored_row_of = rows_of(sequences)
     hidden_XE = torch.arange(num_rows)[:, None]
     indices = [index for index, plan in enumerate(sequences) if plan.is_sampled]
     sampled_P = 7000 + torch.arange(10)
-    recorder = keep(runs_of(sequences, ends, stored_row_of), hidden_XE, sampled_P)
+    recorder = keep(pairs_of_step(sequences, None, first_rows, stored_row_of), hidden_XE, sampled_P)
 
     sampled = {index: (7000 + row,) for row, index in enumerate(indices)}
-    pairs = pairs_of_step(sequences, sampled, ends, stored_row_of)
+    pairs = pairs_of_step(sequences, sampled, first_rows, stored_row_of)
     host = build_host_batch([pair.plan for pair in pairs], 0)
     batch = to_device(host, torch.device("cpu"), reference_kernels([locate_rows])).step
-    rows = [row for pair in pairs for row in pair.hidden_rows]
+    rows = [row for pair in pairs for row in pair.rows().tolist()]
     expected = dict(zip(places_of(batch), zip(batch.token_ids_T.tolist(), rows, strict=True), strict=False))
     assert recorder.kept == {place: pair for place, pair in expected.items() if place[0] != NULL_BLOCK}
     assert sorted(recorder.positions) == sorted(batch.positions_T.tolist())
@@ -102,10 +105,10 @@ def test_kept_pairs_are_those_that_drafts_follow(sequences: list[SequencePlan]) 
 @given(steps())
 def test_pairs_that_are_repeated_alone_are_the_same(sequences: list[SequencePlan]) -> None:
     repeating = [plan for plan in sequences if repeats_pair(plan) and plan.end > plan.start]
-    num_rows, ends, stored_row_of = rows_of(repeating)
+    num_rows, first_rows, stored_row_of = rows_of(repeating)
     hidden_XE, sampled_P = torch.arange(num_rows)[:, None], torch.zeros(10, dtype=torch.int64)
-    everything = keep(runs_of(repeating, ends, stored_row_of), hidden_XE, sampled_P).kept
-    alone = keep(repeated_runs(repeating), hidden_XE[list(stored_row_of.values())], sampled_P).kept
+    everything = keep(pairs_of_step(repeating, None, first_rows, stored_row_of), hidden_XE, sampled_P).kept
+    alone = keep(repeated_pairs(repeating), hidden_XE[list(stored_row_of.values())], sampled_P).kept
     assert len(alone) == sum(plan.kv_start % BLOCK_TOKENS > 0 for plan in repeating)
     assert {place: everything[place] for place in alone} == alone
 
@@ -123,5 +126,5 @@ def test_nothing_is_launched_for_no_pairs() -> None:
 
 def test_failed_token_is_looked_up_as_token_zero() -> None:
     plan = sequence(0, 70, 71)._replace(state_src=sequence(0, 70, 71).state_dst)
-    recorder = keep(runs_of([plan], {0: 1}, {}), torch.zeros(1, 1), torch.tensor([NO_TOKEN]))
+    recorder = keep(pairs_of_step([plan], None, {0: 0}, {}), torch.zeros(1, 1), torch.tensor([NO_TOKEN]))
     assert [token for token, _ in recorder.kept.values()] == [0]
