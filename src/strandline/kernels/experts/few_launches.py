@@ -47,17 +47,16 @@ DOWN_DIVIDED: Final = Down(16384, 4, 2)
 
 UP: Final = (4, 512, 2)
 UP_RELU: Final = (4, 512, 1)
-UP_ONE: Final = (2, 1024, 1)
+UP_ONE: Final = (4, 1024, 2)
 UP_ONE_RELU: Final = (4, 1024, 1)
 """Outputs, inputs at a time and warps of a program of the first product; for one token and all experts."""
 
 FEW: Final = {
-    ScaledWeight: (Few(4, 512, 1, 8, 8), Few(4, 512, 1, 8, 4)),
-    FourBitWeight: (few := Few(4, 2048, 2, 8, 4), few),
-    Fp4Weight: (few, few),
+    ScaledWeight: (Few(4, 512, 1, 4, 4), Few(4, 512, 1, 8, 4)),
+    FourBitWeight: (one := Few(4, 2048, 2, 4, 4), more := Few(4, 2048, 2, 4, 1)),
+    Fp4Weight: (one, more),
 }
-"""For one token, and for more. In FP8 a program of one warp needs no barrier; of the second product of one token every
-warp has one of eight choices."""
+"""For one token, and for more. In FP8 a program of one warp of the first product needs no barrier."""
 
 
 def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Few | None:

@@ -1,8 +1,8 @@
 """The experts of a few tokens on a GPU, in two launches, whatever the weights' format: every product is a GEMV.
 
 Both kernels take each token's experts from the router's logits by themselves, which costs less than a launch between
-would; the second also computes the shared expert's part. It reads weights before the first has ended: only the hidden
-features depend on that.
+would. The first also activates the shared expert's projections, in programs of its own, and the second computes that
+expert's output. The second reads weights before the first has ended: only the hidden features depend on that.
 
 Invariants: as in ``moe_triton.py``.
 
@@ -17,14 +17,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from strandline.kernels.experts.activation_triton import activate, activation_argument
 from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import choice_options, choose, choose_nth
-from strandline.kernels.gemm.formats.few_rows_triton import multiply_few, read_gated, read_plain, read_relu_squared
+from strandline.kernels.gemm.formats.few_rows_triton import multiply_few
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
 from strandline.kernels.gemm.weights import Weight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -32,8 +31,18 @@ from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 
+class _ProjectedArgument(NamedTuple):
+    """A shared expert's projections, and where its hidden features go, as a runtime argument."""
+
+    projected_ptr: Tensor
+    stride_projected: int
+    hidden_ptr: Tensor
+    size: int
+    num_tokens: int
+
+
 class _SharedArgument(NamedTuple):
-    """A shared expert as a runtime argument."""
+    """A shared expert's hidden features and second product as a runtime argument."""
 
     x: tuple
     gate_ptr: Tensor | None
@@ -47,13 +56,26 @@ class _SharedConstants(NamedTuple):
 
     rows: RowFunctions
     layout: NamedTuple
-    read: JITFunction
     block_k: int
 
     @property
     def cache_key(self) -> str:
         """As of ``RowFunctions``."""
-        return f"{self.rows.cache_key}-{self.layout}-{self.read.cache_key}-{self.block_k}"
+        return f"{self.rows.cache_key}-{self.layout}-{self.block_k}"
+
+
+@triton.jit
+def _activate_shared(shared, token, ACTIVATE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write some of a shared expert's hidden features of a token."""
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_col = col < shared.size
+    first_ptr = shared.projected_ptr + token * shared.stride_projected + col
+    first = tl.load(first_ptr, mask=is_col, other=0.0).to(tl.float32)
+    up = first
+    if ACTIVATE.is_gated:
+        up = tl.load(first_ptr + shared.size, mask=is_col, other=0.0).to(tl.float32)
+    hidden = activate(first, up, ACTIVATE, shared.hidden_ptr.dtype.element_ty)
+    tl.store(shared.hidden_ptr + token * shared.size + col, hidden, mask=is_col)
 
 
 @triton.jit
@@ -62,6 +84,7 @@ def _few_up_kernel(
     logits_ptr,
     bias_ptr,
     weight,
+    shared,
     hidden_ptr,
     stride_logits,
     D,
@@ -72,8 +95,8 @@ def _few_up_kernel(
     ROUTING: tl.constexpr,
     LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
-    READ: tl.constexpr,
     ACTIVATE: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -87,11 +110,16 @@ def _few_up_kernel(
     TOP_K: tl.constexpr = ROUTING.top_k
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     choice = tl.program_id(1)
-    token = (choice // TOP_K).to(tl.int64)
     first_N = tl.program_id(0) * BLOCK_N
     row_N = first_N + tl.arange(0, BLOCK_N)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
+    if shared is not None:
+        choice -= shared.num_tokens
+        if choice < 0:
+            _activate_shared(shared, tl.program_id(1).to(tl.int64), ACTIVATE, BLOCK_SHARED)
+            return
+    token = (choice // TOP_K).to(tl.int64)
     token_logits_ptr = logits_ptr + token * stride_logits
     expert = choose_nth(token_logits_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
     is_held = True
@@ -114,7 +142,6 @@ def _few_up_kernel(
             F,
             D,
             ROWS,
-            READ,
             LAYOUT,
             ACTIVATE.is_gated,
             IS_EVEN,
@@ -129,28 +156,30 @@ def _few_up_kernel(
 
 @triton.jit
 def _load_shared(shared, first_N, D, SHARED: tl.constexpr, BLOCK_N: tl.constexpr):
+    ROWS: tl.constexpr = SHARED.rows
     LAYOUT: tl.constexpr = SHARED.layout
     of_chunk = (shared.weight, tl.zeros([1], dtype=tl.int32), first_N, 0, D, shared.size)
-    return SHARED.rows.load(*of_chunk, LAYOUT, False, False, BLOCK_N, SHARED.block_k)
+    return ROWS.load(*of_chunk, LAYOUT, False, False, BLOCK_N, SHARED.block_k)
 
 
 @triton.jit
 def _multiply_shared(
     loaded, shared, token, first_N, D, SHARED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return what the shared expert makes of a token's projections, times its gate."""
+    """Return what the shared expert makes of a token's hidden features, times its gate."""
     ROWS: tl.constexpr = SHARED.rows
-    READ: tl.constexpr = SHARED.read
     LAYOUT: tl.constexpr = SHARED.layout
-    rows = (token + tl.arange(0, 1), tl.full([1], True, tl.int1))
-    of_weight = (shared.weight, tl.zeros([1], dtype=tl.int32), first_N, D, shared.size)
     out_1N, _ = multiply_few(
         loaded,
         shared.x,
-        *rows,
-        *of_weight,
+        token + tl.arange(0, 1),
+        tl.full([1], True, tl.int1),
+        shared.weight,
+        tl.zeros([1], dtype=tl.int32),
+        first_N,
+        D,
+        shared.size,
         ROWS,
-        READ,
         LAYOUT,
         False,
         False,
@@ -160,7 +189,7 @@ def _multiply_shared(
     )
     out_N = tl.reshape(out_1N, [BLOCK_N]).to(DTYPE).to(tl.float32)
     if shared.gate_ptr is not None:
-        factor = tl.load(shared.gate_ptr + token * shared.stride_gate, cache_modifier=".cg").to(tl.float32)
+        factor = tl.load(shared.gate_ptr + token * shared.stride_gate).to(tl.float32)
         out_N *= tl.sigmoid(factor).to(DTYPE).to(tl.float32)
     return out_N
 
@@ -182,7 +211,6 @@ def _few_down_kernel(
     ROUTING: tl.constexpr,
     LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
-    READ: tl.constexpr,
     SHARED: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -200,7 +228,7 @@ def _few_down_kernel(
     first_N = tl.program_id(0) * (BLOCKS * BLOCK_N)
     choice_C = tl.arange(0, BLOCK_C)
     is_choice_C = choice_C < TOP_K
-    # What was projected is there already, since the kernel before has waited for it; not so the hidden features.
+    # Logits are there already, since the kernel before has waited for them; not so the hidden features.
     if SHARED is not None:
         shared_loaded = _load_shared(shared, first_N, D, SHARED, BLOCK_N)
     chosen_C, weight_C = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
@@ -211,8 +239,6 @@ def _few_down_kernel(
         # Others read again what one of them reads: masks would take half as many registers again.
         chosen_C = tl.where(is_choice_C, chosen_C, tl.max(tl.where(is_choice_C, chosen_C, 0), axis=0))
     loaded = ROWS.load(weight, chosen_C, first_N, 0, D, F, LAYOUT, False, IS_EVEN, BLOCK_N, BLOCK_K)
-    if SHARED is not None:
-        shared_N = _multiply_shared(shared_loaded, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     hidden = (hidden_ptr + token * TOP_K * F, None, F, 0)
@@ -221,7 +247,7 @@ def _few_down_kernel(
             next_N = first_N + BLOCK_N
             next_loaded = ROWS.load(weight, chosen_C, next_N, 0, D, F, LAYOUT, False, IS_EVEN, BLOCK_N, BLOCK_K)
             if SHARED is not None:
-                next_shared = _load_shared(shared, next_N, D, SHARED, BLOCK_N)
+                next_shared_loaded = _load_shared(shared, next_N, D, SHARED, BLOCK_N)
         out_CN, _ = multiply_few(
             loaded,
             hidden,
@@ -233,7 +259,6 @@ def _few_down_kernel(
             D,
             F,
             ROWS,
-            READ,
             LAYOUT,
             False,
             IS_EVEN,
@@ -244,13 +269,14 @@ def _few_down_kernel(
         out_CN = tl.where(is_choice_C[:, None], out_CN.to(dtype).to(tl.float32) * weight_C[:, None], 0.0)
         out_N = tl.sum(out_CN, axis=0)
         if SHARED is not None:
+            shared_N = _multiply_shared(shared_loaded, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
             out_N = out_N.to(dtype).to(tl.float32) + shared_N
         row_N = first_N + tl.arange(0, BLOCK_N)
         tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=row_N < D)
         if block + 1 < BLOCKS:
             first_N, loaded = next_N, next_loaded
             if SHARED is not None:
-                shared_N = _multiply_shared(next_shared, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
+                shared_loaded = next_shared_loaded
 
 
 def mixture_few(
@@ -266,32 +292,39 @@ def mixture_few(
 
     Args:
         x_TD: rows are dense, as those of the shared expert's projections; quantised ones are taken by experts in FP8.
-        shared: only with activations that clamp nothing.
     """
-    assert shared is None or experts.activation.limit is None
     num_held, num_channels, size = experts.down.shape
-    is_gated = experts.activation.is_gated
-    hidden_AF = torch.empty((len(x_TD) * routing.top_k, size), dtype=x_TD.dtype, device=x_TD.device)
-    out_TD = torch.empty((len(x_TD), num_channels), dtype=x_TD.dtype, device=x_TD.device)
+    num_tokens, num_choices = len(x_TD), len(x_TD) * routing.top_k
+    hidden_AF = torch.empty((num_choices, size), dtype=x_TD.dtype, device=x_TD.device)
+    out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     first_expert = 0 if experts.held is None else experts.held.start
     sizes = (logits_TE.stride(0), num_channels, size, logits_TE.shape[1], first_expert, num_held)
     options = {
-        "READ": read_plain,
         "IS_DIVIDED": experts.held is not None,
         **choice_options(routing, logits_TE.shape[1]),
         **overlap_options(logits_TE),
     }
     weight, block_n, block_k = _fit(experts.up, few.block_up_n, min(few.block_up_k, next_power_of_2(num_channels)))
-    _few_up_kernel[(cdiv(size, block_n), len(hidden_AF))](
+    programs, projected = cdiv(size, block_n), None
+    shared_hidden_TS, block_shared = None, 1
+    if shared is not None:
+        shared_size = shared.down.shape[1]
+        shared_hidden_TS = torch.empty((num_tokens, shared_size), dtype=x_TD.dtype, device=x_TD.device)
+        strided = (shared.projected_TS, shared.projected_TS.stride(0), shared_hidden_TS)
+        projected = _ProjectedArgument(*strided, shared_size, num_tokens)
+        block_shared = next_power_of_2(cdiv(shared_size, programs))
+    _few_up_kernel[(programs, num_choices if shared is None else num_choices + num_tokens)](
         rows_operand(x_TD),
         logits_TE,
         bias_E,
         weight.data,
+        projected,
         hidden_AF,
         *sizes,
         LAYOUT=weight.layout,
         ROWS=weight.format.rows,
         ACTIVATE=activation_argument(experts.activation),
+        BLOCK_SHARED=block_shared,
         IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=block_n,
@@ -302,7 +335,7 @@ def mixture_few(
     argument, constants = None, None
     weight, block_n, block_k = _fit(experts.down, few.block_down_n, next_power_of_2(size))
     if shared is not None:
-        argument, constants, block_n = _shared_arguments(shared, block_n, is_gated=is_gated)
+        argument, constants, block_n = _shared_arguments(shared, shared_hidden_TS, block_n)
     rows_down = block_n * few.blocks_down
     _few_down_kernel[(cdiv(num_channels, rows_down), len(x_TD))](
         hidden_AF,
@@ -332,12 +365,11 @@ def _fit(weight: Weight, block_n: int, block_k: int) -> tuple[Operand, int, int]
 
 
 def _shared_arguments(
-    shared: SharedExpert, block_n: int, *, is_gated: bool
+    shared: SharedExpert, hidden_TS: Tensor, block_n: int
 ) -> tuple[_SharedArgument, _SharedConstants, int]:
     """Return a shared expert as arguments, and a block of rows that its format allows, too."""
     size = shared.down.shape[1]
     weight, block_n, block_k = _fit(shared.down, block_n, next_power_of_2(size))
     stride_gate = 0 if shared.gate_T1 is None else shared.gate_T1.stride(0)
-    argument = _SharedArgument(rows_operand(shared.projected_TS), shared.gate_T1, stride_gate, weight.data, size)
-    read = read_gated if is_gated else read_relu_squared
-    return argument, _SharedConstants(weight.format.rows, weight.layout, read, block_k), block_n
+    argument = _SharedArgument(rows_operand(hidden_TS), shared.gate_T1, stride_gate, weight.data, size)
+    return argument, _SharedConstants(weight.format.rows, weight.layout, block_k), block_n

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.gemm.formats.few_rows_triton import multiply_few, read_plain
+from strandline.kernels.gemm.formats.few_rows_triton import multiply_few
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -114,7 +114,6 @@ def _multiply(
         N,
         K,
         ROWS,
-        read_plain,
         LAYOUT,
         IS_GATED,
         IS_EVEN,

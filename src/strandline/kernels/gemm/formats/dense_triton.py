@@ -132,7 +132,6 @@ def multiply_rows(
     start,
     N,
     K,
-    READ: tl.constexpr,
     LAYOUT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -148,14 +147,15 @@ def multiply_rows(
         is_x_K = is_row_M
         if not IS_EVEN:
             is_x_K = is_x_K & (start + col_K < K)
-        x_M1K = READ(x_ptr + row_M.to(tl.int64) * stride_x + col_K + start, is_x_K, K)[None, None, :]
+        x_K_ptr = x_ptr + row_M.to(tl.int64) * stride_x + col_K + start
+        x_M1K = tl.load(x_K_ptr, mask=is_x_K, other=0.0).to(tl.float32)[None, None, :]
     else:
         x_M1K_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[:, None, None] + col_K[None, None, :] + start
         is_x_M1K = is_row_M[:, None, None]
         # Unmasked, rows of x for several matrices take half as many registers again.
         if not IS_EVEN or matrix_C.shape[0] > 1:
             is_x_M1K = is_x_M1K & (start + col_K < K)[None, None, :]
-        x_M1K = READ(x_M1K_ptr, is_x_M1K, K)
+        x_M1K = tl.load(x_M1K_ptr, mask=is_x_M1K, other=0.0).to(tl.float32)
     return weight_CNK.to(tl.float32) * x_M1K, up_CNK.to(tl.float32) * x_M1K
 
 

@@ -1,8 +1,4 @@
-"""Products of few rows of x with rows of a weight in any format, and how they read inputs.
-
-Inputs are read in float32 by a function that takes pointers of any shape, a mask, and how much further on the up
-projections are that belong to gates: as they are, or through an activation on the way. What goes through an activation
-bypasses the multiprocessor's own cache: a kernel that has not yet waited may read it.
+"""Products of few rows of x with rows of a weight in any format.
 
 Shape suffixes: M rows of x, N outputs, K inputs, C matrices, one or as many as rows of x.
 """
@@ -10,27 +6,6 @@ Shape suffixes: M rows of x, N outputs, K inputs, C matrices, one or as many as 
 
 import triton
 import triton.language as tl
-
-from strandline.kernels.rowwise.activation_triton import silu_times, squared_relu
-
-
-@triton.jit
-def read_plain(ptr, mask, _):
-    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def read_gated(ptr, mask, up_offset):
-    """Return ``silu(gate) * up``."""
-    gate = tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    up = tl.load(ptr + up_offset, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    return silu_times(gate, up, ptr.dtype.scalar.element_ty).to(tl.float32)
-
-
-@triton.jit
-def read_relu_squared(ptr, mask, _):
-    x = tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    return squared_relu(x, ptr.dtype.scalar.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -45,7 +20,6 @@ def multiply_few(
     N,
     K,
     ROWS: tl.constexpr,
-    READ: tl.constexpr,
     LAYOUT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -69,7 +43,6 @@ def multiply_few(
         0,
         N,
         K,
-        READ,
         LAYOUT,
         IS_GATED,
         IS_EVEN,
@@ -81,7 +54,7 @@ def multiply_few(
         of_chunk = (weight, matrix_C, first_N)
         loaded = ROWS.load(*of_chunk, start, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K)
         more, more_up = ROWS.multiply(
-            loaded, x, row_M, is_row_M, *of_chunk, start, N, K, READ, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K
+            loaded, x, row_M, is_row_M, *of_chunk, start, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K
         )
         acc += more
         if IS_GATED:

@@ -208,7 +208,7 @@ def load_rows(
 
 
 @triton.jit
-def _read_plane(x, row_M, is_row_M, piece_J, PLANE: tl.constexpr, K, READ: tl.constexpr, IS_EVEN: tl.constexpr):
+def _read_plane(x, row_M, is_row_M, piece_J, PLANE: tl.constexpr, K, IS_EVEN: tl.constexpr):
     """Read the inputs that pieces' codes of a plane are multiplied with, ``[J, M, W]``, in float32."""
     x_ptr, _, stride_x, _ = x
     col_J = piece_J // 4 * BLOCK_INPUTS + piece_J % 4 * PIECE_WORDS + PLANE * BLOCK_WORDS
@@ -216,7 +216,8 @@ def _read_plane(x, row_M, is_row_M, piece_J, PLANE: tl.constexpr, K, READ: tl.co
     is_JMW = is_row_M[None, :, None]
     if not IS_EVEN:
         is_JMW = is_JMW & (col_JW < K)[:, None, :]
-    return READ(x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JW[:, None, :], is_JMW, K)
+    x_JMW_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JW[:, None, :]
+    return tl.load(x_JMW_ptr, mask=is_JMW, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -285,7 +286,6 @@ def multiply_rows(
     start,
     N,
     K,
-    READ: tl.constexpr,
     LAYOUT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -313,8 +313,8 @@ def multiply_rows(
         sum_low_JMW = tl.zeros([J, M, PIECE_WORDS], dtype=tl.float32)
         sum_high_JMW = tl.zeros([J, M, PIECE_WORDS], dtype=tl.float32)
         for pair in tl.static_range(group * PAIRS, (group + 1) * PAIRS):
-            low_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair, K, READ, IS_EVEN)
-            high_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair + 1, K, READ, IS_EVEN)
+            low_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair, K, IS_EVEN)
+            high_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair + 1, K, IS_EVEN)
             sum_low_JMW += low_JMW
             sum_high_JMW += high_JMW
             acc_JMNW = _add_planes(acc_JMNW, words_JCNW, low_JMW, high_JMW, pair, magic)

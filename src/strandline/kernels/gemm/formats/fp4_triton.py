@@ -237,7 +237,6 @@ def multiply_rows(
     start,
     N,
     K,
-    READ: tl.constexpr,
     LAYOUT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -265,7 +264,7 @@ def multiply_rows(
         is_JMW = is_row_M[None, :, None]
         if not IS_EVEN:
             is_JMW = is_JMW & (col_JW + plane * BLOCK_WORDS < K)[:, None, :]
-        x_JMW = READ(x_JMW_ptr + plane * BLOCK_WORDS, is_JMW, K) * power
+        x_JMW = tl.load(x_JMW_ptr + plane * BLOCK_WORDS, mask=is_JMW, other=0.0).to(tl.float32) * power
         out_JMN += _multiply_plane(words_JCNW, scales_JCN, x_JMW, plane, LAYOUT)
         if IS_GATED:
             out_up_JMN += _multiply_plane(up_JCNW, up_scales_JCN, x_JMW, plane, LAYOUT)

@@ -239,7 +239,6 @@ def multiply_rows(
     start,
     N,
     K,
-    READ: tl.constexpr,
     LAYOUT: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -248,7 +247,7 @@ def multiply_rows(
 ):
     """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, R, M, N]``."""
     weight_JRCNP, scale_JRC, up_JRCNP, up_scale_JRC = loaded
-    x_JRMP, x_scale_JRM = _read_pieces(x, row_M, is_row_M, start, K, READ, BLOCK_K)
+    x_JRMP, x_scale_JRM = _read_pieces(x, row_M, is_row_M, start, K, BLOCK_K)
     x_JRM1P = x_JRMP[:, :, :, None, :]
     products = tl.sum(weight_JRCNP.to(tl.float32) * x_JRM1P, axis=4) * (x_scale_JRM * scale_JRC)[:, :, :, None]
     up_products = products
@@ -275,7 +274,7 @@ def quantize_pieces(x_JRMP):
 
 
 @triton.jit
-def _read_pieces(x, row_M, is_row_M, start, K, READ: tl.constexpr, BLOCK_K: tl.constexpr):
+def _read_pieces(x, row_M, is_row_M, start, K, BLOCK_K: tl.constexpr):
     """Return numbers ``[J, R, M, P]`` as they are after quantising, in float32, and scales ``[J, R, M]``."""
     x_ptr, x_scale_ptr, stride_x, stride_xs = x
     col_JR, _ = _piece_columns(start, BLOCK_K)
@@ -285,21 +284,22 @@ def _read_pieces(x, row_M, is_row_M, start, K, READ: tl.constexpr, BLOCK_K: tl.c
     if x_scale_ptr is None:
         # A thread loads half a piece at once. It must get the other half, too: sums have the same order then.
         HALF: tl.constexpr = PIECE // 2
-        low_JRMP = _read_row_parts(x_JRM_ptr, is_row_1M, col_JR, K, READ, HALF)
-        high_JRMP = _read_row_parts(x_JRM_ptr + HALF, is_row_1M, col_JR + HALF, K, READ, HALF)
+        low_JRMP = _read_row_parts(x_JRM_ptr, is_row_1M, col_JR, K, HALF)
+        high_JRMP = _read_row_parts(x_JRM_ptr + HALF, is_row_1M, col_JR + HALF, K, HALF)
         x_JRMP = tl.permute(tl.join(low_JRMP, high_JRMP), (0, 1, 2, 4, 3))
         x_JRMP = tl.reshape(x_JRMP, [GROUP // PIECE, BLOCK_K // GROUP, row_M.shape[0], PIECE])
         x_JRMP, scale_JRM = quantize_pieces(x_JRMP)
     else:
-        x_JRMP = _read_row_parts(x_JRM_ptr, is_row_1M, col_JR, K, READ, PIECE)
+        x_JRMP = _read_row_parts(x_JRM_ptr, is_row_1M, col_JR, K, PIECE)
         scale_JRM_ptr = x_scale_ptr + (col_JR // GROUP * stride_xs)[:, :, None] + row_1M
         scale_JRM = tl.load(scale_JRM_ptr, mask=is_row_1M & (col_JR < K)[:, :, None], other=0.0)
     return x_JRMP, scale_JRM
 
 
 @triton.jit
-def _read_row_parts(x_JRM_ptr, is_row_1M, col_JR, K, READ: tl.constexpr, SIZE: tl.constexpr):
+def _read_row_parts(x_JRM_ptr, is_row_1M, col_JR, K, SIZE: tl.constexpr):
     """Read the inputs of each row from these columns on, in float32."""
     offset_P = tl.arange(0, SIZE)
     is_KP = (col_JR[:, :, None] + offset_P[None, None, :] < K)[:, :, None, :]
-    return READ(x_JRM_ptr[:, :, :, None] + offset_P[None, None, None, :], is_row_1M[:, :, :, None] & is_KP, K)
+    x_JRMP_ptr = x_JRM_ptr[:, :, :, None] + offset_P[None, None, None, :]
+    return tl.load(x_JRMP_ptr, mask=is_row_1M[:, :, :, None] & is_KP, other=0.0).to(tl.float32)

@@ -19,14 +19,13 @@ float32 ``[BLOCK_M, BLOCK_N]``; the second is that of the rows ``N`` further on,
 
     rows.load(weight, matrix_C, first_N, start, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> loaded
     rows.multiply(loaded, x, row_M, is_row_M, weight, matrix_C, first_N, start, N, K,
-                  READ, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> products, up_products
+                  LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> products, up_products
     rows.add(products) -> acc_MN
 
 ``matrix_C`` are the numbers of one matrix, or of one for each row of x; ``first_N`` is the first of ``BLOCK_N`` outputs
 and ``start``, a constant, the first of ``BLOCK_K`` inputs. Loads are apart so that a kernel may wait after the first
 one: weights are older than any launch of a step. Products of several chunks of inputs are added before they are reduced
-by ``add``; their shape is the format's. ``READ(pointers, mask, K)`` returns inputs in float32: as they are, or as an
-activation makes them of inputs and others ``K`` further on (``few_rows_triton.py``).
+by ``add``; their shape is the format's.
 
 ``codes`` are of formats whose ``words`` have one layout (``weights.py``). They return the numbers that words ``[N, W]``
 of a block stand for, in float32, so that a library can multiply with them::
