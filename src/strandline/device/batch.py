@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strandline.device.picture_rows import HostPictures, take_pictures
 from strandline.device.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
-from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, LogBatch, PictureRows, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.recurrences.replay import insert_logged
@@ -45,6 +46,8 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     num_logged: Column
     num_folded: Column
     pending: Column
+    rotary_delta: Column
+    """Added to the positions of tokens of text for rotary embeddings."""
     # Of this step on this device.
     last_row: Column
     """The sequence's last row of the step."""
@@ -54,7 +57,7 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     """Which of the known sets of stop tokens may end it."""
 
 
-NUM_PLANNED: Final = SequenceColumns._fields.index("pending") + 1
+NUM_PLANNED: Final = SequenceColumns._fields.index("rotary_delta") + 1
 PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
 PLANNED_FIELDS: Final = attrgetter(*PLANNED_NAMES)
 
@@ -77,6 +80,8 @@ class HostBatch:
     """Each chunk's last row, whose hidden state goes to the slot of the chunk's cut."""
     replay: "HostReplay | None"
     """None: no prefill has a log."""
+    pictures: HostPictures | None = None
+    """None: no row is a picture's."""
 
     @property
     def num_sequences(self) -> int:
@@ -193,6 +198,7 @@ def build_host_batch(
         chunks=chunks,
         cut_rows_C=cut_rows_C + num_decode_rows,
         replay=replay,
+        pictures=take_pictures(sequences, token_ids, columns.rotary_delta),
     )
 
 
@@ -251,7 +257,7 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     )
     columns: SequenceColumns[Tensor] = SequenceColumns(*rest[:num_columns])
     table_NM = upload(host.block_table_NM, device)
-    ranges = (columns.start, columns.end, columns.kv_start)
+    ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
     rows = kernels[locate_rows](query_starts_N1, *ranges, table_NM, len(token_ids_T))
     attention = AttentionBatch(
         query_starts=tuple(host.query_starts_N1.tolist()),
@@ -268,7 +274,12 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     chunks = host.chunks.with_tensors(rest[num_columns:])
     replay = None if host.replay is None else host.replay.to_device(device, kernels)
     recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
-    step = StepBatch(token_ids_T, rows.positions_T, host.num_decodes, host.num_decode_rows, attention, recurrent)
+    counts = (host.num_decodes, host.num_decode_rows)
+    rotary, pictures = rows.rotary_T, None
+    if host.pictures is not None:
+        *of_pictures, rotary = upload_together(host.pictures, device)
+        rotary, pictures = rotary.view(3, -1), PictureRows(*of_pictures)
+    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rotary, pictures)
     return DeviceBatch(step, columns, cut_rows_C)
 
 

@@ -73,7 +73,7 @@ class StepSize:
     def has_room_for(self, host: HostBatch) -> bool:
         """Whether a step fits in. A step without prompts fits where there is no room for any, and only there."""
         num_prompts = host.num_prompts
-        if host.replay is not None:
+        if host.replay is not None or host.pictures is not None:
             return False
         if host.num_decodes > self.num_decodes or (num_prompts == 0) != (self.num_prompts == 0):
             return False
@@ -125,7 +125,7 @@ class PaddedStep:
         # As many tiles of rows as there can be: each prompt's last one may hold a single row.
         most_rows = [*range(size.num_decodes + max(num_prompts, 1)), size.num_rows + max(num_prompts - 1, 0)]
         query_starts_N1 = named["query_starts"]
-        ranges = (columns.start, columns.end, columns.kv_start)
+        ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
         are_single = not num_prompts
         rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows, are_single=are_single)
         attention = AttentionBatch(
@@ -149,7 +149,7 @@ class PaddedStep:
         logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
         recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, logs)
         counts = (size.num_decodes, size.num_decode_rows)
-        return StepBatch(named["token_ids"], rows.positions_T, *counts, attention, recurrent)
+        return StepBatch(named["token_ids"], rows.positions_T, *counts, attention, recurrent, rows.rotary_T)
 
     def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
         """Write a step that there is room for into a buffer of zeros."""

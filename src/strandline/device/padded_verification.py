@@ -130,7 +130,7 @@ class PaddedVerification:
         size, named = self.size, self.named(buffer_I)
         num_sequences = size.num_sequences + 1
         query_starts_N1, end_N = named["query_starts"], named["end"]
-        ranges = (named["start"], end_N, named["kv_start"])
+        ranges = (named["start"], end_N, named["kv_start"], named["rotary_delta"])
         rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows)
         attention = AttentionBatch(
             # As many tiles of rows as there can be: each sequence's last one may hold a single row.
@@ -157,7 +157,7 @@ class PaddedVerification:
             place_R=tables.log_places,
         )
         recurrent = RecurrentBatch(named["state_src"], tables.state_dst, chunks, replay=replay)
-        return StepBatch(named["token_ids"], rows.positions_T, 0, 0, attention, recurrent)
+        return StepBatch(named["token_ids"], rows.positions_T, 0, 0, attention, recurrent, rows.rotary_T)
 
     def fill(self, buffer_I: np.ndarray, sequences: Sequence[SequencePlan]) -> None:
         """Write a step that there is room for into a buffer of zeros."""
@@ -189,7 +189,7 @@ def single_rows(
     attention = batch.attention
     return StepBatch(
         token_N,
-        accepted.positions_FN[place],
+        accepted.rotary_FN[place],
         num_sequences,
         num_sequences,
         replace(

@@ -9,6 +9,7 @@ Shape suffixes as in ``kernels/batch.py`` and ``verification.py``; I integers of
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -151,7 +152,7 @@ class VerificationGraphs:
         """
         model = cast(DraftingModel, self._model)
         batch = step.batch
-        pairs = StepBatch(accepted.next_tokens_T, batch.positions_T, 0, 0, batch.attention, batch.recurrent)
+        pairs = replace(batch, token_ids_T=accepted.next_tokens_T)
         hidden_NE = model.draft(pairs, step.hidden_TE, self._memory, accepted.last_row_N)
         drafts = list[Tensor]()
         for place in range(step.padded.size.draft_tokens):

@@ -13,7 +13,7 @@ import numpy as np
 from strandline.errors import EngineError
 from strandline.ids import RequestId
 from strandline.records.actions import Action
-from strandline.records.plan import NewRequest, SequencePlan, StepPlan
+from strandline.records.plan import NewRequest, PictureToEncode, SequencePlan, StepPlan
 
 REQUEST_ID: Final = SequencePlan._fields.index("request_id")
 TABLE: Final = SequencePlan._fields.index("block_table")
@@ -43,6 +43,7 @@ class PackedPlan(NamedTuple):
     actions: tuple[Action, ...]
     new: tuple[NewRequest, ...]
     gone: tuple[RequestId, ...]
+    pictures: tuple[PictureToEncode, ...]
 
 
 class PlanPacker:
@@ -66,7 +67,8 @@ class PlanPacker:
                     changes.append(TableChange(index, num_kept, table[num_kept:], crc32(table)))
                     tables[request_id] = table
             columns[TABLE] = ()
-        packed = PackedPlan(self._num_plans, tuple(columns), tuple(changes), plan.actions, plan.new, plan.gone)
+        rest = (plan.actions, plan.new, plan.gone, plan.pictures)
+        packed = PackedPlan(self._num_plans, tuple(columns), tuple(changes), *rest)
         self._num_plans += 1
         return packed
 
@@ -111,7 +113,7 @@ class PlanUnpacker:
         if columns:
             columns[TABLE] = tuple([tables[request_id] for request_id in columns[REQUEST_ID]])
             sequences = tuple(map(SequencePlan._make, zip(*columns, strict=True)))
-        return StepPlan(sequences, packed.actions, packed.new, packed.gone)
+        return StepPlan(sequences, packed.actions, packed.new, packed.gone, packed.pictures)
 
     def forget_requests(self) -> None:
         """Drop all tables."""

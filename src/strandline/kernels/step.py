@@ -23,6 +23,8 @@ class RowPlaces(NamedTuple):
     write_blocks_T: Tensor
     """The block that takes the row's keys and values; the null block: none."""
     write_offsets_T: Tensor
+    rotary_T: Tensor
+    """The row's position for rotary embeddings."""
 
 
 @operation(triton("step_triton"))
@@ -31,6 +33,7 @@ def locate_rows(
     start_N: Tensor,
     end_N: Tensor,
     kv_start_N: Tensor,
+    rotary_delta_N: Tensor,
     block_table_NM: Tensor,
     num_rows: int,
     *,
@@ -42,6 +45,7 @@ def locate_rows(
 
     Args:
         query_starts_N1: row offsets of the sequences; the last is ``num_rows``.
+        rotary_delta_N: added to positions for rotary embeddings.
         are_single: whether every sequence has one row, so that backends need not look for it.
     """
     del are_single
@@ -52,7 +56,8 @@ def locate_rows(
     # What is not written may lie past the table; it gets the null block.
     index_T = (positions_T // BLOCK_TOKENS).clamp_(max=block_table_NM.shape[1] - 1)
     write_blocks_T = block_table_NM[sequence_T, index_T].mul_(is_written_T).long()
-    return RowPlaces(positions_T, write_blocks_T, positions_T % BLOCK_TOKENS)
+    rotary_T = positions_T + rotary_delta_N[sequence_T]
+    return RowPlaces(positions_T, write_blocks_T, positions_T % BLOCK_TOKENS, rotary_T)
 
 
 @operation(triton("step_triton"))

@@ -24,17 +24,19 @@ BLOCK_INTEGERS = 1024
 # Numbers of rows and sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.
 @triton.jit(
     do_not_specialize=["num_rows", "num_sequences", "table_stride"],
-    do_not_specialize_on_alignment=["query_starts", "start", "end", "kv_start"],
+    do_not_specialize_on_alignment=["query_starts", "start", "end", "kv_start", "rotary_delta"],
 )
 def _locate_kernel(
     query_starts,
     start,
     end,
     kv_start,
+    rotary_delta,
     block_table,
     positions,
     write_blocks,
     write_offsets,
+    rotary,
     num_rows,
     num_sequences,
     table_stride,
@@ -70,6 +72,8 @@ def _locate_kernel(
     tl.store(positions + row_T, position_T, mask=is_row_T)
     tl.store(write_blocks + row_T, block_T.to(tl.int64), mask=is_row_T)
     tl.store(write_offsets + row_T, position_T % BLOCK_TOKENS, mask=is_row_T)
+    rotary_T = position_T + tl.load(rotary_delta + sequence_T, mask=is_row_T, other=0)
+    tl.store(rotary + row_T, rotary_T, mask=is_row_T)
 
 
 def locate_rows(
@@ -77,18 +81,20 @@ def locate_rows(
     start_N: Tensor,
     end_N: Tensor,
     kv_start_N: Tensor,
+    rotary_delta_N: Tensor,
     block_table_NM: Tensor,
     num_rows: int,
     *,
     are_single: bool = False,
 ) -> RowPlaces:
     """As ``step.locate_rows``; the columns are contiguous."""
-    places = [torch.empty(num_rows, dtype=torch.int64, device=start_N.device) for _ in range(3)]
+    places = [torch.empty(num_rows, dtype=torch.int64, device=start_N.device) for _ in RowPlaces._fields]
     _locate_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
         query_starts_N1,
         start_N,
         end_N,
         kv_start_N,
+        rotary_delta_N,
         block_table_NM,
         *places,
         num_rows,

@@ -84,6 +84,7 @@ class CausalLM(nn.Module):
         if self._build_tower is None:
             raise ConfigError("this model has no vision tower")
         self.tower = self._build_tower(pictures)
+        self.decoder.picture_token_id = pictures.image_token_id
 
     def limit_drafts(self, num_tokens: int) -> None:
         """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""
@@ -144,14 +145,14 @@ class CausalLM(nn.Module):
             hidden_TE: final, normalised hidden states after those positions, from the model or from this function.
             rows_N: rows whose hidden states are returned; None: all.
         """
-        embedded_TE, rotary = self.decoder.embed(batch)
+        embedded_TE, rotary = self.decoder.embed(batch, memory)
         drafted_NE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, Step(batch, rotary), memory.draft, rows_N)
         return drafted_NE
 
     @torch.no_grad()
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
         """Store the keys and values that ``draft`` would, without drafting. Arguments as in ``draft``."""
-        embedded_TE, rotary = self.decoder.embed(batch)
+        embedded_TE, rotary = self.decoder.embed(batch, memory)
         self._drafting_layer().keep(embedded_TE, hidden_TE, Step(batch, rotary), memory.draft)
 
     def _drafting_layer(self) -> DraftLayer:

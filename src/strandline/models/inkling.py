@@ -32,6 +32,7 @@ from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, plain
 from strandline.models.layers.rotary import RotaryTable
@@ -222,9 +223,9 @@ class NormedDecoder(Decoder):
         super().use_kernels(kernels)
         self._embed_norm = kernels[self.norm.norm]
 
-    def embed(self, batch: StepBatch) -> tuple[Tensor, RotaryTable | None]:
+    def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, RotaryTable | None]:
         """Return the normalised embeddings of the step's tokens, and no rotary table."""
-        embedded_TE, rotary = super().embed(batch)
+        embedded_TE, rotary = super().embed(batch, memory)
         return self._embed_norm(embedded_TE, self.embed_norm_E, self.norm.eps), rotary
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:

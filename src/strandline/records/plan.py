@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from strandline.ids import NO_TOKEN, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.records.actions import Action, Completion
+from strandline.records.pictures import Picture, PictureSpan
 from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
 from strandline.records.sampling_params import SamplingParams
 
@@ -34,7 +35,8 @@ class SequencePlan(NamedTuple):
     """First token to compute. ``start == end``: nothing; the next token is sampled from ``state_src``."""
     end: int
     token_ids: tuple[int, ...]
-    """Tokens ``[start, end)``."""
+    """Tokens ``[start, end)``. One of a picture is ``FIRST_VIRTUAL_ID`` plus the row of the memory of encoded pictures
+    that has its embedding; so is ``next_id``."""
     block_table: bytes
     """The sequence's blocks in order, int32 each."""
     kv_start: int
@@ -66,6 +68,10 @@ class SequencePlan(NamedTuple):
     """The token after ``end``, if it is known. Where a draft layer runs, every sequence that is not sampled has one."""
     next_drafts: int = 0
     """Tokens that the draft layer drafts for the next step."""
+    rotary_delta: int = 0
+    """What pictures before all of ``pictures`` add to positions for rotary embeddings: 0 or less."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """Pictures with a token in ``[start - 1, end]``, in order."""
 
     @property
     def is_decode(self) -> bool:
@@ -135,6 +141,14 @@ class NewRequest:
         return not (has_history or is_chosen_by_host) and len(self.stop_ids) <= MAX_STOP_IDS
 
 
+class PictureToEncode(NamedTuple):
+    """A picture that the vision tower encodes before the step."""
+
+    picture: Picture
+    row: int
+    """Row of the memory of encoded pictures that takes the embedding of its first token; the others follow."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the whole batch."""
@@ -146,6 +160,7 @@ class StepPlan:
     """Requests that the executor has not heard of yet."""
     gone: tuple[RequestId, ...]
     """Requests that have ended, to be forgotten."""
+    pictures: tuple[PictureToEncode, ...] = ()
 
     @property
     def num_tokens(self) -> int:

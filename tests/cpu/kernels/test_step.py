@@ -68,16 +68,18 @@ def test_rows_follow_from_a_base_and_a_count_per_sequence(
     real = [max(0, count - rng.choice([0, 0, 1])) for count in counts]
     kv_starts = [start + rng.choice([0, 0, 1, 65]) for start in starts]
     table_NM = torch.randint(1, 10**6, (num_sequences, 6), dtype=torch.int32)
-    rows: list[list[int]] = [[], [], []]
+    deltas = [-rng.randrange(100) for _ in range(num_sequences)]
+    rows: list[list[int]] = [[], [], [], []]
     for n, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for position in range(start, start + count):
             is_written = kv_starts[n] <= position < start + real[n]
             rows[0].append(position)
             rows[1].append(int(table_NM[n, position // BLOCK_TOKENS]) if is_written else 0)
             rows[2].append(position % BLOCK_TOKENS)
+            rows[3].append(position + deltas[n])
     offsets = torch.tensor([0, *accumulate(counts)])
     ends = [start + count for start, count in zip(starts, real, strict=True)]
-    columns = [torch.tensor(column) for column in (starts, ends, kv_starts)]
+    columns = [torch.tensor(column) for column in (starts, ends, kv_starts, deltas)]
     places = locate_rows(offsets, *columns, table_NM, sum(counts))
     assert [place.tolist() for place in places] == rows
 
@@ -97,11 +99,11 @@ def test_final_hidden_states_reach_slots_except_null_slot(
 @pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
 def test_single_rows_need_no_search(locate_rows: Callable[..., RowPlaces]) -> None:
     starts, kv_starts, ends = [3, 64, 0, 130], [0, 65, 0, 0], [4, 65, 0, 131]
-    columns = [torch.tensor(column) for column in (starts, ends, kv_starts)]
+    columns = [torch.tensor(column) for column in (starts, ends, kv_starts, [0, -9, 0, -130])]
     table_NM = torch.randint(1, 10**6, (4, 6), dtype=torch.int32)
     places = locate_rows(torch.arange(5), *columns, table_NM, 4, are_single=True)
     blocks = [int(table_NM[0, 0]), 0, 0, int(table_NM[3, 2])]
-    assert [place.tolist() for place in places] == [starts, blocks, [3, 0, 0, 2]]
+    assert [place.tolist() for place in places] == [starts, blocks, [3, 0, 0, 2], [3, 55, 0, 0]]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 130])

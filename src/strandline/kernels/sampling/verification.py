@@ -59,6 +59,7 @@ class PlannedVerification(NamedTuple):
     num_drafts: Tensor
     next_drafts: Tensor
     pending: Tensor
+    rotary_delta: Tensor
     source_row: Tensor
     """The sequence's row in the last step, if its token is pending."""
     stop_set: Tensor
@@ -111,9 +112,9 @@ class AcceptedDrafts(NamedTuple):
     """Each sequence's last row that counts."""
     next_tokens_T: Tensor
     """The token behind each row; 0: none could be chosen."""
-    positions_FN: Tensor
-    """Positions of the tokens that further drafts follow: the first draft, the second, and so on. Where no further
-    draft is wanted, they do not increase: nothing lies beyond the blocks that are reserved."""
+    rotary_FN: Tensor
+    """Positions for rotary embeddings of the tokens that further drafts follow: the first draft, the second, and so on.
+    Where no further draft is wanted, they do not increase: nothing lies beyond the blocks that are reserved."""
     context_lens_FN: Tensor
     write_blocks_FN: Tensor
     """The null block if the draft is not wanted."""
@@ -246,7 +247,7 @@ def accept_drafts(
         num_accepted_N=num_accepted_N,
         last_row_N=last_row_N,
         next_tokens_T=tokens_T.clamp_min(0),
-        positions_FN=positions_FN,
+        rotary_FN=positions_FN + planned.rotary_delta,
         context_lens_FN=positions_FN + 1,
         write_blocks_FN=blocks_FN * (place_F1 <= num_further_N),
         write_offsets_FN=positions_FN % BLOCK_TOKENS,

@@ -214,6 +214,7 @@ def _accept_kernel(
     num_drafts_ptr,
     next_drafts_ptr,
     stop_set_ptr,
+    rotary_delta_ptr,
     tokens_ptr,
     last_accepted_ptr,
     last_tokens_ptr,
@@ -222,7 +223,7 @@ def _accept_kernel(
     num_accepted_ptr,
     last_row_ptr,
     next_tokens_ptr,
-    positions_ptr,
+    rotary_ptr,
     context_lens_ptr,
     write_blocks_ptr,
     write_offsets_ptr,
@@ -264,7 +265,7 @@ def _accept_kernel(
     index_E = tl.minimum(position_E // BLOCK_TOKENS, num_blocks - 1)
     block_E = tl.load(block_table_ptr + n * table_stride + index_E, mask=is_written_E, other=0)
     out_E = (place_E - 1).to(tl.int64) * num_sequences + n
-    tl.store(positions_ptr + out_E, position_E, mask=is_further_E)
+    tl.store(rotary_ptr + out_E, position_E + tl.load(rotary_delta_ptr + n), mask=is_further_E)
     tl.store(context_lens_ptr + out_E, position_E + 1, mask=is_further_E)
     tl.store(write_blocks_ptr + out_E, block_E.to(tl.int64), mask=is_further_E)
     tl.store(write_offsets_ptr + out_E, position_E % BLOCK_TOKENS, mask=is_further_E)
@@ -295,8 +296,8 @@ def accept_drafts(
     )
     _accept_kernel[(count,)](
         planned.token_ids, planned.verdicts, planned.query_starts, planned.start, planned.num_drafts,
-        planned.next_drafts, planned.stop_set, tokens_T, last.num_accepted_P, last.tokens_P, stop_ids_XS,
-        block_table_NM, *accepted, count, block_table_NM.shape[1], block_table_NM.stride(0),
+        planned.next_drafts, planned.stop_set, planned.rotary_delta, tokens_T, last.num_accepted_P,
+        last.tokens_P, stop_ids_XS, block_table_NM, *accepted, count, block_table_NM.shape[1], block_table_NM.stride(0),
         NUM_STOPS=stop_ids_XS.shape[1], D=depth, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
         BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_E=next_power_of_2(1 + depth), num_warps=NUM_WARPS,
     )  # fmt: skip

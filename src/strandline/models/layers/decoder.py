@@ -23,7 +23,7 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
 from strandline.kernels.rowwise.embedding import embed_held
-from strandline.kernels.rowwise.rotary import rotary_table
+from strandline.kernels.rowwise.rotary import interleaved_dimensions, rotary_table, rotary_table_3d
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.residual import NormedResidual, PreNorm, Residual, ResidualNorm, StreamEnds
@@ -181,6 +181,7 @@ class Decoder(nn.Module):
     """
 
     inv_freq_F: Tensor | None
+    dimension_F: Tensor
 
     def __init__(
         self,
@@ -213,19 +214,26 @@ class Decoder(nn.Module):
         self.num_draftable: int | None = None
         """The first tokens, which alone are drafted; None: all. To be set before ``use_kernels``."""
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
-        inv_freq_F = None if rotary is None else rotary.inv_freq_F.to(site.device)
+        self.picture_token_id = 0
+        """What layers that read token ids see of pictures."""
+        inv_freq_F = dimension_F = None
+        if rotary is not None:
+            inv_freq_F = rotary.inv_freq_F.to(site.device)
+            dimension_F = interleaved_dimensions(len(inv_freq_F), rotary.sections).to(site.device)
         self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
+        self.register_buffer("dimension_F", dimension_F, persistent=False)
         self._layers = tuple(layers)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (*self.ends.operations, linear, embed_held, rotary_table)
+        return (*self.ends.operations, linear, embed_held, rotary_table, rotary_table_3d)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self.ends.connect(kernels)
         self._ranks = kernels.ranks
-        self._embed_held, self._rotary_table = kernels[embed_held], kernels[rotary_table]
+        self._embed_held = kernels[embed_held]
+        self._rotary_table, self._rotary_table_3d = kernels[rotary_table], kernels[rotary_table_3d]
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
         head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
         self._draft_head: Linear | None = None
@@ -248,12 +256,23 @@ class Decoder(nn.Module):
         folds = bind_folds([layer.recurrence for layer in self._layers], arena.stacks)
         return ModelMemory(bound, folds, replays=replays)
 
-    def embed(self, batch: StepBatch) -> tuple[Tensor, RotaryTable | None]:
+    def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, RotaryTable | None]:
         """Return the embeddings of the step's tokens, and the rotary table of its positions."""
+        pictures = batch.pictures
+        if pictures is not None:
+            batch.token_ids_T.index_fill_(0, pictures.rows_K, self.picture_token_id)
         embedded_TE = multiplied(self.embedding(batch.token_ids_T), self.embedding_multiplier)
+        if pictures is not None and memory.pictures is not None:
+            embedded_TE.index_copy_(0, pictures.rows_K, memory.pictures[pictures.encoded_K])
+        return embedded_TE, self._rotary(batch)
+
+    def _rotary(self, batch: StepBatch) -> RotaryTable | None:
         if self.inv_freq_F is None:
-            return embedded_TE, None
-        return embedded_TE, self._rotary_table(batch.positions_T, self.inv_freq_F, self.attention_factor)
+            return None
+        positions = batch.positions_T if batch.rotary is None else batch.rotary
+        if positions.ndim == 1:
+            return self._rotary_table(positions, self.inv_freq_F, self.attention_factor)
+        return self._rotary_table_3d(positions, self.dimension_F, self.inv_freq_F, self.attention_factor)
 
     def embedding(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings of tokens as they are published."""
@@ -265,7 +284,7 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised hidden state of every row of the step, and advance the memory."""
-        embedded_TE, rotary = self.embed(batch)
+        embedded_TE, rotary = self.embed(batch, memory)
         stream, step = self.ends.begin(embedded_TE), Step(batch, rotary)
         for layer, layer_memory in zip(self._layers, memory.layers, strict=True):
             stream = layer(stream, step, layer_memory)

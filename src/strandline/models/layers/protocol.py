@@ -31,6 +31,8 @@ class ModelMemory:
     """Functions that together fold the logs of all layers."""
     draft: Any = None
     """What the draft layer's ``bind`` returned; None: there is none."""
+    pictures: Tensor | None = None
+    """The memory of encoded pictures: an embedding in each row; None: there is none."""
     replays: tuple[Replay, ...] = ()
     """Functions that together advance the states of all layers over logged drafts; empty: drafts are not logged."""
 

@@ -109,6 +109,7 @@ def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZE
         num_drafts=num_drafts_N,
         next_drafts=random(depth, count) * is_real_N,
         pending=pending,
+        rotary_delta=-random(100, count) * is_real_N,
         source_row=source_row,
         stop_set=random(2, count) * is_real_N,
     )
@@ -186,7 +187,7 @@ def test_further_drafts_are_written_where_blocks_are_reserved() -> None:
         torch.tensor([5, 6, 0, 0, 0]),
         torch.zeros(5, dtype=torch.int64),
         torch.tensor([0, 2, 5]),
-        *(zero + value for value in (position - 1, position + 1, 7, 1, 0, 1, 3, 0, 0, 0)),
+        *(zero + value for value in (position - 1, position + 1, 7, 1, 0, 1, 3, 0, -4, 0, 0)),
     )
     tokens_T = torch.tensor([6, NO_TOKEN, 1, 2, 3])
     table_NM = torch.tensor([[11, 12], [0, 0]], dtype=torch.int32)
@@ -196,7 +197,7 @@ def test_further_drafts_are_written_where_blocks_are_reserved() -> None:
     assert accepted.last_row_N.tolist() == [1]
     assert accepted.next_tokens_T.tolist() == [6, 0, 1, 2, 3]
     # Three drafts are wanted, so two of them precede another.
-    assert accepted.positions_FN[:, 0].tolist() == [position + 1, position + 2, position + 2]
+    assert accepted.rotary_FN[:, 0].tolist() == [position - 3, position - 2, position - 2]
     assert accepted.context_lens_FN[:, 0].tolist() == [position + 2, position + 3, position + 3]
     assert accepted.write_blocks_FN[:, 0].tolist() == [12, 12, 0]
     assert accepted.write_offsets_FN[:, 0].tolist() == [0, 1, 1]
