@@ -259,12 +259,12 @@ def test_the_mixture_equals_a_loop_in_float64(
 
 
 def test_tiles_of_few_tokens_hold_so_many_numbers() -> None:
-    assert choose_dense(1, 8, 512, 512, is_gated=True) == Few(2, 1024, 1, 4, 4)
+    assert choose_dense(1, 8, 512, 512, is_gated=True) == Few(4, 1024, 2, 4, 4)
     assert choose_dense(3, 8, 512, 512, is_gated=True) == Few(4, 512, 2, 4, 4)
     assert choose_dense(1, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4)
     assert choose_dense(3, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4, 2)
     assert choose_dense(3, 6, 1856, 3712, is_gated=False) == Few(4, 512, 1, 1, 4)
-    assert choose_dense(1, 8, 4096, 0, is_gated=True) == Few(2, 1024, 1, 1, 8)
+    assert choose_dense(1, 8, 4096, 0, is_gated=True) == Few(4, 1024, 2, 1, 8)
     assert choose_dense(1, 8, 4097, 0, is_gated=True) is None
     assert choose_dense(1, 2, 64, 2**16, is_gated=True) is None
     assert choose_dense(1, 22, 64, 64, is_gated=False) is None
