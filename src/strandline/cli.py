@@ -261,6 +261,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="fraction of GPU memory to use without --memory (default: %(default)s)",
     )
     add("--dequantize", action="store_true", help="convert weights in FP8, FP4 or 4 bits to --dtype as they load")
+    add("--merge-lora", metavar="NAME=PATH", help="add a LoRA adapter to the weights as they load (default: none)")
     add("--enforce-eager", action="store_true", help="disable CUDA graphs")
     add(
         "--async-scheduling",

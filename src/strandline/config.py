@@ -12,6 +12,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
+from strandline.lora_config import LoRAPath, read_lora_path
 from strandline.reasoning_config import ReasoningConfig, read_reasoning_config
 from strandline.specs import SNAPSHOT_DTYPES, ModelSpec
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
@@ -132,6 +133,8 @@ class EngineConfig:
     server parses reasoning."""
     dequantize: bool = False
     """Convert weights published in FP8, FP4 or 4 bits to ``dtype`` as they load, also on GPUs."""
+    merge_lora: str | Mapping[str, Any] | None = None
+    """A LoRA adapter to add to the weights as they load, as ``name=path`` or a mapping; None: none."""
     seed: int = 0
     """Seed for requests without a seed, and for dummy weights."""
 
@@ -189,6 +192,10 @@ class EngineConfig:
         self._require_tiers()
         self._require_cache()
         _ = self.remembered_bytes
+        if self.merged_lora is not None and self.load_format == "dummy":
+            raise ConfigError(
+                "--merge-lora needs the weights that the adapter was trained on; drop --load-format dummy"
+            )
         has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
         if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
             raise ConfigError(
@@ -271,6 +278,16 @@ class EngineConfig:
     def reasoning(self) -> ReasoningConfig | None:
         """What ends reasoning at its budget; None: not given."""
         return None if self.reasoning_config is None else read_reasoning_config(self.reasoning_config)
+
+    @property
+    def merged_lora(self) -> LoRAPath | None:
+        """The adapter that is added to the weights; None: none."""
+        return None if self.merge_lora is None else read_lora_path("--merge-lora", self.merge_lora)
+
+    @property
+    def model_name(self) -> str:
+        """What a server calls the model unless it is given other names."""
+        return self.model if self.merged_lora is None else self.merged_lora.name
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

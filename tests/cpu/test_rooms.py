@@ -16,7 +16,7 @@ SRC = ROOT / "src"
 VOCABULARY = frozenset(
     {"ids", "specs", "errors", "config", "model_config", "speculative_config", "kv_events_config", "json_options"}
     | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields"}
-    | {"architectures", "picture_config"}
+    | {"architectures", "picture_config", "lora_config"}
 )
 ROOMS = {
     "vocabulary": frozenset[str](),

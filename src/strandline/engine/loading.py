@@ -1,6 +1,7 @@
 """Loads a model and builds an engine around it."""
 
 import logging
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -29,6 +30,7 @@ from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import read_model_config
 from strandline.models.layers.shard import Shard
+from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.weights import load_model, published_dtype
 from strandline.text.model_files import find_model
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
@@ -100,6 +102,7 @@ def load_uni_executor(
     for note in filter(None, notes if shard.is_first else ()):
         LOGGER.warning(note)
     start_s = SYSTEM_CLOCK()
+    lora = config.merged_lora
     model = load_model(
         directory,
         config=model_config,
@@ -113,6 +116,7 @@ def load_uni_executor(
         kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
         keeps_quantized=storage.keeps_quantized,
+        adapter=None if lora is None else read_adapter(Path(lora.path)),
     )
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)

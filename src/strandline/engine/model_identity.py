@@ -1,6 +1,9 @@
 """The identity of a model, compared before bytes that it has computed are used by another process."""
 
+from pathlib import Path
+
 from strandline.config import EngineConfig
+from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.storage.weights_files import fingerprint
 from strandline.text.model_files import find_model
 
@@ -11,9 +14,13 @@ def disk_cache_weights(config: EngineConfig) -> str:
 
 
 def weights_digest(config: EngineConfig) -> str:
-    """Return a digest of a model's weights.
+    """Return a digest of a model's weights, and of the adapter that is added to them.
 
     Raises:
         ConfigError: they cannot be read.
     """
-    return f"random {config.seed}" if config.load_format == "dummy" else fingerprint(find_model(config.model))
+    if config.load_format == "dummy":
+        return f"random {config.seed}"
+    weights = fingerprint(find_model(config.model))
+    lora = config.merged_lora
+    return weights if lora is None else f"{weights} {read_adapter(Path(lora.path)).digest}"

@@ -27,8 +27,11 @@ from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.site import Gain, Site, matrices_without_memory
 from strandline.models.layers.targets import Target
 from strandline.models.registry import builder_for
+from strandline.models.storage.adapter_files import AdapterFiles
+from strandline.models.storage.adapter_names import place_adapter
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
 from strandline.models.storage.fp8_conversion import is_converted
+from strandline.models.storage.low_rank import LowRank, MergedWeight, is_matrix
 from strandline.models.storage.published import Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
@@ -87,6 +90,7 @@ def load_model(
     kv_cache_dtype: str | None = None,
     keeps_quantized: bool = False,
     pictures: PictureConfig | None = None,
+    adapter: AdapterFiles | None = None,
 ) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -103,6 +107,7 @@ def load_model(
         keeps_quantized: leave weights that are published in FP8 or 4 bits so where kernels take them; else all are
             dequantised.
         pictures: load the vision tower, too, which encodes pictures prepared in this way; None: the model serves text.
+        adapter: is merged into the weights; those that it changes are dequantised.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -127,7 +132,7 @@ def load_model(
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
         model.weights_report = _fill_from_files(
-            model, Path(path), formats, rounded_to, device if keeps_quantized else None, progress=progress
+            model, Path(path), formats, rounded_to, device if keeps_quantized else None, adapter, progress=progress
         )
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
@@ -203,6 +208,7 @@ def _fill_from_files(
     formats: tuple[WeightFormat, ...],
     rounded_to: torch.dtype | None,
     kept_device: torch.device | str | None,
+    adapter: AdapterFiles | None,
     *,
     progress: bool,
 ) -> WeightsReport:
@@ -216,10 +222,13 @@ def _fill_from_files(
         skipped = _account_for_names(model, directory, holders, quantized, own_names)
         targets = dict(model.targets(_names(holders, quantized)))
         plain = {name: PlainWeight(name, holders[name]) for name in targets if name not in quantized}
-        weights = {name: plain.get(name) or quantized[name][1] for name in targets}
+        weights: dict[str, PublishedWeight] = {name: plain.get(name) or quantized[name][1] for name in targets}
+        changes = {} if adapter is None else _changes(adapter, targets)
+        weights |= {name: MergedWeight(weights[name], change) for name, change in changes.items()}
         storage = None
         if kept_device is not None:
-            storage = _new_storage(model, targets, formats, quantized, kept_device)
+            storable = {name: weight for name, weight in quantized.items() if name not in changes}
+            storage = _new_storage(model, targets, formats, storable, kept_device)
             targets = dict(model.targets(_names(holders, quantized)))  # where memory now is
         by_tensor = {weight.tensors[0]: name for name, weight in weights.items()}
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
@@ -260,6 +269,24 @@ def _is_empty_bias(name: str, quantized: QuantizedWeights, holders: Holders) -> 
     """Return whether a tensor is a bias of zeros of a quantised weight: some files have it for layers without one."""
     module, _, kind = name.rpartition(".")
     return kind == "bias" and f"{module}.weight" in quantized and not bool(holders[name].get(name).any())
+
+
+def _changes(adapter: AdapterFiles, targets: Mapping[str, Target]) -> dict[str, LowRank]:
+    """Return what an adapter adds to published weights.
+
+    Raises:
+        WeightsError: as ``place_adapter``, or a weight's memory is that of another one, as a tied head's is.
+    """
+    shapes = {name: target.shape for name, target in targets.items() if is_matrix(target.shape)}
+    changes = place_adapter(adapter, shapes)
+    owners = dict[tuple[int, int, int], str]()
+    for name, target in targets.items():
+        for part in (part for piece in target.pieces for part in piece.parts):
+            base = part if part._base is None else part._base
+            other = owners.setdefault((id(base), int(part.storage_offset()), part.numel()), name)
+            if other != name and (name in changes or other in changes):
+                raise WeightsError(f"{adapter.directory} changes {name} or {other}, which are one weight of this model")
+    return changes
 
 
 def _new_storage(

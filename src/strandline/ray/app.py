@@ -88,7 +88,7 @@ class Ingress:
         defaults = default_sampling_params(find_model(engine.model))
         vocabulary = load_vocabulary(engine)
         limits = msgspec.msgpack.decode(await handle.limits.remote(), type=Limits)
-        names = server.served_model_name or (engine.model,)
+        names = server.served_model_name or (engine.model_name,)
         self._client = EngineClient(
             [EngineLink(FleetSocket(Handle(handle), fleet_named(fleet, router)), limits, NeverHangs())],
             load_frontend(engine, limits, vocabulary),

@@ -133,7 +133,7 @@ def make_service(
         template: replaces the tokenizer's chat template.
         defaults: sampling parameters that the model recommends.
     """
-    names = server.served_model_name or (engine.model,)
+    names = server.served_model_name or (engine.model_name,)
     tokenizer = client.frontend.tokenizer
     added = tokenizer.get_added_vocab() if tokenizer is not None else {}
     shown = template_text(tokenizer, template)
@@ -332,7 +332,7 @@ def _new_client(
     ]
     config = configs[0]
     has_cache = config.enable_prefix_caching and config.mamba_cache_mode != "none"
-    names = server.served_model_name or (config.model,)
+    names = server.served_model_name or (config.model_name,)
     return EngineClient(
         engines,
         load_frontend(config, least_limits(engines), vocabulary),

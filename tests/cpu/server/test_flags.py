@@ -22,7 +22,7 @@ FLAGS = [
     "--gpu-memory-utilization", "--host", "--host-memory", "--keep-client-telemetry",
     "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--load-format", "--long-prefill-token-threshold",
     "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
-    "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--no-async-scheduling",
+    "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--merge-lora", "--no-async-scheduling",
     "--no-enable-prefix-caching",
     "--parse-special-tokens", "--port", "--reasoning-config", "--reasoning-field", "--reasoning-parser",
     "--remembered-answers", "--request-timeout-s", "--response-store", "--restart", "--salt-per-key",
