@@ -60,6 +60,23 @@ def compressed(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
     return (numbers_of(code).unflatten(-1, (-1, 16)) * scaled[..., None]).flatten(-2)
 
 
+def inkling(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
+    """As ModelOpt writes experts in one tensor whose name ends in ``weight``."""
+    code, scale, factor, numbers = _nvfp4(weight)
+    tensors |= {name: pack(code), f"{name}.scale": scale, f"{name}.scale2": factor}
+    tensors |= {f"{name}.input_amax": torch.tensor([3.0]), f"{name}.original_shape": torch.tensor(weight.shape)}
+    return numbers
+
+
+def inkling_compressed(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
+    """As compressed-tensors writes such experts."""
+    written = Tensors()
+    numbers = compressed(name, weight, written)
+    tensors |= {f"{name}.weight{part.removeprefix(name)}": tensor for part, tensor in written.items()}
+    tensors[f"{name}.input_global_scale"] = torch.ones(len(weight))
+    return numbers
+
+
 def mxfp4(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
     """As compressed-tensors writes MXFP4."""
     groups = weight.float().unflatten(-1, (-1, 32))
@@ -90,6 +107,11 @@ WAYS: dict[str, tuple[Convert, dict[str, Any]]] = {
 }
 """How weights are written, and the configuration."""
 
+WAYS_OF_INKLING = {
+    "inkling": (inkling, WAYS["modelopt"][1]),
+    "inkling-compressed": (inkling_compressed, WAYS["compressed"][1]),
+}
+
 
 def convert(
     source: Path,
@@ -99,7 +121,7 @@ def convert(
     config: dict[str, Any] | None = None,
 ) -> tuple[Path, Path]:
     """Write a saved model in FP4, and what it stands for in float32; return both directories."""
-    write, written_config = WAYS[way]
+    write, written_config = (WAYS | WAYS_OF_INKLING)[way]
     quantized, plain = directory / "fp4", directory / "plain"
     tensors, expected, published = load_file(source / "model.safetensors"), dict[str, Tensor](), dict[str, Tensor]()
     multiple = 32 if way == "mxfp4" else 16

@@ -24,13 +24,12 @@ WARPS = 4
 def silu_times(gate, up, dtype: tl.constexpr, LIMIT: tl.constexpr = None):
     """Round as the reference: both products, the gate's silu, and the result; NaN stays NaN."""
     gate = gate.to(dtype).to(tl.float32)
-    up = up.to(dtype).to(tl.float32)
     if LIMIT is not None:
         limit = tl.full([], LIMIT, tl.float32).to(dtype).to(tl.float32)
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    return (silu * up).to(dtype)
+    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit

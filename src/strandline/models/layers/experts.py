@@ -6,13 +6,14 @@ Shape suffixes: T tokens of the step, E channels that experts read and write, F 
 that: the gate's rows come first), S features of the shared expert before its activation, X experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
-from strandline.kernels.expert_choices import Summand
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.experts.moe import (
     SWIGLU,
     Activation,
@@ -24,7 +25,7 @@ from strandline.kernels.experts.moe import (
     mixture,
 )
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
@@ -82,26 +83,30 @@ class ExpertRows(NamedTuple):
                 yield f"{prefix}{expert}.{name}.weight", target
 
 
+class ExpertsPart(NamedTuple):
+    """Neighbouring experts of a layer, all in one format."""
+
+    up: ExpertsWeight
+    down: ExpertsWeight
+    held: range
+    """Their numbers."""
+
+
 class Experts(nn.Module):
     """A layer's experts, which are divided among shards.
 
-    They are loaded as ordinary parameters, or else given quantised weights by ``keep``.
-
-    Args:
-        fused: second projection of a shared expert that is always computed with these experts, as a ``SharedExpert``:
-            it stays quantised only if they do.
+    They are loaded as ordinary parameters, or else given weights by ``keep``: quantised ones, and maybe others.
     """
 
     operations = (mixture,)
 
-    def __init__(self, config: ExpertsConfig, site: Site, *, fused: Projection | None = None) -> None:
+    def __init__(self, config: ExpertsConfig, site: Site) -> None:
         super().__init__()
         self.config, self.held = config, site.shard.span(config.num_experts, EXPERTS)
         num_held, num_channels, size = len(self.held), config.num_channels, config.size
         self.up_XFE = site.matrix(num_held, (1 + config.is_gated) * size, num_channels)
         self.down_XEF = site.matrix(num_held, num_channels, size)
-        self._quantized = dict[str, ExpertsWeight]()
-        self.fused = () if fused is None else (fused,)  # in a tuple: it is not a part of this module
+        self._kept = dict[str, Sequence[ExpertsWeight]]()
 
     @property
     def share(self) -> float:
@@ -109,29 +114,36 @@ class Experts(nn.Module):
         return self.config.routing.top_k / self.config.num_experts
 
     @property
-    def weights(self) -> tuple[ExpertsWeight, ExpertsWeight]:
-        """Weights before and after the activation, in one format."""
-        if self._quantized:
-            return self._quantized["up_XFE"], self._quantized["down_XEF"]
-        return DenseWeight(self.up_XFE), DenseWeight(self.down_XEF)
+    def parts(self) -> tuple[ExpertsPart, ...]:
+        """Weights before and after the activation, format by format."""
+        if not self._kept:
+            return (ExpertsPart(DenseWeight(self.up_XFE), DenseWeight(self.down_XEF), self.held),)
+        parts, start = list[ExpertsPart](), self.held.start
+        for up, down in zip(self._kept["up_XFE"], self._kept["down_XEF"], strict=True):
+            parts.append(ExpertsPart(up, down, range(start, start + up.shape[0])))
+            start += up.shape[0]
+        return tuple(parts)
 
-    def keep(self, name: str, weight: QuantizedWeight) -> None:
-        """Compute with this weight instead of the parameter of that name, which is freed; both get the same format."""
+    def keep(self, name: str, weights: Sequence[ExpertsWeight]) -> None:
+        """Compute with these weights of neighbouring experts instead of the parameter of that name, which is freed.
+
+        Both parameters get the same formats.
+        """
         delattr(self, name)
-        self._quantized[name] = weight
+        self._kept[name] = weights
 
     @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
-        return isinstance(self._quantized.get("up_XFE"), ScaledWeight)
+        return any(isinstance(up, ScaledWeight) for up in self._kept.get("up_XFE", ()))
 
     def takes_hidden(self, down: Projection) -> bool:
         """Return whether a shared expert with this second projection is to be passed before its activation."""
-        return not self._quantized and not down.is_kept
+        return not self._kept and not down.is_kept
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._mixture, self._weights = kernels[mixture], self.weights
+        self._mixture, self._parts = kernels[mixture], self.parts
 
     def mix(
         self, x_TE: Rows, logits_TX: Tensor, bias_X: Tensor | None = None, shared: SharedExpert | Tensor | None = None
@@ -143,11 +155,17 @@ class Experts(nn.Module):
             bias_X: as in ``route``.
             shared: a shared expert before its activation, or its output.
         """
-        # Tokens may choose experts that are not here; ZAYA's even one that no rank holds.
-        held = self.held if logits_TX.shape[-1] > len(self.held) else None
-        experts = ExpertWeights(*self._weights, self.config.activation, held)
+        router = Router(logits_TX, bias_X, self.config.routing)
         added = SharedOutput(shared) if isinstance(shared, Tensor) else shared
-        return self._mixture(x_TE, experts, Router(logits_TX, bias_X, self.config.routing), added)
+        *others, last = self._parts
+        for part in others:
+            added = SharedOutput(added_up(self._mixture(x_TE, self._weights(part, router), router, added)))
+        return self._mixture(x_TE, self._weights(last, router), router, added)
+
+    def _weights(self, part: ExpertsPart, router: Router) -> ExpertWeights:
+        """Return the experts of a part. Tokens may choose others, also such that no rank holds."""
+        held = part.held if router.logits_TE.shape[-1] > len(part.held) else None
+        return ExpertWeights(part.up, part.down, self.config.activation, held)
 
     def rows(self, span: range | None = None) -> ExpertRows:
         """Return parameters of the experts whose numbers are in ``span``, numbered from 0; None: of all experts."""

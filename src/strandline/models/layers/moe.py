@@ -82,7 +82,7 @@ class SparseMoe(nn.Module):
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
         self.shared_down = SummedProjection(hidden_size, shared_size, site) if is_shared else None
         experts = ExpertsConfig(config.num_experts, hidden_size, config.size, config.routing)
-        self.experts = Experts(experts, site, fused=self.shared_down)
+        self.experts = Experts(experts, site)
 
     @property
     def takes_quantized(self) -> bool:

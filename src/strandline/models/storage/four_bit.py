@@ -29,7 +29,7 @@ from torch import Tensor
 from strandline.errors import WeightsError
 from strandline.models.layers.targets import Index, Target
 from strandline.models.storage.fp8 import CHUNK_ELEMENTS
-from strandline.models.storage.published import Holders
+from strandline.models.storage.published import Holders, check_published_shape
 from strandline.models.storage.quantization_config import FourBitScheme, Packing
 from strandline.models.storage.scales import check_scale
 from strandline.models.storage.weights_files import WeightsFile
@@ -327,9 +327,7 @@ class _Parts:
 
     def check_shape(self) -> None:
         if "shape" in self.names:
-            found = tuple(self._read("shape", (2,)).tolist())
-            if found != self.shape:
-                raise WeightsError(f"{self.names['shape']} says {list(found)}, the model asks for {list(self.shape)}")
+            check_published_shape(self.names["shape"], self.holders, self.shape)
 
 
 def _numbers(num_codes: int) -> int:

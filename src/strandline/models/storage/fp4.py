@@ -8,7 +8,7 @@ A weight is ``code * scale * factor``: a scale covers a group of neighbouring in
 | compressed-tensors, NVFP4 | ``M.weight_packed`` | the same | 1 / ``M.weight_global_scale`` |
 | compressed-tensors, MXFP4 | ``M.weight_packed`` | ``M.weight_scale``, uint8 exponents, of 32 inputs | 1 |
 
-Experts in one tensor have one dimension more. The files decide, tensor by tensor, what is quantised.
+Experts in one tensor have one dimension more, and a factor each. The files decide, tensor by tensor, what is quantised.
 
 Source: the published layouts of ModelOpt (``NVFP4``, ``W4A16_NVFP4``), and ``nvfp4-pack-quantized`` and
 ``mxfp4-pack-quantized`` of compressed-tensors; Open Compute Project, "OCP Microscaling Formats (MX) Specification".
@@ -27,7 +27,7 @@ from strandline.errors import WeightsError
 from strandline.kernels.gemm.weights import E2M1, scale_numbers
 from strandline.models.layers.targets import Index, Target
 from strandline.models.storage.fp8 import CHUNK_ELEMENTS
-from strandline.models.storage.published import Holders
+from strandline.models.storage.published import Holders, check_published_shape
 from strandline.models.storage.quantization_config import Fp4Layout, Fp4Scheme
 from strandline.models.storage.scales import check_scale
 from strandline.models.storage.weights_files import WeightsFile
@@ -93,6 +93,11 @@ class PublishedFp4:
         return None if suffix is None else self.name + suffix
 
     @property
+    def _shape(self) -> str:
+        """Name of the tensor that repeats the shape, which few files have."""
+        return f"{self.name}_shape"
+
+    @property
     def _activations(self) -> list[str]:
         """Names of the published scales of activations."""
         module, _, kind = self.name.rpartition("weight")
@@ -103,7 +108,7 @@ class PublishedFp4:
     def tensors(self) -> tuple[str, ...]:
         """See ``PublishedWeight``."""
         factor = [] if self.factor is None else [self.factor]
-        parts = (name for name in (self.scales, *factor) if name in self.holders)
+        parts = (name for name in (self.scales, *factor, self._shape) if name in self.holders)
         return (self.codes, *parts, *self._activations)
 
     def check(self, target: Target) -> None:
@@ -131,6 +136,8 @@ class PublishedFp4:
     def open(self, target: Target, device: torch.device | str) -> "OpenFp4Weight":
         """See ``PublishedWeight``."""
         outer = target.shape[:-2]
+        if self._shape in self.holders:
+            check_published_shape(self._shape, self.holders, target.shape)
         for name in self._activations:
             self._read_numbers(name, outer)
         scale_NX = self.holders[self.scales].get(self.scales)

@@ -81,3 +81,10 @@ def check_shape(file: WeightsFile, name: str, target: Target) -> None:
     if tuple(shape) != target.shape:
         wanted = list(target.shape)
         raise WeightsError(f"{file.path}: {name} has shape {shape}, the configuration asks for {wanted}")
+
+
+def check_published_shape(name: str, holders: Holders, shape: tuple[int, ...]) -> None:
+    """Raise WeightsError if a tensor that repeats the shape of a quantised weight says another one."""
+    found = holders[name].get(name).tolist()
+    if found != list(shape):
+        raise WeightsError(f"{name} says {found}, the model asks for {list(shape)}")

@@ -51,10 +51,28 @@ ATTENTION_SCALES: Final = re.compile(r".*\.layers\.\d+\.(?:self_attn|mixer)\.(?:
 """Scales of queries and of probabilities, for attention that is computed in FP8."""
 
 
+EXPERTS_PART: Final = re.compile(r"(.*\.w(?:13|2)_)weight\.(\w+)")
+"""A part of a quantised weight of experts in one tensor, published as if that tensor were a module (Inkling)."""
+
+EXPERTS_PARTS: Final = {
+    "scale": "weight_scale",
+    "scale2": "weight_scale_2",
+    "input_amax": "input_scale",
+    "original_shape": "weight_shape",
+    "weight_packed": "weight_packed",
+    "weight_scale": "weight_scale",
+    "weight_global_scale": "weight_global_scale",
+    "input_global_scale": "input_global_scale",
+}
+"""What such a part is called where the tensor is the weight of a module."""
+
+
 def text_name(name: str) -> str:
-    """Return the name that a tensor has in a model of text alone."""
+    """Return the name that a tensor has in a model of text alone, and its usual name if it is a part of experts."""
     found = WRAPPERS.match(name)
-    return name if found is None else (found[1] or "") + name[found.end() :]
+    name = name if found is None else (found[1] or "") + name[found.end() :]
+    part = EXPERTS_PART.fullmatch(name)
+    return name if part is None or part[2] not in EXPERTS_PARTS else part[1] + EXPERTS_PARTS[part[2]]
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:

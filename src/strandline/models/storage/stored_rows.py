@@ -5,8 +5,8 @@ quantised, and in which format, follows from the files; then each gets the memor
 parameter if no row stays quantised, else for the rows of each format and for the others apart. Beside the model there
 is never more than one published tensor, and nothing of its size in another dtype.
 
-Experts stay quantised if all of a layer do, in one format. What cannot stay is dequantised as it loads: rows in too
-many runs, and shards of inputs that cut through what a scale covers.
+Experts stay quantised if both matrices of each have one format. What cannot stay is dequantised as it loads: rows in
+too many runs, and shards of inputs that cut through what a scale covers.
 
 Shape suffixes: R rows of all matrices of a parameter, I inputs.
 """
@@ -110,6 +110,23 @@ class Matrix:
             starts[number] += count
 
     @property
+    def num_runs(self) -> int:
+        """Return how many runs of rows there are."""
+        return len(self.format_R.unique_consecutive())
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some rows are quantised."""
+        return bool(self.format_R.any())
+
+    @property
+    def format_of_experts(self) -> tuple[int, ...] | None:
+        """Return the number of each expert's format; None: the rows of one have several."""
+        format_XR = self.format_R.view(len(self.parameter), -1)
+        numbers: list[int] = format_XR[:, 0].tolist()
+        return tuple(numbers) if bool((format_XR == format_XR[:, :1]).all()) else None
+
+    @property
     def index_R(self) -> Tensor:
         """Return which row of its format each row is."""
         index_R = torch.zeros(len(self.format_R), dtype=torch.int64)
@@ -184,8 +201,8 @@ class Matrices:
             matrix
             for matrix in self._matrices.values()
             if isinstance(matrix.owner, Projection)
-            and bool(matrix.format_R.any())
-            and len(list(matrix.runs)) <= MAX_PARTS
+            and matrix.is_quantized
+            and matrix.num_runs <= MAX_PARTS
             and not matrix.is_mixed
             and not matrix.is_cut
         }
@@ -193,11 +210,9 @@ class Matrices:
             if not isinstance(module, Experts):
                 continue
             experts = [matrix for matrix in self._matrices.values() if matrix.owner is module]
-            numbers = {number for matrix in experts for number in matrix.formats}
-            if len(numbers) == 1 and 0 not in numbers:
-                kept.update(experts)
-            else:
-                kept -= {matrix for matrix in kept if matrix.owner in module.fused}
+            formats = {matrix.format_of_experts for matrix in experts}
+            if len(formats) == 1 and None not in formats and experts[0].num_runs <= MAX_PARTS:
+                kept.update(matrix for matrix in experts if matrix.is_quantized)
         return kept
 
 
@@ -245,9 +260,10 @@ class QuantizedStorage:
         matrix = self._matrices.kept_of(target)
         assert matrix is not None
         memory = self._memory[matrix]
+        whole_index_R = matrix.index_R
         for piece in target.pieces:
             rows_R, source_R = rows_and_sources(piece, target.shape, len(matrix.format_R))
-            index_R = matrix.index_R[rows_R]
+            index_R = whole_index_R[rows_R]
             if name in self._stored:
                 memory.stored[self._stored[name] + 1].fill(weight, target, piece, index_R, source_R)
                 continue
@@ -267,12 +283,11 @@ class QuantizedStorage:
     def finish(self) -> None:
         """Give the filled weights to their layers."""
         for matrix, memory in self._memory.items():
-            if isinstance(matrix.owner, Projection):
-                matrix.owner.keep(_whole_weight(matrix, memory))
-            elif isinstance(matrix.owner, Experts):
-                (rows,) = memory.stored.values()
-                whole = rows.weight(slice(None), matrix.parameter.shape[:-1], matrix.boundary)
-                matrix.owner.keep(matrix.attribute, whole)
+            parts = tuple(_parts(matrix, memory))
+            if isinstance(matrix.owner, Experts):
+                matrix.owner.keep(matrix.attribute, parts)
+            elif isinstance(matrix.owner, Projection):
+                matrix.owner.keep(_only_quantized(parts) if len(parts) == 1 else StackedWeight(parts))
 
 
 def _allocate(matrix: Matrix, formats: Sequence[StoredFormat], device: torch.device | str) -> _Memory:
@@ -284,16 +299,19 @@ def _allocate(matrix: Matrix, formats: Sequence[StoredFormat], device: torch.dev
     return memory
 
 
-def _whole_weight(matrix: Matrix, memory: _Memory) -> QuantizedWeight | StackedWeight:
-    """Return the weight of a projection."""
-    parts = list[DenseWeight | QuantizedWeight]()
+def _parts(matrix: Matrix, memory: _Memory) -> Iterator[DenseWeight | QuantizedWeight]:
+    """Yield the weights of a projection's rows, or of experts, run by run."""
+    *_, num_inputs = matrix.parameter.shape
+    of_expert = matrix.parameter.shape[1:-1]
     for number, rows in matrix.runs:
+        shape = ((rows.stop - rows.start) // of_expert.numel(), *of_expert)
         if number == 0:
-            parts.append(DenseWeight(memory.dense_RI[rows]))
-            continue
-        parts.append(memory.stored[number].weight(rows, (rows.stop - rows.start,), matrix.boundary))
-    if len(parts) > 1:
-        return StackedWeight(tuple(parts))
+            yield DenseWeight(memory.dense_RI[rows].view(*shape, num_inputs))
+        else:
+            yield memory.stored[number].weight(rows, shape, matrix.boundary)
+
+
+def _only_quantized(parts: Sequence[DenseWeight | QuantizedWeight]) -> QuantizedWeight:
     (whole,) = parts
     assert not isinstance(whole, DenseWeight)
     return whole

@@ -126,6 +126,8 @@ def limit(name: str, dtype: torch.dtype, device: str) -> float:
 
 def rows_of(weight: Any, rows: slice) -> Any:
     """Return some of several matrices."""
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(weight.values_OI[rows])
     if isinstance(weight, ScaledWeight):
         return ScaledWeight(weight.values[rows], weight.scales[rows], weight.rows_per_scale)
     zeros = None if weight.zeros is None else weight.zeros[rows]
@@ -145,6 +147,7 @@ class Case:
         *,
         is_gated: bool = True,
         limit: float | None = None,
+        are_dense: bool = False,
         is_shared_dense: bool = False,
         has_shared_gate: bool = True,
         has_bias: bool = False,
@@ -163,6 +166,8 @@ class Case:
         make = partial(self.format.make, device=device, **options)
         self.up = make(num_experts, parts * size, channels, size=size)
         self.down = make(num_experts, channels, size, size=GROUP)
+        if are_dense:
+            self.up, self.down = (DenseWeight(self.format.exact(x).to(dtype)) for x in (self.up, self.down))
         self.shared_down: Any = None
         if shared_size:
             shared = make(1, channels, shared_size, size=GROUP)[0]
@@ -174,7 +179,7 @@ class Case:
             if isinstance(weight, ScaledWeight):
                 weight.values.view(torch.uint8)[is_idle_E] = 0x7F
             else:
-                weight.scales[is_idle_E] = torch.nan
+                (weight.values_OI if are_dense else weight.scales)[is_idle_E] = torch.nan
 
     def run(self, way: Callable[..., Summand], held: range | None = None, num_tokens: int | None = None) -> Tensor:
         """Compute the first tokens on a rank with some of the experts; the first rank has all of the shared expert."""
@@ -200,22 +205,23 @@ class Case:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (gate * gate.sigmoid() * up).to(self.x_TD.dtype)
 
+    def product(self, x: Tensor, weight: Any) -> Tensor:
+        """Return the product in float64."""
+        if isinstance(weight, DenseWeight):
+            return x.double() @ weight.values_OI.double().t()
+        return self.format.multiplied(x) @ self.format.exact(weight).t()
+
     def expected(self) -> Tensor:
         """Return the result in float64, but for what is rounded on the way."""
-        exact, multiplied = self.format.exact, self.format.multiplied
         out_TD = torch.zeros_like(self.x_TD, dtype=torch.float64)
         if self.shared_down is not None:
-            hidden = self.activated(self.projected_TS.double())
-            if isinstance(self.shared_down, DenseWeight):
-                out_TD += hidden.double() @ self.shared_down.values_OI.double().t()
-            else:
-                out_TD += multiplied(hidden) @ exact(self.shared_down).t()
+            out_TD += self.product(self.activated(self.projected_TS.double()), self.shared_down)
         if self.gate_T1 is not None:
             out_TD *= self.gate_T1.double().sigmoid()
         for expert in self.experts.unique().tolist():
             token_A, choice_A = (self.experts == expert).nonzero(as_tuple=True)
-            hidden = self.activated(multiplied(self.x_TD[token_A]) @ exact(self.up[expert]).t())
-            out_AD = multiplied(hidden) @ exact(self.down[expert]).t()
+            hidden = self.activated(self.product(self.x_TD[token_A], self.up[expert]))
+            out_AD = self.product(hidden, self.down[expert])
             out_TD.index_add_(0, token_A, out_AD * self.weights[token_A, choice_A].double().unsqueeze(-1))
         return out_TD
 
@@ -319,6 +325,13 @@ def test_experts_need_neither_a_gate_nor_a_shared_expert(
 ) -> None:
     options = {"is_gated": is_gated, "has_shared_gate": False, "has_bias": True}
     check_mixture(name, num_tokens, shape, torch.float32, "cpu", **options)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_a_shared_expert_is_quantised_alone(name: str, num_tokens: int) -> None:
+    check_mixture(name, num_tokens, SHAPES[0], torch.float32, "cpu", are_dense=True)
 
 
 @pytest.mark.usefixtures("small_tiles")

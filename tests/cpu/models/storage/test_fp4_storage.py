@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import Fp4Weight, ScaledWeight, StackedWeight
+from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp4, fp8
+from tests.cpu.models.rank_threads import RankThread, RankThreads
 from tests.cpu.models.storage.test_four_bit_storage import assert_same_weights, check_parts_read
 from tests.cpu.models.storage.test_fp8_storage import logits
 from tests.cpu.models.test_weights import unfuse_experts
@@ -61,7 +62,7 @@ def check(directory: Path, **options: Any) -> Any:
 def test_experts_of_every_layout_stay(way: str, tmp_path: Path) -> None:
     model = check(save("qwen3_5_moe", tmp_path, way))
     assert model.weights_report.num_kept > 10
-    assert all(type(experts.weights[0]) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
+    assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -76,6 +77,34 @@ def test_weights_of_every_layer_stay(name: str, tmp_path: Path) -> None:
     assert model.weights_report.num_kept == model.weights_report.num_quantized > 0
     kept = [module for module in model.modules() if isinstance(module, Projection) and module.is_kept]
     assert any(isinstance(module.weight, Fp4Weight) for module in kept)
+
+
+def is_in_inkling(name: str, _: Tensor) -> bool:
+    """Return whether published models have a tensor in FP4: routed experts, but not those of the first such layer."""
+    return re.search(r"layers\.2\.mlp\.experts\.w", name) is not None
+
+
+@pytest.mark.parametrize("way", fp4.WAYS_OF_INKLING)
+def test_routed_experts_stay_if_the_shared_ones_are_not_quantised(way: str, tmp_path: Path) -> None:
+    source = families.save("inkling-towers", tmp_path, **SIZES)
+    directory, plain = fp4.convert(source, tmp_path, way, is_converted=is_in_inkling)
+    model = check(directory)
+    assert_same_weights(model, load(plain, keeps_quantized=False))
+    parts = [experts.parts for experts in model.modules() if isinstance(experts, Experts)]
+    formats = [[(type(part.up), part.held) for part in of_layer] for of_layer in parts]
+    assert formats == [[(DenseWeight, range(7))], [(Fp4Weight, range(5)), (DenseWeight, range(5, 7))]]
+
+
+def test_ranks_compute_what_one_does_with_experts_in_two_formats(tmp_path: Path) -> None:
+    source = families.save("inkling-towers", tmp_path, **SIZES)
+    directory = fp4.convert(source, tmp_path, "inkling", is_converted=is_in_inkling)[0]
+    expected = logits(load(directory, keeps_quantized=True))
+
+    def run(ranks: RankThread) -> Tensor:
+        return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
+
+    for found in RankThreads(2).run(run):
+        assert float((found - expected).norm() / expected.norm()) < TOLERANCE
 
 
 def test_head_stays(tmp_path: Path) -> None:
@@ -114,7 +143,7 @@ def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
     assert any(
         isinstance(m, Projection) and isinstance(m.weight, ScaledWeight | StackedWeight) for m in model.modules()
     )
-    assert all(type(experts.weights[0]) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
+    assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
 
 
 def test_ranks_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
