@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.picture_rows import HostPictures, take_pictures
+from strandline.device.picture_rows import HostPictures, rotary_and_rows, take_pictures
 from strandline.device.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
-from strandline.kernels.batch import AttentionBatch, LogBatch, PictureRows, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.recurrences.replay import insert_logged
@@ -275,11 +275,8 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     replay = None if host.replay is None else host.replay.to_device(device, kernels)
     recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
     counts = (host.num_decodes, host.num_decode_rows)
-    rotary, pictures = rows.rotary_T, None
-    if host.pictures is not None:
-        *of_pictures, rotary = upload_together(host.pictures, device)
-        rotary, pictures = rotary.view(3, -1), PictureRows(*of_pictures)
-    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rotary, pictures)
+    of_pictures = rotary_and_rows(host.pictures, rows.rotary_T, device)
+    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, *of_pictures)
     return DeviceBatch(step, columns, cut_rows_C)
 
 

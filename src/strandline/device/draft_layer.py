@@ -25,6 +25,7 @@ from torch import Tensor
 
 from strandline.device.batch import block_tables, build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
+from strandline.device.picture_rows import HostPictures, rotary_and_rows, take_pictures
 from strandline.device.upload import upload_together
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
@@ -153,8 +154,10 @@ def keep_pairs(
     """
     if not pairs:
         return
-    columns = upload_together(_columns(pairs), hidden_XE.device)
-    tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N = columns
+    columns, host_pictures = _columns(pairs)
+    tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N, rotary_T = upload_together(
+        columns, hidden_XE.device
+    )
     tokens_T.index_copy_(0, last_pairs_N, sampled_P[: len(last_pairs_N)].clamp_min(0))
     nothing = rows_T[:0]
     attention = AttentionBatch(
@@ -163,27 +166,38 @@ def keep_pairs(
     chunks = plan_chunks([], [])
     recurrent = RecurrentBatch(nothing, nothing, chunks.with_tensors([nothing] * len(chunks.columns)))
     with torch.no_grad():
-        batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent)
+        of_pictures = rotary_and_rows(host_pictures, rotary_T, hidden_XE.device)
+        batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent, *of_pictures)
         model.keep_for_drafts(batch, hidden_XE.index_select(0, rows_T), memory)
 
 
-def _columns(pairs: Sequence[Pairs]) -> list[np.ndarray]:
-    """Return each pair's token, position, block, offset in it and row of its hidden state; and which end sampled."""
+def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], HostPictures | None]:
+    """Return columns of pairs, and what pictures change about them.
+
+    Returns:
+        Each pair's token, position, block, offset in it and row of its hidden state; which end sampled; and each one's
+        position for rotary embeddings, in text.
+    """
     plans = [each.plan for each in pairs]
-    start, end, kv_start = np.array([(plan.start, plan.end, plan.kv_start) for plan in plans], np.int64).T
+    fields = [(plan.start, plan.end, plan.kv_start, plan.rotary_delta) for plan in plans]
+    start, end, kv_start, delta_N = np.array(fields, np.int64).T
+    tokens_T = np.array([token for plan in plans for token in plan.token_ids], np.int64)
+    pictures = take_pictures(plans, tokens_T, delta_N)
     length = end - start
     last_pairs = length.cumsum() - 1
     run_T = np.repeat(np.arange(len(pairs)), length)
     positions_T = np.arange(len(run_T)) + (end - 1 - last_pairs)[run_T]
     tables = block_tables(plans, (-(-end // BLOCK_TOKENS)).tolist())
-    return [
-        np.array([token for plan in plans for token in plan.token_ids], np.int64),
+    columns = [
+        tokens_T,
         positions_T,
         tables[run_T, positions_T // BLOCK_TOKENS] * (positions_T >= kv_start[run_T]),
         positions_T % BLOCK_TOKENS,
         np.concatenate([each.rows() for each in pairs]),
         last_pairs[[plan.is_sampled for plan in plans]],
+        positions_T + delta_N[run_T],
     ]
+    return columns, pictures
 
 
 def make_drafts(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from strandline.device.batch import PLANNED_NAMES, HostReplay, SequenceColumns
 from strandline.device.padded_step import TYPICAL_CONTEXT_TOKENS
+from strandline.device.picture_rows import add_earlier_pictures, has_picture_rows
 from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
@@ -75,7 +76,7 @@ class VerificationSize:
 
     def has_room_for(self, sequences: Sequence[SequencePlan]) -> bool:
         """Whether a step of sequences that all verify drafts, and draft behind these, fits in."""
-        if len(sequences) > self.num_sequences:
+        if len(sequences) > self.num_sequences or any(map(has_picture_rows, sequences)):
             return False
         return all(max(sequence.num_drafts, sequence.next_drafts) <= self.draft_tokens for sequence in sequences)
 
@@ -169,6 +170,7 @@ class PaddedVerification:
         planned_NF = np.array(list(map(VERIFIED_FIELDS, sequences)), dtype=np.int64).reshape(count, len(VERIFIED_NAMES))
         for name, column in zip(VERIFIED_NAMES, planned_NF.T, strict=True):
             named[name][:count] = column
+        add_earlier_pictures(sequences, named["rotary_delta"])
         starts = named["query_starts"]
         np.cumsum(planned_NF[:, -2] + 1, out=starts[1 : count + 1])
         starts[count + 1 : -1] = num_rows

@@ -28,6 +28,7 @@ from strandline.device.draft_layer import (
     repeated_pairs,
     repeats_pair,
 )
+from strandline.device.encoded_pictures import EncodedPictures
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import Decoded, StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
@@ -56,7 +57,7 @@ from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_row
 from strandline.models.layers.protocol import DraftingModel, LanguageModel
 from strandline.records.actions import Action
 from strandline.records.constraints import OutputConstraints
-from strandline.records.plan import NewRequest, SequencePlan, StepPlan, StepResult, num_tokens_ahead
+from strandline.records.plan import NewRequest, PictureToEncode, SequencePlan, StepPlan, StepResult, num_tokens_ahead
 from strandline.records.stop_strings import StopFinder
 
 RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
@@ -89,6 +90,8 @@ class Capacity(NamedTuple):
     """Whether decoding sequences keep logs of decoded tokens; the scheduler must know."""
     draft_tokens: int = 0
     """Most drafts of a sequence in a step, and in a log of drafts."""
+    encoded_tokens: int = 0
+    """Rows of the memory of encoded pictures."""
 
 
 class Runner:
@@ -116,7 +119,7 @@ class Runner:
         self._synthetic_rates = synthetic_rates
         self.device = device
         self._constraints = constraints
-        num_slabs, max_num_seqs, keeps_logs, draft_tokens = capacity
+        num_slabs, max_num_seqs, keeps_logs, draft_tokens, encoded_tokens = capacity
         self._tokens_ahead = num_tokens_ahead(draft_tokens)
         if device.type == "cpu":
             keep_scratch_memory()
@@ -131,6 +134,13 @@ class Runner:
         self.transfers = Transfers(self.arena)
         """Copies to and from stores; none is attached at first."""
         self._memory = model.bind(self.arena)
+        self._encoded: EncodedPictures | None = None
+        if model.tower is not None:
+            dtype = getattr(torch, model.spec.hidden_dtype)
+            memory_XE = torch.zeros(encoded_tokens, model.spec.hidden_size, dtype=dtype, device=device)
+            self._memory = replace(self._memory, pictures=memory_XE)
+            max_tokens = 0 if kernels.workload.is_deterministic else encoded_tokens
+            self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens)
         self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=poison)
         self._pending = PendingTokens(max_num_seqs, device, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]
@@ -156,6 +166,8 @@ class Runner:
                 new, self._columns, self.device, self._matcher(new), self._stop_finder(new), self._tokens_ahead
             )
         self.carry_out(plan.actions)
+        if plan.pictures:
+            self._encode(plan.pictures)
         launched = StepInFlight(plan.sequences, self.device, self.transfers)
         if self._is_exact_on_cpu:
             self._compute_one_by_one(plan.sequences, launched)
@@ -164,6 +176,11 @@ class Runner:
                 self._compute(plan.sequences, launched)
         launched.close()
         return launched
+
+    def _encode(self, pictures: Sequence[PictureToEncode]) -> None:
+        if self._encoded is None:
+            raise EngineError("pictures came to a runner of a model without a vision tower")
+        self._encoded.encode(pictures)
 
     def _matcher(self, new: NewRequest) -> GuardedMatcher | None:
         if new.params.structured_outputs is None and new.thinking is None:

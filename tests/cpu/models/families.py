@@ -97,6 +97,7 @@ VISION: dict[str, Any] = {
     "patch_size": 4,
     "num_position_embeddings": 16,
 }
+PICTURE_TOKENS: dict[str, int] = {"image_token_id": 94, "vision_start_token_id": 95, "vision_end_token_id": 96}
 
 
 def rope(partial_rotary_factor: float, **more: Any) -> dict[str, Any]:
@@ -409,13 +410,18 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3_5-vision": (
         "Qwen3_5ForConditionalGeneration",
         Qwen3_5Config,
-        {"text_config": dense(rope_parameters=MROPE), "vision_config": VISION, "tie_word_embeddings": True},
+        {
+            "text_config": dense(rope_parameters=MROPE),
+            "vision_config": VISION,
+            **PICTURE_TOKENS,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", Qwen3_5MoeTextConfig, sparse()),
     "qwen3_5_moe-vision": (
         "Qwen3_5MoeForConditionalGeneration",
         Qwen3_5MoeConfig,
-        {"text_config": sparse(rope_parameters=MROPE), "vision_config": VISION},
+        {"text_config": sparse(rope_parameters=MROPE), "vision_config": VISION, **PICTURE_TOKENS},
     ),
     "qwen3_next": ("Qwen3NextForCausalLM", Qwen3NextConfig, dense(**EXPERTS, norm_topk_prob=True)),
     "qwen3_next-odd": (
@@ -453,7 +459,7 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
     "qwen4_exp-vision": (
         "Qwen4ExpForConditionalGeneration",
         Qwen4ExpConfig,
-        {"text_config": {**QWEN4, "rope_parameters": MROPE}, "vision_config": VISION},
+        {"text_config": {**QWEN4, "rope_parameters": MROPE}, "vision_config": VISION, **PICTURE_TOKENS},
     ),
     "mamba": ("MambaForCausalLM", MambaConfig, MAMBA),
     "mamba-odd": (

@@ -3,7 +3,7 @@
 Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from strandline.kernels.recurrences.recurrence import Fold
 from strandline.kernels.recurrences.replay import Replay
 from strandline.models.layers.attention import KVScales
 from strandline.models.layers.targets import NamedTargets
+from strandline.picture_config import PictureConfig
 from strandline.specs import ModelSpec
 
 
@@ -37,6 +38,19 @@ class ModelMemory:
     """Functions that together advance the states of all layers over logged drafts; empty: drafts are not logged."""
 
 
+class PictureEncoder(Protocol):
+    """A vision tower."""
+
+    pictures: PictureConfig
+
+    def __call__(self, pictures: Sequence[Tensor], /) -> Tensor:
+        """Return the embeddings of the pictures' tokens, one picture after another, ``[N, E]``.
+
+        Args:
+            pictures: uint8 ``[height, width, channels]`` each; sides are multiples of a token's.
+        """
+
+
 class LanguageModel(Protocol):
     """A causal language model."""
 
@@ -44,6 +58,10 @@ class LanguageModel(Protocol):
     """One layer spec per layer; every size in the engine follows from it."""
     vocab_size: int
     max_position: int
+
+    @property
+    def tower(self) -> PictureEncoder | None:
+        """What encodes pictures; None: the model reads text alone."""
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
