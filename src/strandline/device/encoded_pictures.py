@@ -63,6 +63,6 @@ def pixels_of(picture: Picture) -> np.ndarray:
 
 
 def encode_largest(encoder: PictureEncoder, num_tokens: int, device: torch.device) -> None:
-    """Encode a black picture of so many tokens: what that takes is the most that any takes."""
+    """Encode a black picture of ``num_tokens``: no smaller one takes more memory."""
     side = encoder.pictures.token_side
     encoder([torch.zeros(side, num_tokens * side, NUM_CHANNELS, dtype=torch.uint8, device=device)])

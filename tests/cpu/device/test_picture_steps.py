@@ -113,3 +113,15 @@ def test_text_and_pictures_share_steps(directories: dict[str, Path]) -> None:
         assert logprobs == pytest.approx(expected[:-1], abs=TOLERANCE)
     alone = PictureDriver(directories[name])
     assert list(decoding.prompt.token_ids[-4:]) == generate(alone, alone.start(PROMPTS["one"]), 4)
+
+
+def test_deterministic_answers_have_the_same_bits_in_any_company(directories: dict[str, Path]) -> None:
+    asked = PROMPTS["many"]
+    length, found = len(asked.token_ids), []
+    for size in (64, 128, 192):
+        driver = PictureDriver(directories[MODELS[0]], deterministic=True)
+        found.append(logprobs_of(driver, driver.start(asked), [*range(size, length, size), length]))
+    running, other = driver.start(asked), driver.start(PROMPTS["two"])
+    result, _ = driver.step((running, length), (other, 64))
+    found.append([each.logprob for each in (*result.prompt_logprobs[0], *result.logprobs[0])])
+    assert all(each == found[0] for each in found[1:])
