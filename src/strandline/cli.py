@@ -30,7 +30,7 @@ from strandline.config import (
     flag,
 )
 from strandline.errors import ConfigError, RequestError, StrandlineError
-from strandline.server.flags import add_server_flags
+from strandline.server.flags import Extend, add_server_flags
 from strandline.specs import SNAPSHOT_DTYPES
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
@@ -292,7 +292,19 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         'transfers between engines, such as {"kv_connector": "SocketConnector", "kv_role": "kv_both"} (default: none)'
     )
     add("--kv-transfer-config", metavar="JSON", help=text)
+    _add_picture_flags(add)
     add("--seed", type=int, default=0, help="default seed of requests and of dummy weights (default: %(default)s)")
+
+
+def _add_picture_flags(add: Any) -> None:
+    add("--language-model-only", action="store_true", help="load no vision tower; pictures are not read")
+    text = "maximum tokens of a picture; larger ones are scaled down (default: %(default)s)"
+    add("--max-image-tokens", type=int, default=4096, metavar="N", help=text)
+    add("--limit-mm-per-prompt", metavar="JSON", help='pictures per prompt, such as {"image": 4} (default: any number)')
+    text = "hosts from which pictures may be fetched (default: none)"
+    add("--allowed-media-domains", action=Extend, nargs="+", default=(), metavar="HOST", help=text)
+    text = "directory whose files requests may name as pictures (default: none)"
+    add("--allowed-local-media-path", metavar="DIR", help=text)
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:

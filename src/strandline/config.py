@@ -1,7 +1,7 @@
 """The engine's configuration: names and meanings are vLLM's where vLLM has the option."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from difflib import get_close_matches
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
+from strandline.json_options import read_json_option
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
 from strandline.lora_config import LoRAPath, read_lora_path
@@ -24,6 +25,13 @@ CACHE_MODES: Final = ("auto", "align", "all", "none")
 DEVICES: Final = ("auto", "cpu", "cuda")
 EXECUTORS: Final = ("uni", "mp")
 SCHEDULING_POLICIES: Final = ("fcfs", "priority")
+
+FLAGS_OF_BOOL: Final = (
+    *("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize"),
+    "language_model_only",
+)
+MEDIA: Final = ("image", "video", "audio")
+"""What ``limit_mm_per_prompt`` may limit. Only images are read."""
 
 MIN_MODEL_LEN: Final = 2
 """A token of a prompt, and one of output."""
@@ -131,6 +139,16 @@ class EngineConfig:
     reasoning_config: str | Mapping[str, Any] | None = None
     """What ends reasoning at its budget (``ReasoningConfig``), as a mapping or as JSON; None: the closing tag, if the
     server parses reasoning."""
+    language_model_only: bool = False
+    """Load no vision tower; requests with pictures are answered as by a model that reads text only."""
+    max_image_tokens: int = 4096
+    """Maximum number of tokens of a picture; larger pictures are scaled down to it."""
+    limit_mm_per_prompt: str | Mapping[str, Any] | None = None
+    """Maximum number of pictures in a prompt, such as ``{"image": 4}``, as a mapping or as JSON; None: no limit."""
+    allowed_media_domains: Sequence[str] = ()
+    """Hosts from which pictures may be fetched over http(s)."""
+    allowed_local_media_path: str | None = None
+    """Directory whose files requests may name as pictures; None: no files."""
     dequantize: bool = False
     """Convert weights published in FP8, FP4 or 4 bits to ``dtype`` as they load, also on GPUs."""
     merge_lora: str | Mapping[str, Any] | None = None
@@ -150,7 +168,8 @@ class EngineConfig:
         _require_type("model", self.model, (str,))
         _require_type("tokenizer", self.tokenizer, (str, NoneType))
         _require_type("async_scheduling", self.async_scheduling, (bool, NoneType))
-        for name in ("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize"):
+        _require_type("allowed_local_media_path", self.allowed_local_media_path, (str, NoneType))
+        for name in FLAGS_OF_BOOL:
             _require_type(name, getattr(self, name), (bool,))
         for name in ("max_num_seqs", "mamba_block_size", "tensor_parallel_size", "data_parallel_size"):
             _require_count(name, getattr(self, name))
@@ -191,7 +210,9 @@ class EngineConfig:
             raise ConfigError("--reasoning-config needs a tokenizer: drop skip_tokenizer_init")
         self._require_tiers()
         self._require_cache()
-        _ = self.remembered_bytes
+        _require_count("max_image_tokens", self.max_image_tokens)
+        _require_names("allowed_media_domains", self.allowed_media_domains)
+        _ = self.remembered_bytes, self.max_images
         if self.merged_lora is not None and self.load_format == "dummy":
             raise ConfigError(
                 "--merge-lora needs the weights that the adapter was trained on; drop --load-format dummy"
@@ -257,6 +278,19 @@ class EngineConfig:
         if size is None:
             size = 0 if self.deterministic else REMEMBERED_ANSWERS
         return 0 if str(size).strip() == "0" else parse_bytes(size, "--remembered-answers")
+
+    @property
+    def max_images(self) -> int | None:
+        """Maximum number of pictures in a prompt; None: no limit."""
+        if self.limit_mm_per_prompt is None:
+            return None
+        limits = read_json_option(
+            "--limit-mm-per-prompt", self.limit_mm_per_prompt, known=MEDIA, example='{"image": 4}'
+        )
+        for name, value in limits.items():
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"--limit-mm-per-prompt: {name} must be a whole number of at least 0, got {value!r}")
+        return limits.get("image")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -364,6 +398,11 @@ def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
     if type(value) not in types:
         wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in types)
         raise ConfigError(f"{flag(name)} must be {wanted}, got {value!r}")
+
+
+def _require_names(name: str, value: object) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(type(each) is str for each in value):
+        raise ConfigError(f"{flag(name)} must be a list of strings, got {value!r}")
 
 
 def _require_count(name: str, value: object, least: int = 1) -> None:

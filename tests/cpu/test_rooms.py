@@ -28,11 +28,12 @@ ROOMS = {
     "events": frozenset({"vocabulary", "records"}),
     "routing": frozenset({"vocabulary", "records", "events"}),
     "text": frozenset({"vocabulary", "records"}),
+    "pictures": frozenset({"vocabulary", "records"}),
     "device": frozenset({"vocabulary", "kernels", "models", "transfer", "records"}),
     "engine": frozenset(
-        {"vocabulary", "cache", "kernels", "models", "transfer", "events", "records", "text", "device"}
+        {"vocabulary", "cache", "kernels", "models", "transfer", "events", "records", "text", "pictures", "device"}
     ),
-    "server": frozenset({"vocabulary", "events", "routing", "records", "text"}),
+    "server": frozenset({"vocabulary", "events", "routing", "records", "text", "pictures"}),
     "ray": frozenset({"vocabulary", "events", "routing", "records", "text", "server"}),
     "demo": frozenset(),
     "bench": frozenset(

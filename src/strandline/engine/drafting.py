@@ -1,11 +1,13 @@
 """Drafts: tokens that a request may generate next, to be verified in one step (speculative decoding)."""
 
+from itertools import takewhile
 from typing import Protocol
 
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.earlier_answers import EarlierAnswers
 from strandline.engine.request import Request
 from strandline.engine.suffix_drafter import SuffixDrafter
+from strandline.records.pictures import is_virtual
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, decode
 from strandline.speculative_config import SpeculativeConfig
 
@@ -35,7 +37,8 @@ class NgramDrafter:
             place = _last_place(tokens, tokens.slice(len(tokens) - num_match, len(tokens)))
             if place is not None:
                 start = place + num_match
-                return tuple(decode(tokens.slice(start, min(start + max_tokens, len(tokens)))))
+                following = decode(tokens.slice(start, min(start + max_tokens, len(tokens))))
+                return tuple(takewhile(lambda token: not is_virtual(token), following))
         return ()
 
 

@@ -12,7 +12,7 @@ from strandline.engine.suffix_index import SuffixIndex
 from strandline.records.tokens import TokenBuffer
 
 SEPARATOR: Final = 0xFFFFFFFF
-"""Ends an answer; no token. So no match reaches into another answer."""
+"""Ends an answer; no token of a vocabulary. So no match reaches into another answer."""
 
 MAX_TOKENS_PER_SALT: Final = 1 << 18
 MAX_TOKENS: Final = 1 << 22

@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from strandline.engine.earlier_answers import SEPARATOR, EarlierAnswers
+from strandline.engine.earlier_answers import EarlierAnswers
 from strandline.engine.request import Request
 from strandline.engine.suffix_index import MIN_MATCH_TOKENS, NO_MATCH, SuffixIndex
 from strandline.records.events import FinishReason
-from strandline.records.tokens import TOKEN_BYTES
+from strandline.records.tokens import TOKEN_BYTES, VIRTUAL_BYTES
 
 NO_TOKENS: Final[tuple[int, ...]] = ()
-SEPARATOR_BYTES: Final = SEPARATOR.to_bytes(TOKEN_BYTES, "big")
 
 
 class SuffixDrafter:
@@ -70,11 +69,12 @@ def likeliest(continuations: Sequence[bytes], max_tokens: int, min_probability: 
     """Return the tokens with which most texts go on; the first such text's where several are as frequent.
 
     They end where the share of the texts that go on so, of those that go on at all, is below the least probability.
+    Before a picture, and at the end of an earlier answer, a text does not go on.
     """
     tokens, probability = list[int](), 1.0
     for start in range(0, max_tokens * TOKEN_BYTES, TOKEN_BYTES):
         following = [text[start : start + TOKEN_BYTES] for text in continuations]
-        counts = Counter(token for token in following if token and token != SEPARATOR_BYTES)
+        counts = Counter(token for token in following if token and token[0] not in VIRTUAL_BYTES)
         if not counts:
             break
         [(token, count)] = counts.most_common(1)

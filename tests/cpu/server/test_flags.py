@@ -11,7 +11,8 @@ from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
 
 FLAGS = [
-    "--allow-credentials", "--allowed-headers", "--allowed-hosts", "--allowed-methods", "--allowed-origins",
+    "--allow-credentials", "--allowed-headers", "--allowed-hosts", "--allowed-local-media-path",
+    "--allowed-media-domains", "--allowed-methods", "--allowed-origins",
     "--api-key",
     "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template",
     "--client-timeout-s",
@@ -20,8 +21,9 @@ FLAGS = [
     "--distributed-executor-backend", "--dtype",
     "--enable-auto-tool-choice", "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--host", "--host-memory", "--keep-client-telemetry",
-    "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--load-format", "--long-prefill-token-threshold",
-    "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-model-len",
+    "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--language-model-only",
+    "--limit-mm-per-prompt", "--load-format", "--long-prefill-token-threshold",
+    "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-image-tokens", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--merge-lora", "--no-async-scheduling",
     "--no-enable-prefix-caching",
     "--parse-special-tokens", "--port", "--reasoning-config", "--reasoning-field", "--reasoning-parser",
@@ -39,7 +41,8 @@ OF_VLLM = {
     "--max-model-len": "100",
     "--max-num-seqs": "4", "--max-num-batched-tokens": "512", "--seed": "1", "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3", "--long-prefill-token-threshold": "2048", "--tensor-parallel-size": "2",
-    "--scheduling-policy": "priority",
+    "--scheduling-policy": "priority", "--allowed-media-domains": "example.com", "--allowed-local-media-path": "/tmp",
+    "--limit-mm-per-prompt": '{"image": 2}',
     "--data-parallel-size": "2", "--allowed-origins": '["https://app.example"]', "--allowed-methods": '["POST"]',
     "--allowed-headers": '["Authorization"]',
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',

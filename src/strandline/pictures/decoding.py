@@ -1,0 +1,122 @@
+"""Decoding of pictures: from the bytes of a file to the pixels that a model reads.
+
+A file comes from anywhere. Only readers of common formats are tried, the size in its head is checked before anything is
+decoded, and whatever a reader raises becomes a RequestError that says why.
+"""
+
+import io
+import struct
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from strandline.errors import RequestError, cause_of
+from strandline.picture_config import PictureConfig
+from strandline.pictures.sizes import resized_size
+from strandline.records.pictures import Picture, picture_digest
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_DECODED_PIXELS: Final = 2**26
+"""Largest picture that is decoded, such as 8,192 × 8,192: four bytes a pixel are 256 MiB."""
+LOW_DETAIL_TOKENS: Final = 256
+ORIENTATION: Final = 0x0112
+"""The tag of EXIF that says how to turn a picture."""
+EXIF_FAULTS: Final = (
+    *(OSError, SyntaxError, ValueError, struct.error, EOFError),
+    *(TypeError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError),
+)
+WHITE: Final = (255, 255, 255)
+
+
+def is_pillow_installed() -> bool:
+    """Whether pictures can be decoded here."""
+    return find_spec("PIL") is not None
+
+
+def decode_picture(data: bytes, config: PictureConfig, max_tokens: int) -> Picture:
+    """Decode a file and scale the picture to the size that the model reads.
+
+    Of animations, the first frame counts. Transparent pixels become white.
+
+    Raises:
+        RequestError: it is no picture of a known format, broken, or too large.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            _check_size(*opened.size)
+            return scale_picture(opened, config, max_tokens)
+    except RequestError:
+        raise
+    except UnidentifiedImageError:
+        raise RequestError(f"the data are not a picture of a known format: {', '.join(FORMATS)}") from None
+    except Exception as error:
+        # Its readers raise whatever a broken file leads them to.
+        raise RequestError(f"the picture cannot be decoded: {cause_of(error)}") from error
+
+
+def scale_picture(image: "Image.Image", config: PictureConfig, max_tokens: int) -> Picture:
+    """Scale a picture to the size that the model reads, as its EXIF turns it. Raises as ``decode_picture``."""
+    from PIL import Image
+
+    _check_size(*image.size)
+    image.load()
+    upright = _upright(image)
+    side = config.token_side
+    max_pixels = min(config.max_pixels, max_tokens * side * side)
+    width, height = upright.size
+    new_height, new_width = resized_size(height, width, side, config.min_pixels, max_pixels)
+    resized = _in_colours(upright).resize((new_width, new_height), Image.Resampling.BICUBIC)
+    pixels = resized.tobytes()
+    return Picture(picture_digest(pixels, new_height, new_width), pixels, new_height, new_width, (width, height))
+
+
+def _check_size(width: int, height: int) -> None:
+    """Raise a RequestError if a picture is too large to be decoded, or empty."""
+    if width * height > MAX_DECODED_PIXELS:
+        raise RequestError(
+            f"a picture may have at most {MAX_DECODED_PIXELS:,} pixels, got {width:,} × {height:,}; send a smaller one"
+        )
+    if width < 1 or height < 1:
+        raise RequestError(f"a picture must have pixels, got {width} × {height}")
+
+
+def _upright(image: "Image.Image") -> "Image.Image":
+    """Return a picture as its EXIF turns it; EXIF that cannot be read turns nothing."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        turn = turns.get(image.getexif().get(ORIENTATION, 1))
+    except EXIF_FAULTS:
+        turn = None
+    return image if turn is None else image.transpose(turn)
+
+
+def _in_colours(image: "Image.Image") -> "Image.Image":
+    """Return a picture in RGB, over white where it is transparent."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        # Pillow would cut off values above 255.
+        grey = np.clip(np.asarray(image).astype(np.int64), 0, 0xFFFF)
+        image = Image.fromarray(((grey * 255 + 0x7FFF) // 0xFFFF).astype(np.uint8))
+    if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
+        over = image.convert("RGBA")
+        under = Image.new("RGB", over.size, WHITE)
+        under.paste(over, mask=over.getchannel("A"))
+        return under
+    return image.convert("RGB")

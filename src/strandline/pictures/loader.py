@@ -1,0 +1,103 @@
+"""Loads the pictures of requests, in threads, and keeps those of the last requests: a conversation sends them again."""
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any, Final
+
+from strandline.errors import RequestError
+from strandline.picture_config import PictureConfig
+from strandline.pictures.decoding import LOW_DETAIL_TOKENS, decode_picture, is_pillow_installed, scale_picture
+from strandline.pictures.references import MediaAccess, PictureReference
+from strandline.records.pictures import Picture
+
+MAX_THREADS: Final = 4
+"""Each may hold a decoded picture."""
+KEPT_BYTES: Final = 256 * 2**20
+INSTALL: Final = "pictures need Pillow: pip install 'strandline[images]'"
+
+
+class PictureLoader:
+    """Loads pictures. Any thread may call it.
+
+    Args:
+        config: how the model reads them.
+        max_tokens: most tokens of a picture.
+        max_pictures: most pictures of a prompt; None: any number.
+    """
+
+    def __init__(
+        self,
+        config: PictureConfig,
+        access: MediaAccess | None = None,
+        *,
+        max_tokens: int,
+        max_pictures: int | None = None,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self.config = config
+        self._access = access or MediaAccess()
+        self._max_tokens = max_tokens
+        self._max_pictures = max_pictures
+        self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "pictures")
+        self._lock = Lock()
+        self._kept = OrderedDict[tuple[bytes, int], Picture]()
+        """By digest of the file and most tokens; the last used last."""
+        self._num_kept_bytes, self._max_kept_bytes = 0, kept_bytes
+
+    def submit(self, references: Sequence[PictureReference | Any]) -> list[Future[Picture]]:
+        """Begin to load pictures; return their futures, whose errors are RequestErrors.
+
+        Args:
+            references: of a prompt, in order; or pictures of Pillow.
+
+        Raises:
+            RequestError: there are too many, or none can be decoded here.
+        """
+        if self._max_pictures is not None and len(references) > self._max_pictures:
+            raise RequestError(
+                f"a prompt may have at most {self._max_pictures} pictures, got {len(references)}; raise "
+                "--limit-mm-per-prompt"
+            )
+        if references and not is_pillow_installed():
+            raise RequestError(INSTALL)
+        return [self._pool.submit(self._load, reference) for reference in references]
+
+    def load(self, references: Sequence[PictureReference | Any]) -> list[Picture]:
+        """Load pictures. Raises as ``submit``, or a RequestError that says which picture cannot be loaded."""
+        return [loaded(future, number) for number, future in enumerate(self.submit(references), 1)]
+
+    def _load(self, reference: PictureReference | Any) -> Picture:
+        if not isinstance(reference, PictureReference):
+            return scale_picture(reference, self.config, self._max_tokens)
+        most = min(self._max_tokens, LOW_DETAIL_TOKENS) if reference.detail == "low" else self._max_tokens
+        data = self._access.read(reference.url)
+        key = (hashlib.sha256(data).digest(), most)
+        with self._lock:
+            picture = self._kept.get(key)
+            if picture is not None:
+                self._kept.move_to_end(key)
+                return picture
+        picture = decode_picture(data, self.config, most)
+        self._keep(key, picture)
+        return picture
+
+    def _keep(self, key: tuple[bytes, int], picture: Picture) -> None:
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = picture
+                self._num_kept_bytes += len(picture.pixels)
+            while self._num_kept_bytes > self._max_kept_bytes:
+                _, dropped = self._kept.popitem(last=False)
+                self._num_kept_bytes -= len(dropped.pixels)
+
+
+def loaded(future: "Future[Picture]", number: int) -> Picture:
+    """Return the picture of a future; name it in the error if there is one."""
+    try:
+        return future.result()
+    except RequestError as error:
+        raise RequestError(f"picture {number} of the prompt: {error}", param=error.param) from error

@@ -1,0 +1,65 @@
+"""Loading of the pictures of a prompt."""
+
+import base64
+
+import pytest
+from PIL import Image
+
+from strandline.errors import RequestError
+from strandline.pictures import loader as loader_module
+from strandline.pictures.loader import PictureLoader
+from strandline.pictures.references import PictureReference
+from tests.cpu.pictures.files import encoded, noise, png_of_size
+from tests.cpu.pictures.test_decoding import CONFIG
+
+
+def reference(image: Image.Image, detail: str = "auto") -> PictureReference:
+    return PictureReference("data:;base64," + base64.b64encode(encoded(image)).decode(), detail)
+
+
+def test_pictures_are_loaded_in_their_order() -> None:
+    images = [noise(32 * size, 400, seed=size) for size in range(8, 16)]
+    pictures = PictureLoader(CONFIG, max_tokens=4096).load([reference(image) for image in images])
+    assert [picture.original_size[0] for picture in pictures] == [image.size[0] for image in images]
+
+
+def test_low_detail_takes_few_tokens() -> None:
+    loader, image = PictureLoader(CONFIG, max_tokens=4096), noise(1280, 720)
+    high, low = loader.load([reference(image, "high"), reference(image, "low")])
+    assert high.height * high.width == 1024 * 880
+    assert low.height * low.width <= 1024 * 256
+
+
+def test_pictures_of_pillow_are_taken() -> None:
+    loader, image = PictureLoader(CONFIG, max_tokens=4096), noise(300, 200)
+    assert loader.load([image]) == loader.load([reference(image)])
+
+
+def test_picture_that_comes_back_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = PictureLoader(CONFIG, max_tokens=4096, kept_bytes=3 * 2 * 300 * 320)
+    first, second, third = (reference(noise(300, 300, seed=seed)) for seed in range(3))
+    [kept] = loader.load([first])
+    with monkeypatch.context() as patch:
+        patch.setattr(loader_module, "decode_picture", None)
+        assert loader.load([first])[0] is kept
+    loader.load([second, third])
+    assert loader.load([first])[0] is not kept
+
+
+def test_fault_names_the_picture() -> None:
+    loader = PictureLoader(CONFIG, max_tokens=4096)
+    broken = PictureReference("data:;base64," + base64.b64encode(png_of_size(500, 500)).decode())
+    with pytest.raises(RequestError, match=r"^picture 2 of the prompt: the picture cannot be decoded"):
+        loader.load([reference(noise(64, 64)), broken])
+
+
+def test_number_of_pictures_is_limited() -> None:
+    loader = PictureLoader(CONFIG, max_tokens=4096, max_pictures=1)
+    with pytest.raises(RequestError, match="at most 1 pictures, got 2; raise --limit-mm-per-prompt"):
+        loader.load([reference(noise(64, 64))] * 2)
+
+
+def test_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "is_pillow_installed", lambda: False)
+    with pytest.raises(RequestError, match=r"pip install 'strandline\[images\]'"):
+        PictureLoader(CONFIG, max_tokens=4096).load([reference(noise(64, 64))])
