@@ -43,6 +43,8 @@ class ExecutorFacts:
     corrects_lengths: bool = False
     """Whether, once graphs are captured, steps in which all sequences verify drafts can be launched before it is known
     how many drafts of the step before are accepted."""
+    encoder_tokens: int = 0
+    """Rows of the memory of encoded pictures; 0: the model reads no pictures."""
     num_ranks: int = 1
     """Ranks that the model is divided among. Sizes are those of one rank, and the same for all."""
     start_s: dict[str, float] = field(default_factory=dict)

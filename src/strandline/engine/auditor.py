@@ -92,7 +92,14 @@ class Auditor:
         request = due.request
         tokens = (*request.prompt_ids, *request.output_ids)[: self._max_model_len - 1]
         new = NewRequest(RequestId(AUDIT_PREFIX + request.request_id), tokens, COLD, 0, frozenset(), ())
-        return Request(new, max_total=len(tokens) + 1, salt=request.salt, is_audit=True)
+        return Request(
+            new,
+            max_total=len(tokens) + 1,
+            salt=request.salt,
+            pictures=request.pictures,
+            pixels=request.pixels,
+            is_audit=True,
+        )
 
     def is_replay(self, request_id: RequestId) -> bool:
         """Whether a request is the auditor's own, which has no sender."""

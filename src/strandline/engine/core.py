@@ -71,7 +71,7 @@ class EngineCore:
         self.spec = facts.spec
         self.start_s = dict(facts.start_s)
         """How long each phase of the start took."""
-        self.limits = Limits(facts.vocab_size, facts.max_model_len)
+        self.limits = Limits(facts.vocab_size, facts.max_model_len, facts.encoder_tokens)
         self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
         is_followed = config.data_parallel_size > 1 and config.enable_prefix_caching
         emits_events = is_followed or config.kv_events is not None
@@ -143,6 +143,8 @@ class EngineCore:
             transfer=submission.transfer,
             num_remembered=submission.num_remembered,
             comes_back=submission.comes_back,
+            pictures=submission.pictures,
+            pixels=submission.pixels,
         )
         request.grammar = grammar
         if self.hand_over is None or not self.hand_over.add(request):
@@ -444,7 +446,8 @@ def new_scheduler(
     )
     fixed_step_tokens = 0 if fills_steps else choose_fixed_step_tokens(facts.device_type)
     sizes = (max_num_batched_tokens, threshold, fixed_step_tokens, choose_logged_from(facts.device_type))
-    limits, loads = StepLimits(config.max_num_seqs, *sizes), Loads(cache, lower, announcer=announcer)
+    limits = StepLimits(config.max_num_seqs, *sizes, facts.encoder_tokens)
+    loads = Loads(cache, lower, announcer=announcer)
     return Scheduler(cache, loads, limits, drafts, deterministic=config.deterministic, introduce=introduce)
 
 

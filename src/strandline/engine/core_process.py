@@ -150,8 +150,10 @@ class CoreLoop:
 
     def _handle(self, message: ToCore) -> None:
         match message:
-            case Submit(submissions):
-                for submission in submissions:
+            case Submit(submissions, pictures):
+                pixels = {picture.digest: picture for picture in pictures}
+                for each in submissions:
+                    submission = replace(each, pixels=pixels) if each.pictures else each
                     if submission.new.params.structured_outputs is None:
                         self._core.add(submission)
                     else:

@@ -1,7 +1,9 @@
 """A request in the engine: one sequence of tokens and its progress."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
+from typing import Final
 
 from strandline.cache import Lead, Lease
 from strandline.engine.draft_counters import DraftCounters
@@ -11,10 +13,13 @@ from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.account import Account
 from strandline.records.events import FinishReason
 from strandline.records.offer import Offer
+from strandline.records.pictures import Picture, PictureSpan, with_virtual_ids
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.tokens import TokenBuffer
 from strandline.records.transfer_params import TransferParams
+
+NO_PIXELS: Final[Mapping[bytes, Picture]] = MappingProxyType({})
 
 
 class Status(Enum):
@@ -52,6 +57,8 @@ class Request:
         "num_tokens",
         "offer",
         "output_ids",
+        "pictures",
+        "pixels",
         "prompt_ids",
         "queue_number",
         "request_id",
@@ -75,13 +82,20 @@ class Request:
         transfer: TransferParams | None = None,
         num_remembered: int = 0,
         comes_back: bool = False,
+        pictures: tuple[PictureSpan, ...] = (),
+        pixels: Mapping[bytes, Picture] = NO_PIXELS,
         is_audit: bool = False,
     ) -> None:
         self.new = new
         self.request_id: RequestId = new.request_id
         self.prompt_ids = new.prompt_ids
         self.num_prompt_tokens = len(new.prompt_ids)
-        self.tokens = TokenBuffer(new.prompt_ids)
+        self.pictures = pictures
+        """Pictures in its prompt, in order."""
+        self.pixels = pixels
+        """These pictures, by digest."""
+        self.tokens = TokenBuffer(with_virtual_ids(new.prompt_ids, pictures) if pictures else new.prompt_ids)
+        """Its tokens as the cache names them: those of pictures have virtual ids."""
         self.num_tokens = self.num_prompt_tokens
         self.output_ids: list[int] = []
         self.num_new = 0

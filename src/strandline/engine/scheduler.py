@@ -29,6 +29,7 @@ from strandline.engine.drafts import Drafts
 from strandline.engine.host_tokens import HostTokens
 from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
+from strandline.engine.picture_steps import PictureSteps
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
@@ -86,6 +87,7 @@ class Scheduler:
         self._logged_from = limits.logged_from
         self.drafts = Drafts(cache) if drafts is None else drafts
         self._host_tokens = HostTokens(self.drafts.draft_tokens)
+        self._pictures = PictureSteps(limits.encoder_tokens, looks_ahead=self.drafts.has_layer)
         self._stopped: list[Request] = []
         """Requests that have ended at a stop string, to be ended when the step under way is advanced."""
         self._is_plain = False
@@ -109,6 +111,7 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
         self._host_tokens.add(request)
+        self._pictures.add(request)
         self.waiting.add(request)
         self.cache.expect(request.request_id, request.tokens, request.salt)
 
@@ -130,6 +133,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
         self._host_tokens.remove(request)
+        self._pictures.remove(request)
         if request.is_introduced:
             self._ended.append(request.request_id)
 
@@ -182,6 +186,7 @@ class Scheduler:
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
         self._long_prefills.begin_step(self.running)
+        self._pictures.begin_step()
         budget = self._plan_running(spans)
         if not spans and not drafts_of.unsettled:
             # Those that decoded have been preempted: long prefills need not wait for them.
@@ -205,6 +210,7 @@ class Scheduler:
         if drafts_of.has_layer:
             sequences = list(map(with_next, sequences, spans, next_drafts))
             has_drafts = len(drafts_of.unsettled) > 0 or not all(sequence.is_plain for sequence in sequences)
+        sequences = self._pictures.complete(sequences)
         if not sequences:
             if self._planned or self.cache.holds_for_others:
                 return None
@@ -222,7 +228,8 @@ class Scheduler:
                 request.is_independent = introduced.is_independent
                 new.append(introduced)
         gone, self._ended = self._ended, []
-        plan = StepPlan(tuple(sequences), tuple(self.cache.take_actions()), tuple(new), tuple(gone))
+        actions, pictures = tuple(self.cache.take_actions()), self._pictures.take_new()
+        plan = StepPlan(tuple(sequences), actions, tuple(new), tuple(gone), pictures)
         self._planned.append((plan, planned))
         self._is_plain = not has_drafts
         drafts_of.end_step(sequences, len(self.running))
@@ -255,8 +262,10 @@ class Scheduler:
                 index += 1
                 continue
             start, end = lease.computed, request.num_tokens
-            if end - start > 1:
+            if end - start > 1 or start < request.num_prompt_tokens:
                 end = start + self._long_prefills.allow(end - start, budget)
+                if request.pictures:
+                    end = self._pictures.limit(request, start, end)
                 if is_exact:
                     end = exact_end(request, start, end)
                 if end == start:
@@ -313,6 +322,8 @@ class Scheduler:
             start = lease.computed
             groups.add(request.num_tokens - start)
             end = start + self._long_prefills.allow(request.num_tokens - start, budget)
+            if request.pictures:
+                end = self._pictures.limit(request, start, end)
             if self._is_exact:
                 end = exact_end(request, start, end)
             if end == start < request.num_tokens:

@@ -14,3 +14,5 @@ class StepLimits(NamedTuple):
     """How many tokens of prompts take as long as the fixed cost of a step (``PromptGroups``)."""
     logged_from: int = 1
     """The least number of decodes for which a step uses logs."""
+    encoder_tokens: int = 0
+    """Rows of the memory of encoded pictures."""

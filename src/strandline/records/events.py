@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from strandline.ids import RequestId
 from strandline.records.account import Account
+from strandline.records.pictures import Picture, PictureSpan
 from strandline.records.plan import NewRequest, TokenLogprobs
 from strandline.records.transfer_params import TransferParams
 
@@ -41,6 +42,10 @@ class Submission:
     comes_back: bool = False
     """Whether later prompts contain the text of its output, which leaves out a stop string: it answers a conversation.
     """
+    pictures: tuple[PictureSpan, ...] = ()
+    """Pictures in its prompt, in order."""
+    pixels: dict[bytes, Picture] = field(default_factory=dict)
+    """These pictures, by digest. A message has them once for all of its sequences (``Submit``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,8 @@ class Limits:
 
     vocab_size: int
     max_model_len: int
+    max_picture_tokens: int = 0
+    """Tokens of the largest picture; 0: the model reads none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from strandline.config import EngineConfig
 from strandline.ids import RequestId
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
+from strandline.records.pictures import Picture
 
 
 class Start(msgspec.Struct, tag=True):
@@ -20,6 +21,8 @@ class Submit(msgspec.Struct, tag=True):
     """Run these sequences."""
 
     submissions: list[Submission]
+    pictures: list[Picture] = []
+    """Those of all sequences."""
 
 
 class Finish(msgspec.Struct, tag=True):

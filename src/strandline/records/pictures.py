@@ -8,7 +8,7 @@ Source: Wang et al., arXiv:2409.12191, section 2.1, for positions in three dimen
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256, shake_256
 from itertools import repeat
 from typing import Final, NamedTuple
@@ -71,6 +71,14 @@ def virtual_ids(digest: bytes, rows: int, columns: int) -> list[int]:
     drawn = bytearray(shake_256(digest + grid).digest(rows * columns * TOKEN_BYTES))
     drawn[::TOKEN_BYTES] = drawn[::TOKEN_BYTES].translate(WITH_TOP_BIT)
     return decode(drawn)
+
+
+def with_virtual_ids(prompt_ids: Sequence[int], spans: Iterable[PictureSpan]) -> list[int]:
+    """Return a prompt as prefixes are named by: with virtual ids instead of the model's token for pictures."""
+    token_ids = list(prompt_ids)
+    for span in spans:
+        token_ids[span.start : span.end] = virtual_ids(span.digest, span.rows, span.columns)
+    return token_ids
 
 
 def is_virtual(token_id: int) -> bool:
