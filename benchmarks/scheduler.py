@@ -16,6 +16,7 @@ from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.step_limits import StepLimits
 from strandline.ids import RequestId
+from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepResult
 from strandline.records.sampling_params import SamplingParams
 
@@ -53,7 +54,7 @@ def fill(num_running: int, prompt_tokens: int) -> Scheduler:
     for index in range(num_running):
         prompt = (index, *rng.choices(range(10_000), k=prompt_tokens - 1))
         new = NewRequest(RequestId(str(index)), prompt, params, index, frozenset({5}), ())
-        scheduler.add(Request(new, max_total=10**6))
+        scheduler.add(Request(Submission(new, 10**6)))
     return scheduler
 
 

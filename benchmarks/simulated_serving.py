@@ -24,6 +24,7 @@ from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.step_limits import StepLimits
 from strandline.ids import RequestId
+from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
 
@@ -123,7 +124,7 @@ def serve(workload: Workload, scheduler: Scheduler, step_s: Callable[[int, int],
         number, prompt = to_send.pop()
         request_id = RequestId(str(number))
         new = NewRequest(request_id, tuple(prompt), params, number, frozenset(), ())
-        scheduler.add(Request(new, max_total=len(prompt) + workload.output_tokens))
+        scheduler.add(Request(Submission(new, len(prompt) + workload.output_tokens)))
         seen.sent_s[request_id], seen.arrivals_s[request_id] = now_s, []
 
     for _ in range(min(workload.num_clients, len(to_send))):

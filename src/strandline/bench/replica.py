@@ -22,6 +22,7 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.step_limits import StepLimits
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.tokens import TOKEN_BYTES, decode
@@ -83,7 +84,7 @@ class Running:
         """Return a call as a request that has arrived."""
         num_prompt, num_output = len(call.prompt) // TOKEN_BYTES, max(len(call.output) // TOKEN_BYTES, 1)
         new = NewRequest(RequestId(name), NoTokens.of(num_prompt), NOTHING, 0, frozenset(), ())
-        request = Request(new, max_total=num_prompt + num_output, marks=call.marks)
+        request = Request(Submission(new, num_prompt + num_output, marks=call.marks))
         request.tokens.data = call.prompt
         return cls(request, call, lane, arrival_s)
 

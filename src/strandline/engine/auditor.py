@@ -16,6 +16,7 @@ from typing import Final
 
 from strandline.engine.request import Request
 from strandline.ids import AUDIT_PREFIX, RequestId
+from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepPlan, StepResult, TokenLogprobs
 from strandline.records.sampling_params import SamplingParams
 
@@ -92,14 +93,8 @@ class Auditor:
         request = due.request
         tokens = (*request.prompt_ids, *request.output_ids)[: self._max_model_len - 1]
         new = NewRequest(RequestId(AUDIT_PREFIX + request.request_id), tokens, COLD, 0, frozenset(), ())
-        return Request(
-            new,
-            max_total=len(tokens) + 1,
-            salt=request.salt,
-            pictures=request.pictures,
-            pixels=request.pixels,
-            is_audit=True,
-        )
+        submission = Submission(new, len(tokens) + 1, request.salt, pictures=request.pictures, pixels=request.pixels)
+        return Request(submission, is_audit=True)
 
     def is_replay(self, request_id: RequestId) -> bool:
         """Whether a request is the auditor's own, which has no sender."""

@@ -135,17 +135,7 @@ class EngineCore:
         """
         if self._is_closing:
             raise EngineError("the engine has been closed")
-        request = Request(
-            submission.new,
-            max_total=submission.max_total,
-            salt=submission.salt,
-            marks=submission.marks,
-            transfer=submission.transfer,
-            num_remembered=submission.num_remembered,
-            comes_back=submission.comes_back,
-            pictures=submission.pictures,
-            pixels=submission.pixels,
-        )
+        request = Request(submission)
         request.grammar = grammar
         if self.hand_over is None or not self.hand_over.add(request):
             self.scheduler.add(request)

@@ -1,9 +1,7 @@
 """A request in the engine: one sequence of tokens and its progress."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from types import MappingProxyType
-from typing import Final
 
 from strandline.cache import Lead, Lease
 from strandline.engine.draft_counters import DraftCounters
@@ -11,15 +9,11 @@ from strandline.engine.suffix_index import SuffixIndex
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.account import Account
-from strandline.records.events import FinishReason
+from strandline.records.events import FinishReason, Submission
 from strandline.records.offer import Offer
-from strandline.records.pictures import Picture, PictureSpan, with_virtual_ids
-from strandline.records.plan import NewRequest
+from strandline.records.pictures import with_virtual_ids
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.tokens import TokenBuffer
-from strandline.records.transfer_params import TransferParams
-
-NO_PIXELS: Final[Mapping[bytes, Picture]] = MappingProxyType({})
 
 
 class Status(Enum):
@@ -72,29 +66,16 @@ class Request:
         "transfer",
     )
 
-    def __init__(
-        self,
-        new: NewRequest,
-        *,
-        max_total: int,
-        salt: str = "",
-        marks: tuple[int, ...] = (),
-        transfer: TransferParams | None = None,
-        num_remembered: int = 0,
-        comes_back: bool = False,
-        pictures: tuple[PictureSpan, ...] = (),
-        pixels: Mapping[bytes, Picture] = NO_PIXELS,
-        is_audit: bool = False,
-    ) -> None:
-        self.new = new
+    def __init__(self, submission: Submission, *, is_audit: bool = False) -> None:
+        self.new = new = submission.new
         self.request_id: RequestId = new.request_id
         self.prompt_ids = new.prompt_ids
         self.num_prompt_tokens = len(new.prompt_ids)
-        self.pictures = pictures
+        self.pictures = submission.pictures
         """Pictures in its prompt, in order."""
-        self.pixels = pixels
+        self.pixels = submission.pixels
         """These pictures, by digest."""
-        self.tokens = TokenBuffer(with_virtual_ids(new.prompt_ids, pictures) if pictures else new.prompt_ids)
+        self.tokens = TokenBuffer(with_virtual_ids(new.prompt_ids, self.pictures) if self.pictures else new.prompt_ids)
         """Its tokens as the cache names them: those of pictures have virtual ids."""
         self.num_tokens = self.num_prompt_tokens
         self.output_ids: list[int] = []
@@ -106,18 +87,18 @@ class Request:
         """Counters of its verified drafts; None before the first."""
         self.suffixes: SuffixIndex | None = None
         """Index of its tokens for suffix decoding; None before the first search."""
-        self.max_total = max_total
+        self.max_total = submission.max_total
         """Most tokens of prompt and output together, by ``max_tokens`` or ``max_model_len``."""
-        self.salt = salt
+        self.salt = submission.salt
         self.grammar: object = None
         """Keeps the compiled grammar of structured outputs while the request exists (``Executor.compile_grammar``)."""
-        self.marks = marks
+        self.marks = submission.marks
         """Ends of prefixes that other prompts are likely to share: of tools, system prompt and turns."""
-        self.transfer = transfer
+        self.transfer = submission.transfer
         """What it hands over to another engine, or fetches from one; None: nothing."""
-        self.num_remembered = num_remembered
+        self.num_remembered = submission.num_remembered
         """Tokens of its prompt that are encoded as earlier answers were generated."""
-        self.comes_back = comes_back
+        self.comes_back = submission.comes_back
         """Whether later prompts contain the text of its output, which leaves out a stop string."""
         self.lead: Lead | None = None
         """The running request or the load that it last waited for, or None."""

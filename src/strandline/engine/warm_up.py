@@ -14,6 +14,7 @@ from strandline.device.executor import Executor, LaunchedStep
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
+from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepPlan
 from strandline.records.sampling_params import SamplingParams
 
@@ -135,7 +136,7 @@ class WarmUp:
         values = {"temperature": 0.0, **(options or {}), "max_tokens": max_tokens, "ignore_eos": True}
         new = NewRequest(RequestId(name), (0,) * num_tokens, SamplingParams(**values), 0, frozenset(), ())
         max_total = min(num_tokens + max_tokens, self._max_model_len)
-        request = Request(new, max_total=max_total, salt=name if salt is None else salt)
+        request = Request(Submission(new, max_total, salt=name if salt is None else salt))
         self._scheduler.add(request)
         return request
 

@@ -18,7 +18,7 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.step_limits import StepLimits
 from strandline.errors import EngineError
 from strandline.ids import RequestId
-from strandline.records.events import FinishReason
+from strandline.records.events import FinishReason, Submission
 from strandline.records.pictures import FIRST_VIRTUAL_ID, Picture, PictureSpan, rotary_delta, rotary_positions
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ def make_request(name: str, pieces: Pieces, *, max_tokens: int = 3) -> Request:
             prompt += [PAD] * (rows * columns)
     new = NewRequest(RequestId(name), tuple(prompt), SamplingParams(max_tokens=max_tokens), 0, frozenset({EOS}), ())
     pixels = {span.digest: PICTURES[span.digest.decode()][0] for span in spans}
-    return Request(new, max_total=len(prompt) + max_tokens, pictures=tuple(spans), pixels=pixels)
+    return Request(Submission(new, len(prompt) + max_tokens, pictures=tuple(spans), pixels=pixels))
 
 
 class Steps:

@@ -13,6 +13,7 @@ from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.step_limits import StepLimits
 from strandline.ids import RequestId
+from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepResult
 from strandline.records.sampling_params import SamplingParams
 
@@ -33,7 +34,7 @@ def prompts_of_steps(scheduler: Scheduler, lengths: list[int]) -> list[int]:
     for index, length in enumerate(lengths):
         prompt = tuple(rng.choices(range(10, 9000), k=length))
         new = NewRequest(RequestId(str(index)), prompt, params, 0, frozenset(), ())
-        scheduler.add(Request(new, max_total=length + 1))
+        scheduler.add(Request(Submission(new, length + 1)))
     while (plan := scheduler.plan()) is not None:
         numbers.append(len(plan.sequences))
         scheduler.commit(plan, StepResult(tuple((1,) if x.is_sampled else () for x in plan.sequences)))

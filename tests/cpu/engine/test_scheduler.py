@@ -23,7 +23,7 @@ from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId, TransferId
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock
-from strandline.records.events import FinishReason
+from strandline.records.events import FinishReason, Submission
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def _plans_keep_their_content(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, priority: int = 0) -> Request:
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[5], priority=priority)
     new = NewRequest(RequestId(name), tuple(prompt), params, 0, frozenset({5, EOS}), ())
-    return Request(new, max_total=len(prompt) + max_tokens)
+    return Request(Submission(new, len(prompt) + max_tokens))
 
 
 def make_scheduler(

@@ -8,7 +8,7 @@ from strandline.engine.drafting import new_drafter
 from strandline.engine.request import Request
 from strandline.engine.suffix_drafter import SuffixDrafter
 from strandline.ids import RequestId
-from strandline.records.events import FinishReason
+from strandline.records.events import FinishReason, Submission
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
 from strandline.speculative_config import MIN_TREE_DEPTH, read_speculative_config
@@ -29,7 +29,7 @@ def request_of(
     prompt: list[int], output: list[int] | None = None, *, salt: str = "", is_audit: bool = False
 ) -> Request:
     new = NewRequest(RequestId("r"), tuple(prompt), SamplingParams(max_tokens=500), 0, frozenset(), ())
-    request = Request(new, max_total=1000, salt=salt, is_audit=is_audit)
+    request = Request(Submission(new, 1000, salt), is_audit=is_audit)
     request.append(output or [])
     return request
 

@@ -13,6 +13,7 @@ from strandline.engine.request import Request
 from strandline.engine.waiting import WaitingQueue
 from strandline.ids import RequestId
 from strandline.records.account import Account
+from strandline.records.events import Submission
 from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.tokens import TokenBuffer
@@ -24,7 +25,7 @@ FOUND = Account(1, 0, 0, None, ())
 
 def make_request(number: int, priority: int = 0) -> Request:
     params = SamplingParams(priority=priority)
-    return Request(NewRequest(RequestId(str(number)), (1,), params, 0, frozenset(), ()), max_total=2)
+    return Request(Submission(NewRequest(RequestId(str(number)), (1,), params, 0, frozenset(), ()), 2))
 
 
 def make_lead() -> Lead:
