@@ -76,7 +76,7 @@ class CausalLM(nn.Module):
         self.spec = self._whole_spec()
 
     def add_tower(self, pictures: PictureConfig) -> None:
-        """Add the vision tower.
+        """Add the vision tower; what layers keep may depend on it.
 
         Raises:
             ConfigError: the model has none, or one that is not supported.
@@ -85,6 +85,7 @@ class CausalLM(nn.Module):
             raise ConfigError("this model has no vision tower")
         self.tower = self._build_tower(pictures)
         self.decoder.picture_token_id = pictures.image_token_id
+        self.spec = self._whole_spec()
 
     def limit_drafts(self, num_tokens: int) -> None:
         """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""

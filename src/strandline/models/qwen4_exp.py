@@ -29,7 +29,8 @@ from strandline.models.layers.site import Site
 from strandline.models.layers.streams import FeaturesLayer, StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets
 from strandline.models.qwen3_5 import in_proj_targets
-from strandline.models.vision.tower import tower_builder
+from strandline.models.vision.tower import VisionTower, tower_builder
+from strandline.picture_config import PictureConfig
 
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
@@ -64,8 +65,17 @@ def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
     ends, shape = StreamsEnds(last_mix, streams.num_streams), (vocab_size, streams.hidden_size)
     decoder = Decoder(layers, ends, rotary, shape, site, is_tied=is_tied)
     published = partial(_published, decoder, last_mix, layers)
-    tower = tower_builder(config.vision, streams.hidden_size, site)
-    return CausalLM(decoder, read_max_position(fields), published, build_tower=tower)
+    build_tower = tower_builder(config.vision, streams.hidden_size, site)
+    if build_tower is None:
+        return CausalLM(decoder, read_max_position(fields), published)
+
+    def build_tower_and_keep_positions(pictures: PictureConfig) -> VisionTower:
+        for layer in layers:
+            if isinstance(layer.mixer, IndexedAttention):
+                layer.mixer.keeps_positions = True
+        return build_tower(pictures)
+
+    return CausalLM(decoder, read_max_position(fields), published, build_tower=build_tower_and_keep_positions)
 
 
 def _read_gated_delta(fields: Fields) -> GatedDeltaNetConfig:

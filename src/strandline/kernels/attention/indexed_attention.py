@@ -26,7 +26,7 @@ from strandline.kernels.attention.attention import QUERY_TOKENS, attend_sequence
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.operation import operation
 from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
-from strandline.kernels.rowwise.rotary import apply_rotary, rotary_table
+from strandline.kernels.rowwise.rotary import apply_rotary, rotary_table, rotary_table_3d
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class GroupIndex:
     """Weight of the zero-centred norm of a group's key."""
     eps: float
     inv_freq_F: Tensor
+    dimension_F: Tensor
+    """As in ``rotary.rotary_table_3d``."""
     attention_factor: float
 
     def is_whole(self, num_tokens: int) -> bool:
@@ -52,6 +54,8 @@ class IndexedMemory:
 
     kv: KVMemory
     index_BPC: Tensor
+    position_BP3: Tensor | None = None
+    """Positions for rotary embeddings, float32: time, height and width; None: a token's position in its sequence."""
 
 
 def store_rows(row_TC: Tensor, memory_BPC: Tensor, batch: AttentionBatch) -> None:
@@ -93,8 +97,8 @@ def indexed_attention(
         if index.is_whole(num_tokens):
             attend_sequence(q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale, None)
             continue
-        key_LC = gathered(memory.index_BPC, table_M, span, q_THD.dtype)
-        _attend_many(*q_and_out, index_q_TJC[rows], k_LGD, v_LGD, group_keys(key_LC, index), index, scale)
+        key_NC = _stored_group_keys(memory, table_M, num_tokens, index)
+        _attend_many(*q_and_out, index_q_TJC[rows], k_LGD, v_LGD, key_NC, index, scale)
     return out_THD
 
 
@@ -109,9 +113,8 @@ def _attend_one(
     scale: float,
 ) -> None:
     """Attend a sequence's last token, which reads the keys and values that it attends to alone."""
-    num_blocks = -(-num_tokens // BLOCK_TOKENS)
-    key_LC = memory.index_BPC.index_select(0, table_M[:num_blocks]).flatten(0, 1)[:num_tokens]
-    [seen_L] = seen_tokens(index_q_1JC, group_keys(key_LC, index), num_tokens - 1, num_tokens, index)
+    key_NC = _stored_group_keys(memory, table_M, num_tokens, index)
+    [seen_L] = seen_tokens(index_q_1JC, key_NC, num_tokens - 1, num_tokens, index)
     position_L = seen_L.nonzero().squeeze(-1)
     block_L, offset_L = table_M[position_L // BLOCK_TOKENS], position_L % BLOCK_TOKENS
     k_LGD, v_LGD = (x[block_L, offset_L] for x in (memory.kv.k_BPGD, memory.kv.v_BPGD))
@@ -141,14 +144,33 @@ def _attend_many(
         )
 
 
-def group_keys(key_LC: Tensor, index: GroupIndex) -> Tensor:
-    """Return the keys ``group_key_NC`` of a sequence's complete groups, given its tokens' index keys."""
+def _stored_group_keys(memory: IndexedMemory, table_M: Tensor, num_tokens: int, index: GroupIndex) -> Tensor:
+    """Return the keys of a sequence's complete groups."""
+    blocks = table_M[: -(-num_tokens // BLOCK_TOKENS)]
+
+    def stored(memory_BPX: Tensor) -> Tensor:
+        return memory_BPX.index_select(0, blocks).flatten(0, 1)[:num_tokens]
+
+    positions_BP3 = memory.position_BP3
+    return group_keys(stored(memory.index_BPC), index, None if positions_BP3 is None else stored(positions_BP3))
+
+
+def group_keys(key_LC: Tensor, index: GroupIndex, position_L3: Tensor | None = None) -> Tensor:
+    """Return the keys ``group_key_NC`` of a sequence's complete groups, given its tokens' index keys.
+
+    Args:
+        position_L3: as stored; None: tokens are of text, and counted from 0.
+    """
     num_groups = len(key_LC) // index.group_tokens
     by_group_NLC = key_LC[: num_groups * index.group_tokens].unflatten(0, (num_groups, index.group_tokens))
     key_NC = by_group_NLC.float().mean(dim=1).to(key_LC.dtype)
     normed_NC = rms_norm_heads_zero_centered(key_NC, index.key_norm_C, index.eps)
-    first_N = torch.arange(num_groups, device=key_LC.device) * index.group_tokens
-    rotary = rotary_table.reference(first_N, index.inv_freq_F, index.attention_factor)
+    if position_L3 is None:
+        first_N = torch.arange(num_groups, device=key_LC.device) * index.group_tokens
+        rotary = rotary_table.reference(first_N, index.inv_freq_F, index.attention_factor)
+    else:
+        first_3N = position_L3[:: index.group_tokens][:num_groups].T
+        rotary = rotary_table_3d.reference(first_3N, index.dimension_F, index.inv_freq_F, index.attention_factor)
     return apply_rotary(normed_NC.unsqueeze(1), rotary).squeeze(1)
 
 

@@ -10,7 +10,7 @@ key, O rows of a fused projection, B blocks, P tokens in a block, F rotated pair
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
 from strandline.kernels.binding import Kernels
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
-from strandline.kernels.rowwise.rotary import apply_rotary
+from strandline.kernels.rowwise.rotary import apply_rotary, interleaved_dimensions
 from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryFrequencies
@@ -27,6 +27,9 @@ from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, TensorSpec
+
+INDEX_KEY: Final = "index_key"
+POSITION: Final = "rotary_position"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,21 @@ class IndexedAttention(GatedAttention):
         self.index_proj = Projection(sum(self.index_sizes), config.attention.hidden_size, site)
         """Rows: index queries, index key."""
         self.index_q_norm_C, self.index_k_norm_C = (site.parameter(config.index_dim) for _ in range(2))
-        self.register_buffer("inv_freq_F", config.rotary.inv_freq_F.to(site.device), persistent=False)
+        self.keeps_positions = False
+        """Whether positions for rotary embeddings are stored, because they do not follow from where a token is."""
+        rotary = config.rotary
+        dimension_F = interleaved_dimensions(len(rotary.inv_freq_F), rotary.sections)
+        self.register_buffer("inv_freq_F", rotary.inv_freq_F.to(site.device), persistent=False)
+        self.register_buffer("dimension_F", dimension_F.to(site.device), persistent=False)
 
     inv_freq_F: Tensor
+    dimension_F: Tensor
 
     @property
     def spec(self) -> LayerSpec:
-        spec, index_key = super().spec, TensorSpec("index_key", (self.indexed.index_dim,), dtype_name(self.dtype))
-        return replace(spec, streams=(*spec.streams, index_key))
+        spec, index_key = super().spec, TensorSpec(INDEX_KEY, (self.indexed.index_dim,), dtype_name(self.dtype))
+        positions = (TensorSpec(POSITION, (3,), "float32"),) if self.keeps_positions else ()
+        return replace(spec, streams=(*spec.streams, index_key, *positions))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -95,16 +105,20 @@ class IndexedAttention(GatedAttention):
             self.index_k_norm_C,
             its.attention.eps,
             self.inv_freq_F,
+            self.dimension_F,
             its.rotary.attention_factor,
         )
 
     def bind(self, memory: LayerMemory) -> Any:
         """Return the layer's memory as ``forward`` takes it."""
-        return IndexedMemory(super().bind(memory), memory.streams["index_key"])
+        return IndexedMemory(super().bind(memory), memory.streams[INDEX_KEY], memory.streams.get(POSITION))
 
     def forward(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
         q_THD, gate_TO = self._prepared(hidden_TE, step, memory.kv)
         index_q_TJC = self._index_queries(hidden_TE, step, memory.index_BPC)
+        if memory.position_BP3 is not None:
+            positions = step.batch.positions_T if step.batch.rotary is None else step.batch.rotary
+            store_rows(positions.expand(3, -1).T.float(), memory.position_BP3, step.batch.attention)
         scale, attention = self.config.scale, step.batch.attention
         if all(map(self._index.is_whole, attention.context_lens)):
             out_THD = self._attend(q_THD, memory.kv, attention, step.batch.num_decodes, scale=scale)

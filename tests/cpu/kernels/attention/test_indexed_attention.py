@@ -34,7 +34,7 @@ Tokens = tuple[Tensor, ...]
 
 def make_index(group_tokens: int, max_groups: int) -> GroupIndex:
     inv_freq_F = torch.tensor([1.0, 0.1, 0.01])
-    return GroupIndex(group_tokens, max_groups, 0.2 * torch.randn(INDEX_DIM), 1e-6, inv_freq_F, 1.0)
+    return GroupIndex(group_tokens, max_groups, 0.2 * torch.randn(INDEX_DIM), 1e-6, inv_freq_F, torch.zeros(0), 1.0)
 
 
 def random_tokens(count: int) -> Tokens:
