@@ -27,6 +27,7 @@ from strandline.models.registry import builder_for
 from strandline.models.storage.formats import WeightFormat, read_formats
 from strandline.models.storage.published_names import DRAFT_PREFIXES
 from strandline.models.weights import WeightsReport, published_dtype
+from strandline.picture_config import PictureConfig
 from strandline.specs import E4M3
 
 E4M3_CAPABILITY: Final = (8, 9)
@@ -182,14 +183,23 @@ def peak_note(device: torch.device) -> str:
     return f"weights: {_size(loaded)}; at most {_size(peak)} while they loaded"
 
 
-def count_weights(model_config: ModelConfig, shard: Shard = WHOLE, *, with_draft_layer: bool = False) -> int:
-    """Return how many weights a model, or a shard of it, has; none are made.
+def count_weights(
+    model_config: ModelConfig,
+    shard: Shard = WHOLE,
+    *,
+    with_draft_layer: bool = False,
+    pictures: PictureConfig | None = None,
+) -> int:
+    """Return how many weights a model, or a shard of it, has; none are made. Arguments as for ``load_model``.
 
     Raises:
         ConfigError: its architecture is not supported, or has no draft layer.
     """
+    model = _on_meta(model_config, shard, with_draft_layer)
+    if pictures is not None:
+        model.add_tower(pictures)
     # A tied head is the embedding once more, and comes once.
-    return sum(weight.numel() for weight in _on_meta(model_config, shard, with_draft_layer).parameters())
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def count_matrix_weights(model_config: ModelConfig, shard: Shard = WHOLE, *, with_draft_layer: bool = False) -> int:

@@ -90,7 +90,7 @@ class Capacity(NamedTuple):
     """Whether decoding sequences keep logs of decoded tokens; the scheduler must know."""
     draft_tokens: int = 0
     """Most drafts of a sequence in a step, and in a log of drafts."""
-    encoded_tokens: int = 0
+    encoder_tokens: int = 0
     """Rows of the memory of encoded pictures."""
 
 
@@ -119,7 +119,7 @@ class Runner:
         self._synthetic_rates = synthetic_rates
         self.device = device
         self._constraints = constraints
-        num_slabs, max_num_seqs, keeps_logs, draft_tokens, encoded_tokens = capacity
+        num_slabs, max_num_seqs, keeps_logs, draft_tokens, encoder_tokens = capacity
         self._tokens_ahead = num_tokens_ahead(draft_tokens)
         if device.type == "cpu":
             keep_scratch_memory()
@@ -137,9 +137,9 @@ class Runner:
         self._encoded: EncodedPictures | None = None
         if model.tower is not None:
             dtype = getattr(torch, model.spec.hidden_dtype)
-            memory_XE = torch.zeros(encoded_tokens, model.spec.hidden_size, dtype=dtype, device=device)
+            memory_XE = torch.zeros(encoder_tokens, model.spec.hidden_size, dtype=dtype, device=device)
             self._memory = replace(self._memory, pictures=memory_XE)
-            max_tokens = 0 if kernels.workload.is_deterministic else encoded_tokens
+            max_tokens = 0 if kernels.workload.is_deterministic else encoder_tokens
             self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens)
         self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=poison)
         self._pending = PendingTokens(max_num_seqs, device, kernels)

@@ -2,6 +2,8 @@
 
 import os
 from array import array
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -9,6 +11,7 @@ from strandline.config import EngineConfig, parse_bytes
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
 from strandline.device.dtypes import count_matrix_weights, count_weights, machine_bytes
+from strandline.device.encoded_pictures import encode_largest
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
@@ -16,8 +19,9 @@ from strandline.kernels.binding import Kernels
 from strandline.model_config import ModelConfig
 from strandline.models.layers.protocol import LanguageModel
 from strandline.models.layers.shard import WHOLE, Shard
+from strandline.picture_config import PictureConfig
 from strandline.records.plan import SequencePlan
-from strandline.specs import ModelSpec
+from strandline.specs import ITEM_BYTES, ModelSpec
 
 DEFAULT_BYTES = 4 * 2**30
 BATCHED_TOKENS_CPU, BATCHED_TOKENS_GPU = 2048, 8192
@@ -37,6 +41,24 @@ SLOTS_PER_REQUEST = 2
 def choose_batched_tokens(config: EngineConfig, device_type: str) -> int:
     """Return the maximum number of tokens per step."""
     return config.max_num_batched_tokens or (BATCHED_TOKENS_CPU if device_type == "cpu" else BATCHED_TOKENS_GPU)
+
+
+def largest_picture(config: EngineConfig, pictures: PictureConfig) -> int:
+    """Return the maximum number of tokens of a picture."""
+    return min(config.max_image_tokens, pictures.max_tokens)
+
+
+def choose_encoder_tokens(config: EngineConfig, model: LanguageModel, device_type: str) -> int:
+    """Return the rows of the memory of encoded pictures; 0: the model encodes none.
+
+    A step may need the end of one picture and the beginning of another. Deterministic steps end on the 64-token grid,
+    so they must have both, and what is between them.
+    """
+    if model.tower is None:
+        return 0
+    largest = largest_picture(config, model.tower.pictures)
+    at_least = 3 * largest + 2 * BLOCK_TOKENS if config.deterministic else largest
+    return max(choose_batched_tokens(config, device_type), at_least)
 
 
 def choose_logged_from(device_type: str) -> int:
@@ -93,14 +115,16 @@ def choose_memory_bytes(
 ) -> int:
     """Return the budget of blocks and slots.
 
-    What the user said; else, on a GPU its share of the memory less weights, logs and scratch memory, which is measured,
-    and elsewhere 4 GiB, at most half of what is free, and of what a container allows. On CPUs, ranks and engines share
-    the memory.
+    What the user said; else, on a GPU its share of the memory less weights, logs, encoded pictures and scratch memory,
+    which is measured, and elsewhere 4 GiB, at most half of what is free, and of what a container allows. On CPUs, ranks
+    and engines share the memory.
 
     Raises:
         ConfigError: there is not so much memory, or the GPU's share is used up already.
     """
     log_bytes = num_logs * log_size(config, model.spec)
+    row_bytes = model.spec.hidden_size * ITEM_BYTES[model.spec.hidden_dtype]
+    log_bytes += choose_encoder_tokens(config, model, device.type) * row_bytes
     if config.memory is None and device.type == "cuda":
         return _choose_gpu_bytes(config, model, kernels, device, log_bytes)
     free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
@@ -137,6 +161,7 @@ def require_room_for_weights(
     shard: Shard = WHOLE,
     *,
     with_draft_layer: bool = False,
+    pictures: PictureConfig | None = None,
     bits: int | None = None,
 ) -> None:
     """Check that the memory of a device holds a model's weights, or those of a shard, before any is allocated.
@@ -144,13 +169,15 @@ def require_room_for_weights(
     Shards on CPUs share one memory.
 
     Args:
+        pictures: as for ``load_model``.
         bits: fewest that the weight of a matrix takes; None: all have the dtype.
 
     Raises:
         ConfigError: it does not, or the configuration is not supported.
     """
     num_shards = 1 if device.type == "cuda" else shard.count
-    num_weights = count_weights(model_config, shard, with_draft_layer=with_draft_layer) * num_shards
+    counted = partial(count_weights, with_draft_layer=with_draft_layer, pictures=pictures)
+    num_weights = counted(model_config, shard) * num_shards
     have = memory_bytes(device)
     num_bytes, form = num_weights * dtype.itemsize, str(dtype).removeprefix("torch.")
     if bits is not None:
@@ -170,6 +197,9 @@ def _choose_gpu_bytes(
     num_tokens = min(choose_batched_tokens(config, device.type), config.max_model_len or model.max_position)
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     scratch_bytes = measure_scratch_bytes(model, kernels, num_tokens, config.max_num_seqs * (1 + drafts), device)
+    if model.tower is not None:
+        largest = largest_picture(config, model.tower.pictures)
+        scratch_bytes = max(scratch_bytes, peak_bytes(partial(encode_largest, model.tower, largest, device), device))
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)
     budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes - log_bytes
@@ -215,16 +245,24 @@ def measure_scratch_bytes(
         num_logged=0,
         num_folded=num_tokens,
     )
+
+    def run() -> None:
+        batch = to_device(build_host_batch([sequence], 0), device, kernels)
+        hidden_TE = model.forward(batch.step, model.bind(arena))
+        likeliest(model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()), kernels)
+
+    return peak_bytes(run, device)
+
+
+def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
+    """Return the most memory of a GPU that a function takes while it runs."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        batch = to_device(build_host_batch([sequence], 0), device, kernels)
-        hidden_TE = model.forward(batch.step, model.bind(arena))
-        likeliest(model.logits(hidden_TE[:1].expand(num_rows, -1).contiguous()), kernels)
+        run()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
-    del arena, batch, hidden_TE
     torch.cuda.empty_cache()
     return peak - before
 

@@ -19,6 +19,7 @@ from strandline.device.shared_copies import Copy, SharedCopies
 from strandline.device.sizing import (
     choose_batched_tokens,
     choose_draft_tokens,
+    choose_encoder_tokens,
     choose_max_model_len,
     choose_memory_bytes,
     keeps_decoded,
@@ -80,6 +81,7 @@ class UniExecutor:
         if config.deterministic:
             require_determinism(spec, kernels)
         draft_tokens, keeps_logs = choose_draft_tokens(config, spec, device.type), keeps_decoded(config, spec)
+        encoder_tokens = choose_encoder_tokens(config, model, device.type)
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
             have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
@@ -90,7 +92,7 @@ class UniExecutor:
                 model,
                 kernels,
                 device,
-                Capacity(num_slabs, config.max_num_seqs, keeps_logs, draft_tokens),
+                Capacity(num_slabs, config.max_num_seqs, keeps_logs, draft_tokens, encoder_tokens),
                 constraints,
                 poison=is_cache_debugged(),
                 synthetic_rates=None if config.speculation is None else config.speculation.synthetic_acceptance_rates,
@@ -112,6 +114,7 @@ class UniExecutor:
             lower=lower,
             draft_tokens=draft_tokens,
             corrects_lengths=draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager,
+            encoder_tokens=encoder_tokens,
             num_ranks=ranks.size,
             start_s=start_s,
         )

@@ -32,6 +32,7 @@ from strandline.model_config import read_model_config
 from strandline.models.layers.shard import Shard
 from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.weights import load_model, published_dtype
+from strandline.picture_config import PREPROCESSOR_CONFIG, read_picture_config
 from strandline.text.model_files import find_model
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
@@ -92,12 +93,15 @@ def load_uni_executor(
     device, shard = resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
     require_shared_memory(device)
     model_config = read_model_config(directory)
+    pictures = None if config.language_model_only else read_picture_config(directory, model_config)
     choice = choose_dtype(config, model_config, device)
     storage = choose_storage(config, model_config, device, choice.dtype)
     has_drafts = config.speculation is not None and config.speculation.has_draft_layer
     need = (choice.dtype, device, shard)
-    require_room_for_weights(model_config, *need, with_draft_layer=has_drafts, bits=storage.bits)
+    require_room_for_weights(model_config, *need, with_draft_layer=has_drafts, pictures=pictures, bits=storage.bits)
     notes = [choice.note, storage.note]
+    if model_config.vision is not None and pictures is None and not config.language_model_only:
+        notes.append(f"pictures are refused: {directory} has no {PREPROCESSOR_CONFIG}, which says how to scale them")
     notes.append(limit_threads(ranks.size, config.data_parallel_size) if device.type == "cpu" else None)
     for note in filter(None, notes if shard.is_first else ()):
         LOGGER.warning(note)
@@ -116,6 +120,7 @@ def load_uni_executor(
         kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
         keeps_quantized=storage.keeps_quantized,
+        pictures=pictures,
         adapter=None if lora is None else read_adapter(Path(lora.path)),
     )
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:

@@ -67,6 +67,11 @@ class Prompt:
     def spans(self) -> tuple[PictureSpan, ...]:
         return tuple(span for span, _ in self.pictures)
 
+    def and_then(self, *parts: Sequence[int] | Picture) -> "Prompt":
+        more, length = Prompt.of(*parts), len(self.token_ids)
+        moved = [(span._replace(start=span.start + length), picture) for span, picture in more.pictures]
+        return Prompt((*self.token_ids, *more.token_ids), (*self.pictures, *moved))
+
     def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
         return Prompt((*self.token_ids, *token_ids), self.pictures)
 
