@@ -47,6 +47,11 @@ class PictureConfig:
     """The token after a picture."""
 
     @property
+    def token_ids(self) -> list[int]:
+        """The tokens that only a chat template writes."""
+        return [self.image_token_id, self.start_token_id, self.end_token_id]
+
+    @property
     def token_side(self) -> int:
         """Pixels of a token's side; sides of resized pictures are multiples of it."""
         return self.patch_size * self.merge_size

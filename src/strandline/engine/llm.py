@@ -16,13 +16,16 @@ from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_engine
 from strandline.errors import ConfigError, RequestError
+from strandline.pictures.loader import new_loader
 from strandline.records.cache_questions import CacheQuestion
 from strandline.records.outputs import RequestOutput
+from strandline.records.pictures import Picture, PlacedPicture, place_pictures, with_virtual_ids
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.cache_report import answer_data
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
+from strandline.text.picture_marks import PictureMarks
 from strandline.text.prompts import check_text, encode_text
 from strandline.text.remembered_answers import Recollection
 
@@ -32,7 +35,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 MakeBar = Callable[..., contextlib.AbstractContextManager["tqdm[Any]"]]
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks", "recollection")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks", "recollection", "multi_modal_data", "pictures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,12 @@ class _ParsedPrompt:
     salt: str
     marks: tuple[int, ...] = ()
     recollection: Recollection | None = None
+    pictures: tuple[PlacedPicture, ...] = ()
+
+    @property
+    def cached_ids(self) -> list[int]:
+        """The prompt as the cache names it."""
+        return with_virtual_ids(self.token_ids, [span for span, _ in self.pictures])
 
 
 class LLM:
@@ -72,6 +81,7 @@ class LLM:
                 "(CUDA_VISIBLE_DEVICES)"
             )
         self._default_params = SamplingParams(**default_sampling_params(find_model(model)))
+        self._pictures = new_loader(self.config, find_model(model))
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
         self._renderers: dict[str | None, ChatRenderer] = {}
@@ -121,8 +131,9 @@ class LLM:
 
         Args:
             prompts: one prompt or several. A prompt is a string, a list of token ids, or a mapping with
-                ``prompt`` or ``prompt_token_ids``, and optionally ``cache_salt`` and ``marks``: token positions
-                where other prompts are likely to share its beginning.
+                ``prompt`` or ``prompt_token_ids``, and optionally ``cache_salt``, ``marks``: token positions where
+                other prompts are likely to share its beginning, and ``multi_modal_data``: ``{"image": …}`` with a
+                picture of Pillow, or a list of them, for each of the model's tokens that stand for one.
             sampling_params: for all prompts, or one for each. None: the model's defaults.
             use_tqdm: show progress; or what makes the progress bar, called as ``tqdm`` is.
 
@@ -132,7 +143,9 @@ class LLM:
         parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
         params = self._check_params(len(parsed), sampling_params)
         frontend = self.engine.frontend
-        requests = [frontend.check(prompt.token_ids, each) for prompt, each in zip(parsed, params, strict=True)]
+        requests = [
+            frontend.check(prompt.token_ids, each, prompt.pictures) for prompt, each in zip(parsed, params, strict=True)
+        ]
         with contextlib.ExitStack() as stack:
             names = [self._add(prompt, request, stack) for prompt, request in zip(parsed, requests, strict=True)]
             return self._run(names, use_tqdm=use_tqdm)
@@ -153,7 +166,8 @@ class LLM:
         """Answer a conversation, or several together.
 
         Args:
-            messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them.
+            messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them. Parts of
+                a content may be pictures, as the server takes them, or ``{"type": "image", "image": …}`` of Pillow.
                 ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
             add_generation_prompt: begin an answer after the last message.
             chat_template_kwargs: additional variables of the template, such as ``enable_thinking``.
@@ -185,7 +199,7 @@ class LLM:
         """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
         parsed = self._parse(prompt)
         [params] = self._check_params(1, sampling_params)
-        request = self.engine.frontend.check(parsed.token_ids, params)
+        request = self.engine.frontend.check(parsed.token_ids, params, parsed.pictures)
         with contextlib.ExitStack() as stack:
             name = self._add(parsed, request, stack)
             is_finished = False
@@ -220,8 +234,19 @@ class LLM:
         check_text(cache_salt)
         answers = self.engine.frontend.answers
         renderer = self._renderers.setdefault(
-            chat_template, ChatRenderer(self.get_tokenizer(), chat_template, answers=answers)
+            chat_template,
+            ChatRenderer(
+                self.get_tokenizer(),
+                chat_template,
+                answers=answers,
+                pictures=None if self._pictures is None else self._pictures.config,
+            ),
         )
+        pictures: list[Picture] = []
+        if self._pictures is not None:
+            marks = PictureMarks()
+            messages = marks.mark(messages, "messages")
+            pictures = self._pictures.load(marks.references)
         chat = renderer.render(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -229,8 +254,11 @@ class LLM:
             template_options=chat_template_kwargs,
             salt=cache_salt,
             continue_final_message=continue_final_message,
+            pictures=pictures,
         )
         prompt = {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
+        if chat.pictures:
+            prompt["pictures"] = chat.pictures
         if chat.recollection is not None:
             prompt["recollection"] = chat.recollection
         return {**prompt, "cache_salt": cache_salt} if cache_salt else prompt
@@ -246,15 +274,18 @@ class LLM:
         """
         parsed = self._parse(prompt)
         frontend = self.engine.frontend
-        frontend.check(parsed.token_ids, frontend.check_params(SamplingParams()))
+        frontend.check(parsed.token_ids, frontend.check_params(SamplingParams()), parsed.pictures)
+        frontend.picture_names.note(parsed.pictures)
         tokenizer = frontend.tokenizer
 
         def text_of(tokens: Sequence[int]) -> str:
-            return " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(list(tokens)))
+            if tokenizer is None:
+                return " ".join(map(str, tokens))
+            return frontend.picture_names.text_of(tokens, lambda ids: str(tokenizer.decode(ids)))
 
         recalled = parsed.recollection
         num_remembered = 0 if recalled is None else recalled.num_tokens
-        question = CacheQuestion(parsed.salt, tokens=parsed.token_ids, num_remembered=num_remembered)
+        question = CacheQuestion(parsed.salt, tokens=parsed.cached_ids, num_remembered=num_remembered)
         return answer_data(self.engine.core.watch.answer(question), text_of)
 
     # Parts
@@ -280,7 +311,26 @@ class LLM:
         recollection = prompt.get("recollection")
         if not isinstance(recollection, Recollection | None):
             raise RequestError(f"recollection must be what LLM.render returned, got {recollection!r:.100}")
-        return _ParsedPrompt(list(token_ids), text, salt, tuple(marks), recollection)
+        pictures, data = prompt.get("pictures", ()), prompt.get("multi_modal_data")
+        if data:
+            token_ids, pictures = self._with_pictures(list(token_ids), data)
+        return _ParsedPrompt(list(token_ids), text, salt, tuple(marks), recollection, tuple(pictures))
+
+    def _with_pictures(self, token_ids: list[int], data: Any) -> tuple[list[int], list[PlacedPicture]]:
+        """Return a prompt with as many tokens for each picture as it has, and where its pictures are."""
+        if not isinstance(data, Mapping) or set(data) != {"image"}:
+            raise RequestError(f"multi_modal_data must be {{'image': …}}, got {data!r:.100}")
+        if self._pictures is None:
+            raise RequestError("this model reads text only")
+        images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+        config = self._pictures.config
+        num_found = token_ids.count(config.image_token_id)
+        if num_found != len(images):
+            raise RequestError(
+                f"the prompt has {num_found} tokens that stand for pictures ({config.image_token_id}), and "
+                f"multi_modal_data has {len(images)} pictures"
+            )
+        return place_pictures(token_ids, config.image_token_id, self._pictures.load(images), config.token_side)
 
     def _check_params(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None

@@ -5,14 +5,17 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
+from strandline.config import EngineConfig
 from strandline.errors import RequestError
-from strandline.picture_config import PictureConfig
+from strandline.model_config import read_model_config
+from strandline.picture_config import PictureConfig, read_picture_config
 from strandline.pictures.decoding import LOW_DETAIL_TOKENS, decode_picture, is_pillow_installed, scale_picture
-from strandline.pictures.references import MediaAccess, PictureReference
-from strandline.records.pictures import Picture
+from strandline.pictures.references import MediaAccess
+from strandline.records.pictures import Picture, PictureReference
 
 MAX_THREADS: Final = 4
 """Each may hold a decoded picture."""
@@ -72,7 +75,7 @@ class PictureLoader:
 
     def _load(self, reference: PictureReference | Any) -> Picture:
         if not isinstance(reference, PictureReference):
-            return scale_picture(reference, self.config, self._max_tokens)
+            return self._scale(reference)
         most = min(self._max_tokens, LOW_DETAIL_TOKENS) if reference.detail == "low" else self._max_tokens
         data = self._access.read(reference.url)
         key = (hashlib.sha256(data).digest(), most)
@@ -85,6 +88,13 @@ class PictureLoader:
         self._keep(key, picture)
         return picture
 
+    def _scale(self, image: Any) -> Picture:
+        from PIL import Image
+
+        if not isinstance(image, Image.Image):
+            raise RequestError(f"a picture must be an Image of Pillow, got {type(image).__name__}")
+        return scale_picture(image, self.config, self._max_tokens)
+
     def _keep(self, key: tuple[bytes, int], picture: Picture) -> None:
         with self._lock:
             if key not in self._kept:
@@ -93,6 +103,23 @@ class PictureLoader:
             while self._num_kept_bytes > self._max_kept_bytes:
                 _, dropped = self._kept.popitem(last=False)
                 self._num_kept_bytes -= len(dropped.pixels)
+
+
+def new_loader(config: EngineConfig, directory: Path) -> PictureLoader | None:
+    """Return what loads the pictures of requests; None: the model reads none, or is not to.
+
+    Args:
+        directory: the model's.
+
+    Raises:
+        ConfigError: its files are wrong.
+    """
+    pictures = None if config.language_model_only else read_picture_config(directory, read_model_config(directory))
+    if pictures is None:
+        return None
+    access = MediaAccess(config.allowed_media_domains, config.allowed_local_media_path)
+    max_tokens = min(config.max_image_tokens, pictures.max_tokens)
+    return PictureLoader(pictures, access, max_tokens=max_tokens, max_pictures=config.max_images)
 
 
 def loaded(future: "Future[Picture]", number: int) -> Picture:

@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from strandline.errors import RequestError
@@ -15,15 +15,6 @@ from strandline.pictures.fetching import fetch
 
 MAX_FILE_BYTES: Final = 32 * 2**20
 """Largest file of a picture."""
-DETAILS: Final = ("auto", "low", "high", "original")
-
-
-class PictureReference(NamedTuple):
-    """A picture as a request names it."""
-
-    url: str
-    detail: str = "auto"
-    """``low``: in few tokens; others: as the model reads it."""
 
 
 @dataclass(frozen=True, slots=True)

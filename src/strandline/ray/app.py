@@ -102,7 +102,7 @@ class Ingress:
             service,
             api_keys=server.key_salts(),
             allowed_hosts=server.allowed_hosts or ("*",),
-            max_body_bytes=server.max_body_bytes,
+            max_body_bytes=server.body_limit(has_pictures=service.pictures is not None),
             cache_page="off",
             cross_origin=server.cross_origin(),
             ping_interval_s=server.stream_ping_interval_s,

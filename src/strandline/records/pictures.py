@@ -33,6 +33,14 @@ class Picture(NamedTuple):
     """Width and height before it was resized, for display."""
 
 
+class PictureReference(NamedTuple):
+    """A picture as a request names it."""
+
+    url: str
+    detail: str = "auto"
+    """``low``: in few tokens; others: as the model reads it."""
+
+
 class PictureSpan(NamedTuple):
     """A picture's tokens in a prompt: row by row from the top, each from left to right."""
 
@@ -50,6 +58,13 @@ class PictureSpan(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.rows * self.columns
+
+
+class PlacedPicture(NamedTuple):
+    """A picture of a prompt."""
+
+    span: PictureSpan
+    picture: Picture
 
 
 class RotaryPositions(NamedTuple):
@@ -79,6 +94,26 @@ def with_virtual_ids(prompt_ids: Sequence[int], spans: Iterable[PictureSpan]) ->
     for span in spans:
         token_ids[span.start : span.end] = virtual_ids(span.digest, span.rows, span.columns)
     return token_ids
+
+
+def place_pictures(
+    token_ids: Sequence[int], pad_id: int, pictures: Sequence[Picture], side: int
+) -> tuple[list[int], list[PlacedPicture]]:
+    """Return a prompt with as many tokens for each picture as it has, instead of one, and where the pictures are.
+
+    Args:
+        pad_id: the token that stands for a picture, in the order of the pictures.
+        side: pixels of a token's side.
+    """
+    found, placed, start = list[int](), list[PlacedPicture](), 0
+    for picture in pictures:
+        at = token_ids.index(pad_id, start)
+        found += token_ids[start:at]
+        rows, columns = picture.height // side, picture.width // side
+        placed.append(PlacedPicture(PictureSpan(len(found), rows, columns, picture.digest), picture))
+        found += [pad_id] * (rows * columns)
+        start = at + 1
+    return [*found, *token_ids[start:]], placed
 
 
 def is_virtual(token_id: int) -> bool:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
+from strandline.records.pictures import with_virtual_ids
 from strandline.server.engine_client import Prompt
 from strandline.server.gate import salt_of
 from strandline.server.host_check import host_of
@@ -155,7 +156,7 @@ class CachePage:
             return None, 0
         theirs = body.as_anthropics()
         if theirs is not None:
-            prompt = await render(self._service, theirs, theirs.conversation(), salt)
+            prompt = await render(self._service, theirs, theirs.conversation(self._service.picture_marks()), salt)
         elif body.messages is not None:
             prompt = await self._service.render(
                 body.messages,
@@ -169,7 +170,9 @@ class CachePage:
         else:
             prompt = Prompt(body.prompt or [])
         self._check(prompt.token_ids)
-        return prompt.token_ids, prompt.recollection.num_tokens if prompt.recollection is not None else 0
+        self._service.client.frontend.picture_names.note(prompt.pictures)
+        tokens = with_virtual_ids(prompt.token_ids, [span for span, _ in prompt.pictures])
+        return tokens, prompt.recollection.num_tokens if prompt.recollection is not None else 0
 
     def _check(self, tokens: Sequence[int]) -> None:
         limits = self._service.client.frontend.limits
@@ -192,7 +195,8 @@ class CachePage:
         if text is None:
             if len(self._texts) >= MAX_TEXTS:
                 self._texts.clear()
-            text = self._texts[key] = str(tokenizer.decode(list(key)))
+            names = self._service.client.frontend.picture_names
+            text = self._texts[key] = names.text_of(key, lambda ids: str(tokenizer.decode(ids)))
         return text
 
 

@@ -14,6 +14,9 @@ from strandline.server.cross_origin import ORIGIN, TOKEN, CrossOrigin
 from strandline.server.host_names import is_local, parse_host
 
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
+MAX_BODY_BYTES: Final = 8 * 2**20
+MAX_BODY_BYTES_WITH_PICTURES: Final = 64 * 2**20
+"""A conversation with screenshots sends all of them again in every turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,8 @@ class ServerConfig:
     """No effect, for compatibility with vLLM: requests with tools may always call them."""
     max_queue: int = 1024
     """Maximum number of queued outputs, in addition to those that run."""
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int | None = None
+    """None: 8 MiB, or 64 MiB if the model reads pictures."""
     response_store: str | int = "64MiB"
     """Memory for responses of ``/v1/responses`` that later requests continue: bytes, or a string such as ``64MiB``; 0:
     nothing is stored."""
@@ -77,7 +81,7 @@ class ServerConfig:
                 )
         _require_texts("--api-key", self.api_key)
         _require_texts("--served-model-name", self.served_model_name)
-        if self.max_queue < 0 or self.max_body_bytes < 1:
+        if self.max_queue < 0 or (self.max_body_bytes is not None and self.max_body_bytes < 1):
             raise ConfigError("--max-queue must be at least 0 and --max-body-bytes at least 1")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(f"--request-timeout-s must be above 0, got {self.request_timeout_s:g}")
@@ -95,6 +99,12 @@ class ServerConfig:
     def response_store_bytes(self) -> int:
         """Memory for responses; 0: none are stored."""
         return 0 if str(self.response_store).strip() == "0" else parse_bytes(self.response_store, "--response-store")
+
+    def body_limit(self, *, has_pictures: bool) -> int:
+        """Return the largest body that is accepted."""
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        return MAX_BODY_BYTES_WITH_PICTURES if has_pictures else MAX_BODY_BYTES
 
     def key_salts(self) -> dict[str, str]:
         """Return the valid keys, the environment's included, each with the prefix of its requests' salts.

@@ -13,6 +13,7 @@ from strandline.ids import RequestId
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
 from strandline.records.messages import CacheChanged, Died, Finish, FlushReport, Stepped, Submit
+from strandline.records.pictures import PlacedPicture
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_link import CoreSocket, EngineLink, HangDetector, encode
 from strandline.server.engine_router import EngineRouter
@@ -41,6 +42,7 @@ class Prompt:
     """What it has to do with remembered answers; None: answers to it are not remembered."""
     continued: str = ""
     """The beginning of the answer, if the prompt ends with it and the output continues it."""
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class EngineClient:
         self.require_room(len(prompts) * wanted.n)
         for text in (salt, *wanted.stop_strings, *(wanted.bad_words or ())):
             check_text(text)
-        requests = [self.frontend.check(prompt.token_ids, params) for prompt in prompts]
+        requests = [self.frontend.check(prompt.token_ids, params, prompt.pictures) for prompt in prompts]
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
         for request_id, request, prompt in zip(names, requests, prompts, strict=True):
@@ -139,7 +141,7 @@ class EngineClient:
         """Return the engine for a prompt."""
         if self._router is None:
             return self.engines[0]
-        return self.engines[self._router.route(request_id, request.prompt_ids, salt, self._hung())]
+        return self.engines[self._router.route(request_id, request.cached_ids, salt, self._hung())]
 
     def _hung(self) -> set[int]:
         """Return the numbers of the engines that hang; none if no other one responds."""
@@ -152,7 +154,7 @@ class EngineClient:
         parts: dict[int, list[Submission]] = {}
         for engine, sequences in zip(engines, submissions, strict=True):
             parts.setdefault(engine.number, []).extend(sequences)
-        messages = {number: encode(Submit(sequences)) for number, sequences in parts.items()}
+        messages = {number: encode(_message(sequences)) for number, sequences in parts.items()}
         for number, message in messages.items():
             self.engines[number].send(message)
 
@@ -321,6 +323,14 @@ class EngineClient:
             if stream.is_finished:
                 self._release(request_id)
             self._requests[request_id].job.note(request_id)
+
+
+def _message(submissions: list[Submission]) -> Submit:
+    """Return a message with each picture once."""
+    pictures = {digest: picture for each in submissions for digest, picture in each.pixels.items()}
+    if not pictures:
+        return Submit(submissions)
+    return Submit([replace(each, pixels={}) for each in submissions], list(pictures.values()))
 
 
 def least_limits(engines: Sequence[EngineLink]) -> Limits:

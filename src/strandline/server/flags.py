@@ -72,9 +72,8 @@ def _add_limit_flags(add: Any) -> None:
     add(
         "--max-body-bytes",
         type=int,
-        default=8 * 2**20,
         metavar="N",
-        help="maximum size of a request body (default: %(default)s)",
+        help="maximum size of a request body (default: 8 MiB, 64 MiB if the model reads pictures)",
     )
     text = "memory for responses that later requests continue; 0: none are stored (default: %(default)s)"
     add("--response-store", default="64MiB", metavar="SIZE", help=text)

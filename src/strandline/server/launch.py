@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, cause_of
 from strandline.gc_policy import freeze_gc
+from strandline.pictures.loader import new_loader
 from strandline.reasoning_config import CLOSE
 from strandline.records.events import Limits
 from strandline.records.messages import FLUSH_S
@@ -94,7 +95,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
             service,
             api_keys=keys,
             allowed_hosts=server.allowed_names(host),
-            max_body_bytes=server.max_body_bytes,
+            max_body_bytes=server.body_limit(has_pictures=service.pictures is not None),
             cache_page=mode,
             cross_origin=server.cross_origin(),
             ping_interval_s=server.stream_ping_interval_s,
@@ -150,6 +151,7 @@ def make_service(
         server.parse_special_tokens,
         server.keep_client_telemetry,
         kv_transfer=engine.kv_transfer,
+        pictures=new_loader(engine, find_model(engine.model)),
         try_grammar=try_grammar,
         responses=ResponseStore(server.response_store_bytes),
     )

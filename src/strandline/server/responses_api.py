@@ -1,7 +1,7 @@
 """``/v1/responses``: OpenAI's Responses API."""
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Final
 from uuid import uuid4
@@ -37,6 +37,7 @@ from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
 from strandline.text.frontend import CheckedParams
+from strandline.text.picture_marks import PictureMarks
 from strandline.text.segments import merge_segments
 from strandline.text.thinking import ReasoningCount
 
@@ -146,13 +147,16 @@ class Conversation:
 
     Args:
         owner: the client, whose stored responses the request may name.
+        marks: mark its pictures; None: the model reads none.
 
     Raises:
         RequestError: an item or a tool is malformed, the choice of a tool cannot be served, or something that the
             request names is not stored.
     """
 
-    def __init__(self, body: ResponsesBody, owner: str, store: ResponseStore) -> None:
+    def __init__(
+        self, body: ResponsesBody, owner: str, store: ResponseStore, marks: PictureMarks | None = None
+    ) -> None:
         self.is_stored = store.is_on and body.store is not False
         repeated = (*REPEATED, "input") if self.is_stored else REPEATED
         check_unicode({**(body.model_extra or {}), **{name: getattr(body, name) for name in repeated}})
@@ -161,7 +165,10 @@ class Conversation:
         self.tools.add(body.tools or (), "tools")
         earlier = store.conversation(owner, body.previous_response_id) if body.previous_response_id else ()
         self._own_items = read_items(body.input, lambda item_id: store.item(owner, item_id))
-        self.messages = History(self.tools, self._seal.unseal).read(body.instructions, self._own_items, earlier)
+        items: Sequence[Any] = self._own_items
+        if marks is not None:
+            earlier, items = marks.mark(earlier, "previous_response_id"), marks.mark(items, "input")
+        self.messages = History(self.tools, self._seal.unseal).read(body.instructions, items, earlier)
         self.box = self.tools.toolbox(body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
         self._wants_sealed = SEALED in (body.include or ())
         self._store, self._owner = store, owner
@@ -313,14 +320,17 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
-    conversation = Conversation(body, owner_of(request), service.responses)
+    marks = service.picture_marks()
+    conversation = Conversation(body, owner_of(request), service.responses, marks)
     box = conversation.box
     body.require_plain_text(service, box)
     salt = salt_of(request, body.cache_salt)
     with service.client.expect(params.n):
         with sent_as({"messages": "input"}):
             options = effort_options(body.effort, EFFORT)
-            prompt = await service.render(conversation.messages, tools=box.tools, template_options=options, salt=salt)
+            prompt = await service.render(
+                conversation.messages, tools=box.tools, template_options=options, salt=salt, marks=marks
+            )
         checked = await service.bind(params, box, prompt)
     response = ModelResponse(service, body, conversation, prompt, checked, salt)
     if body.stream:

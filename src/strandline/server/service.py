@@ -13,7 +13,9 @@ from typing import Any, Final, TypeVar
 
 from strandline.errors import RequestError
 from strandline.kv_transfer_config import KVTransferConfig
+from strandline.pictures.loader import PictureLoader
 from strandline.reasoning_config import CLOSE
+from strandline.records.pictures import Picture
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
 from strandline.records.transfer_params import TransferParams, read_transfer_params
@@ -28,6 +30,7 @@ from strandline.server.tools import Toolbox
 from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
+from strandline.text.picture_marks import PictureMarks
 from strandline.text.prompts import check_length, check_text, encode_text
 
 T = TypeVar("T")
@@ -57,6 +60,8 @@ class Service:
     """Keep known telemetry of clients in system messages."""
     kv_transfer: KVTransferConfig | None = None
     """Transfer of prefixes between engines; None: off."""
+    pictures: PictureLoader | None = None
+    """Loads pictures; None: the model reads none."""
     try_grammar: TryGrammar | None = None
     """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
@@ -91,6 +96,7 @@ class Service:
                     tool_calls=self.output_format.tool_calls,
                     answers=self.client.frontend.answers,
                     telemetry=None if self.keep_client_telemetry else TelemetryFilter(),
+                    pictures=None if self.pictures is None else self.pictures.config,
                 )
             )
         return self._renderers[0]
@@ -237,6 +243,11 @@ class Service:
         """Return a prompt with as many tokens as a truncation leaves of it."""
         if truncation is None or len(prompt.token_ids) <= truncation.max_tokens:
             return prompt
+        if prompt.pictures:
+            raise RequestError(
+                f"a prompt with pictures is not truncated; it has {len(prompt.token_ids)} tokens, and "
+                f"{truncation.max_tokens} are asked for"
+            )
         ids = truncated_ids(prompt.token_ids, truncation)
         num_dropped = len(prompt.token_ids) - len(ids) if truncation.from_left else 0
         marks = tuple(mark - num_dropped for mark in prompt.marks if 0 < mark - num_dropped <= len(ids))
@@ -262,15 +273,20 @@ class Service:
         salt: str | None = "",
         continue_final_message: bool = False,
         truncation: Truncation | None = None,
+        marks: PictureMarks | None = None,
     ) -> Prompt:
         """Return a conversation as a prompt.
 
         Args:
+            marks: what stands for pictures in the messages; None: they have pictures themselves.
             continue_final_message: as in ``ChatRenderer.render``.
             salt: as in ``ChatRenderer.render``.
         """
         check_text(salt or "")
         renderer = self.renderer
+        if marks is None and (marks := self.picture_marks()) is not None:
+            messages = marks.mark(messages, "messages")
+        pictures = await self.load(marks)
 
         def work() -> Prompt:
             chat = renderer.render(
@@ -281,10 +297,32 @@ class Service:
                 max_characters=self.client.frontend.max_characters if truncation is None else None,
                 salt=salt,
                 continue_final_message=continue_final_message,
+                pictures=pictures,
             )
-            return Prompt(chat.token_ids, chat.text, chat.marks, chat.recollection, chat.continued)
+            return Prompt(chat.token_ids, chat.text, chat.marks, chat.recollection, chat.continued, chat.pictures)
 
         return await self._truncated(await self.in_thread(work, _num_characters(messages)), truncation)
+
+    def picture_marks(self) -> PictureMarks | None:
+        """Return what marks pictures in a request's messages; None: the model reads none."""
+        return None if self.pictures is None else PictureMarks()
+
+    async def load(self, marks: PictureMarks | None) -> list[Picture]:
+        """Load the pictures that marks stand for.
+
+        Raises:
+            RequestError: one cannot be loaded; the error has its path.
+        """
+        if marks is None or self.pictures is None or not marks.references:
+            return []
+        futures = self.pictures.submit(marks.references)
+        loaded = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        for path, found in zip(marks.paths, loaded, strict=True):
+            if isinstance(found, RequestError):
+                raise RequestError(f"{path}: {found}", param="messages") from found
+            if isinstance(found, BaseException):
+                raise found
+        return [found for found in loaded if isinstance(found, Picture)]
 
 
 def truncated_ids(token_ids: list[int], truncation: Truncation) -> list[int]:

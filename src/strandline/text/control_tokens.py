@@ -7,7 +7,7 @@ rendered text are tokenized one by one, so that the string becomes ordinary toke
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -28,12 +28,14 @@ class ControlTokens:
     """Finds a tokenizer's added tokens in messages.
 
     Args:
-        is_parsed: leave all messages unchanged, so that such strings become control tokens.
+        is_parsed: leave such strings unchanged, so that they become control tokens.
+        reserved: those that only the template may write; they are plain text in all messages.
     """
 
-    def __init__(self, tokenizer: Any, *, is_parsed: bool = False) -> None:
-        names = [] if is_parsed else sorted((name for name in tokenizer.get_added_vocab() if len(name) > 1), key=len)
-        self._found = re.compile("|".join(map(re.escape, reversed(names)))) if names else None
+    def __init__(self, tokenizer: Any, *, is_parsed: bool = False, reserved: Collection[str] = ()) -> None:
+        names = reserved if is_parsed else {*reserved, *(name for name in tokenizer.get_added_vocab() if len(name) > 1)}
+        self._of_users = _any_of(names)
+        self._of_all = _any_of(reserved)
 
     def split(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         """Return messages with user and tool strings split inside every control token, and the split mark.
@@ -41,10 +43,10 @@ class ControlTokens:
         Raises:
             RequestError: messages contain every character that could mark the splits.
         """
-        found = self._found
-        if found is None or not any(found.search(text) for message in messages for text in _texts(message)):
+        fields = [(message, name, value) for message in messages for name, value in message.items()]
+        if not any(self._pattern(*field) for field in fields):
             return list(messages), ""
-        text = "".join(text for message in messages for text in _texts(message))
+        text = "".join(value for _, _, value in fields if isinstance(value, str))
         mark = next((mark for mark in SPLITS if mark not in text), None)
         if mark is None:
             raise RequestError("messages contain all of the characters U+FDD0 to U+FDEF, which Unicode reserves")
@@ -54,19 +56,23 @@ class ControlTokens:
 
         return [
             {
-                name: found.sub(in_parts, value) if _is_plain(message, name, value) else value
+                name: pattern.sub(in_parts, value) if (pattern := self._pattern(message, name, value)) else value
                 for name, value in message.items()
             }
             for message in messages
         ], mark
 
+    def _pattern(self, message: Mapping[str, Any], name: str, value: object) -> re.Pattern[str] | None:
+        """Return what finds control tokens in a field of a message; None: it has none."""
+        pattern = self._of_users if message.get("role") in PLAIN_ROLES else self._of_all
+        if pattern is None or name == "role" or not isinstance(value, str) or not pattern.search(value):
+            return None
+        return pattern
 
-def _is_plain(message: Mapping[str, Any], name: str, value: object) -> bool:
-    return message.get("role") in PLAIN_ROLES and name != "role" and isinstance(value, str)
 
-
-def _texts(message: Mapping[str, Any]) -> list[str]:
-    return [value for name, value in message.items() if _is_plain(message, name, value)]
+def _any_of(names: Collection[str]) -> re.Pattern[str] | None:
+    """Return what finds the longest of these strings; None: there are none."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
 
 class TokenizedPiece:

@@ -6,12 +6,14 @@ with a sentinel after every mark; the mark is where the two renderings diverge, 
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
 from strandline.errors import RequestError
+from strandline.picture_config import PictureConfig
+from strandline.records.pictures import Picture, PictureSpan, PlacedPicture, place_pictures
 from strandline.text.chat_messages import (
     MARK,
     SENTINEL,
@@ -36,6 +38,7 @@ from strandline.text.marks import (
     next_start,
     start_before,
 )
+from strandline.text.picture_marks import marked_pictures, with_parts
 from strandline.text.prompts import (
     check_length,
     check_messages,
@@ -70,6 +73,7 @@ class RenderedChat:
     """None: answers are not remembered."""
     continued: str = ""
     """The content of the last message, if the output is to continue it."""
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 class ChatRenderer:
@@ -82,6 +86,7 @@ class ChatRenderer:
             out.
         answers: remembered answers, which are encoded as they were generated; None: none are.
         telemetry: drops clients' telemetry from system messages; None: it stays.
+        pictures: how the model reads pictures; None: it reads none.
     """
 
     def __init__(
@@ -93,12 +98,15 @@ class ChatRenderer:
         tool_calls: str = "auto",
         answers: RememberedAnswers | None = None,
         telemetry: TelemetryFilter | None = None,
+        pictures: PictureConfig | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._telemetry = telemetry
         self._answers = answers
         self._tool_calls = tool_calls
-        self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens)
+        self._pictures = pictures
+        reserved = () if pictures is None else tokenizer.convert_ids_to_tokens(pictures.token_ids)
+        self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens, reserved=reserved)
         self._chat_template = chat_template
         self._traits = TemplateTraits(lambda messages: self._render(messages, True))
         self._turns: Turns | None = None
@@ -161,10 +169,12 @@ class ChatRenderer:
         max_characters: int | None = None,
         salt: str | None = "",
         continue_final_message: bool = False,
+        pictures: Sequence[Picture] = (),
     ) -> RenderedChat:
         """Return a conversation as a prompt.
 
         Args:
+            pictures: what the marks in messages stand for (``PictureMarks``).
             continue_final_message: end the prompt with the last message's content, so that the output continues it.
             max_characters: longer texts are rejected before tokenization.
             salt: answers to requests of another salt are not recalled. None: none are, nor is this one remembered.
@@ -224,7 +234,28 @@ class ChatRenderer:
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
                 marks.add(characters.position(common_length(cut, text)))
         places = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
-        return RenderedChat(text, token_ids, places, self._recollection(whole, salt), continued)
+        chat = RenderedChat(text, token_ids, places, self._recollection(whole, salt), continued)
+        return self._with_pictures(chat, plain, pictures) if pictures else chat
+
+    def _with_pictures(self, chat: RenderedChat, messages: Messages, pictures: Sequence[Picture]) -> RenderedChat:
+        """Return a prompt with as many tokens for each picture as it has.
+
+        Raises:
+            RequestError: the template leaves pictures out, or something else wrote the token that stands for them.
+        """
+        shown, config = marked_pictures(messages), self._pictures
+        num_found = chat.token_ids.count(config.image_token_id) if config is not None else 0
+        if config is None or num_found != len(shown) or max(shown, default=0) >= len(pictures):
+            raise RequestError(
+                f"the prompt has {num_found} tokens that stand for pictures, and the messages have {len(shown)} "
+                "pictures: the chat template leaves some out, or tools or template options contain such tokens",
+                param="messages",
+            )
+        given = [pictures[number] for number in shown]
+        token_ids, placed = place_pictures(chat.token_ids, config.image_token_id, given, config.token_side)
+        moves = [(span.start - moved, span.num_tokens - 1) for moved, span in _moved(placed)]
+        marks = tuple(mark + sum(more for start, more in moves if start < mark) for mark in chat.marks)
+        return replace(chat, token_ids=token_ids, marks=marks, pictures=tuple(placed))
 
     def _encoded(self, rendered: str, mark: str, salt: str | None) -> SplitText:
         """Return a rendered text as tokens, with remembered answers as they were generated."""
@@ -309,7 +340,7 @@ class ChatRenderer:
     ) -> str:
         return render_chat(
             self._tokenizer,
-            messages,
+            with_parts(messages),
             self._chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,
@@ -332,6 +363,14 @@ def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str,
         if messages[-1].get("role") != "user":
             found.append([*messages, answer])
     return found
+
+
+def _moved(placed: Sequence[PlacedPicture]) -> Iterator[tuple[int, PictureSpan]]:
+    """Yield each picture's tokens, and by how many tokens those before it have moved them."""
+    moved = 0
+    for span, _ in placed:
+        yield moved, span
+        moved += span.num_tokens - 1
 
 
 def _with_role(entry: MarkedMessage, role: str) -> MarkedMessage:

@@ -16,11 +16,13 @@ from strandline.errors import PromptTooLongError, RequestError
 from strandline.ids import AUDIT_PREFIX, NO_TOKEN, RequestId
 from strandline.records.events import FinishReason, Limits, StepEvents, Submission, TokenEvent
 from strandline.records.failures import OUTPUT_FAILED, failure_text
+from strandline.records.pictures import PlacedPicture, with_virtual_ids
 from strandline.records.plan import NewRequest
 from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
 from strandline.records.sampling_params import MAX_LOGPROBS, SamplingParams
 from strandline.records.transfer_params import TransferParams
 from strandline.text.output_streams import OutputStream, RequestStream
+from strandline.text.picture_names import PictureNames
 from strandline.text.remembered_answers import Recollection, RememberedAnswers
 from strandline.text.structured import Grammars
 from strandline.text.thinking import num_open_tokens
@@ -48,6 +50,13 @@ class CheckedRequest:
 
     prompt_ids: tuple[int, ...]
     params: CheckedParams
+    pictures: tuple[PlacedPicture, ...] = ()
+
+    @property
+    def cached_ids(self) -> Sequence[int]:
+        """The prompt as caches name it."""
+        spans = [span for span, _ in self.pictures]
+        return with_virtual_ids(self.prompt_ids, spans) if spans else self.prompt_ids
 
 
 class Frontend:
@@ -82,6 +91,7 @@ class Frontend:
         self.eos_ids = eos_ids
         self.grammars = grammars or Grammars(lambda: (tokenizer, eos_ids), limits.vocab_size)
         self.answers = answers
+        self.picture_names = PictureNames()
         self._longest_token = max(map(len, tokenizer.get_vocab())) if tokenizer is not None else 0
         self.requests: dict[str, RequestStream] = {}
         self._outputs: dict[RequestId, OutputStream] = {}
@@ -161,7 +171,9 @@ class Frontend:
             )
         return CheckedParams(params.owned(), stop_ids)
 
-    def check(self, prompt_ids: Sequence[int], params: CheckedParams) -> CheckedRequest:
+    def check(
+        self, prompt_ids: Sequence[int], params: CheckedParams, pictures: Sequence[PlacedPicture] = ()
+    ) -> CheckedRequest:
         """Check a prompt.
 
         Raises:
@@ -181,7 +193,11 @@ class Frontend:
         if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             wrong = next(token for token in prompt_ids if type(token) is not int or not 0 <= token < vocab_size)
             raise RequestError(f"prompt token {wrong!r} is not in the vocabulary [0, {vocab_size})", param="prompt")
-        return CheckedRequest(tuple(prompt_ids), params)
+        most = self.limits.max_picture_tokens
+        largest = max((span.num_tokens for span, _ in pictures), default=0)
+        if largest > most:
+            raise RequestError(f"a picture has {largest} tokens, and the engine encodes at most {most}")
+        return CheckedRequest(tuple(prompt_ids), params, tuple(pictures))
 
     def open(
         self,
@@ -219,6 +235,7 @@ class Frontend:
             request_id, prompt, news, self.tokenizer, arrival_s, params.hidden_ids, params.reasoning, recollection
         )
         self.requests[request_id] = stream
+        self.picture_names.note(request.pictures)
         self._outputs.update((output.request_id, output) for output in stream.outputs)
         return submissions
 
@@ -242,12 +259,16 @@ class Frontend:
         reasoning = request.params.reasoning if params.stop_strings else None
         num_remembered, comes_back = (0, False) if recollection is None else (recollection.num_tokens, True)
         submissions: list[Submission] = []
+        spans = tuple(span for span, _ in request.pictures)
+        pixels = {picture.digest: picture for _, picture in request.pictures}
         for index, name in enumerate(names):
             wrapped = _wrap_seed(seed + index)
             new = NewRequest(
                 name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning, thinking
             )
-            submissions.append(Submission(new, max_total, salt, marks, transfer, num_remembered, comes_back))
+            submissions.append(
+                Submission(new, max_total, salt, marks, transfer, num_remembered, comes_back, spans, pixels)
+            )
             if transfer is not None and transfer.is_remote_decode:
                 transfer = None  # what the first output keeps has the prompt of all
             if params.prompt_logprobs is not None and params.max_tokens != 0:

@@ -8,7 +8,7 @@ from PIL import Image
 from strandline.errors import RequestError
 from strandline.pictures import loader as loader_module
 from strandline.pictures.loader import PictureLoader
-from strandline.pictures.references import PictureReference
+from strandline.records.pictures import PictureReference
 from tests.cpu.pictures.files import encoded, noise, png_of_size
 from tests.cpu.pictures.test_decoding import CONFIG
 
