@@ -35,6 +35,9 @@ from strandline.specs import SNAPSHOT_DTYPES
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
+QUANTIZED_FORMATS = ("fp8", "nvfp4", "int4")
+"""Formats that ``strandline quantize`` writes: those of ``models/storage/quantizers.py``."""
+
 GENERATE_MAX_TOKENS = 16
 CHAT_MAX_TOKENS = 512
 
@@ -56,7 +59,7 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--model-path": "the model is an argument without a flag: strandline serve MODEL",
     "--pipeline-parallel-size": "pipeline parallelism is not supported yet",
     "--data-parallel-size": "only 'strandline serve' runs several engines",
-    "--quantization": "quantised weights are detected in the model's files; 'strandline quantize' writes FP8",
+    "--quantization": "quantised weights are detected in the model's files; 'strandline quantize' writes them",
     "--block-size": "blocks always have 64 tokens, and hits are exact to the token",
     "--enable-chunked-prefill": "prefill is always chunked: see --max-num-batched-tokens",
     "--enable-prompt-tokens-details": "responses always have cached_tokens",
@@ -207,10 +210,19 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_quantize(commands: Any) -> None:
-    text = "Write a model with its projections in FP8, one scale per block of 128 × 128, in Hugging Face layout."
-    parser = commands.add_parser("quantize", help="write a model in FP8", description=text)
+    text = "Write a model with its projections in FP8, NVFP4 or 4-bit integers, in the layout of published models."
+    parser = commands.add_parser("quantize", help="write a model with quantised weights", description=text)
     parser.add_argument("model", metavar="MODEL", help="a directory, a hub name, or 'demo'")
-    parser.add_argument("output", metavar="OUT", help="a new directory")
+    add = parser.add_argument
+    add("--output", metavar="DIR", required=True, help="a new directory")
+    add("--format", default="fp8", choices=QUANTIZED_FORMATS, help="of the weights (default: fp8)")
+    add(
+        "--ignore",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="modules that stay as they are, such as '*.self_attn.*'; may be repeated",
+    )
     parser.set_defaults(run=_run_quantize, parser=parser)
 
 
@@ -479,9 +491,9 @@ def _run_quantize(options: argparse.Namespace) -> int:
     from strandline.text.model_files import find_model
 
     source, output = find_model(options.model), Path(options.output)
-    from strandline.models.storage.fp8_conversion import convert_to_fp8  # imports torch: there is a model
+    from strandline.models.storage.conversion import convert  # imports torch: there is a model
 
-    print(convert_to_fp8(source, output, progress=True))
+    print(convert(source, output, options.format, options.ignore, progress=True))
     return 0
 
 

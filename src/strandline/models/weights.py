@@ -29,8 +29,8 @@ from strandline.models.layers.targets import Target
 from strandline.models.registry import builder_for
 from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
+from strandline.models.storage.conversion import is_converted
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
-from strandline.models.storage.fp8_conversion import is_converted
 from strandline.models.storage.low_rank import LowRank, MergedWeight, is_matrix
 from strandline.models.storage.published import Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names

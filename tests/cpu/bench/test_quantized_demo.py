@@ -22,7 +22,7 @@ PER_KIND = 34
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("converted") / "demo-fp8"
-    assert main(["quantize", "demo", str(output)]) == 0
+    assert main(["quantize", "demo", "--output", str(output)]) == 0
     return output
 
 
@@ -86,8 +86,8 @@ def test_example_of_the_documentation_runs(
 
 
 def test_quantize_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quantize", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert main(["quantize", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 2
     assert "is neither 'demo', nor a directory" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert main(["quantize", "demo", str(tmp_path)]) == 2
+    assert main(["quantize", "demo", "--output", str(tmp_path)]) == 2
     assert "is not empty; name a new directory" in capsys.readouterr().err

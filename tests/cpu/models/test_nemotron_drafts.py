@@ -11,7 +11,7 @@ from torch import Tensor
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.models.layers.shard import Shard
-from strandline.models.storage.fp8_conversion import convert_to_fp8
+from strandline.models.storage.conversion import convert
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8, nemotron_drafts
 from tests.cpu.models.driver import Driver, Running
@@ -169,7 +169,7 @@ def test_the_pattern_of_older_configurations_is_read(changed: Path) -> None:
 def test_a_converted_draft_layer_drafts_within_the_precision_of_e4m3(
     directory: Path, name: str, tmp_path: Path, *, keeps_quantized: bool
 ) -> None:
-    convert_to_fp8(directory, tmp_path / "fp8")
+    convert(directory, tmp_path / "fp8")
     model, exact = load(tmp_path / "fp8", keeps_quantized=keeps_quantized), load(directory)
     assert torch.equal(model.draft_layer.fc.weight_OI, exact.draft_layer.fc.weight_OI)
     attention = model.draft_layer.layer.mixer

@@ -23,8 +23,8 @@ from tests.cpu.engine.test_bits import (
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import four_bit, fp8
+from tests.cpu.models.storage.test_conversion import SIZES
 from tests.cpu.models.storage.test_four_bit_storage import KEPT
-from tests.cpu.models.storage.test_fp8_conversion import SIZES
 from tests.cpu.models.test_weights import unfuse_experts
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
 from tests.gpu.engine.regrets import check_preferred

@@ -16,7 +16,7 @@ from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
 from strandline.device.dtypes import PRODUCT_CAPABILITY
 from strandline.device.sizing import slabs_for
-from strandline.models.storage.fp8_conversion import convert_to_fp8
+from strandline.models.storage.conversion import convert
 from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_bits import (
@@ -31,7 +31,7 @@ from tests.cpu.engine.test_deterministic import prompts_that_share
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import fp8
-from tests.cpu.models.storage.test_fp8_conversion import SIZES
+from tests.cpu.models.storage.test_conversion import SIZES
 from tests.cpu.models.storage.test_quantization import block_config, blocks_of
 from tests.cpu.models.test_weights import unfuse_experts
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
@@ -202,7 +202,7 @@ def test_deterministic_eager_steps_give_the_bits_of_graphs(make_exact: MakeLLM) 
 def demo_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with its draft layer, in FP8."""
     directory = tmp_path_factory.mktemp("demo") / "fp8"
-    convert_to_fp8(DEMO_DIRECTORY, directory)
+    convert(DEMO_DIRECTORY, directory)
     return directory
 
 

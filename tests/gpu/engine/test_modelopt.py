@@ -12,7 +12,7 @@ import pytest
 from tests.cpu.engine.test_bits import MIXTURE, WIDE
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import fp8
-from tests.cpu.models.storage.test_fp8_conversion import SIZES
+from tests.cpu.models.storage.test_conversion import SIZES
 from tests.cpu.models.storage.test_quantization import SCHEMES, add_scales_of_activations
 from tests.cpu.models.test_weights import unfuse_experts
 from tests.gpu.engine.test_fp8 import (

@@ -10,7 +10,7 @@ from strandline import LLM, SamplingParams
 from strandline.cache.evict_all import evict_all
 from strandline.config import EngineConfig
 from strandline.engine.loading import load_executor
-from strandline.models.storage.fp8_conversion import convert_to_fp8
+from strandline.models.storage.conversion import convert
 from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.engine.test_bits import traces
 from tests.cpu.engine.test_deterministic import prompts_that_share
@@ -129,7 +129,7 @@ def test_demo_model_answers_on_several_gpus(tmp_path: Path, num_drafts: int, is_
     """Its own layer makes the drafts."""
     model = "demo"
     if is_fp8:
-        convert_to_fp8(DEMO_DIRECTORY, tmp_path / "fp8")
+        convert(DEMO_DIRECTORY, tmp_path / "fp8")
         model = str(tmp_path / "fp8")
     speculation = {"method": "mtp", "num_speculative_tokens": num_drafts, "adaptive": False} if num_drafts else None
     options: dict[str, Any] = {"device": "cuda", "memory": "64MiB", "max_num_seqs": MAX_NUM_SEQS}

@@ -20,7 +20,8 @@ from strandline.models.weights import load_model
 from tests.cpu.models import adapters, families, fp8
 from tests.cpu.models.adapters import ALPHA, RANK, Factors
 from tests.cpu.models.driver import Driver, Part, Running
-from tests.cpu.models.storage.test_fp8_storage import BLOCKS, assert_same_weights
+from tests.cpu.models.quantized import assert_same_weights
+from tests.cpu.models.storage.test_fp8_storage import BLOCKS
 from tests.cpu.models.storage.test_fp8_storage import save as save_fp8
 from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
 

@@ -15,13 +15,11 @@ from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.storage import four_bit_storage
-from strandline.models.storage.weights_files import WeightsFile
-from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.four_bit import SCHEMES, Scheme, awq_config, compressed_config, gptq_config
+from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, check_parts_read, load, logits, values_of
 from tests.cpu.models.rank_threads import RankThread, RankThreads
-from tests.cpu.models.storage.test_fp8_storage import logits
 from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
 
 GROUP = 32
@@ -42,53 +40,11 @@ KEPT = {
     "awq": of_group("awq", awq_config(GROUP)),
 }
 
-TOLERANCE = 2e-5
-"""``|logits - those of the dequantised model|`` over the latter, both in float32."""
-
 
 def save(name: str, directory: Path, scheme: str = "compressed", **options: Any) -> Path:
     """Write a family with its experts one by one, in 4 bits."""
     source = fp8.change_tensors(families.save(name, directory), unfuse_experts)
     return four_bit.convert(source, directory, KEPT[scheme], **options)[0]
-
-
-def load(directory: Path, *, keeps_quantized: bool, **options: Any) -> Any:
-    return load_model(directory, dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
-
-
-def values_of(weight: Any) -> Tensor:
-    """Return what a weight of any form stands for."""
-    if isinstance(weight, StackedWeight):
-        return torch.cat([values_of(part) for part in weight.parts])
-    if isinstance(weight, DenseWeight):
-        return weight.values_OI
-    dequantized: Tensor = weight.dequantize()
-    return dequantized
-
-
-def assert_same_weights(kept: Any, dequantized: Any) -> None:
-    """Compare all weights, bit by bit."""
-    rest = dict(dequantized.named_parameters())
-    for name, parameter in kept.named_parameters():
-        assert torch.equal(parameter, rest.pop(name)), name
-    modules = dict(kept.named_modules())
-    for name, expected in rest.items():
-        owner, _, attribute = name.rpartition(".")
-        module = modules[owner]
-        if isinstance(module, Projection):
-            found = values_of(module.weight)
-        else:
-            found = torch.cat([values_of(part[attribute == "down_XEF"]) for part in module.parts])
-        assert torch.equal(found, expected), name
-
-
-def check(directory: Path) -> Any:
-    """Compare a model that stays in 4 bits with the dequantised one; return it."""
-    kept, dequantized = (load(directory, keeps_quantized=keeps) for keeps in (True, False))
-    assert_same_weights(kept, dequantized)
-    found, expected = logits(kept), logits(dequantized)
-    assert float((found - expected).norm() / expected.norm()) < TOLERANCE
-    return kept
 
 
 @pytest.mark.parametrize("scheme", sorted(KEPT))
@@ -163,25 +119,6 @@ def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path:
         kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
         assert_same_weights(kept, dequantized)
         assert kept.weights_report.num_kept > 0
-
-
-def check_parts_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that each of two ranks reads about half of the codes."""
-    get, read = WeightsFile.get, list[int]()
-
-    def counted(file: WeightsFile, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        tensor = get(file, name, index)
-        read.append(tensor.numel() * (name.endswith("qweight") or tensor.dtype == torch.uint8))
-        return tensor
-
-    monkeypatch.setattr(WeightsFile, "get", counted)
-    amounts = []
-    for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2)):
-        read.clear()
-        load(directory, keeps_quantized=True, shard=shard)
-        amounts.append(sum(read))
-    whole, *parts = amounts
-    assert all(0.4 * whole < part < 0.6 * whole for part in parts)
 
 
 def test_shards_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

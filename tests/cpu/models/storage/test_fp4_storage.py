@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
-from strandline.models.weights import load_model
 from tests.cpu.models import families, fp4, fp8
+from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, check_parts_read, load, logits
 from tests.cpu.models.rank_threads import RankThread, RankThreads
-from tests.cpu.models.storage.test_four_bit_storage import assert_same_weights, check_parts_read
-from tests.cpu.models.storage.test_fp8_storage import logits
 from tests.cpu.models.test_weights import unfuse_experts
 
 SIZES = {
@@ -27,9 +24,6 @@ SIZES = {
     "moe_shared_expert_intermediate_size": 32,
 }
 """Multiples of groups."""
-
-TOLERANCE = 2e-5
-"""``|logits - those of the dequantised model|`` over the latter, both in float32."""
 
 FAMILIES = ["qwen3_5_moe", "nemotron_h", "granite_hybrid", "kimi_linear", "lfm2_moe", "zaya"]
 
@@ -43,19 +37,6 @@ def save(name: str, directory: Path, way: str = "modelopt", **options: Any) -> P
 def is_expert(name: str, tensor: Tensor) -> bool:
     """Return whether a tensor is of routed experts."""
     return tensor.dim() > 1 and re.search(r"\.experts\.|block_sparse_moe\.(in|out)put_linear", name) is not None
-
-
-def load(directory: Path, *, keeps_quantized: bool, **options: Any) -> Any:
-    return load_model(directory, dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
-
-
-def check(directory: Path, **options: Any) -> Any:
-    """Compare a model that stays in FP4 with the dequantised one; return it."""
-    kept, dequantized = (load(directory, keeps_quantized=keeps, **options) for keeps in (True, False))
-    assert_same_weights(kept, dequantized)
-    found, expected = logits(kept), logits(dequantized)
-    assert float((found - expected).norm() / expected.norm()) < TOLERANCE
-    return kept
 
 
 @pytest.mark.parametrize("way", fp4.WAYS)

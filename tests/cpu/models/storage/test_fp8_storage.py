@@ -10,17 +10,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
-from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import read_model_config
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.storage.fp8_conversion import convert_to_fp8
+from strandline.models.storage.conversion import convert
 from strandline.models.storage.weights_files import WeightsFile
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import families, fp8
-from tests.cpu.models.driver import Driver, Part, Running
+from tests.cpu.models import families, fp8, quantized
+from tests.cpu.models.quantized import TOLERANCE_FP8, assert_same_weights, load, logits, values_of
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 from tests.cpu.models.storage.test_quantization import (
     block_config,
@@ -45,10 +44,6 @@ TENSORS: dict[str, Any] = {
     "shape_scale": lambda scale: scale.reshape(1),
 }
 
-MAX_ERROR = 0.2
-"""``|logits - those of the dequantised model|`` over the latter: inputs of every product are rounded to four places, in
-layers of 32 channels, where a token may then choose another expert."""
-
 
 def save(name: str, directory: Path, scheme: dict[str, Any], **options: Any) -> Path:
     """Write a family with its experts one by one, in FP8."""
@@ -56,52 +51,9 @@ def save(name: str, directory: Path, scheme: dict[str, Any], **options: Any) -> 
     return fp8.convert(source, directory, **scheme, **options)[0]
 
 
-def load(directory: Path, *, keeps_quantized: bool, **options: Any) -> Any:
-    return load_model(directory, dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
-
-
-def values_of(weight: Any) -> Tensor:
-    """Return what a weight of any form stands for."""
-    if isinstance(weight, StackedWeight):
-        return torch.cat([values_of(part) for part in weight.parts])
-    if isinstance(weight, ScaledWeight):
-        return weight.dequantize()
-    assert isinstance(weight, DenseWeight)
-    return weight.values_OI
-
-
-def assert_same_weights(kept: Any, dequantized: Any) -> None:
-    """Compare all weights, bit by bit."""
-    rest = dict(dequantized.named_parameters())
-    for name, parameter in kept.named_parameters():
-        assert torch.equal(parameter, rest.pop(name)), name
-    modules = dict(kept.named_modules())
-    for name, expected in rest.items():
-        owner, _, attribute = name.rpartition(".")
-        module = modules[owner]
-        if isinstance(module, Projection):
-            found = values_of(module.weight)
-        else:
-            found = torch.cat([values_of(part[attribute == "down_XEF"]) for part in module.parts])
-        assert torch.equal(found, expected), name
-
-
-def logits(model: Any, num_tokens: int = 20, ranks: Ranks = ONE_RANK) -> Tensor:
-    tokens, sequence = families.prompt(num_tokens + 1), Running()
-    driver = Driver(model, ranks=ranks)
-    (prefilled,), _ = driver.step([Part(sequence, tokens[:-1])])
-    (decoded,), _ = driver.step([Part(sequence, tokens[-1:])])
-    return torch.cat((prefilled, decoded))
-
-
 def check(directory: Path) -> Any:
     """Compare a model that stays in FP8 with the dequantised one; return it."""
-    kept, dequantized = load(directory, keeps_quantized=True), load(directory, keeps_quantized=False)
-    assert_same_weights(kept, dequantized)
-    found, expected = logits(kept), logits(dequantized)
-    assert float((found - expected).norm() / expected.norm()) < MAX_ERROR
-    assert not torch.equal(found, expected)
-    return kept
+    return quantized.check(directory, TOLERANCE_FP8)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +108,7 @@ def test_shards_in_fp8_compute_what_the_whole_computes(tmp_path: Path) -> None:
         return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
 
     for found in RankThreads(2).run(run):
-        assert float((found - expected).norm() / expected.norm()) < MAX_ERROR
+        assert float((found - expected).norm() / expected.norm()) < TOLERANCE_FP8
 
 
 def test_a_shard_in_fp8_reads_its_part_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +150,7 @@ def test_experts_in_one_tensor_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["inkling", "inkling-towers"])
 def test_experts_that_every_token_takes_stay_with_others(name: str, tmp_path: Path) -> None:
-    convert_to_fp8(families.save(name, tmp_path), tmp_path / "fp8")
+    convert(families.save(name, tmp_path), tmp_path / "fp8")
     report = check(tmp_path / "fp8").weights_report
     assert report.num_kept == report.num_quantized > 0
     for shard in (Shard(0, 2), Shard(1, 2)):

@@ -1,6 +1,7 @@
-"""A converted model is read as what it was, within e4m3's precision, and has the layout of published FP8 models."""
+"""A converted model is read as what it was, within a format's precision, and has the layout of published models."""
 
 import json
+import math
 import shutil
 import stat
 from collections.abc import Callable
@@ -9,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from strandline.cli import QUANTIZED_FORMATS
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.moe import SparseMoe
-from strandline.models.storage import fp8_conversion
-from strandline.models.storage.fp8_conversion import BLOCK, convert_to_fp8, is_converted, quantize_blocks
+from strandline.models.storage import conversion
+from strandline.models.storage.conversion import convert, is_converted
+from strandline.models.storage.quantizers import BLOCK, QUANTIZERS, nearest_codes
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import families, fp8
+from tests.cpu.models import families, fp4, fp8
+from tests.cpu.models.quantized import assert_same_weights
 from tests.cpu.models.test_weights import fuse_experts, split_into_shards, unfuse_experts
 
 SIZES: dict[str, Any] = {
@@ -33,6 +39,18 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 136,
     "shared_expert_intermediate_size": 20,
 }
+
+
+GROUPS_OF_16 = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
+
+ERRORS = {"fp8": 0.03, "nvfp4": 0.11, "int4": 0.12}
+"""``|weight - exact| / |exact|`` of normally distributed weights."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +92,7 @@ def assert_same(found: fp8.Tensors, expected: fp8.Tensors) -> None:
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_projections_are_converted_and_nothing_else(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     source: Path = request.getfixturevalue(kind)
-    report = convert_to_fp8(source, tmp_path / "out")
+    report = convert(source, tmp_path / "out")
     found, expected = tensors_of(tmp_path / "out"), expected_tensors(source)
     assert_same(found, expected)
     scales = [name for name in found if name.endswith("_scale_inv")]
@@ -84,7 +102,7 @@ def test_projections_are_converted_and_nothing_else(kind: str, request: pytest.F
 
 
 def test_converted_model_loads_within_the_precision_of_e4m3(sparse: Path, tmp_path: Path) -> None:
-    report = convert_to_fp8(sparse, tmp_path / "out")
+    report = convert(sparse, tmp_path / "out")
     models = (load_model(path, dtype=torch.float32) for path in (sparse, tmp_path / "out"))
     exact, found = (dict(model.named_parameters()) for model in models)
     assert 0.02 < report.relative_error < 0.03
@@ -94,29 +112,113 @@ def test_converted_model_loads_within_the_precision_of_e4m3(sparse: Path, tmp_pa
         assert bool((error <= exact[name].abs() / 16 + exact[name].abs().max() / 448 * 2**-10).all()), name
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
-def test_every_family_loads_from_what_is_written(name: str, tmp_path: Path) -> None:
-    source = families.save(name, tmp_path)
-    report = convert_to_fp8(source, tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [*((name, "fp8") for name in families.CONFIGS), *((name, "nvfp4") for name in families.FAMILIES)],
+)
+def test_every_family_loads_from_what_is_written(name: str, format: str, tmp_path: Path) -> None:
+    source = families.save(name, tmp_path, **(GROUPS_OF_16 if format == "nvfp4" else {}))
+    report = convert(source, tmp_path / "out", format)
     model: Any = load_model(tmp_path / "out", dtype=torch.float32)
-    num_scales = sum(name.endswith("_scale_inv") for name in tensors_of(tmp_path / "out"))
-    assert model.weights_report.num_quantized == num_scales >= report.num_converted > 0
+    num_written = sum(name.endswith(("_packed", "_scale_inv")) for name in tensors_of(tmp_path / "out"))
+    assert model.weights_report.num_quantized == num_written >= report.num_converted > 0
     exact: Any = load_model(source, dtype=torch.float32)
     for (weight_name, weight), (_, expected) in zip(model.named_parameters(), exact.named_parameters(), strict=True):
-        assert float((weight - expected).norm()) <= 0.03 * float(expected.norm()), weight_name
+        assert float((weight - expected).norm()) <= ERRORS[format] * float(expected.norm()), weight_name
+    kept = load_model(tmp_path / "out", dtype=torch.float32, keeps_quantized=True)
+    assert_same_weights(kept, model)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose projections have groups of 128 inputs, but for the second one of the shared expert."""
+    sizes = {**SIZES, **EXPERTS, "hidden_size": 256, "linear_value_head_dim": 64, "moe_intermediate_size": 128}
+    return save_tiny_model(tmp_path_factory.mktemp("wide"), **sizes)
+
+
+@pytest.mark.parametrize("format", QUANTIZERS)
+def test_files_stand_for_the_nearest_numbers(format: str, wide: Path, tmp_path: Path) -> None:
+    report = convert(wide, tmp_path / "out", format)
+    models = (load_model(path, dtype=torch.float32) for path in (wide, tmp_path / "out"))
+    exact, found = (dict(model.named_parameters()) for model in models)
+    changed = [name for name, weight in found.items() if not torch.equal(weight, exact[name])]
+    assert report.num_converted >= len(changed) > 10
+    assert report.relative_error < ERRORS[format]
+    for name in changed:
+        assert float((found[name] - exact[name]).norm()) <= ERRORS[format] * float(exact[name].norm()), name
+    kept = load_model(tmp_path / "out", dtype=torch.float32, keeps_quantized=True)
+    assert_same_weights(kept, load_model(tmp_path / "out", dtype=torch.float32))
+
+
+@given(st.sampled_from(["nvfp4", "int4"]), st.integers(0, 2**31), st.floats(-20, 20))
+def test_no_other_code_is_nearer(format: str, seed: int, exponent: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(3, 256, generator=generator) * 2.0**exponent
+    parts, restored = quantize(weight, format)
+    if format == "nvfp4":
+        numbers, group = torch.cat((fp4.NUMBERS, -fp4.NUMBERS)), 16
+        scale = parts["_scale"].float() / parts["_global_scale"]
+        torch.testing.assert_close(parts["_scale"].float().max(), torch.tensor(448.0), rtol=0, atol=0)
+    else:
+        numbers, group, scale = torch.arange(-8.0, 8.0), 128, parts["_scale"]
+    candidates = numbers * scale.repeat_interleave(group, 1).unsqueeze(-1)
+    error, least = (restored - weight).abs(), (candidates - weight.unsqueeze(-1)).abs().amin(-1)
+    assert bool((error <= least + 1e-6 * weight.abs().max()).all())
+
+
+def test_joined_projections_share_the_factor_of_the_largest(wide: Path, tmp_path: Path) -> None:
+    convert(wide, tmp_path / "out", "nvfp4")
+    found, exact = tensors_of(tmp_path / "out"), tensors_of(wide)
+    prefix = "model.layers.1.self_attn."
+    largest = max(float(exact[f"{prefix}{x}_proj.weight"].abs().max()) for x in "qkv")
+    for x in "qkv":
+        assert float(found[f"{prefix}{x}_proj.weight_global_scale"]) == pytest.approx(2688 / largest, rel=1e-6)
+
+
+def test_ignored_modules_stay_as_they_are(sparse: Path, tmp_path: Path) -> None:
+    convert(sparse, tmp_path / "out", "fp8", ["*.self_attn.*", "model.layers.0.mlp.experts.3.up_proj"])
+    found, exact = tensors_of(tmp_path / "out"), tensors_of(sparse)
+    ignored = [name for name in exact if ".self_attn." in name or ".0.mlp.experts.3.up_proj" in name]
+    assert all(torch.equal(found[name], exact[name]) for name in ignored)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.experts.3.up_proj" in config["modules_to_not_convert"]
+    assert load_model(tmp_path / "out").weights_report.num_quantized > 0
+
+
+@pytest.mark.parametrize(
+    ("ignore", "message"),
+    [(["*.self_atn.*"], r"--ignore \*\.self_atn\.\* matches no module"), (["*"], "has no weight to convert to fp8")],
+)
+def test_patterns_must_match_something_and_leave_something(ignore: list[str], message: str, dense: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(dense, dense / "out", "fp8", ignore)
+    assert not (dense / "out").exists()
+
+
+def test_draft_layers_are_left_to_formats_that_publish_them(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "source", **{**SIZES, "hidden_size": 256})
+    fp8.change_tensors(source, lambda t: t.update({"mtp.layers.0.mlp.up_proj.weight": torch.randn(128, 256)}))
+    for format in QUANTIZERS:
+        convert(source, tmp_path / format, format)
+        assert ("mtp.layers.0.mlp.up_proj.weight_scale_inv" in tensors_of(tmp_path / format)) == (format == "fp8")
+        assert "mtp.layers.0.mlp.up_proj.weight_packed" not in tensors_of(tmp_path / format)
+
+
+def test_command_names_all_formats() -> None:
+    assert tuple(QUANTIZERS) == QUANTIZED_FORMATS
 
 
 def test_experts_in_one_tensor_are_written_one_by_one(sparse: Path, tmp_path: Path) -> None:
     fused = copy(sparse, tmp_path / "fused")
     fp8.change_tensors(fused, fuse_experts)
-    convert_to_fp8(fused, tmp_path / "a")
-    convert_to_fp8(sparse, tmp_path / "b")
+    convert(fused, tmp_path / "a")
+    convert(sparse, tmp_path / "b")
     assert_same(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
 
 
 def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
     source = families.save("granite_hybrid", tmp_path)
-    convert_to_fp8(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     found, exact = tensors_of(tmp_path / "out"), tensors_of(source)
     names = [name for name in exact if ".block_sparse_moe." in name and "router" not in name]
     assert names
@@ -136,9 +238,9 @@ def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
 def test_output_is_divided_into_files_with_an_index(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_conversion, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr(fp8_conversion, "CHUNK_ELEMENTS", 1)
-    convert_to_fp8(dense, tmp_path / "out")
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(conversion, "CHUNK_ELEMENTS", 1)
+    convert(dense, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
@@ -152,7 +254,7 @@ def test_output_is_divided_into_files_with_an_index(
 
 
 def test_configuration_names_what_is_not_converted(dense: Path, tmp_path: Path) -> None:
-    convert_to_fp8(dense, tmp_path / "out")
+    convert(dense, tmp_path / "out")
     before, after = (json.loads((path / "config.json").read_text()) for path in (dense, tmp_path / "out"))
     added = after.pop("quantization_config")
     assert after == before
@@ -171,7 +273,7 @@ def test_other_files_are_copied(dense: Path, tmp_path: Path) -> None:
     split_into_shards(source)
     (source / "chat_template.jinja").write_text("{{ x }}")
     (source / "notes.py").write_text("")
-    convert_to_fp8(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ x }}"
     assert not (tmp_path / "out" / "notes.py").exists()
     load_model(tmp_path / "out")
@@ -207,20 +309,49 @@ def test_rule_is_that_of_published_models(name: str, shape: tuple[int, ...], *, 
     assert is_converted(name, shape) is expected
 
 
-def test_blocks_of_zeros_and_of_tiny_weights_have_positive_scales() -> None:
-    weight = torch.zeros(130, 300)
-    weight[:, 290] = 1e-44
-    quantized, scale = quantize_blocks(weight)
-    assert bool((scale > 0).all())
-    assert bool(quantized.float().isfinite().all())
-    assert not quantized[:, :256].float().any()
+def quantize(weight: torch.Tensor, format: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the parts of a matrix, and what they stand for."""
+    largest = weight.float().abs().max()
+    rows = QUANTIZERS[format].quantize(weight, largest)
+    return rows.parts | QUANTIZERS[format].once(weight.shape, largest), rows.restored_NK
 
 
-def test_conversion_does_not_change_its_input() -> None:
+@pytest.mark.parametrize("format", QUANTIZERS)
+@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-30])
+def test_zeros_and_tiny_weights_have_finite_scales(format: str, value: float) -> None:
+    weight = torch.zeros(130, 384)
+    weight[:, 290] = value
+    parts, restored = quantize(weight, format)
+    for name, part in parts.items():
+        assert bool(part.float().isfinite().all()), name
+        assert name not in ("_scale_inv", "_global_scale") or bool((part > 0).all())
+    assert not restored[:, :256].any()
+
+
+@pytest.mark.parametrize("format", QUANTIZERS)
+def test_conversion_does_not_change_its_input(format: str) -> None:
     weight = torch.randn(256, 128)
     before = weight.clone()
-    quantize_blocks(weight)
+    quantize(weight, format)
     assert torch.equal(weight, before)
+
+
+@example(0.25)
+@example(-0.75)
+@example(1.25)
+@example(1.75)
+@example(2.5)
+@example(-3.5)
+@example(5.0)
+@example(-0.0)
+@given(st.floats(-8, 8, width=32))
+def test_fp4_rounds_to_the_nearest_number_and_ties_to_even_codes(x: float) -> None:
+    code = int(nearest_codes(torch.tensor(x)))
+    numbers = fp4.NUMBERS.tolist()
+    distances = [abs(abs(x) - number) for number in numbers]
+    nearest = [i for i, distance in enumerate(distances) if distance == min(distances)]
+    assert (code & 7) == (nearest[0] if len(nearest) == 1 else next(i for i in nearest if i % 2 == 0))
+    assert (code >> 3) == (math.copysign(1, x) < 0)
 
 
 def to_nan(tensors: fp8.Tensors) -> None:
@@ -254,12 +385,12 @@ def test_model_that_cannot_be_converted_is_refused(
     source = copy(dense, tmp_path / "source")
     change(source)
     with pytest.raises(error, match=message):
-        convert_to_fp8(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_output_that_holds_files_is_refused(dense: Path) -> None:
     with pytest.raises(ConfigError, match="is not empty; name a new directory"):
-        convert_to_fp8(dense, dense)
+        convert(dense, dense)
     with pytest.raises(ConfigError, match="cannot be written to"):
-        convert_to_fp8(dense, dense / "config.json")
+        convert(dense, dense / "config.json")

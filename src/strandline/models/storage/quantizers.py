@@ -1,0 +1,206 @@
+"""The formats that weights are converted to (``conversion.py``), by rounding to the nearest number without calibration.
+
+| format | layout | a weight ``W`` becomes | scales |
+| --- | --- | --- | --- |
+| fp8 | ``fp8`` of ``transformers`` | ``W``, ``W_scale_inv`` | of blocks of 128 × 128: largest / 448 |
+| nvfp4 | ``nvfp4-pack-quantized`` | ``W_packed``, ``W_scale``, ``W_global_scale`` | of 16 inputs: largest / 6 |
+| int4 | ``pack-quantized`` | ``W_packed``, ``W_scale``, ``W_shape`` | of 128 inputs: largest / 7.5 |
+
+The last two are layouts of ``compressed-tensors``. In NVFP4 scales are multiplied with ``W_global_scale`` and rounded
+to e4m3, so that the largest is 448. Projections that other loaders join get that of the largest of them.
+
+Shape suffixes: N rows, K columns, Y and X blocks downwards and across, B rows and columns of a block, G inputs of a
+group.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.gemm.weights import E2M1, SYMMETRIC_ZERO
+from strandline.models.storage.four_bit import PER_NUMBER
+
+BLOCK: Final = 128
+MAX_E4M3: Final = 448.0
+
+GROUP_FP4: Final = 16
+GROUP_INT4: Final = 128
+
+SMALLEST: Final = 1e-30
+"""Least largest weight of a matrix in FP4: its factor is finite."""
+
+Parts = dict[str, Tensor]
+"""Tensors by what follows the weight's name in theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Some rows of a matrix."""
+
+    parts: Parts
+    """Have these rows, or blocks of them, as their first dimension."""
+    restored_NK: Tensor
+    """The float32 weights that the parts stand for."""
+
+
+class Quantizer(Protocol):
+    """A format that weights are converted to."""
+
+    @property
+    def multiple(self) -> int:
+        """The inputs of a matrix are a multiple of this."""
+
+    @property
+    def takes_stacks(self) -> bool:
+        """Whether several matrices can be in one tensor."""
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether published models have draft layers in this format."""
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether all matrices that other loaders take as one are scaled by the largest weight of all."""
+
+    def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
+        """Convert rows of a matrix, those of whole blocks.
+
+        Args:
+            weight_NK: finite; any dtype.
+            largest: absolute weight, float32.
+        """
+
+    def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
+        """Return parts of a matrix that have no rows."""
+
+    def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
+        """Return ``quantization_config``, given the modules that are not converted."""
+
+
+class Fp8Quantizer:
+    """See ``Quantizer``."""
+
+    multiple, takes_stacks, takes_drafts, has_factor = 1, True, True, False
+
+    def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
+        """See ``Quantizer``."""
+        num_rows, num_columns = weight_NK.shape
+        padded = F.pad(weight_NK.float(), (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
+        blocks_YBXB = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+        smallest = torch.finfo(torch.float32).tiny
+        scale_YX = (blocks_YBXB.abs().amax((1, 3)) / MAX_E4M3).clamp_(min=smallest)
+        blocks_YBXB = blocks_YBXB / scale_YX[:, None, :, None]
+        rounded_YBXB = blocks_YBXB.clamp_(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+        restored = (rounded_YBXB.float() * scale_YX[:, None, :, None]).view(padded.shape)
+        quantized, restored = (x[:num_rows, :num_columns] for x in (rounded_YBXB.view(padded.shape), restored))
+        return QuantizedRows({"": quantized.contiguous(), "_scale_inv": scale_YX}, restored)
+
+    def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
+        """See ``Quantizer``."""
+        return {}
+
+    def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
+        """See ``Quantizer``."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(unconverted),
+        }
+
+
+class Fp4Quantizer:
+    """See ``Quantizer``."""
+
+    multiple, takes_stacks, takes_drafts, has_factor = GROUP_FP4, True, False, True
+
+    def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
+        """See ``Quantizer``."""
+        weight_NXG = weight_NK.float().unflatten(1, (-1, GROUP_FP4))
+        global_scale = _global_scale(largest)
+        scale_NX = (weight_NXG.abs().amax(2) / E2M1[-1] * global_scale).clamp_(max=MAX_E4M3).to(torch.float8_e4m3fn)
+        scaled_NX1 = (scale_NX.float() * global_scale.reciprocal()).unsqueeze(2)
+        code_NXG = nearest_codes(weight_NXG / scaled_NX1.clamp(min=torch.finfo(torch.float32).tiny))
+        table = torch.tensor((*E2M1, *(-number for number in E2M1)))
+        restored_NK = (table[code_NXG.int()] * scaled_NX1).flatten(1)
+        low, high = code_NXG.view(len(weight_NK), -1, 2).unbind(2)
+        return QuantizedRows({"_packed": low | high << 4, "_scale": scale_NX}, restored_NK)
+
+    def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
+        """See ``Quantizer``."""
+        return {"_global_scale": _global_scale(largest).reshape(1)}
+
+    def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
+        """See ``Quantizer``."""
+        weights = {"type": "float", "strategy": "tensor_group", "group_size": GROUP_FP4}
+        return _compressed("nvfp4-pack-quantized", weights, unconverted)
+
+
+class Int4Quantizer:
+    """See ``Quantizer``."""
+
+    multiple, takes_stacks, takes_drafts, has_factor = GROUP_INT4, False, False, False
+
+    def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
+        """See ``Quantizer``."""
+        weight_NXG = weight_NK.float().unflatten(1, (-1, GROUP_INT4))
+        smallest = torch.finfo(weight_NK.dtype).tiny
+        scale_NX = (weight_NXG.abs().amax(2) / (SYMMETRIC_ZERO - 0.5)).clamp_(min=smallest).to(weight_NK.dtype)
+        scale_NX1 = scale_NX.float().unsqueeze(2)
+        rounded_NXG = (weight_NXG / scale_NX1).round_().clamp_(-SYMMETRIC_ZERO, SYMMETRIC_ZERO - 1)
+        code_NK = (rounded_NXG + SYMMETRIC_ZERO).to(torch.int32).view(len(weight_NK), -1, PER_NUMBER)
+        packed = (code_NK << torch.arange(0, 4 * PER_NUMBER, 4, dtype=torch.int32)).sum(2, dtype=torch.int32)
+        return QuantizedRows({"_packed": packed, "_scale": scale_NX}, (rounded_NXG * scale_NX1).flatten(1))
+
+    def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
+        """See ``Quantizer``."""
+        return {"_shape": torch.tensor(shape)}
+
+    def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
+        """See ``Quantizer``."""
+        weights = {"type": "int", "strategy": "group", "group_size": GROUP_INT4}
+        return _compressed("pack-quantized", weights, unconverted)
+
+
+QUANTIZERS: Final[Mapping[str, Quantizer]] = {
+    "fp8": Fp8Quantizer(),
+    "nvfp4": Fp4Quantizer(),
+    "int4": Int4Quantizer(),
+}
+
+
+def _global_scale(largest: Tensor) -> Tensor:
+    """Return what scales of FP4 are multiplied with, so that the largest is that of e4m3."""
+    return MAX_E4M3 * E2M1[-1] / largest.clamp(min=SMALLEST)
+
+
+def nearest_codes(x: Tensor) -> Tensor:
+    """Return the FP4 codes of the nearest numbers; halfway between two, of that whose code is even."""
+    numbers = torch.tensor(E2M1)
+    bounds = (numbers[1:] + numbers[:-1]) / 2
+    # The bounds are halfway; above every other one, a number there is rounded up.
+    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(()))
+    return (torch.bucketize(x.abs(), bounds) | x.signbit().long() << 3).to(torch.uint8)
+
+
+def _compressed(format: str, weights: Mapping[str, Any], unconverted: Sequence[str]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a format of ``compressed-tensors``."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "symmetric": True, "dynamic": False, **weights},
+        "input_activations": None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(unconverted),
+        "kv_cache_scheme": None,
+    }
