@@ -41,5 +41,8 @@ NULL_BLOCK: Final = BlockId(0)
 NULL_SLOT: Final = SlotId(0)
 NULL_LOG: Final = LogId(0)
 
+FIRST_VIRTUAL_ID: Final = 2**31
+"""The least id of a picture's token. No vocabulary has as many tokens."""
+
 NO_TOKEN: Final = -1
 """The sampled token of a row whose logits have no finite maximum."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.picture_rows import HostPictures, rotary_and_rows, take_pictures
+from strandline.device.picture_rows import add_earlier_pictures, picture_offsets
 from strandline.device.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
@@ -80,8 +80,8 @@ class HostBatch:
     """Each chunk's last row, whose hidden state goes to the slot of the chunk's cut."""
     replay: "HostReplay | None"
     """None: no prefill has a log."""
-    pictures: HostPictures | None = None
-    """None: no row is a picture's."""
+    picture_offsets: np.ndarray | None = None
+    """``StepBatch.picture_offsets``, flat; None: all rows are of text."""
 
     @property
     def num_sequences(self) -> int:
@@ -171,6 +171,7 @@ def build_host_batch(
     columns: SequenceColumns[np.ndarray] = SequenceColumns(*columns_FN)
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(columns.end - columns.start, out=query_starts[1:])
+    add_earlier_pictures(sequences, columns.rotary_delta)
     columns.last_row[:] = query_starts[1:] - 1
     if pending_places is not None:
         columns.source_row[:], columns.stop_set[:] = pending_places
@@ -198,7 +199,7 @@ def build_host_batch(
         chunks=chunks,
         cut_rows_C=cut_rows_C + num_decode_rows,
         replay=replay,
-        pictures=take_pictures(sequences, token_ids, columns.rotary_delta),
+        picture_offsets=picture_offsets(sequences, columns.rotary_delta),
     )
 
 
@@ -275,8 +276,8 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     replay = None if host.replay is None else host.replay.to_device(device, kernels)
     recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
     counts = (host.num_decodes, host.num_decode_rows)
-    of_pictures = rotary_and_rows(host.pictures, rows.rotary_T, device)
-    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, *of_pictures)
+    offsets_3T = None if host.picture_offsets is None else upload(host.picture_offsets, device).view(3, -1)
+    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rows.rotary_T, offsets_3T)
     return DeviceBatch(step, columns, cut_rows_C)
 
 

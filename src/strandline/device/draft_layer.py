@@ -25,8 +25,8 @@ from torch import Tensor
 
 from strandline.device.batch import block_tables, build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
-from strandline.device.picture_rows import HostPictures, rotary_and_rows, take_pictures
-from strandline.device.upload import upload_together
+from strandline.device.picture_rows import add_earlier_pictures, picture_offsets
+from strandline.device.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
@@ -154,7 +154,7 @@ def keep_pairs(
     """
     if not pairs:
         return
-    columns, host_pictures = _columns(pairs)
+    columns, offsets = _columns(pairs)
     tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N, rotary_T = upload_together(
         columns, hidden_XE.device
     )
@@ -166,13 +166,13 @@ def keep_pairs(
     chunks = plan_chunks([], [])
     recurrent = RecurrentBatch(nothing, nothing, chunks.with_tensors([nothing] * len(chunks.columns)))
     with torch.no_grad():
-        of_pictures = rotary_and_rows(host_pictures, rotary_T, hidden_XE.device)
-        batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent, *of_pictures)
+        offsets_3T = None if offsets is None else upload(offsets, hidden_XE.device).view(3, -1)
+        batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent, rotary_T, offsets_3T)
         model.keep_for_drafts(batch, hidden_XE.index_select(0, rows_T), memory)
 
 
-def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], HostPictures | None]:
-    """Return columns of pairs, and what pictures change about them.
+def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """Return columns of pairs, and their ``picture_offsets``.
 
     Returns:
         Each pair's token, position, block, offset in it and row of its hidden state; which end sampled; and each one's
@@ -181,15 +181,14 @@ def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], HostPictures | N
     plans = [each.plan for each in pairs]
     fields = [(plan.start, plan.end, plan.kv_start, plan.rotary_delta) for plan in plans]
     start, end, kv_start, delta_N = np.array(fields, np.int64).T
-    tokens_T = np.array([token for plan in plans for token in plan.token_ids], np.int64)
-    pictures = take_pictures(plans, tokens_T, delta_N)
+    add_earlier_pictures(plans, delta_N)
     length = end - start
     last_pairs = length.cumsum() - 1
     run_T = np.repeat(np.arange(len(pairs)), length)
     positions_T = np.arange(len(run_T)) + (end - 1 - last_pairs)[run_T]
     tables = block_tables(plans, (-(-end // BLOCK_TOKENS)).tolist())
     columns = [
-        tokens_T,
+        np.array([token for plan in plans for token in plan.token_ids], np.int64),
         positions_T,
         tables[run_T, positions_T // BLOCK_TOKENS] * (positions_T >= kv_start[run_T]),
         positions_T % BLOCK_TOKENS,
@@ -197,7 +196,7 @@ def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], HostPictures | N
         last_pairs[[plan.is_sampled for plan in plans]],
         positions_T + delta_N[run_T],
     ]
-    return columns, pictures
+    return columns, picture_offsets(plans, delta_N)
 
 
 def make_drafts(

@@ -54,7 +54,9 @@ KeepForDrafts = Callable[[StepBatch, Tensor], None]
 """Stores a draft layer's inputs from decodes: the step, whose tokens have been sampled, and its hidden states."""
 
 
-def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int, num_ranks: int = 1) -> list[StepSize]:
+def graph_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, num_ranks: int = 1, *, takes_pictures: bool = False
+) -> list[StepSize]:
     """Return the sizes to capture: close together where a step is short, so that padding costs little."""
     many_rows = MANY_PROMPT_ROWS if num_ranks == 1 else (*MANY_PROMPT_ROWS, *DIVIDED_PROMPT_ROWS)
     ladder = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
@@ -62,7 +64,7 @@ def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int, num_ranks: int =
     beside = [*(count for count in DECODES_BESIDE_PROMPTS if count < max_num_seqs), max_num_seqs]
     beside_many = sorted({min(count, max_num_seqs) for count in (*DECODES_BESIDE_MANY, max_num_seqs)})
     mixed = [
-        StepSize(count, num_rows)
+        StepSize(count, num_rows, takes_pictures)
         for counts, rows in ((beside, PROMPT_ROWS), (beside_many, many_rows))
         for count in counts
         for num_rows in rows

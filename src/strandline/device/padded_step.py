@@ -43,6 +43,8 @@ class StepSize:
     num_decodes: int
     num_prompt_rows: int = 0
     """Tokens of prompts in all; 0: none are computed."""
+    takes_pictures: bool = False
+    """Whether tokens of pictures may be among those of prompts."""
 
     @property
     def num_prompts(self) -> int:
@@ -73,7 +75,7 @@ class StepSize:
     def has_room_for(self, host: HostBatch) -> bool:
         """Whether a step fits in. A step without prompts fits where there is no room for any, and only there."""
         num_prompts = host.num_prompts
-        if host.replay is not None or host.pictures is not None:
+        if host.replay is not None or (host.picture_offsets is not None and not self.takes_pictures):
             return False
         if host.num_decodes > self.num_decodes or (num_prompts == 0) != (self.num_prompts == 0):
             return False
@@ -95,6 +97,7 @@ class PaddedStep:
             "first_chunks": size.num_prompts + 1,
             **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
             "token_address": 0 if size.num_prompts else 1,
+            "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
         }
         self._places = dict[str, slice]()
         start = 0
@@ -149,7 +152,8 @@ class PaddedStep:
         logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
         recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, logs)
         counts = (size.num_decodes, size.num_decode_rows)
-        return StepBatch(named["token_ids"], rows.positions_T, *counts, attention, recurrent, rows.rotary_T)
+        offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
+        return StepBatch(named["token_ids"], rows.positions_T, *counts, attention, recurrent, rows.rotary_T, offsets_3T)
 
     def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
         """Write a step that there is room for into a buffer of zeros."""
@@ -164,6 +168,10 @@ class PaddedStep:
         named["query_starts"][: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
         if size.num_prompts:
             self._fill_prompts(named, host)
+        if host.picture_offsets is not None:
+            offsets_3T, own_3T = named["picture_offsets"].reshape(3, -1), host.picture_offsets.reshape(3, -1)
+            offsets_3T[:, :num_decode_rows] = own_3T[:, :num_decode_rows]
+            offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_decode_rows:]
 
     def gap(self, host: HostBatch) -> int:
         """Return how many free rows lie between those of decodes and of prompts."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from strandline.device.batch import PLANNED_NAMES, HostReplay, SequenceColumns
 from strandline.device.padded_step import TYPICAL_CONTEXT_TOKENS
-from strandline.device.picture_rows import add_earlier_pictures, has_picture_rows
+from strandline.device.picture_rows import add_earlier_pictures, takes_picture
 from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
@@ -76,7 +76,7 @@ class VerificationSize:
 
     def has_room_for(self, sequences: Sequence[SequencePlan]) -> bool:
         """Whether a step of sequences that all verify drafts, and draft behind these, fits in."""
-        if len(sequences) > self.num_sequences or any(map(has_picture_rows, sequences)):
+        if len(sequences) > self.num_sequences or any(map(takes_picture, sequences)):
             return False
         return all(max(sequence.num_drafts, sequence.next_drafts) <= self.draft_tokens for sequence in sequences)
 

@@ -183,7 +183,12 @@ class UniExecutor:
         if self._config.enforce_eager or not self.facts.needs_warm_up:
             return
         batched_tokens = choose_batched_tokens(self._config, self.facts.device_type)
-        sizes = graph_sizes(self._config.max_num_seqs, batched_tokens, self._config.tensor_parallel_size)
+        sizes = graph_sizes(
+            self._config.max_num_seqs,
+            batched_tokens,
+            self._config.tensor_parallel_size,
+            takes_pictures=self.facts.encoder_tokens > 0,
+        )
         drafts = self.facts.draft_tokens
         verifications = verification_sizes(self._config.max_num_seqs, drafts) if drafts else ()
         self.runner.capture_graphs(

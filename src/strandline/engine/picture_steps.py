@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from strandline.engine.encoded_pictures import EncodedPictures
 from strandline.engine.request import Request
-from strandline.ids import NO_TOKEN, RequestId
-from strandline.records.pictures import FIRST_VIRTUAL_ID, rotary_delta
+from strandline.ids import FIRST_VIRTUAL_ID, NO_TOKEN, RequestId
+from strandline.records.pictures import rotary_delta
 from strandline.records.plan import PictureToEncode, SequencePlan
 
 

@@ -1,8 +1,7 @@
 """The tensors of one step that every layer shares, and an attention layer's memory.
 
 Shape suffixes: T tokens of the step, N sequences, M blocks per table, B blocks, P tokens in a block (64), G key/value
-heads, D channels of a head; Q logged tokens, K drafts or tokens of pictures, R the rows of the step's prefills and
-those of logged tokens.
+heads, D channels of a head; Q logged tokens, K drafts, R the rows of the step's prefills and those of logged tokens.
 
 The sequences of a step are ordered: first the *decodes* (one token each, no cut), whose tokens are rows
 ``[0, num_decodes)``; then the *prefills* (one token or more), whose tokens are the rows after. Tensors live on the
@@ -132,15 +131,6 @@ class RecurrentBatch:
     """Logged tokens of the prefills, whose chunks then include them; None: there are none."""
 
 
-class PictureRows(NamedTuple):
-    """The rows of a step whose tokens are those of pictures."""
-
-    rows_K: Tensor
-    """int64 rows of the step."""
-    encoded_K: Tensor
-    """int64 rows of the memory of encoded pictures, which have their embeddings."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """All inputs of a model's forward pass that describe the step."""
@@ -154,10 +144,10 @@ class StepBatch:
     attention: AttentionBatch
     recurrent: RecurrentBatch
     rotary: Tensor | None = None
-    """int64 positions for rotary embeddings, ``[T]``; or ``[3, T]``, time, height and width, where tokens of pictures
-    are among the rows. None: ``positions_T``."""
-    pictures: PictureRows | None = None
-    """None: all tokens are of text."""
+    """int64 ``[T]``, positions for rotary embeddings; None: ``positions_T``."""
+    picture_offsets: Tensor | None = None
+    """int64 ``[3, T]``, contiguous: what time, height and width add to ``rotary``. ``token_ids_T`` may then have ids of
+    pictures' tokens: ``FIRST_VIRTUAL_ID`` plus a row of ``ModelMemory.pictures``. None: all rows are of text."""
 
     @property
     def decode_slots(self) -> Slots:

@@ -84,7 +84,6 @@ class CausalLM(nn.Module):
         if self._build_tower is None:
             raise ConfigError("this model has no vision tower")
         self.tower = self._build_tower(pictures)
-        self.decoder.picture_token_id = pictures.image_token_id
         self.spec = self._whole_spec()
 
     def limit_drafts(self, num_tokens: int) -> None:

@@ -69,13 +69,14 @@ def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
     if build_tower is None:
         return CausalLM(decoder, read_max_position(fields), published)
 
-    def build_tower_and_keep_positions(pictures: PictureConfig) -> VisionTower:
+    def build_tower_for_layers(pictures: PictureConfig) -> VisionTower:
+        decoder.picture_token_id = pictures.image_token_id
         for layer in layers:
             if isinstance(layer.mixer, IndexedAttention):
                 layer.mixer.keeps_positions = True
         return build_tower(pictures)
 
-    return CausalLM(decoder, read_max_position(fields), published, build_tower=build_tower_and_keep_positions)
+    return CausalLM(decoder, read_max_position(fields), published, build_tower=build_tower_for_layers)
 
 
 def _read_gated_delta(fields: Fields) -> GatedDeltaNetConfig:

@@ -13,9 +13,9 @@ from hashlib import sha256, shake_256
 from itertools import repeat
 from typing import Final, NamedTuple
 
+from strandline.ids import FIRST_VIRTUAL_ID
 from strandline.records.tokens import TOKEN_BYTES, decode
 
-FIRST_VIRTUAL_ID: Final = 2**31
 DIGEST_BYTES: Final = 16
 WITH_TOP_BIT: Final = bytes(byte | 0x80 for byte in range(256))
 

@@ -12,10 +12,20 @@ from torch import Tensor
 from strandline import SamplingParams
 from strandline.device.runner import Capacity, Runner
 from strandline.device.uni_executor import choose_kernels
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, NULL_SLOT, BlockId, PendingToken, RequestId, SlotId
+from strandline.ids import (
+    BLOCK_TOKENS,
+    FIRST_VIRTUAL_ID,
+    NO_TOKEN,
+    NULL_LOG,
+    NULL_SLOT,
+    BlockId,
+    PendingToken,
+    RequestId,
+    SlotId,
+)
 from strandline.models.weights import load_model
 from strandline.picture_config import PictureConfig
-from strandline.records.pictures import FIRST_VIRTUAL_ID, Picture, PictureSpan, picture_digest, rotary_delta
+from strandline.records.pictures import Picture, PictureSpan, picture_digest, rotary_delta
 from strandline.records.plan import NewRequest, PictureToEncode, SequencePlan, StepPlan, StepResult
 from tests.cpu.models.families import PICTURE_TOKENS, VISION, VOCAB_SIZE
 

@@ -70,6 +70,7 @@ class EagerGraphs(VerificationGraphs):
                 num_logged=0 if has_ended else named["num_logged"][n],
                 num_folded=1,
                 num_drafts=num_drafts,
+                rotary_delta=named["rotary_delta"][n],
             )
             plans.append(plan)
             kept.append(n)
@@ -135,12 +136,16 @@ class EagerStepGraphs(StepGraphs):
                     log=LogId(named["log"][n]),
                     num_logged=named["num_logged"][n],
                     num_folded=named["num_folded"][n],
+                    rotary_delta=named["rotary_delta"][n],
                 )
             )
             rows += range(first, end)
             num_decodes += is_decode
         host = build_host_batch(plans, num_decodes)
-        compact_TE = self._compute(to_device(host, captured.buffer_I.device, self._kernels).step)
+        compact = to_device(host, captured.buffer_I.device, self._kernels).step
+        if batch.picture_offsets is not None:
+            compact = replace(compact, picture_offsets=batch.picture_offsets[:, rows].contiguous())
+        compact_TE = self._compute(compact)
         hidden_TE = compact_TE.new_full((size.num_rows, compact_TE.shape[1]), float("nan"))
         hidden_TE[rows] = compact_TE
         return hidden_TE
@@ -174,8 +179,11 @@ def verify_eagerly(runner: Runner, num_drafts: int, max_num_seqs: int, max_model
 def replay_eagerly(runner: Runner, max_num_seqs: int, max_model_len: int) -> EagerStepGraphs:
     """Let a runner replay steps without drafts: of decodes, and of prompts beside some."""
     counts = sorted({1, 2, max_num_seqs})
+    takes_pictures = runner.model.tower is not None
     sizes = [StepSize(count) for count in counts]
-    sizes += [StepSize(count, rows) for count in (0, 2, max_num_seqs) for rows in PROMPT_ROWS if count <= rows]
+    sizes += [
+        StepSize(count, rows, takes_pictures) for count in (0, 2, max_num_seqs) for rows in PROMPT_ROWS if count <= rows
+    ]
     runner._graphs = graphs = EagerStepGraphs(
         runner._forward,
         runner.model.logits,

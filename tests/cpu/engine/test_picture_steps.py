@@ -17,9 +17,9 @@ from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.engine.step_limits import StepLimits
 from strandline.errors import EngineError
-from strandline.ids import RequestId
+from strandline.ids import FIRST_VIRTUAL_ID, RequestId
 from strandline.records.events import FinishReason, Submission
-from strandline.records.pictures import FIRST_VIRTUAL_ID, Picture, PictureSpan, rotary_delta, rotary_positions
+from strandline.records.pictures import Picture, PictureSpan, rotary_delta, rotary_positions
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
 

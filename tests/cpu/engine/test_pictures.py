@@ -9,10 +9,12 @@ import pytest
 from torch import Tensor
 
 from strandline import LLM
+from strandline.device.uni_executor import UniExecutor
 from strandline.models.vision.tower import VisionTower
 from tests.cpu.device.picture_driver import Prompt, random_picture, text
 from tests.cpu.device.test_picture_drafts import save_with_drafts
 from tests.cpu.engine.conftest import llm_maker
+from tests.cpu.engine.eager_graphs import replay_eagerly
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.vision_engine import PREPROCESSOR, Asked, ask, preferred, save_vision_model
 
@@ -194,3 +196,18 @@ def test_drafts_change_no_answer_about_pictures(
     assert ask(llm, *prompts, num_tokens=12) == expected
     if not method.get("adaptive", True):
         assert llm.engine.core.stats().speculation.num_draft_tokens > 0
+
+
+def test_padded_steps_with_prompts_take_pictures(make: MakeVisionLLM) -> None:
+    expected = ask(make(), *PROMPTS, num_tokens=12)
+    llm = make(max_num_batched_tokens=64, async_scheduling=True)
+    executor = llm.engine.core.executor
+    assert isinstance(executor, UniExecutor)
+    graphs = replay_eagerly(executor.runner, 8, 512)
+    asked = Asked(llm)
+    for index, prompt in enumerate(PROMPTS):
+        asked.add(str(index), prompt, 12)
+        asked.step()
+    asked.run()
+    assert [asked.answers[str(index)] for index in range(len(PROMPTS))] == expected
+    assert min(graphs.num_replayed.values()) >= 5

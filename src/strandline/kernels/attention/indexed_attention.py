@@ -26,7 +26,7 @@ from strandline.kernels.attention.attention import QUERY_TOKENS, attend_sequence
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.operation import operation
 from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
-from strandline.kernels.rowwise.rotary import apply_rotary, rotary_table, rotary_table_3d
+from strandline.kernels.rowwise.rotary import apply_rotary, rotary_table, table_of_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def group_keys(key_LC: Tensor, index: GroupIndex, position_L3: Tensor | None = N
         rotary = rotary_table.reference(first_N, index.inv_freq_F, index.attention_factor)
     else:
         first_3N = position_L3[:: index.group_tokens][:num_groups].T
-        rotary = rotary_table_3d.reference(first_3N, index.dimension_F, index.inv_freq_F, index.attention_factor)
+        rotary = table_of_pairs(first_3N[index.dimension_F].T, index.inv_freq_F, index.attention_factor)
     return apply_rotary(normed_NC.unsqueeze(1), rotary).squeeze(1)
 
 

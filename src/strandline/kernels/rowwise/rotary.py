@@ -28,23 +28,24 @@ def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: floa
     Args:
         attention_factor: multiplies both; 1 but for scaled kinds of rotary embedding.
     """
-    return _table(positions_T.view(-1, 1), inv_freq_F, attention_factor)
+    return table_of_pairs(positions_T.view(-1, 1), inv_freq_F, attention_factor)
 
 
 @operation(triton("rowwise.rotary_triton"))
 def rotary_table_3d(
-    positions_3T: Tensor, dimension_F: Tensor, inv_freq_F: Tensor, attention_factor: float
+    positions_T: Tensor, offsets_3T: Tensor, dimension_F: Tensor, inv_freq_F: Tensor, attention_factor: float
 ) -> tuple[Tensor, Tensor]:
     """Return what :func:`rotary_table` does, of positions in three dimensions.
 
     Args:
-        positions_3T: int64, contiguous: time, height, width.
+        offsets_3T: int64, contiguous: what is added to positions for time, height and width.
         dimension_F: int64, the dimension of each pair.
     """
-    return _table(positions_3T[dimension_F].T, inv_freq_F, attention_factor)
+    return table_of_pairs((positions_T + offsets_3T)[dimension_F].T, inv_freq_F, attention_factor)
 
 
-def _table(positions_TF: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+def table_of_pairs(positions_TF: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    """Return what :func:`rotary_table` does, of a position for each pair."""
     # The sine of the opposite angle is the sine with its sign changed.
     signed_freq_2F = torch.stack((-inv_freq_F, inv_freq_F))
     angle_T12F = positions_TF.float()[:, None, None] * signed_freq_2F

@@ -15,9 +15,10 @@ from strandline.kernels.sizes import cdiv, next_power_of_2
 BLOCK_ROWS = 8
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["position_ptr"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["position_ptr", "offset_ptr"])
 def _table_kernel(
     position_ptr,
+    offset_ptr,
     dimension_ptr,
     inv_freq_ptr,
     cos_ptr,
@@ -36,13 +37,13 @@ def _table_kernel(
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     mask_TF = (row_T < num_rows)[:, None] & (pair_F < F)[None, :]
+    position_T = tl.load(position_ptr + row_T, mask=row_T < num_rows, other=0)
     if IS_3D:
         dimension_F = tl.load(dimension_ptr + pair_F, mask=pair_F < F, other=0)
-        position_TF = tl.load(position_ptr + dimension_F[None, :] * num_rows + row_T[:, None], mask=mask_TF, other=0)
-        angle_TF = position_TF.to(tl.float32) * inv_freq_F[None, :]
+        offset_TF = tl.load(offset_ptr + dimension_F[None, :] * num_rows + row_T[:, None], mask=mask_TF, other=0)
+        angle_TF = (position_T[:, None] + offset_TF).to(tl.float32) * inv_freq_F[None, :]
     else:
-        position_T = tl.load(position_ptr + row_T, mask=row_T < num_rows, other=0).to(tl.float32)
-        angle_TF = position_T[:, None] * inv_freq_F[None, :]
+        angle_TF = position_T.to(tl.float32)[:, None] * inv_freq_F[None, :]
     cos_TF, sin_TF = tl.cos(angle_TF) * factor, tl.sin(angle_TF) * factor
     place_TF = row_T[:, None] * (2 * F) + pair_F[None, :]
     tl.store(cos_ptr + place_TF, cos_TF, mask=mask_TF)
@@ -53,24 +54,29 @@ def _table_kernel(
 
 def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
     """As ``rotary.rotary_table``; both tensors are contiguous."""
-    return _launch(positions_T, None, inv_freq_F, attention_factor)
+    return _launch(positions_T, None, None, inv_freq_F, attention_factor)
 
 
 def rotary_table_3d(
-    positions_3T: Tensor, dimension_F: Tensor, inv_freq_F: Tensor, attention_factor: float
+    positions_T: Tensor, offsets_3T: Tensor, dimension_F: Tensor, inv_freq_F: Tensor, attention_factor: float
 ) -> tuple[Tensor, Tensor]:
-    """As ``rotary.rotary_table_3d``; both tensors are contiguous."""
-    return _launch(positions_3T, dimension_F, inv_freq_F, attention_factor)
+    """As ``rotary.rotary_table_3d``; all tensors are contiguous."""
+    return _launch(positions_T, offsets_3T, dimension_F, inv_freq_F, attention_factor)
 
 
 def _launch(
-    positions: Tensor, dimension_F: Tensor | None, inv_freq_F: Tensor, attention_factor: float
+    positions_T: Tensor,
+    offsets_3T: Tensor | None,
+    dimension_F: Tensor | None,
+    inv_freq_F: Tensor,
+    attention_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    num_rows, num_pairs = positions.shape[-1], len(inv_freq_F)
+    num_rows, num_pairs = len(positions_T), len(inv_freq_F)
     cos_T12F, sin_T12F = torch.empty((2, num_rows, 1, 2, num_pairs), dtype=torch.float32, device=inv_freq_F.device)
     if num_rows:
         _table_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
-            positions,
+            positions_T,
+            offsets_3T,
             dimension_F,
             inv_freq_F,
             cos_T12F,

@@ -2,7 +2,8 @@
 
 Parameters need no gradient.
 
-Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size, F frequencies, Z vocabulary.
+Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size, F frequencies, Z vocabulary, X
+encoded tokens of pictures.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strandline.ids import FIRST_VIRTUAL_ID
 from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -214,8 +216,8 @@ class Decoder(nn.Module):
         self.num_draftable: int | None = None
         """The first tokens, which alone are drafted; None: all. To be set before ``use_kernels``."""
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
-        self.picture_token_id = 0
-        """What layers that read token ids see of pictures."""
+        self.picture_token_id: int | None = None
+        """The id that layers read of a picture's token; None: no layer reads token ids."""
         inv_freq_F = dimension_F = None
         if rotary is not None:
             inv_freq_F = rotary.inv_freq_F.to(site.device)
@@ -258,28 +260,33 @@ class Decoder(nn.Module):
 
     def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, RotaryTable | None]:
         """Return the embeddings of the step's tokens, and the rotary table of its positions."""
-        pictures = batch.pictures
-        if pictures is not None:
-            batch.token_ids_T.index_fill_(0, pictures.rows_K, self.picture_token_id)
-        embedded_TE = multiplied(self.embedding(batch.token_ids_T), self.embedding_multiplier)
-        if pictures is not None and memory.pictures is not None:
-            embedded_TE.index_copy_(0, pictures.rows_K, memory.pictures[pictures.encoded_K])
+        encoded_XE = None if batch.picture_offsets is None else memory.pictures
+        embedded_TE = multiplied(self.embedding(batch.token_ids_T, encoded_XE), self.embedding_multiplier)
+        if encoded_XE is not None and self.picture_token_id is not None:
+            batch.token_ids_T.masked_fill_(batch.token_ids_T >= FIRST_VIRTUAL_ID, self.picture_token_id)
         return embedded_TE, self._rotary(batch)
 
     def _rotary(self, batch: StepBatch) -> RotaryTable | None:
         if self.inv_freq_F is None:
             return None
-        positions = batch.positions_T if batch.rotary is None else batch.rotary
-        if positions.ndim == 1:
-            return self._rotary_table(positions, self.inv_freq_F, self.attention_factor)
-        return self._rotary_table_3d(positions, self.dimension_F, self.inv_freq_F, self.attention_factor)
+        positions_T = batch.positions_T if batch.rotary is None else batch.rotary
+        frequencies = (self.inv_freq_F, self.attention_factor)
+        if batch.picture_offsets is None:
+            return self._rotary_table(positions_T, *frequencies)
+        return self._rotary_table_3d(positions_T, batch.picture_offsets, self.dimension_F, *frequencies)
 
-    def embedding(self, token_ids_T: Tensor) -> Tensor:
-        """Return the embeddings of tokens as they are published."""
-        if self.shard.count == 1:
+    def embedding(self, token_ids_T: Tensor, encoded_XE: Tensor | None = None) -> Tensor:
+        """Return the embeddings of tokens as they are published.
+
+        Args:
+            encoded_XE: those of pictures' tokens; None: there are none of these.
+        """
+        if self.shard.count == 1 and encoded_XE is None:
             return F.embedding(token_ids_T, self.embed_ZE)
         held = self.held_tokens
-        return self._ranks.sum(self._embed_held(token_ids_T, self.embed_ZE, held.start, len(held)))
+        encoded_XE = encoded_XE if self.shard.is_first else None
+        embedded_TE = self._embed_held(token_ids_T, self.embed_ZE, held.start, len(held), encoded_XE)
+        return embedded_TE if self.shard.count == 1 else self._ranks.sum(embedded_TE)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:

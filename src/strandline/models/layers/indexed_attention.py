@@ -17,6 +17,7 @@ from torch import Tensor
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
+from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.rotary import apply_rotary, interleaved_dimensions
@@ -117,8 +118,7 @@ class IndexedAttention(GatedAttention):
         q_THD, gate_TO = self._prepared(hidden_TE, step, memory.kv)
         index_q_TJC = self._index_queries(hidden_TE, step, memory.index_BPC)
         if memory.position_BP3 is not None:
-            positions = step.batch.positions_T if step.batch.rotary is None else step.batch.rotary
-            store_rows(positions.expand(3, -1).T.float(), memory.position_BP3, step.batch.attention)
+            store_rows(_positions_3T(step.batch).T.float(), memory.position_BP3, step.batch.attention)
         scale, attention = self.config.scale, step.batch.attention
         if all(map(self._index.is_whole, attention.context_lens)):
             out_THD = self._attend(q_THD, memory.kv, attention, step.batch.num_decodes, scale=scale)
@@ -140,3 +140,9 @@ class IndexedAttention(GatedAttention):
         yield from self.index_proj.targets(f"{prefix}indexer.index_qk_proj.")
         yield f"{prefix}indexer.q_layernorm.weight", whole(self.index_q_norm_C)
         yield f"{prefix}indexer.k_layernorm.weight", whole(self.index_k_norm_C)
+
+
+def _positions_3T(batch: StepBatch) -> Tensor:
+    """Return the positions for rotary embeddings: time, height and width."""
+    positions_3T = (batch.positions_T if batch.rotary is None else batch.rotary).expand(3, -1)
+    return positions_3T if batch.picture_offsets is None else positions_3T + batch.picture_offsets

@@ -6,6 +6,7 @@ The ``check_`` functions run on any device; tests/gpu runs them at larger sizes.
 import pytest
 import torch
 
+from strandline.ids import FIRST_VIRTUAL_ID
 from strandline.kernels.rowwise import embedding, rotary
 from tests.poison import poisoned_memory
 
@@ -23,6 +24,13 @@ def check_embedding(num_tokens: int, num_channels: int, dtype: torch.dtype, devi
         found_TE = embedding_triton.embed_held(token_ids_T, embed_ZE, 80, 37)
     assert torch.equal(found_TE, embedding.embed_held.reference(token_ids_T, embed_ZE, 80, 37))
 
+    encoded_XE = torch.randn(9, num_channels).to(device, dtype)
+    token_ids_T[::3] = FIRST_VIRTUAL_ID + torch.randint(9, token_ids_T[::3].shape, device=device)
+    with poisoned_memory():
+        found_TE = embedding_triton.embed_held(token_ids_T, embed_ZE, 80, 37, encoded_XE)
+    assert torch.equal(found_TE, embedding.embed_held.reference(token_ids_T, embed_ZE, 80, 37, encoded_XE))
+    assert torch.equal(found_TE[::3], encoded_XE[token_ids_T[::3] - FIRST_VIRTUAL_ID])
+
 
 def check_rotary_table(num_rows: int, num_pairs: int, factor: float, device: str, *, last: int) -> None:
     """Positions up to ``last``: their angles are large."""
@@ -39,13 +47,13 @@ def check_rotary_table_3d(num_rows: int, num_pairs: int, factor: float, device: 
     """Positions of pictures, and of text, whose table is that of one dimension to the bit."""
     inv_freq_F = rotary.default_frequencies(1e6, 2 * num_pairs).to(device)
     dimension_F = rotary.interleaved_dimensions(num_pairs, (num_pairs, 3, 2)).to(device)
-    positions_3T = torch.randint(last + 1, (3, num_rows), device=device)
-    text_3T = positions_3T[:1].expand(3, -1).contiguous()
+    positions_T = torch.randint(last + 1, (num_rows,), device=device)
+    offsets_3T = torch.randint(-last, 1, (3, num_rows), device=device)
     with poisoned_memory():
-        found = rotary_triton.rotary_table_3d(positions_3T, dimension_F, inv_freq_F, factor)
-        of_text = rotary_triton.rotary_table_3d(text_3T, dimension_F, inv_freq_F, factor)
-        expected_of_text = rotary_triton.rotary_table(text_3T[0], inv_freq_F, factor)
-    expected = rotary.rotary_table_3d.reference(positions_3T, dimension_F, inv_freq_F, factor)
+        found = rotary_triton.rotary_table_3d(positions_T, offsets_3T, dimension_F, inv_freq_F, factor)
+        of_text = rotary_triton.rotary_table_3d(positions_T, 0 * offsets_3T, dimension_F, inv_freq_F, factor)
+        expected_of_text = rotary_triton.rotary_table(positions_T, inv_freq_F, factor)
+    expected = rotary.rotary_table_3d.reference(positions_T, offsets_3T, dimension_F, inv_freq_F, factor)
     for found_T12F, expected_T12F in zip(found, expected, strict=True):
         torch.testing.assert_close(found_T12F, expected_T12F, rtol=0, atol=3e-7)
     assert all(map(torch.equal, of_text, expected_of_text))

@@ -109,9 +109,10 @@ def test_positions_in_three_dimensions_are_interleaved(rope: dict[str, Any], sec
     inv_freq_F, attention_factor, found_sections = frequencies(rope_parameters=rope)
     assert list(found_sections) == sections
     dimension_F = interleaved_dimensions(len(inv_freq_F), found_sections)
-    found = apply_rotary(
-        q_THD.clone(), rotary_table_3d.reference(positions_3T, dimension_F, inv_freq_F, attention_factor)
-    )
+    frequencies_and_factor = (inv_freq_F, attention_factor)
+    offsets_3T = positions_3T - positions_3T[1]
+    table = rotary_table_3d.reference(positions_3T[1], offsets_3T, dimension_F, *frequencies_and_factor)
+    found = apply_rotary(q_THD.clone(), table)
     torch.testing.assert_close(found, expected[0], rtol=0, atol=1e-4)
 
 
