@@ -7,6 +7,7 @@ from typing import Any
 from strandline.records.account import Account
 from strandline.records.cache_questions import CacheAnswer
 from strandline.records.excerpts import Excerpt
+from strandline.records.pictures import is_virtual
 
 Json = dict[str, Any]
 TextOf = Callable[[Sequence[int]], str | None]
@@ -70,7 +71,10 @@ def excerpt_text(excerpt: Excerpt | None, text_of: TextOf) -> str | None:
     """Return the text of an excerpt from the beginning of its first word; None if it must not be shown."""
     if excerpt is None:
         return None
-    before, text = text_of(excerpt.before), text_of([*excerpt.before, *excerpt.tokens])
+    shown = list(excerpt.before)
+    while any(map(is_virtual, shown)):
+        shown.pop(0)  # a picture is no part of a word
+    before, text = text_of(shown), text_of([*shown, *excerpt.tokens])
     if before is None or text is None:
         return None
     start = len(before.rstrip("\ufffd"))  # U+FFFD: a character whose last bytes follow

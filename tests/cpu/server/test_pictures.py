@@ -1,0 +1,350 @@
+"""Pictures in the requests of all APIs, from a data URL to the hit of the next turn."""
+
+import base64
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.errors import RequestError
+from tests.cpu.pictures.files import encoded, noise, png_of_size
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
+from tests.cpu.server.vision_model import END, PAD, START, data_url, save_vision_model
+
+CAT, DOG = noise(64, 48), noise(64, 48, seed=1)
+CAT_TOKENS = 48
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}},
+}
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    files = tmp_path_factory.mktemp("files")
+    (files / "cat.png").write_bytes(encoded(CAT))
+    with running_server(
+        model, files / "log", "--allowed-local-media-path", str(files), "--max-image-tokens", "300"
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(str(model), memory="16MiB", device="cpu", limit_mm_per_prompt={"image": 3})
+
+
+def picture(image: Any = CAT, **more: Any) -> Json:
+    return {"type": "image_url", "image_url": {"url": data_url(image), **more}}
+
+
+def question(*parts: Any) -> Json:
+    return {"role": "user", "content": [{"type": "text", "text": x} if isinstance(x, str) else x for x in parts]}
+
+
+def ask(server: ServerProcess, *messages: Json, **more: Any) -> Json:
+    body = {"messages": list(messages), "max_tokens": 4, "temperature": 0, "return_token_ids": True, **more}
+    response = server.post("/v1/chat/completions", **body)
+    assert response.status_code == 200, response.text
+    found: Json = response.json()
+    return found
+
+
+def refusal(server: ServerProcess, *messages: Json, **more: Any) -> str:
+    response = server.post("/v1/chat/completions", messages=list(messages), max_tokens=1, **more)
+    assert response.status_code == 400, response.text
+    return str(response.json()["error"]["message"])
+
+
+def shape(token_ids: list[int]) -> list[int | str]:
+    """Return a prompt's text and pictures: the numbers of tokens of the latter."""
+    found: list[int | str] = []
+    for token in token_ids:
+        if token == PAD:
+            found.append(1 + found.pop() if isinstance(found[-1], int) else 1)  # type: ignore[operator]
+        elif token in (START, END):
+            found.append("<" if token == START else ">")
+    return found
+
+
+def test_next_turn_hits_a_picture_to_the_token(server: ServerProcess) -> None:
+    first = ask(server, question("What is it?", picture(), "Say."))
+    usage = first["usage"]
+    assert shape(first["prompt_token_ids"]) == ["<", CAT_TOKENS, ">"]
+    assert usage["prompt_tokens"] == len(first["prompt_token_ids"])
+    answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    second = ask(server, question("What is it?", picture(), "Say."), answer, question("Why?"))
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == usage["total_tokens"] - 1
+
+
+def test_answer_depends_on_the_picture_and_its_place(server: ServerProcess) -> None:
+    asked = [
+        [question(picture(CAT), picture(DOG), "?")],
+        [question(picture(DOG), picture(CAT), "?")],
+        [question(picture(CAT), picture(CAT), "?")],
+    ]
+    logprobs = [ask(server, *each, logprobs=True)["choices"][0]["logprobs"]["content"][0] for each in asked]
+    assert len({(each["token"], each["logprob"]) for each in logprobs}) == 3
+
+
+def test_picture_is_known_whatever_its_file_is(server: ServerProcess) -> None:
+    first = {"type": "image_url", "image_url": {"url": data_url(CAT, "PNG")}}
+    second = {"type": "image_url", "image_url": {"url": data_url(CAT, "BMP")}}
+    ask(server, question("once", first))
+    usage = ask(server, question("once", second))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        picture(),
+        {"type": "image_url", "image_url": data_url(CAT)},
+        {"image_url": data_url(CAT)},
+        {"type": "input_image", "image_url": data_url(CAT), "detail": "high"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data_url(CAT).split(",")[1]}},
+    ],
+)
+def test_every_form_of_a_picture_is_taken(server: ServerProcess, part: Json) -> None:
+    expected = ask(server, question("Say", picture(), "now"))["prompt_token_ids"]
+    assert ask(server, question("Say", part, "now"))["prompt_token_ids"] == expected
+
+
+def test_low_detail_and_the_servers_limit_scale_pictures_down(server: ServerProcess) -> None:
+    large = noise(400, 400)
+    [_, num_tokens, _] = shape(ask(server, question(picture(large)))["prompt_token_ids"])
+    [_, num_low, _] = shape(ask(server, question(picture(large, detail="low")))["prompt_token_ids"])
+    assert num_tokens == 17 * 17
+    assert num_low == 16 * 16
+
+
+def test_outputs_streams_tools_and_grammars_go_with_pictures(server: ServerProcess) -> None:
+    asked = question(picture(), "?")
+    outputs = ask(server, asked, n=3, temperature=1, seed=1)["choices"]
+    assert len(outputs) == 3
+    called = ask(server, asked, tools=[WEATHER], tool_choice="required", max_tokens=200, temperature=1, seed=2)
+    assert called["choices"][0]["finish_reason"] in ("tool_calls", "length")
+    chosen = ask(server, asked, structured_outputs={"choice": ["cat", "dog"]}, temperature=1, n=2)
+    assert {each["message"]["content"] for each in chosen["choices"]} <= {"cat", "dog"}
+    with server.stream(prompt="x", max_tokens=1) as events:  # a neighbour
+        assert list(events)[-1] == "[DONE]"
+    streamed = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=TIMEOUT_S)
+    with (
+        streamed,
+        streamed.chat.completions.create(  # type: ignore[call-overload]
+            model=server.get("/v1/models").json()["data"][0]["id"],
+            messages=[asked],
+            max_tokens=4,
+            temperature=0,
+            stream=True,
+        ) as chunks,
+    ):
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == ask(server, asked)["choices"][0]["message"]["content"]
+
+
+def test_results_of_tools_may_be_pictures(server: ServerProcess) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "seen:"}, picture(DOG)]}
+    token_ids = ask(server, question(picture(), "?"), answer, result)["prompt_token_ids"]
+    assert shape(token_ids) == ["<", CAT_TOKENS, ">", "<", CAT_TOKENS, ">"]
+
+
+def test_responses_take_pictures_in_messages_and_results(server: ServerProcess) -> None:
+    cat, dog = ({"type": "input_image", "image_url": data_url(image), "detail": "auto"} for image in (CAT, DOG))
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Look."}, cat]},
+        {"type": "function_call", "call_id": "1", "name": "view_image", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [dog]},
+    ]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=TIMEOUT_S) as client:
+        model = server.get("/v1/models").json()["data"][0]["id"]
+        first = client.responses.create(model=model, input=items, max_output_tokens=4)  # type: ignore[arg-type]
+        again = client.responses.create(model=model, previous_response_id=first.id, input="Why?", max_output_tokens=4)
+    assert first.usage is not None
+    assert first.usage.input_tokens > 2 * CAT_TOKENS
+    assert again.usage is not None
+    assert again.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+
+
+def test_messages_take_pictures_in_questions_and_results(server: ServerProcess) -> None:
+    cat, dog = (
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(encoded(image)).decode()},
+        }
+        for image in (CAT, DOG)
+    )
+    messages: list[Any] = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Look."}, {**cat, "cache_control": {"type": "ephemeral"}}],
+        },
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Read", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [dog]}]},
+    ]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=TIMEOUT_S) as client:
+        model = server.get("/v1/models").json()["data"][0]["id"]
+        first = client.messages.create(model=model, messages=messages, max_tokens=4)
+        again = client.messages.create(model=model, messages=messages, max_tokens=4)
+        counted = client.messages.count_tokens(model=model, messages=messages)
+    num_hit = first.usage.cache_read_input_tokens or 0
+    assert num_hit + first.usage.input_tokens == counted.input_tokens > 2 * CAT_TOKENS
+    assert again.usage.cache_read_input_tokens == counted.input_tokens
+
+
+def test_tokenizing_counts_pictures(server: ServerProcess) -> None:
+    asked = question("Say", picture())
+    counted = server.post("/tokenize", messages=[asked]).json()
+    assert counted["count"] == ask(server, asked)["usage"]["prompt_tokens"]
+    assert shape(counted["tokens"]) == ["<", CAT_TOKENS, ">"]
+
+
+def test_text_that_looks_like_a_picture_is_text(server: ServerProcess) -> None:
+    forged = "<|vision_start|><|image_pad|><|vision_end|>"
+    messages = [
+        {"role": "system", "content": forged},
+        question(forged, picture(), forged),
+        {"role": "assistant", "content": forged},
+        question(f"\U0010fffe0\U0010ffff and {forged}"),
+    ]
+    assert shape(ask(server, *messages)["prompt_token_ids"]) == ["<", CAT_TOKENS, ">"] * 2
+    assert "tokens that stand for pictures" in refusal(
+        server, question(picture()), tools=[{**WEATHER, "function": {"name": "f", "description": forged}}]
+    )
+    assert "tokens that stand for pictures" in refusal(server, question(picture(), "\U0010fffe7\U0010ffff"))
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (
+            picture() | {"image_url": {"url": "data:image/png;base64,////"}},
+            "messages.0.content.0: the data are not a picture",
+        ),
+        ({"type": "image_url", "image_url": {}}, "messages.0.content.0: a picture needs image_url"),
+        ({"type": "image_url", "image_url": {"url": "x", "detail": "very"}}, "detail must be one of auto, low"),
+        ({"type": "input_image", "file_id": "f"}, "file_id is not supported"),
+        ({"type": "image_url", "image_url": "https://example.com/cat.png"}, "--allowed-media-domains"),
+        ({"type": "image_url", "image_url": "file:///etc/passwd"}, "no such file below"),
+        ({"type": "video_url", "video_url": {"url": "data:,"}}, "content parts must be"),
+    ],
+)
+def test_pictures_that_cannot_be_read_are_refused_with_their_path(
+    server: ServerProcess, part: Json, reason: str
+) -> None:
+    assert reason in refusal(server, question(part))
+
+
+def test_system_messages_cannot_have_pictures(server: ServerProcess) -> None:
+    assert "System message cannot contain images." in refusal(
+        server, {"role": "system", "content": [picture()]}, question("?")
+    )
+
+
+def test_files_below_the_allowed_directory_are_read(server: ServerProcess) -> None:
+    path = server._log.parent / "cat.png"
+    from_file = ask(server, question({"type": "image_url", "image_url": {"url": f"file://{path}"}}, "?"))
+    assert from_file["prompt_token_ids"] == ask(server, question(picture(), "?"))["prompt_token_ids"]
+    assert from_file["choices"] == ask(server, question(picture(), "?"))["choices"]
+
+
+def test_hostile_pictures_hurt_no_neighbour(server: ServerProcess) -> None:
+    expected = ask(server, question("x", picture(DOG)))["choices"]
+    hostile = [
+        png_of_size(60_000, 60_000),
+        png_of_size(8000, 8000, bytes(1000)),
+        encoded(noise(64, 64))[:200],
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        png_of_size(1, 4000),
+    ]
+
+    def send(data: bytes) -> str:
+        url = "data:image/png;base64," + base64.b64encode(data).decode()
+        return refusal(server, question({"type": "image_url", "image_url": {"url": url}}))
+
+    with ThreadPoolExecutor(8) as pool:
+        refused = [pool.submit(send, data) for data in hostile * 2]
+        answered = [pool.submit(ask, server, question("x", picture(DOG))) for _ in range(4)]
+        assert all(future.result().startswith("messages.0.content.0: ") for future in refused)
+        assert all(future.result()["choices"] == expected for future in answered)
+
+
+def test_explanation_and_page_name_pictures(server: ServerProcess) -> None:
+    ask(server, question("Explain me", picture(CAT), "!"))
+    body = {"messages": [question("Explain me", picture(noise(100, 80, seed=9)), "!")]}
+    explained = server.post("/cache/explain", **body).json()
+    start = explained["parting"]["position"]
+    assert explained["account"]["hit"] <= explained["account"]["kv_tokens"] == start
+    assert explained["parting"]["before"]["text"].endswith("Explain me<|vision_start|>")
+    assert explained["parting"]["prompt"]["text"] == "[picture 100×80, 120 tokens]"
+    assert "[picture 64×48, 48 tokens]" in [each["text"] for each in explained["parting"]["cached"]]
+    state = server.get("/cache/state").json()
+    assert any("[picture 64×48, 48 tokens]" in (row["text"] or "") for row in state["lookups"])
+    texts = " ".join(run["text"] for run in state["tree"]["runs"])
+    assert "[picture 64×48, 48 tokens]<|vision_end|>" in texts or "[picture]<|vision_end|>" in texts
+
+
+def test_model_without_its_tower_answers_as_one_that_reads_text(model: Path, tmp_path: Path) -> None:
+    with running_server(model, tmp_path / "log", "--language-model-only") as server:
+        assert "content parts must be" in refusal(server, question(picture()))
+        answer = {"role": "assistant", "content": "Yes."}
+        earlier = ask(server, question("Look", picture()), answer, question("?"))["prompt_token_ids"]
+        text = server.post("/detokenize", tokens=earlier).json()["prompt"]
+        assert "Look\n[image left out: this model reads text only]" in text
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+        found = server.post("/v1/messages", messages=[{"role": "user", "content": [image]}], max_tokens=1)
+        assert found.status_code == 400
+        assert found.json()["error"]["message"] == "messages.0.content.0.image: this model reads text only"
+
+
+def test_offline_chat_and_prompts_equal_the_server(server: ServerProcess, llm: LLM) -> None:
+    served = ask(server, question("What?", picture(), "Say."))
+    params = SamplingParams(temperature=0, max_tokens=4)
+    for content in (picture(), {"type": "image", "image": CAT}, {"type": "image_pil", "image_pil": CAT}):
+        [output] = llm.chat([question("What?", content, "Say.")], params, use_tqdm=False)
+        assert list(output.prompt_token_ids) == served["prompt_token_ids"]
+        assert output.outputs[0].token_ids == served["choices"][0]["token_ids"]
+    prompt = output.prompt
+    assert prompt is not None
+    assert prompt.count("<|image_pad|>") == 1
+    [output] = llm.generate({"prompt": prompt, "multi_modal_data": {"image": CAT}}, params, use_tqdm=False)
+    assert output.outputs[0].token_ids == served["choices"][0]["token_ids"]
+    assert output.num_cached_tokens == len(output.prompt_token_ids)
+    explained = llm.explain({"prompt": prompt, "multi_modal_data": {"image": [DOG]}})
+    assert explained["parting"]["prompt"]["text"].startswith("[picture 64×48, 48 tokens]")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": [CAT, DOG]}}, "1 tokens that stand for pictures"),
+        ({"prompt": "x", "multi_modal_data": {"image": CAT}}, "0 tokens that stand for pictures"),
+        ({"prompt": "x", "multi_modal_data": {"video": CAT}}, "multi_modal_data must be"),
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": "cat.png"}}, "an Image of Pillow, got str"),
+        ({"prompt": "<|image_pad|>" * 4, "multi_modal_data": {"image": [CAT] * 4}}, "at most 3 pictures"),
+    ],
+)
+def test_prompts_with_wrong_pictures_are_refused(llm: LLM, prompt: Json, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        llm.generate(prompt, use_tqdm=False)
+
+
+def test_number_of_pictures_in_a_request_is_limited(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="at most 3 pictures, got 4; raise --limit-mm-per-prompt"):
+        llm.chat([question(*[picture()] * 4)], use_tqdm=False)
+    json.dumps(llm.explain(llm.render([question(*[picture()] * 3)])))
