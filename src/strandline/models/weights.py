@@ -29,11 +29,11 @@ from strandline.models.layers.targets import Target
 from strandline.models.registry import builder_for
 from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
-from strandline.models.storage.conversion import is_converted
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
 from strandline.models.storage.low_rank import LowRank, MergedWeight, is_matrix
 from strandline.models.storage.published import Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
+from strandline.models.storage.recipe import choose_schemes
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
 from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat
 from strandline.models.storage.weights_files import list_unread, open_files
@@ -127,7 +127,7 @@ def load_model(
         model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":
         if keeps_quantized:
-            _fill_kept_randomly(model, formats, published_dtype(config), seed, device)
+            _fill_kept_randomly(model, config, formats, seed, device)
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
@@ -329,13 +329,18 @@ def _fill(
 
 
 def _fill_kept_randomly(
-    model: Any, formats: tuple[WeightFormat, ...], dtype: torch.dtype, seed: int, device: torch.device | str
+    model: Any, config: ModelConfig, formats: tuple[WeightFormat, ...], seed: int, device: torch.device | str
 ) -> None:
-    """Fill what published models have quantised."""
-    targets = dict(model.targets(frozenset()))
-    stored = {name: 0 for name, target in targets.items() if is_converted(name, target.shape)}
-    format = next(format for format in formats if format.can_stay)
-    storage = QuantizedStorage(model, targets, [format.stored_randomly(dtype)], stored, device)
+    """Fill what the configuration says is quantised, and stays so."""
+    targets, dtype = dict(model.targets(frozenset())), published_dtype(config)
+    choose = choose_schemes(config.quantization, [format.scheme for format in formats])
+    chosen = {name: choose(name, target.shape) for name, target in targets.items()}
+    stored, found = dict[str, int](), list[StoredFormat]()
+    for index, format in enumerate(formats):
+        if format.can_stay:
+            stored |= {name: len(found) for name, number in chosen.items() if number == index}
+            found.append(format.stored_randomly(dtype))
+    storage = QuantizedStorage(model, targets, found, stored, device)
     storage.fill_randomly(seed)
     storage.finish()
 

@@ -231,7 +231,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
         _reject("config_groups names no group of weights")
     by_format = dict[str, list[Fields]]()
     for name, group in groups.items():
-        format, fields = _check_group(name, group, values.get("format"))
+        format, fields = _check_group(name, group, values)
         by_format.setdefault(format, []).append(fields)
     return tuple(_read_compressed(format, fields) for format, fields in by_format.items())
 
@@ -253,12 +253,17 @@ def _read_compressed(format: str, groups: list[Fields]) -> Scheme:
     return scheme
 
 
-def _check_group(name: str, group: Any, default_format: object) -> tuple[str, Fields]:
+def format_of_group(group: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """Return the format of a group of weights of ``compressed-tensors``: its own, or that of all."""
+    return group.get("format") or values.get("format")
+
+
+def _check_group(name: str, group: Any, values: Mapping[str, Any]) -> tuple[str, Fields]:
     """Return the format of a group of weights, and what it says of them."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         _reject(f"config_groups.{name} names no weights")
-    format = group.get("format") or default_format
+    format = format_of_group(group, values)
     kind = (weights.get("type"), weights.get("num_bits"))
     if not isinstance(format, str) or COMPRESSED.get(format) != kind:
         _reject(f"config_groups.{name} has format {format!r} and {kind[1]}-bit weights of type {kind[0]!r}")

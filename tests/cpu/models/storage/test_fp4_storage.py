@@ -8,6 +8,8 @@ import pytest
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
+from strandline.model_config import read_model_config
+from strandline.models.layers.attention import Attention
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
@@ -140,3 +142,67 @@ def test_ranks_hold_parts_in_fp4(name: str, way: str, tmp_path: Path) -> None:
         kept, dequantized = (load(directory, keeps_quantized=keeps, shard=shard) for keeps in (True, False))
         assert_same_weights(kept, dequantized)
         assert kept.weights_report.num_kept > 0
+
+
+def formats_of(model: Any) -> dict[str, set[type]]:
+    """Return the formats of experts, of attention's first projections and of the head."""
+    attention = [layer.mixer for layer in model.decoder.layers if isinstance(layer.mixer, Attention)]
+    return {
+        "experts": {type(part.up) for x in model.modules() if isinstance(x, Experts) for part in x.parts},
+        "attention": {type(mixer.in_proj.weight) for mixer in attention},
+        "output": {type(mixer.out_proj.weight) for mixer in attention},
+        "head": {type(model.decoder.head.weight)},
+    }
+
+
+MIXED_LAYERS = {
+    **{f"model.language_model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(4)},
+    **{f"model.language_model.layers.{i}.self_attn.{x}_proj": {"quant_algo": "FP8"} for i in range(4) for x in "qkv"},
+    "lm_head": {"quant_algo": "W4A16_NVFP4"},
+}
+
+GROUPS = {
+    "experts": {
+        "format": "nvfp4-pack-quantized",
+        "targets": ["re:.*mlp[.]experts.*"],
+        "weights": {"type": "float", "num_bits": 4, "group_size": 16},
+    },
+    "others": {
+        "format": "float-quantized",
+        "targets": ["Linear"],
+        "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "output", "head"),
+    [
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED_LAYERS},
+            DenseWeight,
+            Fp4Weight,
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": ["lm_head"]},
+            ScaledWeight,
+            DenseWeight,
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": ["re:.*o_proj"]},
+            DenseWeight,
+            DenseWeight,
+        ),
+    ],
+    ids=["modelopt", "compressed", "compressed-ignored"],
+)
+def test_random_weights_have_the_formats_of_a_mixed_recipe(
+    config: dict[str, Any], output: type, head: type, tmp_path: Path
+) -> None:
+    directory = families.save("qwen3_5_moe", tmp_path, **SIZES)
+    fp8.change_json(directory / "config.json", quantization_config=config)
+    options = {"config": read_model_config(directory), "load_format": "dummy"}
+    model = load(Path("nowhere"), keeps_quantized=True, **options)
+    expected = {"experts": {Fp4Weight}, "attention": {ScaledWeight}, "output": {output}, "head": {head}}
+    assert formats_of(model) == expected
+    assert bool(logits(model).isfinite().all())
