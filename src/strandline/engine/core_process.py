@@ -150,10 +150,8 @@ class CoreLoop:
 
     def _handle(self, message: ToCore) -> None:
         match message:
-            case Submit(submissions, pictures):
-                pixels = {picture.digest: picture for picture in pictures}
-                for each in submissions:
-                    submission = replace(each, pixels=pixels) if each.pictures else each
+            case Submit():
+                for submission in message.complete():
                     if submission.new.params.structured_outputs is None:
                         self._core.add(submission)
                     else:

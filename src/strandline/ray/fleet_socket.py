@@ -21,6 +21,7 @@ from strandline.ray.calls import End, Run
 from strandline.ray.fleet import Fleet
 from strandline.records.events import FinishReason, PromptLogprobs, StepEvents, Submission, TokenEvent
 from strandline.records.messages import ENCODER, TO_CORE, Finish, Stepped, Submit
+from strandline.records.pictures import with_virtual_ids
 from strandline.records.tokens import encode
 
 LOGGER: Final = logging.getLogger("strandline.ray")
@@ -93,8 +94,8 @@ class FleetSocket:
             EngineError: the message is another one, which a single engine answers.
         """
         match TO_CORE.decode(data):
-            case Submit(submissions):
-                for _, group in groupby(submissions, key=lambda submission: submission.new.prompt_ids):
+            case Submit() as message:
+                for _, group in groupby(message.complete(), key=lambda each: (each.new.prompt_ids, each.pictures)):
                     call = _Call(self._replicas, self._fleet, list(group), self._deliver)
                     self._calls.update(dict.fromkeys(call.names, call))
                     call.start()
@@ -177,12 +178,13 @@ class _Call:
     async def _attempt(self) -> None:
         """Run the unfinished sequences on one replica, to their end."""
         unfinished = [each for each in self._submissions if each.new.request_id in self._outputs]
-        new = unfinished[0].new
-        submit = ENCODER.encode(Submit(unfinished))
+        first = unfinished[0]
+        submit = ENCODER.encode(Submit.of(unfinished))
         for output in self._outputs.values():
             output.num_replayed = 0
         self._replica = None
-        call = Run(self._request_id, encode(new.prompt_ids), unfinished[0].salt, submit)
+        prompt_ids = with_virtual_ids(first.new.prompt_ids, first.pictures)
+        call = Run(self._request_id, encode(prompt_ids), first.salt, submit)
         async with aclosing(self._replicas.run(call)) as items:
             async for item in items:
                 if isinstance(item, str):

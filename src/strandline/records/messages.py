@@ -1,5 +1,7 @@
 """Messages between the HTTP process and the engine process: msgpack over a pair of ZeroMQ sockets."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -22,7 +24,18 @@ class Submit(msgspec.Struct, tag=True):
 
     submissions: list[Submission]
     pictures: list[Picture] = []
-    """Those of all sequences."""
+    """Those of all sequences, each once, instead of the sequences' own."""
+
+    @classmethod
+    def of(cls, submissions: Sequence[Submission]) -> "Submit":
+        """Return the message that runs these sequences."""
+        pictures = {digest: picture for each in submissions for digest, picture in each.pixels.items()}
+        return cls([replace(each, pixels={}) if each.pixels else each for each in submissions], [*pictures.values()])
+
+    def complete(self) -> list[Submission]:
+        """Return the sequences with their pictures."""
+        pixels = {picture.digest: picture for picture in self.pictures}
+        return [replace(each, pixels=pixels) if each.pictures else each for each in self.submissions]
 
 
 class Finish(msgspec.Struct, tag=True):

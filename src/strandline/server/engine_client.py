@@ -154,7 +154,7 @@ class EngineClient:
         parts: dict[int, list[Submission]] = {}
         for engine, sequences in zip(engines, submissions, strict=True):
             parts.setdefault(engine.number, []).extend(sequences)
-        messages = {number: encode(_message(sequences)) for number, sequences in parts.items()}
+        messages = {number: encode(Submit.of(sequences)) for number, sequences in parts.items()}
         for number, message in messages.items():
             self.engines[number].send(message)
 
@@ -323,14 +323,6 @@ class EngineClient:
             if stream.is_finished:
                 self._release(request_id)
             self._requests[request_id].job.note(request_id)
-
-
-def _message(submissions: list[Submission]) -> Submit:
-    """Return a message with each picture once."""
-    pictures = {digest: picture for each in submissions for digest, picture in each.pixels.items()}
-    if not pictures:
-        return Submit(submissions)
-    return Submit([replace(each, pixels={}) for each in submissions], list(pictures.values()))
 
 
 def least_limits(engines: Sequence[EngineLink]) -> Limits:
