@@ -13,6 +13,7 @@ from strandline.device.lower_stores import LowerFacts
 from strandline.device.peer_store import PeerStore
 from strandline.device.transfers import Completions
 from strandline.kernels.binding import Fallback
+from strandline.picture_config import PictureConfig
 from strandline.records.actions import Action, Completion
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
@@ -43,6 +44,8 @@ class ExecutorFacts:
     corrects_lengths: bool = False
     """Whether, once graphs are captured, steps in which all sequences verify drafts can be launched before it is known
     how many drafts of the step before are accepted."""
+    picture_config: PictureConfig | None = None
+    """How pictures are prepared; None: the model reads none."""
     encoder_tokens: int = 0
     """Rows of the memory of encoded pictures; 0: the model reads no pictures."""
     num_ranks: int = 1

@@ -114,6 +114,7 @@ class UniExecutor:
             lower=lower,
             draft_tokens=draft_tokens,
             corrects_lengths=draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager,
+            picture_config=None if model.tower is None else model.tower.pictures,
             encoder_tokens=encoder_tokens,
             num_ranks=ranks.size,
             start_s=start_s,

@@ -14,7 +14,9 @@ from strandline.device.executor import Executor, LaunchedStep
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
 from strandline.ids import RequestId
+from strandline.picture_config import NUM_CHANNELS
 from strandline.records.events import Submission
+from strandline.records.pictures import Picture, PictureSpan, picture_digest
 from strandline.records.plan import NewRequest, StepPlan
 from strandline.records.sampling_params import SamplingParams
 
@@ -40,6 +42,9 @@ DECODED_TOKENS: Final = 64
 
 FEWEST_DECODED_TOKENS: Final = 20
 """Shortest: every log is filled twice."""
+
+PICTURE_COLUMNS: Final = 16
+"""Tokens of a picture in a row."""
 
 MAX_STEPS: Final = 4
 """Steps per prompt at most; prompts are shorter where steps are small."""
@@ -79,6 +84,7 @@ class WarmUp:
         self._prefill_together()
         self._resume()
         self._sample()
+        self._see()
         self._add(2 * self._scheduler.max_num_batched_tokens + 1, 1)
         self._run_until(lambda: not len(self._scheduler))
         self._executor.forget_requests()
@@ -125,18 +131,44 @@ class WarmUp:
             self._add(TWO_BLOCKS_TOKENS, 3, options)
         self._run_until(lambda: not len(self._scheduler))
 
+    def _see(self) -> None:
+        """Compute a prompt with a picture, if the model reads any and the prompt is not too long."""
+        config, num_tokens = self._executor.facts.picture_config, PICTURE_COLUMNS + 2
+        if config is None or num_tokens > self._max_num_tokens or self._executor.facts.encoder_tokens < PICTURE_COLUMNS:
+            return
+        height, width = config.token_side, PICTURE_COLUMNS * config.token_side
+        pixels = bytes(height * width * NUM_CHANNELS)
+        picture = Picture(picture_digest(pixels, height, width), pixels, height, width, (width, height))
+        self._submit(num_tokens, 2, picture=(PictureSpan(1, 1, PICTURE_COLUMNS, picture.digest), picture))
+        self._run_until(lambda: not len(self._scheduler))
+
+    @property
+    def _max_num_tokens(self) -> int:
+        """Maximum length of a prompt."""
+        return max(1, min(self._max_model_len - 2, MAX_STEPS * self._scheduler.max_num_batched_tokens))
+
     def _add(
         self, num_tokens: int, max_tokens: int, options: Mapping[str, Any] | None = None, salt: str | None = None
     ) -> Request:
         """Queue a prompt of ``num_tokens``, as far as the model allows; without a salt it shares no prefix."""
+        return self._submit(min(num_tokens, self._max_num_tokens), max_tokens, options, salt)
+
+    def _submit(
+        self,
+        num_tokens: int,
+        max_tokens: int,
+        options: Mapping[str, Any] | None = None,
+        salt: str | None = None,
+        picture: tuple[PictureSpan, Picture] | None = None,
+    ) -> Request:
         name = f"warm-up-{next(self._names)}"
-        num_tokens = max(
-            1, min(num_tokens, self._max_model_len - 2, MAX_STEPS * self._scheduler.max_num_batched_tokens)
-        )
         values = {"temperature": 0.0, **(options or {}), "max_tokens": max_tokens, "ignore_eos": True}
         new = NewRequest(RequestId(name), (0,) * num_tokens, SamplingParams(**values), 0, frozenset(), ())
         max_total = min(num_tokens + max_tokens, self._max_model_len)
-        request = Request(Submission(new, max_total, salt=name if salt is None else salt))
+        seen = [] if picture is None else [picture]
+        pictures, pixels = tuple(span for span, _ in seen), {span.digest: pixels for span, pixels in seen}
+        salt = name if salt is None else salt
+        request = Request(Submission(new, max_total, salt, pictures=pictures, pixels=pixels))
         self._scheduler.add(request)
         return request
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strandline import LLM
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine.core import new_warm_up
 from strandline.models.vision.tower import VisionTower
 from tests.cpu.device.picture_driver import Prompt, random_picture, text
 from tests.cpu.device.test_picture_drafts import save_with_drafts
@@ -171,6 +172,13 @@ def test_several_ranks_answer_as_one(folder: Path, name: str) -> None:
         found = ask(llm, *PROMPTS)
         check_answers(name, PROMPTS, found)
         assert ask(llm, *PROMPTS) == found
+
+
+def test_warm_up_encodes_a_picture(make: MakeVisionLLM, encoded: list[tuple[int, int]]) -> None:
+    llm = make(max_num_seqs=4, max_num_batched_tokens=64)
+    new_warm_up(llm.config, llm.engine.core.executor).run()
+    assert len(encoded) == 1
+    check_answers(MODELS[0], PROMPTS, ask(llm, *PROMPTS))
 
 
 def test_models_may_be_served_without_their_tower(make: MakeVisionLLM, encoded: list[tuple[int, int]]) -> None:
