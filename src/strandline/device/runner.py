@@ -28,7 +28,7 @@ from strandline.device.draft_layer import (
     repeated_pairs,
     repeats_pair,
 )
-from strandline.device.encoded_pictures import EncodedPictures
+from strandline.device.encoded_pictures import MAX_SHARED_TOKENS, EncodedPictures
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import Decoded, StepGraphs, StepHidden
 from strandline.device.heap import keep_scratch_memory
@@ -139,8 +139,8 @@ class Runner:
             dtype = getattr(torch, model.spec.hidden_dtype)
             memory_XE = torch.zeros(encoder_tokens, model.spec.hidden_size, dtype=dtype, device=device)
             self._memory = replace(self._memory, pictures=memory_XE)
-            max_tokens = 0 if kernels.workload.is_deterministic else encoder_tokens
-            self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens)
+            max_tokens = 0 if kernels.workload.is_deterministic else MAX_SHARED_TOKENS
+            self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens, kernels.ranks)
         self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=poison)
         self._pending = PendingTokens(max_num_seqs, device, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]

@@ -11,7 +11,7 @@ from strandline.config import EngineConfig, parse_bytes
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
 from strandline.device.dtypes import count_matrix_weights, count_weights, machine_bytes
-from strandline.device.encoded_pictures import encode_largest
+from strandline.device.encoded_pictures import MAX_SHARED_TOKENS, encode_largest
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
@@ -198,7 +198,7 @@ def _choose_gpu_bytes(
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     scratch_bytes = measure_scratch_bytes(model, kernels, num_tokens, config.max_num_seqs * (1 + drafts), device)
     if model.tower is not None:
-        largest = largest_picture(config, model.tower.pictures)
+        largest = max(largest_picture(config, model.tower.pictures), MAX_SHARED_TOKENS)
         scratch_bytes = max(scratch_bytes, peak_bytes(partial(encode_largest, model.tower, largest, device), device))
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)

@@ -166,12 +166,13 @@ def test_pictures_come_back_from_host_memory_and_disk(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_several_ranks_answer_as_one(folder: Path, name: str) -> None:
+def test_several_ranks_answer_as_one(folder: Path, encoded: list[tuple[int, int]], name: str) -> None:
     with making(folder / name, 2) as make_divided:
         llm = make_divided()
         found = ask(llm, *PROMPTS)
         check_answers(name, PROMPTS, found)
         assert ask(llm, *PROMPTS) == found
+    assert len(encoded) == 3, "each picture of a step is encoded by one rank"
 
 
 def test_warm_up_encodes_a_picture(make: MakeVisionLLM, encoded: list[tuple[int, int]]) -> None:
