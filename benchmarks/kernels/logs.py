@@ -23,7 +23,7 @@ from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_de
 from strandline.kernels.recurrences.gdn_short_triton import Short
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import (
-    LastVerification,
+    LastStep,
     PlannedVerification,
     accept_drafts,
     complete_verification,
@@ -194,7 +194,7 @@ def verification(sequences: int) -> Work:
         "source_row": index_N,
     }
     planned = PlannedVerification(**columns)
-    last = LastVerification.empty(sequences, DRAFTS, torch.get_default_device())
+    last = LastStep.empty(sequences, DRAFTS, torch.get_default_device())
     stop_ids_XS = full((512, 8), NO_TOKEN)
     tokens_T, table_NM = full((sequences * rows,), 7), full((sequences + 1, num_blocks), 3).int()
     # The last row of each of the two tables of replayed rows is in no chunk.

@@ -9,6 +9,7 @@ Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -48,6 +49,8 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     pending: Column
     rotary_delta: Column
     """Added to the positions of tokens of text for rotary embeddings."""
+    num_drafts: Column
+    next_drafts: Column
     # Of this step on this device.
     last_row: Column
     """The sequence's last row of the step."""
@@ -57,31 +60,69 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     """Which of the known sets of stop tokens may end it."""
 
 
-NUM_PLANNED: Final = SequenceColumns._fields.index("rotary_delta") + 1
+BLOCK_ID_BYTES: Final = 4
+
+NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
 PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
 PLANNED_FIELDS: Final = attrgetter(*PLANNED_NAMES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostBatch:
-    """The step's indices on the host; one-dimensional arrays are int64."""
+    """The step's indices on the host; one-dimensional arrays are int64. Tables are made when they are asked for."""
 
+    sequences: Sequence[SequencePlan]
+    """Decodes first, then prefills; each computes one token or more."""
     num_decodes: int
-    """Number of decoding sequences, which come first."""
+    """Number of decoding sequences."""
     num_decode_rows: int
     """Number of their rows, which come first."""
     columns: SequenceColumns[np.ndarray]
     token_ids_T: np.ndarray
     query_starts_N1: np.ndarray
-    block_table_NM: np.ndarray
-    """int32."""
-    chunks: Chunks
-    cut_rows_C: np.ndarray
-    """Each chunk's last row, whose hidden state goes to the slot of the chunk's cut."""
-    replay: "HostReplay | None"
-    """None: no prefill has a log."""
-    picture_offsets: np.ndarray | None = None
+    log_tokens: int
+    """Room for drafts in a log."""
+    picture_offsets: np.ndarray | None
     """``StepBatch.picture_offsets``, flat; None: all rows are of text."""
+    is_verification: bool = False
+    """Whether all sequences of the step compute certain tokens and drafts alone, and one has drafts or follows some."""
+
+    @cached_property
+    def block_table_NM(self) -> np.ndarray:
+        """The blocks that the step reads and writes, int32."""
+        return block_tables(self.sequences, (-(-self.columns.end // BLOCK_TOKENS)).tolist())
+
+    @property
+    def whole_block_table_NM(self) -> np.ndarray:
+        """All blocks of the sequences, int32: how far the step reads them may be unknown."""
+        return block_tables(
+            self.sequences, [len(sequence.block_table) // BLOCK_ID_BYTES for sequence in self.sequences]
+        )
+
+    @cached_property
+    def replay(self) -> "HostReplay | None":
+        """The logged tokens to compute again; None: no prefill has a log."""
+        return _plan_replay(self.prefills, self.log_tokens)
+
+    @property
+    def chunks(self) -> Chunks:
+        return self._chunks_and_cuts[0]
+
+    @property
+    def cut_rows_C(self) -> np.ndarray:
+        """Each chunk's last row, whose hidden state goes to the slot of the chunk's cut."""
+        return self._chunks_and_cuts[1] + self.num_decode_rows
+
+    @cached_property
+    def _chunks_and_cuts(self) -> tuple[Chunks, np.ndarray]:
+        if self.replay is not None:
+            return _chunks_with_logged(self.prefills, self.replay)
+        chunks = plan_chunks([(s.start, s.end) for s in self.prefills], [s.cuts for s in self.prefills])
+        return chunks, np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1
+
+    @property
+    def prefills(self) -> Sequence[SequencePlan]:
+        return self.sequences[self.num_decodes :]
 
     @property
     def num_sequences(self) -> int:
@@ -179,26 +220,14 @@ def build_host_batch(
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:
         token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
-    prefills = sequences[num_decodes:]
-    num_decode_rows = int(query_starts[num_decodes])
-    replay = _plan_replay(prefills, draft_tokens)
-    if replay is None:
-        chunks = plan_chunks([(s.start, s.end) for s in prefills], [s.cuts for s in prefills])
-        cut_rows_C = np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1
-    else:
-        chunks, cut_rows_C = _chunks_with_logged(prefills, replay)
-        # The state behind drafts is not stored: it is that of tokens which may be rejected.
-        columns.state_dst[[i for i, s in enumerate(sequences) if s.num_drafts]] = NULL_SLOT
     return HostBatch(
+        sequences,
         num_decodes=num_decodes,
-        num_decode_rows=num_decode_rows,
+        num_decode_rows=int(query_starts[num_decodes]),
         columns=columns,
         token_ids_T=token_ids,
         query_starts_N1=query_starts,
-        block_table_NM=block_tables(sequences, (-(-columns.end // BLOCK_TOKENS)).tolist()),
-        chunks=chunks,
-        cut_rows_C=cut_rows_C + num_decode_rows,
-        replay=replay,
+        log_tokens=draft_tokens,
         picture_offsets=picture_offsets(sequences, columns.rotary_delta),
     )
 
@@ -253,8 +282,11 @@ def _chunks_with_logged(prefills: Sequence[SequencePlan], replay: HostReplay) ->
 def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> DeviceBatch:
     """Make the step's tensors."""
     num_columns = len(SequenceColumns._fields)
+    # The state after drafts is not stored: it is that of tokens which may be rejected.
+    state_dst = np.where(host.columns.num_drafts > 0, NULL_SLOT, host.columns.state_dst)
+    of_sequences = host.columns._replace(state_dst=state_dst)
     token_ids_T, query_starts_N1, cut_rows_C, *rest = upload_together(
-        [host.token_ids_T, host.query_starts_N1, host.cut_rows_C, *host.columns, *host.chunks.columns], device
+        [host.token_ids_T, host.query_starts_N1, host.cut_rows_C, *of_sequences, *host.chunks.columns], device
     )
     columns: SequenceColumns[Tensor] = SequenceColumns(*rest[:num_columns])
     table_NM = upload(host.block_table_NM, device)

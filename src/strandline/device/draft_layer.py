@@ -12,12 +12,11 @@ token that was next when it was published; one key of the draft layer may differ
 A step that makes no drafts stores its pairs without attention, and the host does not wait: the token that ends a
 sequence's last pair may be known on the device only.
 
-Shape suffixes: X rows to choose from, T pairs, N sequences whose last token was just sampled, P tokens that the step
-sampled, E hidden size.
+Shape suffixes: X rows to choose from, T pairs, N sequences, E hidden size.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,12 +24,14 @@ from torch import Tensor
 
 from strandline.device.batch import block_tables, build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
+from strandline.device.padded_step import single_rows
 from strandline.device.picture_rows import add_earlier_pictures, picture_offsets
 from strandline.device.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import plan_chunks
+from strandline.kernels.sampling.verification import AcceptedDrafts, LastStep
 from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
@@ -114,19 +115,18 @@ def pairs_of_step(
     return [pair for pair in pairs if pair is not None]
 
 
-def repeated_pairs(sequences: Sequence[SequencePlan]) -> list[Pairs]:
-    """Return the pairs that end with the first tokens of sequences that compute something, and nothing after these.
+def repeated_pairs(sequences: Sequence[SequencePlan], stored_row_of: Mapping[int, int]) -> list[Pairs]:
+    """Return the pairs that end with the first tokens of sequences that compute something, and none after these.
 
     Args:
-        sequences: those that repeat a pair. The rows are those of the hidden states that they resume from, in order.
+        stored_row_of: by index in the plan, the row of the hidden state from which a sequence resumes.
     """
-    hits = [
-        sequence._replace(
-            end=sequence.start, token_ids=(), num_drafts=0, is_sampled=False, next_id=sequence.token_ids[0]
-        )
-        for sequence in sequences
-    ]
-    return pairs_of_step(hits, {}, {}, {index: index for index in range(len(hits))})
+    pairs = list[Pairs | None]()
+    for index, row in stored_row_of.items():
+        plan = sequences[index]
+        hit = plan._replace(end=plan.start, token_ids=(), num_drafts=0, is_sampled=False, next_id=plan.token_ids[0])
+        pairs.append(_pairs(index, hit, (), 0, row))
+    return [each for each in pairs if each is not None]
 
 
 def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_start: int) -> SequencePlan:
@@ -142,33 +142,6 @@ def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_s
         num_logged=0,
         num_drafts=0,
     )
-
-
-def keep_pairs(
-    model: DraftingModel, memory: ModelMemory, pairs: Sequence[Pairs], hidden_XE: Tensor, sampled_P: Tensor
-) -> None:
-    """Store the draft layer's keys and values of pairs. Does not wait for the device.
-
-    Args:
-        sampled_P: the tokens that were just sampled, in the order of the pairs that end with them.
-    """
-    if not pairs:
-        return
-    columns, offsets = _columns(pairs)
-    tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N, rotary_T = upload_together(
-        columns, hidden_XE.device
-    )
-    tokens_T.index_copy_(0, last_pairs_N, sampled_P[: len(last_pairs_N)].clamp_min(0))
-    nothing = rows_T[:0]
-    attention = AttentionBatch(
-        (0,), (), nothing, nothing, nothing, write_blocks_T=blocks_T, write_offsets_T=offsets_T, is_all_written=False
-    )
-    chunks = plan_chunks([], [])
-    recurrent = RecurrentBatch(nothing, nothing, chunks.with_tensors([nothing] * len(chunks.columns)))
-    with torch.no_grad():
-        offsets_3T = None if offsets is None else upload(offsets, hidden_XE.device).view(3, -1)
-        batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent, rotary_T, offsets_3T)
-        model.keep_for_drafts(batch, hidden_XE.index_select(0, rows_T), memory)
 
 
 def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], np.ndarray | None]:
@@ -199,39 +172,100 @@ def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], np.ndarray | Non
     return columns, picture_offsets(plans, delta_N)
 
 
-def make_drafts(
-    model: DraftingModel, memory: ModelMemory, kernels: Kernels, pairs: Sequence[Pairs], hidden_XE: Tensor
-) -> dict[int, tuple[int, ...]]:
-    """Make the pairs; return the drafts of sequences by their indices in the plan. Waits for the device."""
-    drafts: dict[int, list[int]] = {}
-    while pairs:
-        ordered = sorted(pairs, key=lambda pair: not pair.plan.is_decode)
-        hidden_TE, last_rows = _run(model, memory, kernels, ordered, hidden_XE)
-        wanted = [place for place, pair in enumerate(ordered) if pair.num_drafts]
-        if not wanted:
-            break
-        (rows_N,) = upload_together([[last_rows[place] for place in wanted]], hidden_TE.device)
-        hidden_XE = hidden_TE[rows_N]
-        tokens = likeliest(model.draft_logits(hidden_XE), kernels).tolist()
-        pairs = []
-        for row, (place, token) in enumerate(zip(wanted, tokens, strict=True)):
-            pair = ordered[place]
-            if token == NO_TOKEN:
-                continue
-            drafts.setdefault(pair.index, []).append(token)
-            if pair.num_drafts > 1:
-                plan = _pair_plan(pair.plan, pair.plan.end, (token,), pair.plan.kv_start)
-                pairs.append(Pairs(pair.index, plan, row, num_drafts=pair.num_drafts - 1))
-    return {index: tuple(tokens) for index, tokens in drafts.items()}
+class DraftLayer:
+    """The draft layer of one model.
 
+    Args:
+        memory: an arena as bound by the model.
+        last: takes what a step samples.
+    """
 
-def _run(
-    model: DraftingModel, memory: ModelMemory, kernels: Kernels, ordered: Sequence[Pairs], hidden_XE: Tensor
-) -> tuple[Tensor, list[int]]:
-    """Run the draft layer; return its hidden states and each sequence's last row."""
-    num_decodes = sum(pair.plan.is_decode for pair in ordered)
-    host = build_host_batch([pair.plan for pair in ordered], num_decodes)
-    batch = to_device(host, hidden_XE.device, kernels)
-    (rows_T,) = upload_together([np.concatenate([pair.rows() for pair in ordered])], hidden_XE.device)
-    with torch.no_grad():
-        return model.draft(batch.step, hidden_XE[rows_T], memory), host.columns.last_row.tolist()
+    def __init__(self, model: DraftingModel, memory: ModelMemory, last: LastStep, kernels: Kernels) -> None:
+        self._model, self._memory, self._last, self._kernels = model, memory, last, kernels
+
+    @torch.no_grad()
+    def keep(self, pairs: Sequence[Pairs], hidden_XE: Tensor) -> None:
+        """Store keys and values of pairs. Does not wait for the device.
+
+        What the last step sampled is in the order of the pairs that end with it.
+        """
+        if not pairs:
+            return
+        columns, offsets = _columns(pairs)
+        on_device = upload_together(columns, hidden_XE.device)
+        tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N, rotary_T = on_device
+        tokens_T.index_copy_(0, last_pairs_N, self._last.tokens_P[: len(last_pairs_N)].clamp_min(0))
+        nothing = rows_T[:0]
+        attention = AttentionBatch(
+            (0,),
+            (),
+            nothing,
+            nothing,
+            nothing,
+            write_blocks_T=blocks_T,
+            write_offsets_T=offsets_T,
+            is_all_written=False,
+        )
+        chunks = plan_chunks([], [])
+        recurrent = RecurrentBatch(nothing, nothing, chunks.with_tensors([nothing] * len(chunks.columns)))
+        offsets_3T = None if offsets is None else upload(offsets, hidden_XE.device).view(3, -1)
+        batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent, rotary_T, offsets_3T)
+        self._model.keep_for_drafts(batch, hidden_XE.index_select(0, rows_T), self._memory)
+
+    def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
+        """Store keys and values of the pairs of decodes, each ending with the token that was sampled after it."""
+        pairs = replace(batch, token_ids_T=self._last.tokens_P[: len(hidden_TE)].clamp_min(0))
+        self._model.keep_for_drafts(pairs, hidden_TE, self._memory)
+
+    def draft(self, pairs: Sequence[Pairs], hidden_XE: Tensor) -> dict[int, tuple[int, ...]]:
+        """Make pairs; return the drafts of sequences by their indices in the plan. Waits for the device."""
+        drafts: dict[int, list[int]] = {}
+        while pairs:
+            ordered = sorted(pairs, key=lambda pair: not pair.plan.is_decode)
+            hidden_TE, last_rows = self._run(ordered, hidden_XE)
+            wanted = [place for place, pair in enumerate(ordered) if pair.num_drafts]
+            if not wanted:
+                break
+            (rows_N,) = upload_together([[last_rows[place] for place in wanted]], hidden_TE.device)
+            hidden_XE = hidden_TE[rows_N]
+            tokens = likeliest(self._model.draft_logits(hidden_XE), self._kernels).tolist()
+            pairs = []
+            for row, (place, token) in enumerate(zip(wanted, tokens, strict=True)):
+                pair = ordered[place]
+                if token == NO_TOKEN:
+                    continue
+                drafts.setdefault(pair.index, []).append(token)
+                if pair.num_drafts > 1:
+                    plan = _pair_plan(pair.plan, pair.plan.end, (token,), pair.plan.kv_start)
+                    pairs.append(Pairs(pair.index, plan, row, num_drafts=pair.num_drafts - 1))
+        return {index: tuple(tokens) for index, tokens in drafts.items()}
+
+    @torch.no_grad()
+    def _run(self, ordered: Sequence[Pairs], hidden_XE: Tensor) -> tuple[Tensor, list[int]]:
+        """Run the layer; return its hidden states and each sequence's last row."""
+        num_decodes = sum(pair.plan.is_decode for pair in ordered)
+        host = build_host_batch([pair.plan for pair in ordered], num_decodes)
+        batch = to_device(host, hidden_XE.device, self._kernels)
+        (rows_T,) = upload_together([np.concatenate([pair.rows() for pair in ordered])], hidden_XE.device)
+        return self._model.draft(batch.step, hidden_XE[rows_T], self._memory), host.columns.last_row.tolist()
+
+    def draft_accepted(
+        self, batch: StepBatch, accepted: AcceptedDrafts, hidden_TE: Tensor, starts_N1: Tensor, num_drafts: int
+    ) -> Tensor:
+        """Make the pairs of all rows of a padded step, and draft after the last of each sequence; return the drafts.
+
+        The layer's feed-forward part computes those last rows alone: it may be a mixture of experts. Pairs after
+        rejected drafts are made, too; the next step overwrites their keys and values.
+
+        Args:
+            starts_N1: the integers from 0 to the number of sequences.
+        """
+        pairs = replace(batch, token_ids_T=accepted.next_tokens_T)
+        hidden_NE = self._model.draft(pairs, hidden_TE, self._memory, accepted.last_row_N)
+        drafts = list[Tensor]()
+        for place in range(num_drafts):
+            if drafts:
+                single = single_rows(batch, accepted, place - 1, starts_N1, drafts[-1].clamp_min(0))
+                hidden_NE = self._model.draft(single, hidden_NE, self._memory)
+            drafts.append(likeliest(self._model.draft_logits(hidden_NE), self._kernels))
+        return torch.stack(drafts, dim=1)

@@ -1,29 +1,41 @@
 """A step padded to a fixed size, so that a CUDA graph that was captured at that size can be replayed for it.
 
-All integers of a step but the block tables lie in one buffer, so that one copy brings them to the device. Where a step
+All integers of a step but the block tables are in one buffer, so that one copy brings them to the device. Where a step
 is smaller than the size,
 
-- *decodes* read and write null slots and have an empty context;
+- *decodes* read and write null slots and have an empty context; where they have drafts, they are empty;
 - *prompts* are empty;
-- unused rows of prompts belong to one more prompt, the *filler*, behind all others: it starts from zeros, attends to
-  the null block, and is stored nowhere. So no row that a later operation reads is left unwritten;
+- unused rows of prompts, or of drafts, belong to one more sequence, the *filler*, after all others: it starts from
+  zeros, attends to the null block, and is stored nowhere. So no row that a later operation reads is left unwritten;
 - *chunks* are empty.
 
-Shape suffixes as in ``kernels/batch.py``; D decodes, I integers of the buffer.
+A decode with drafts computes its certain token, and drafts after it. The host says of each what it knows; the tables of
+rows and chunks are made of that on the device, where the step before may have to correct it first
+(``kernels/sampling/verification.py``). No chunk has the filler's rows then: they, and unused rows of logged tokens, are
+copied from the last of the replayed rows, which gives zeros; unused rows of drafts go to the null log.
+
+Shape suffixes as in ``kernels/batch.py`` and ``kernels/sampling/verification.py``; I integers of the buffer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from torch import Tensor
 
-from strandline.device.batch import HostBatch, SequenceColumns
+from strandline.device.batch import HostBatch, HostReplay, SequenceColumns
 from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks
+from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.sampling.verification import (
+    CHUNKS_OF_SEQUENCE,
+    AcceptedDrafts,
+    PlannedVerification,
+    VerificationTables,
+)
 from strandline.kernels.step import locate_rows
 
 MAX_PROMPTS: Final = 15
@@ -45,6 +57,16 @@ class StepSize:
     """Tokens of prompts in all; 0: none are computed."""
     takes_pictures: bool = False
     """Whether tokens of pictures may be among those of prompts."""
+    draft_tokens: int = 0
+    """Drafts of each decode."""
+    log_tokens: int = 0
+    """Drafts that a log has room for: the step before may have verified more of them than this one. 0: the step neither
+    verifies nor makes drafts."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether decodes may have drafts, and are computed as prefills."""
+        return self.log_tokens > 0
 
     @property
     def num_prompts(self) -> int:
@@ -52,51 +74,72 @@ class StepSize:
         return MAX_PROMPTS + 1 if self.num_prompt_rows else 0
 
     @property
+    def has_filler(self) -> bool:
+        return self.has_drafts or self.num_prompts > 0
+
+    @property
     def num_sequences(self) -> int:
-        return self.num_decodes + self.num_prompts
+        return self.num_decodes + (1 if self.has_drafts else self.num_prompts)
 
     @property
     def num_decode_rows(self) -> int:
-        """Rows of the decodes: one each."""
-        return self.num_decodes
+        """Rows of the decodes."""
+        return self.num_decodes * (1 + self.draft_tokens)
 
     @property
     def num_rows(self) -> int:
         return self.num_decode_rows + self.num_prompt_rows
 
     @property
+    def num_replayed_rows(self) -> int:
+        """With drafts: logged and computed rows, and one of no token."""
+        return self.num_rows + self.num_decodes * self.log_tokens + 1
+
+    @property
     def num_chunks(self) -> int:
+        """Chunks, with at least one that stays empty: empty sequences begin there."""
+        if self.has_drafts:
+            return self.num_decodes * CHUNKS_OF_SEQUENCE + 1
         return -(-self.num_prompt_rows // CHUNK_TOKENS) + SPARE_CHUNKS if self.num_prompt_rows else 0
 
     def num_blocks(self, max_model_len: int) -> int:
         """Return the columns of the step's block table: as many as the longest request has blocks, or the filler."""
-        return -(-max(max_model_len, self.num_prompt_rows) // BLOCK_TOKENS)
+        num_filler_rows = self.num_rows if self.has_drafts else self.num_prompt_rows
+        return -(-max(max_model_len, num_filler_rows) // BLOCK_TOKENS)
 
     def has_room_for(self, host: HostBatch) -> bool:
-        """Whether a step fits in. A step without prompts fits where there is no room for any, and only there."""
-        num_prompts = host.num_prompts
-        if host.replay is not None or (host.picture_offsets is not None and not self.takes_pictures):
+        """Whether a step fits in. One without prompts fits where there is no room for any, and only there."""
+        if host.picture_offsets is not None and not self.takes_pictures:
             return False
+        if self.has_drafts:
+            columns = host.columns
+            most_drafts = max(columns.num_drafts.max(), columns.next_drafts.max())
+            return host.num_sequences <= self.num_decodes and bool(most_drafts <= self.draft_tokens)
+        num_prompts = host.num_prompts
         if host.num_decodes > self.num_decodes or (num_prompts == 0) != (self.num_prompts == 0):
             return False
+        if not num_prompts:
+            return True
         num_free_rows = self.num_prompt_rows - host.num_prompt_rows
-        num_chunks = len(host.chunks.starts) + -(-num_free_rows // CHUNK_TOKENS)
-        # One chunk stays empty: empty prompts begin there.
-        return not num_prompts or (num_prompts <= MAX_PROMPTS and num_free_rows >= 0 and num_chunks < self.num_chunks)
+        if host.replay is not None or num_prompts > MAX_PROMPTS or num_free_rows < 0:
+            return False
+        return len(host.chunks.starts) + -(-num_free_rows // CHUNK_TOKENS) < self.num_chunks
 
 
 class PaddedStep:
-    """The places of a step of one size."""
+    """The parts of the buffer of a step of one size. The filler is the last sequence."""
 
     def __init__(self, size: StepSize) -> None:
         self.size = size
+        num_prompt_chunks = size.num_chunks if size.num_prompts else 0
         lengths = {
             "token_ids": size.num_rows,
             **dict.fromkeys(SequenceColumns._fields, size.num_sequences),
             "query_starts": size.num_sequences + 1,
-            "first_chunks": size.num_prompts + 1,
-            **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
-            "token_address": 0 if size.num_prompts else 1,
+            "first_chunks": 0 if size.has_drafts else size.num_prompts + 1,
+            **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), num_prompt_chunks),
+            "verdicts": size.num_rows if size.has_drafts else 0,
+            "token_address": 0 if size.has_filler else 1,
             "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
         }
         self._places = dict[str, slice]()
@@ -114,25 +157,40 @@ class PaddedStep:
         """Return the parts of a buffer that hold an integer of every sequence."""
         return SequenceColumns(*(buffer_I[self._places[name]] for name in SequenceColumns._fields))
 
-    def batch(self, buffer_I: Tensor, block_table_NM: Tensor, max_context: int, kernels: Kernels) -> StepBatch:
-        """Return the step whose integers lie in a buffer; its rows' places are computed on the device.
+    def planned(self, buffer_I: Tensor) -> PlannedVerification:
+        """Return what tables are made of, in a step with drafts: without the filler, but for its rows."""
+        named, count = self.named(buffer_I), self.size.num_decodes
+        whole = ("token_ids", "verdicts", "query_starts")
+        names = PlannedVerification._fields
+        return PlannedVerification(*(named[name] if name in whole else named[name][:count] for name in names))
+
+    def batch(
+        self,
+        buffer_I: Tensor,
+        block_table_NM: Tensor,
+        max_context: int,
+        kernels: Kernels,
+        tables: VerificationTables | None = None,
+    ) -> StepBatch:
+        """Return the step whose integers are in a buffer; its rows' positions and blocks are computed on the device.
 
         What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
         not for those that loop over sequences.
 
         Args:
             max_context: of any sequence, in tokens.
+            tables: made of the same integers; None: the step has no drafts.
         """
         size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
-        num_prompts = size.num_prompts
-        # As many tiles of rows as there can be: each prompt's last one may hold a single row.
-        most_rows = [*range(size.num_decodes + max(num_prompts, 1)), size.num_rows + max(num_prompts - 1, 0)]
+        # As many tiles of rows as there can be: each sequence's last one may hold a single row.
+        num_tiled = size.num_sequences - (0 if size.has_drafts else size.num_decodes)
+        most_rows = [*range(size.num_decodes + max(size.num_prompts, 1)), size.num_rows + max(num_tiled - 1, 0)]
         query_starts_N1 = named["query_starts"]
         ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
-        are_single = not num_prompts
+        are_single = not size.has_filler
         rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows, are_single=are_single)
         attention = AttentionBatch(
-            query_starts=tuple(most_rows) if num_prompts else (),
+            query_starts=tuple(most_rows) if size.has_filler else (),
             context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
             query_starts_N1=query_starts_N1,
             context_lens_N=columns.end,
@@ -140,33 +198,66 @@ class PaddedStep:
             write_blocks_T=rows.write_blocks_T,
             write_offsets_T=rows.write_offsets_T,
             is_all_written=False,
-            is_padded=True,
+            most_rows=1 + size.draft_tokens if size.has_drafts else None,
+            is_padded=not size.has_drafts,
         )
-        # Most likely, the first prompt has most rows.
-        num_full = -(-size.num_prompt_rows // CHUNK_TOKENS)
-        places, any_chunk = (0, *(num_full,) * num_prompts), (1,) * size.num_chunks
-        parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
-        chunks = Chunks(places, any_chunk, any_chunk, any_chunk).with_tensors(parts)
-        log_D = columns.log[: size.num_decodes]
-        num_logged_D, num_folded_D = columns.num_logged[: size.num_decodes], columns.num_folded[: size.num_decodes]
-        logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
-        recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, logs)
-        counts = (size.num_decodes, size.num_decode_rows)
+        recurrent = self._logged(named, columns) if tables is None else self._replayed(columns, tables, kernels)
+        counts = (0, 0) if size.has_drafts else (size.num_decodes, size.num_decode_rows)
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
         return StepBatch(named["token_ids"], rows.positions_T, *counts, attention, recurrent, rows.rotary_T, offsets_3T)
 
+    def _logged(self, named: dict[str, Tensor], columns: SequenceColumns[Tensor]) -> RecurrentBatch:
+        """Return decodes with logs of decoded tokens, and the chunks of prompts."""
+        size = self.size
+        # Most likely, the first prompt has most rows.
+        num_full = -(-size.num_prompt_rows // CHUNK_TOKENS)
+        first_chunks, any_chunk = (0, *(num_full,) * size.num_prompts), (1,) * size.num_chunks
+        parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
+        chunks = Chunks(first_chunks, any_chunk, any_chunk, any_chunk).with_tensors(parts)
+        log_D, num_logged_D, num_folded_D = (
+            column[: size.num_decodes] for column in (columns.log, columns.num_logged, columns.num_folded)
+        )
+        logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
+        return RecurrentBatch(columns.state_src, columns.state_dst, chunks, logs)
+
+    def _replayed(
+        self, columns: SequenceColumns[Tensor], tables: VerificationTables, kernels: Kernels
+    ) -> RecurrentBatch:
+        """Return decodes with drafts, and the logged tokens before them."""
+        size = self.size
+        any_chunk = (1,) * size.num_chunks
+        chunks = Chunks((0,) * (size.num_sequences + 1), any_chunk, any_chunk, any_chunk, is_short=True).with_tensors(
+            [tables.first_chunks, tables.starts, tables.lengths, tables.cut_slots]
+        )
+        replay = ReplayBatch(
+            size.num_replayed_rows,
+            *(getattr(tables, name) for name in HostReplay._fields),
+            insert_logged=kernels[insert_logged],
+            is_padded=True,
+            source_R=tables.source_rows,
+            place_R=tables.log_places,
+        )
+        return RecurrentBatch(columns.state_src, tables.state_dst, chunks, replay=replay)
+
     def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
         """Write a step that there is room for into a buffer of zeros."""
-        size, num_decodes, num_decode_rows = self.size, host.num_decodes, host.num_decode_rows
+        size = self.size
+        num_decodes = host.num_sequences if size.has_drafts else host.num_decodes
+        num_decode_rows, num_prompts = int(host.query_starts_N1[num_decodes]), host.num_sequences - num_decodes
         named = {name: buffer_I[place] for name, place in self._places.items()}
         named["token_ids"][:num_decode_rows] = host.token_ids_T[:num_decode_rows]
-        named["token_ids"][size.num_decode_rows :][: host.num_prompt_rows] = host.token_ids_T[num_decode_rows:]
         for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
             named[name][:num_decodes] = column[:num_decodes]
-            named[name][size.num_decodes :][: host.num_prompts] = column[num_decodes:]
-        named["last_row"][size.num_decodes :][: host.num_prompts] += self.gap(host)
-        named["query_starts"][: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
-        if size.num_prompts:
+            named[name][size.num_decodes :][:num_prompts] = column[num_decodes:]
+        starts = named["query_starts"]
+        if size.has_drafts:
+            starts[: num_decodes + 1] = host.query_starts_N1
+            starts[num_decodes + 1 : -1] = num_decode_rows
+            starts[-1] = size.num_rows
+            named["end"][-1] = size.num_rows - num_decode_rows
+        else:
+            starts[: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
+        if num_prompts:
             self._fill_prompts(named, host)
         if host.picture_offsets is not None:
             offsets_3T, own_3T = named["picture_offsets"].reshape(3, -1), host.picture_offsets.reshape(3, -1)
@@ -174,13 +265,15 @@ class PaddedStep:
             offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_decode_rows:]
 
     def gap(self, host: HostBatch) -> int:
-        """Return how many free rows lie between those of decodes and of prompts."""
+        """Return how many free rows there are between those of decodes and of prompts."""
         return self.size.num_decode_rows - host.num_decode_rows
 
     def _fill_prompts(self, named: dict[str, np.ndarray], host: HostBatch) -> None:
-        """Write where prompts and chunks begin, and the filler."""
+        """Write the tokens of prompts, where these and their chunks begin, and the filler."""
         size, num_decodes, num_rows = self.size, host.num_decodes, host.num_prompt_rows
         num_prompts = host.num_prompts
+        named["token_ids"][size.num_decode_rows :][:num_rows] = host.token_ids_T[host.num_decode_rows :]
+        named["last_row"][size.num_decodes :][:num_prompts] += self.gap(host)
         starts = named["query_starts"][size.num_decodes :]
         starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + self.gap(host)
         starts[num_prompts + 1 : -1] = size.num_decode_rows + num_rows
@@ -201,3 +294,34 @@ class PaddedStep:
         named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
         named["cut_slots"][:num_chunks] = chunks.cut_slots
         named["cut_rows"][:num_chunks] = host.cut_rows_C + self.gap(host)
+
+
+def single_rows(
+    batch: StepBatch, accepted: AcceptedDrafts, place: int, starts_N1: Tensor, token_N: Tensor
+) -> StepBatch:
+    """Return a step of one token of each sequence of another step but the filler, for layers without states.
+
+    Args:
+        place: of the tokens among the drafts; the first is 0.
+        starts_N1: the integers from 0 to the number of sequences.
+    """
+    num_sequences = len(token_N)
+    attention = batch.attention
+    return StepBatch(
+        token_N,
+        accepted.rotary_FN[place],
+        num_sequences,
+        num_sequences,
+        replace(
+            attention,
+            query_starts=tuple(range(num_sequences + 1)),
+            context_lens=attention.context_lens[:num_sequences],
+            query_starts_N1=starts_N1,
+            context_lens_N=accepted.context_lens_FN[place],
+            block_table_NM=attention.block_table_NM[:num_sequences],
+            write_blocks_T=accepted.write_blocks_FN[place],
+            write_offsets_T=accepted.write_offsets_FN[place],
+            most_rows=None,
+        ),
+        batch.recurrent,
+    )

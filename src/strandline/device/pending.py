@@ -2,21 +2,22 @@
 
 Invariant: a request with more than ``MAX_STOP_IDS`` stop tokens never has a pending token.
 
-Shape suffixes: N sequences, P tokens that the last step sampled, X sets of stop tokens, I stop tokens of a set.
+Shape suffixes: N sequences, P rows of the last step, X sets of stop tokens, I stop tokens of a set.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from strandline.device.batch import SequenceColumns
-from strandline.device.sampler import SamplingState
 from strandline.device.upload import upload
-from strandline.ids import NO_TOKEN, PendingToken, RequestId
+from strandline.errors import EngineError
+from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.sampling.verification import LastStep
 from strandline.kernels.step import resolve_pending
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
@@ -28,27 +29,45 @@ NO_STOPS = frozenset[int]()
 
 
 class PendingTokens:
-    """Location of each request's last token on the device. Its tensors have fixed addresses, for graphs."""
+    """Each request's last tokens on the device. Its tensors have fixed addresses, for graphs.
 
-    def __init__(self, max_num_seqs: int, device: torch.device, kernels: Kernels) -> None:
+    Args:
+        draft_tokens: most drafts of a sequence in a step.
+    """
+
+    def __init__(self, max_num_seqs: int, draft_tokens: int, device: torch.device, kernels: Kernels) -> None:
         self._resolve = kernels[resolve_pending]
         self._device = device
-        self.sampled_P = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.last = LastStep.empty(max_num_seqs, draft_tokens, device)
         shape = (max(MAX_STOP_SETS, max_num_seqs), MAX_STOP_IDS)
         self.stop_ids_XI = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=device)
-        self.row_of: dict[RequestId, int] = {}
-        """Where each request's token is among those sampled last; empty if the last step verified drafts."""
+        self._row_of: dict[RequestId, int] = {}
+        """Each request's row in ``last``."""
+        self.may_follow_drafts = False
+        """Whether the last step has compared drafts on the device, so that it is unknown how many tokens it sampled."""
         self._set_of: dict[frozenset[int], int] = {}
 
-    def remember(self, tokens_P: Tensor, request_ids: Sequence[RequestId]) -> None:
-        """Store the tokens that a step samples."""
-        if tokens_P.data_ptr() != self.sampled_P.data_ptr():
-            self.sampled_P[: len(tokens_P)].copy_(tokens_P)
-        self.row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+    def remember(self, tokens_P: Tensor, request_ids: Iterable[RequestId]) -> None:
+        """Store the tokens that a step samples, one for each request."""
+        tokens = self.last.tokens_P
+        if tokens_P.data_ptr() != tokens.data_ptr():
+            tokens[: len(tokens_P)].copy_(tokens_P)
+        self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        self.may_follow_drafts = False
+
+    def remember_compared(self, request_ids: Iterable[RequestId]) -> None:
+        """Note the requests of a step whose tokens a graph stores (``accept_drafts``)."""
+        self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        self.may_follow_drafts = True
 
     def forget(self) -> None:
         """Take no token of the steps so far for pending any more."""
-        self.row_of = {}
+        self._row_of, self.may_follow_drafts = {}, False
+
+    def accept_none(self) -> None:
+        """Let the next step continue after one token of the last step, unless that has compared drafts itself."""
+        if not self.may_follow_drafts:
+            self.last.num_accepted_P.zero_()
 
     def resolve(self, step: StepBatch, columns: SequenceColumns[Tensor]) -> None:
         """Fill in a step's pending tokens, on the device."""
@@ -58,22 +77,24 @@ class PendingTokens:
             columns.last_row,
             columns.pending,
             columns.source_row,
-            self.sampled_P,
+            self.last.tokens_P,
             columns.stop_set,
             self.stop_ids_XI,
         )
 
     def locate(
-        self, sequences: Sequence[SequencePlan], states: Mapping[RequestId, SamplingState]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return each sequence's row among the tokens sampled last, and its set of stop tokens; None: none pends."""
-        if not any(s.pending for s in sequences):
-            return None
-        row_of = self.row_of
+        self, sequences: Sequence[SequencePlan], stops: Sequence[frozenset[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return each sequence's row in the last step, if its token is pending, and its set of stop tokens.
+
+        Raises:
+            EngineError: a pending token was not sampled by the last step.
+        """
+        row_of = self._row_of
+        missing = [s.request_id for s in sequences if s.pending and s.request_id not in row_of]
+        if missing:
+            raise EngineError(f"tokens of {missing} are pending, but the last step sampled those of {[*row_of]}")
         rows = [row_of[s.request_id] if s.pending else 0 for s in sequences]
-        stops = [
-            states[s.request_id].new.stop_ids if s.pending is PendingToken.MAY_STOP else NO_STOPS for s in sequences
-        ]
         return np.array(rows, dtype=np.int64), np.array(self.stop_sets(stops), dtype=np.int64)
 
     def stop_sets(self, stops: Sequence[frozenset[int]]) -> list[int]:

@@ -74,7 +74,7 @@ class SamplingState:
         self.output_ids: list[int] = []
         """Output tokens that the host has received."""
         self.num_sampled = 0
-        """Number of sampled tokens, including those that the host has not received yet."""
+        """Number of sampled tokens; of a step whose tokens the host has not received yet, one."""
         self.num_verified = 0
         """Steps that verified drafts by chance."""
         self._tokens_ahead = tokens_ahead
@@ -110,6 +110,11 @@ class SamplingState:
     def is_independent(self) -> bool:
         """Whether the next tokens can be chosen together (``NewRequest.is_independent``)."""
         return self.new.is_independent and not self.is_bound
+
+    @property
+    def is_compared_on_device(self) -> bool:
+        """Whether the device alone can tell which drafts agree, and whether one ends the request."""
+        return self.is_independent and self.stop_finder is None
 
     @property
     def position(self) -> int:

@@ -11,7 +11,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.executor import ExecutorFacts, LaunchedStep
-from strandline.device.graphs import graph_sizes, verification_sizes
+from strandline.device.graph_sizes import graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.lower_stores import attach_stores, lower_device_bytes
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
@@ -190,11 +190,9 @@ class UniExecutor:
             self._config.tensor_parallel_size,
             takes_pictures=self.facts.encoder_tokens > 0,
         )
-        drafts = self.facts.draft_tokens
-        verifications = verification_sizes(self._config.max_num_seqs, drafts) if drafts else ()
-        self.runner.capture_graphs(
-            sizes, self.facts.max_model_len, verifications=verifications, progress=self._progress
-        )
+        if drafts := self.facts.draft_tokens:
+            sizes += verification_sizes(self._config.max_num_seqs, drafts)
+        self.runner.capture_graphs(sizes, self.facts.max_model_len, progress=self._progress)
 
     @property
     def worker_fds(self) -> Sequence[int]:

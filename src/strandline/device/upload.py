@@ -55,12 +55,16 @@ class UploadedTable:
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.table_NM = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._last_NM: np.ndarray | None = None
+        self._last: dict[int, np.ndarray] = {}
 
-    def write(self, rows_NM: np.ndarray) -> None:
-        """Bring rows into the table's first ones, from the first column on; the rest stays. They must not change."""
-        if self._last_NM is not None and np.array_equal(self._last_NM, rows_NM):
+    def write(self, rows_NM: np.ndarray, first_row: int = 0) -> None:
+        """Bring rows into the table, from the first column on; the rest stays. They must not change.
+
+        Args:
+            first_row: of the table's, that takes the first one. Rows that are written to different ones never overlap.
+        """
+        if (last_NM := self._last.get(first_row)) is not None and np.array_equal(last_NM, rows_NM):
             return
         num_rows, width = rows_NM.shape
-        self.table_NM[:num_rows, :width].copy_(upload(rows_NM, self.table_NM.device))
-        self._last_NM = rows_NM
+        self.table_NM[first_row : first_row + num_rows, :width].copy_(upload(rows_NM, self.table_NM.device))
+        self._last[first_row] = rows_NM

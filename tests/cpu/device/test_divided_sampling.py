@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from strandline.device import choice
+from strandline.device.choice import Candidates
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS, likeliest
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.sampler import ChosenTokens, SamplingState, choose_independently, choose_tokens
-from strandline.device.verification import Verified, sample_and_verify
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
@@ -191,12 +192,11 @@ def test_drafts_are_verified_alike(size: int) -> None:
     requests = [request(row, **choices) for row, choices in enumerate(options)]
 
     def verify(ranks: Ranks, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-        sequences = [
-            Verified(row, state_of(new, ranks), tuple(drafts[row]), row * (depth + 1))
+        candidates = [
+            Candidates(row, state_of(new, ranks), tuple(drafts[row]), row * (depth + 1))
             for row, new in enumerate(requests)
         ]
-        sample_and_verify(part_of(logits_RV, ranks), sequences, kernels_of(ranks))
-        return [sequence.token_ids for sequence in sequences]
+        return choice.choose(part_of(logits_RV, ranks), candidates, kernels_of(ranks)).compare()
 
     drafts = [[0] * depth for _ in requests]
     for place in range(depth):

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.device.batch import build_host_batch, to_device
-from strandline.device.draft_layer import keep_pairs, pairs_of_step, repeated_pairs, repeats_pair
+from strandline.device.draft_layer import DraftLayer, pairs_of_step, repeated_pairs, repeats_pair
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_BLOCK, NULL_SLOT
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import reference_kernels
+from strandline.kernels.sampling.verification import LastStep
 from strandline.kernels.step import locate_rows
 from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
@@ -80,7 +81,11 @@ def rows_of(sequences: list[SequencePlan]) -> tuple[int, dict[int, int], dict[in
 def keep(*args: Any) -> Recorder:
     recorder = Recorder()
     pairs, hidden_XE, sampled_P = args
-    keep_pairs(cast(DraftingModel, recorder), cast(ModelMemory, None), pairs, hidden_XE, sampled_P)
+    last = LastStep.empty(len(sampled_P), 0, hidden_XE.device)
+    last.tokens_P.copy_(sampled_P)
+    DraftLayer(cast(DraftingModel, recorder), cast(ModelMemory, None), last, reference_kernels([])).keep(
+        pairs, hidden_XE
+    )
     return recorder
 
 
@@ -108,7 +113,7 @@ def test_pairs_that_are_repeated_alone_are_the_same(sequences: list[SequencePlan
     num_rows, first_rows, stored_row_of = rows_of(repeating)
     hidden_XE, sampled_P = torch.arange(num_rows)[:, None], torch.zeros(10, dtype=torch.int64)
     everything = keep(pairs_of_step(repeating, None, first_rows, stored_row_of), hidden_XE, sampled_P).kept
-    alone = keep(repeated_pairs(repeating), hidden_XE[list(stored_row_of.values())], sampled_P).kept
+    alone = keep(repeated_pairs(repeating, stored_row_of), hidden_XE, sampled_P).kept
     assert len(alone) == sum(plan.kv_start % BLOCK_TOKENS > 0 for plan in repeating)
     assert {place: everything[place] for place in alone} == alone
 
@@ -121,7 +126,7 @@ def test_pair_that_ends_with_a_pending_token_is_not_repeated() -> None:
 
 
 def test_nothing_is_launched_for_no_pairs() -> None:
-    assert keep([], torch.zeros(0, 1), torch.zeros(1)).positions == []
+    assert keep([], torch.zeros(0, 1), torch.zeros(1, dtype=torch.int64)).positions == []
 
 
 def test_failed_token_is_looked_up_as_token_zero() -> None:

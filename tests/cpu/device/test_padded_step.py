@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.device.batch import NUM_PLANNED, HostBatch, SequenceColumns, build_host_batch
-from strandline.device.graphs import MAX_CAPTURED_PREFIX, _has_long_prefix, graph_sizes
+from strandline.device.graph_sizes import MAX_CAPTURED_PREFIX, graph_sizes
+from strandline.device.graphs import _has_long_prefix
 from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.binding import reference_kernels

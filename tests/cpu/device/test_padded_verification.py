@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.device.batch import block_tables
-from strandline.device.padded_verification import PaddedVerification, VerificationSize, single_rows
+from strandline.device.batch import build_host_batch
+from strandline.device.padded_step import PaddedStep, StepSize, single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
 from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.binding import reference_kernels
@@ -19,7 +19,7 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.replay import insert_logged, of_step
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
-    LastVerification,
+    LastStep,
     PlannedVerification,
     Verdict,
     VerificationTables,
@@ -81,12 +81,13 @@ def test_every_row_is_in_its_place(
 ) -> None:
     complete = version_of(complete_verification, backend)
     assert all(sequence.is_verification for sequence in sequences)
-    size = VerificationSize(len(sequences) + num_spare, max(plan.num_drafts for plan in sequences), DEPTH)
-    assert size.has_room_for(sequences)
-    padded = PaddedVerification(size)
+    size = StepSize(
+        len(sequences) + num_spare, draft_tokens=max(plan.num_drafts for plan in sequences), log_tokens=DEPTH
+    )
+    padded = PaddedStep(size)
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
     # What the host does not know of some sequences lies on the device, in rows of any order.
-    last = LastVerification.empty(20, DEPTH, torch.device("cpu"))
+    last = LastStep.empty(20, DEPTH, torch.device("cpu"))
     rows_before = data.draw(st.permutations(range(20)))
     planned, stop = list(sequences), 9999
     for index, plan in enumerate(sequences):
@@ -100,14 +101,16 @@ def test_every_row_is_in_its_place(
                 last.tokens_P[row] = data.draw(st.sampled_from([stop, NO_TOKEN]))
                 token_ids = (max(int(last.tokens_P[row]), 0), *plan.token_ids[1:])
                 sequences[index] = plan._replace(state_dst=SlotId(0), token_ids=token_ids)
-    padded.fill(buffer_I.numpy(), planned)
-    padded.part(buffer_I.numpy(), "source_row")[: len(sequences)] = rows_before[: len(sequences)]
+    sources = np.array(rows_before[: len(sequences)])
+    host = build_host_batch(planned, 0, (sources, np.zeros_like(sources)), DEPTH)
+    assert size.has_room_for(host)
+    padded.fill(buffer_I.numpy(), host)
     tables = complete(padded.planned(buffer_I), last, torch.tensor([[stop]]), DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
-    table_NM = torch.zeros(size.num_sequences + 1, size.num_blocks(300), dtype=torch.int32)
-    blocks_NM = block_tables(sequences, [len(sequence.block_table) // 4 for sequence in sequences])
+    table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
+    blocks_NM = host.whole_block_table_NM
     table_NM[: len(sequences), : blocks_NM.shape[1]] = torch.from_numpy(blocks_NM)
-    batch = padded.batch(buffer_I, tables, table_NM, 300, kernels)
+    batch = padded.batch(buffer_I, table_NM, 300, kernels, tables)
     attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
     assert isinstance(replay, ReplayBatch)
     starts = attention.query_starts_N1.tolist()
@@ -176,20 +179,21 @@ def test_every_row_is_in_its_place(
     assert not chunks.lengths_C[last_chunk:].any()
 
 
-def tables_of(padded: PaddedVerification, buffer_I: torch.Tensor) -> VerificationTables:
+def tables_of(padded: PaddedStep, buffer_I: torch.Tensor) -> VerificationTables:
     """Return the tables of a step in which no token is pending."""
     size = padded.size
-    last = LastVerification.empty(size.num_sequences, size.log_tokens, torch.device("cpu"))
+    last = LastStep.empty(size.num_decodes, size.log_tokens, torch.device("cpu"))
     none = torch.tensor([[NO_TOKEN]])
     return complete_verification.reference(padded.planned(buffer_I), last, none, size.log_tokens)
 
 
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
-    padded = PaddedVerification(VerificationSize(3, 2, 4))
+    padded = PaddedStep(StepSize(3, draft_tokens=2, log_tokens=4))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), [])
+    padded.fill(buffer_I.numpy(), build_host_batch([], 0))
+    table_NM = torch.zeros(4, 2, dtype=torch.int32)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(buffer_I, tables_of(padded, buffer_I), torch.zeros(4, 2, dtype=torch.int32), 128, kernels)
+    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
     assert batch.attention.query_starts_N1.tolist() == [0, 0, 0, 0, 9]
     assert batch.attention.context_lens_N.tolist() == [0, 0, 0, 9]
     assert batch.positions_T.tolist() == list(range(9))
@@ -200,10 +204,14 @@ def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
 
 def test_steps_that_are_larger_do_not_fit() -> None:
     plan = sequence(0, 70, 73, log=1)._replace(num_drafts=2, num_logged=0)
-    assert VerificationSize(1, 2, 2).has_room_for([plan])
-    assert not VerificationSize(1, 1, 2).has_room_for([plan])
-    assert not VerificationSize(1, 2, 2).has_room_for([plan._replace(next_drafts=3)])
-    assert not VerificationSize(1, 2, 2).has_room_for([plan, plan._replace(log=LogId(2))])
+
+    def has_room(size: StepSize, *plans: SequencePlan) -> bool:
+        return size.has_room_for(build_host_batch(plans, 0, draft_tokens=2))
+
+    assert has_room(StepSize(1, draft_tokens=2, log_tokens=2), plan)
+    assert not has_room(StepSize(1, draft_tokens=1, log_tokens=2), plan)
+    assert not has_room(StepSize(1, draft_tokens=2, log_tokens=2), plan._replace(next_drafts=3))
+    assert not has_room(StepSize(1, draft_tokens=2, log_tokens=2), plan, plan._replace(log=LogId(2)))
 
 
 def test_prompts_and_cuts_are_no_verification() -> None:
@@ -249,7 +257,7 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: 
         "query_starts": torch.tensor([*starts, starts[-1], num_rows]),
         "num_drafts": torch.tensor([*map(len, drafts), 0]),
     }
-    last = LastVerification.empty(num_sequences, DEPTH, torch.device("cpu"))
+    last = LastStep.empty(num_sequences, DEPTH, torch.device("cpu"))
     table_NM = torch.zeros(num_sequences + 1, 1, dtype=torch.int32)
     stop_ids_XS = torch.full((1, 2), stop)
     accept = version_of(accept_drafts, backend)
@@ -265,13 +273,13 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: 
 @pytest.mark.parametrize("num_wanted", [DEPTH, 1])
 def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
     plans = [sequence(index, 62 + index, 63 + index)._replace(next_drafts=num_wanted) for index in range(4)]
-    padded = PaddedVerification(VerificationSize(4, DEPTH, DEPTH))
+    padded = PaddedStep(StepSize(4, draft_tokens=DEPTH, log_tokens=DEPTH))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), plans)
+    padded.fill(buffer_I.numpy(), build_host_batch(plans, 0))
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(buffer_I, tables_of(padded, buffer_I), table_NM, 128, kernels)
-    last = LastVerification.empty(4, DEPTH, torch.device("cpu"))
+    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
+    last = LastStep.empty(4, DEPTH, torch.device("cpu"))
     tokens_T, stop_ids_XS = torch.zeros(padded.size.num_rows, dtype=torch.int64), torch.tensor([[NO_TOKEN]])
     accepted = accept_drafts.reference(padded.planned(buffer_I), tokens_T, last, stop_ids_XS, table_NM)
     single = single_rows(batch, accepted, 0, torch.arange(5), torch.arange(4))

@@ -12,7 +12,7 @@ from strandline.records.plan import MAX_STOP_IDS
 def test_each_sequence_may_have_its_own_stop_tokens() -> None:
     kernels: Any = {resolve_pending: resolve_pending}
     for num_sequences in (3, MAX_STOP_SETS + 100):
-        pending = PendingTokens(num_sequences, torch.device("cpu"), kernels)
+        pending = PendingTokens(num_sequences, 0, torch.device("cpu"), kernels)
         for first in range(0, 4 * MAX_STOP_SETS, num_sequences):
             stops = [frozenset({first + index}) for index in range(num_sequences)]
             rows = pending.stop_ids_XI[pending.stop_sets(stops)].tolist()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.device import runner
+from strandline.device import host_step
 from strandline.device.sizing import LOGGED_FROM_CPU
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS
 from tests.cpu.engine.conftest import MakeLLM
@@ -12,13 +12,13 @@ from tests.cpu.engine.conftest import MakeLLM
 
 def test_small_steps_run_on_one_thread(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    build = runner.build_host_batch
+    build = host_step.build_host_batch
 
-    def spy(sequences: list[runner.SequencePlan], *rest: object) -> object:
+    def spy(sequences: list[host_step.SequencePlan], *rest: object) -> object:
         seen.append((sum(s.end - s.start for s in sequences), torch.get_num_threads()))
         return build(sequences, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "build_host_batch", spy)
+    monkeypatch.setattr(host_step, "build_host_batch", spy)
     llm = make_llm()
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from strandline.device.batch import build_host_batch, to_device
-from strandline.device.graphs import Forward, StepGraphs, _Captured
-from strandline.device.padded_step import StepSize
-from strandline.device.padded_verification import VerificationSize, single_rows
+from strandline.device.graphs import CapturedStep, StepGraphs
+from strandline.device.padded_step import StepSize, single_rows
 from strandline.device.runner import Runner
-from strandline.device.verification_graphs import VerificationGraphs, VerificationStep
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.sampling.verification import VerificationTables
 from strandline.records.plan import SequencePlan
 
 PROMPT_ROWS = (16, 64, 128)
@@ -31,24 +28,35 @@ class Rerun:
         self.replay = run
 
 
-class EagerGraphs(VerificationGraphs):
-    """Computes steps as the corrected buffer says, sequence by sequence and the filler, if it has rows."""
+class EagerGraphs(StepGraphs):
+    """Computes steps as the buffer says whose pending tokens have been filled in.
+
+    A step with drafts is computed sequence by sequence, and the filler, if it has rows.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._replayed: CapturedStep
+        self.num_replayed = {False: 0, True: 0}
+        """Steps of decodes, and of prompts."""
+        super().__init__(*args, **options)
 
     def _captured(self, run: Callable[[], None]) -> Rerun:
         return Rerun(run)
 
-    def verify(self, *args: Any) -> VerificationStep | None:
-        step = super().verify(*args)
-        if step is not None:
+    def replay(self, step: CapturedStep, *args: Any) -> None:
+        super().replay(step, *args)
+        if step.padded.size.has_drafts:
             # A copy on its way to the host must not be overwritten.
             step.tokens_T = torch.zeros_like(step.tokens_T)
-        return step
 
-    def _batch(self, step: VerificationStep, tables: VerificationTables) -> StepBatch:
+    def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
+        self._replayed = step
+        if not step.padded.size.has_drafts:
+            return super()._batch(step, tables)
         named = {name: part.tolist() for name, part in step.named.items()}
         starts = named["query_starts"]
         plans, kept = [], []
-        for n in range(step.padded.size.num_sequences + 1):
+        for n in range(step.padded.size.num_sequences):
             num_rows, num_drafts = starts[n + 1] - starts[n], named["num_drafts"][n]
             slot, has_ended = SlotId(named["state_dst"][n]), named["state_dst"][n] == NULL_SLOT
             if num_rows == 0:
@@ -79,25 +87,10 @@ class EagerGraphs(VerificationGraphs):
         # Whole tables: further drafts may lie in a block that no row of the step does.
         return replace(batch, attention=replace(batch.attention, block_table_NM=step.block_table_NM[kept]))
 
-
-class EagerStepGraphs(StepGraphs):
-    """Computes steps without drafts as the buffer says whose pending tokens have been filled in."""
-
-    def __init__(self, forward: Forward, *args: Any, **options: Any) -> None:
-        self._compute = forward
-        self._replayed: _Captured
-        self.num_replayed = {False: 0, True: 0}
-        """Steps without and with prompts."""
-        super().__init__(self._forward_without_padding, *args, **options)
-
-    def _captured(self, run: Callable[[], None]) -> Rerun:
-        return Rerun(run)
-
-    def _batch(self, captured: _Captured) -> StepBatch:
-        self._replayed = captured
-        return super()._batch(captured)
-
-    def _forward_without_padding(self, batch: StepBatch) -> Tensor:
+    def _forward(self, batch: StepBatch) -> Tensor:
+        """Compute without padding, but for the filler of steps with drafts."""
+        if self._replayed.padded.size.has_drafts:
+            return super()._forward(batch)
         captured = self._replayed
         size, named = captured.padded.size, {name: part.tolist() for name, part in captured.named.items()}
         self.num_replayed[size.num_prompts > 0] += 1
@@ -145,7 +138,7 @@ class EagerStepGraphs(StepGraphs):
         compact = to_device(host, captured.buffer_I.device, self._kernels).step
         if batch.picture_offsets is not None:
             compact = replace(compact, picture_offsets=batch.picture_offsets[:, rows].contiguous())
-        compact_TE = self._compute(compact)
+        compact_TE = super()._forward(compact)
         hidden_TE = compact_TE.new_full((size.num_rows, compact_TE.shape[1]), float("nan"))
         hidden_TE[rows] = compact_TE
         return hidden_TE
@@ -158,40 +151,31 @@ def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
     return replace(single, attention=replace(single.attention, context_lens=lengths, gathers={}))
 
 
-def verify_eagerly(runner: Runner, num_drafts: int, max_num_seqs: int, max_model_len: int) -> None:
-    """Let a runner replay steps that verify drafts."""
-    runner._verification_graphs = EagerGraphs(
+def replay_eagerly(
+    runner: Runner, num_drafts: int, max_num_seqs: int, max_model_len: int, *, replays_plain: bool = False
+) -> EagerGraphs:
+    """Let a runner replay steps with drafts; if ``replays_plain``, also those without: of decodes, and of prompts
+    beside some.
+    """
+    sizes = [
+        StepSize(count, draft_tokens=depth, log_tokens=num_drafts)
+        for count in range(1, 1 + max_num_seqs)
+        for depth in sorted({0, 1, num_drafts})
+        if num_drafts
+    ]
+    if replays_plain:
+        sizes += [StepSize(count) for count in sorted({1, 2, max_num_seqs})]
+        takes_pictures = runner.model.tower is not None
+        mixed = [(count, rows) for count in (0, 2, max_num_seqs) for rows in PROMPT_ROWS if count <= rows]
+        sizes += [StepSize(count, rows, takes_pictures) for count, rows in mixed]
+    runner._graphs = graphs = EagerGraphs(
         runner.model,
         runner._memory,
-        runner._forward,
-        runner.arena,
-        runner._pending.stop_ids_XI,
-        runner._kernels,
-        sizes=[
-            VerificationSize(n, depth, num_drafts)
-            for n in range(1, 1 + max_num_seqs)
-            for depth in sorted({0, 1, num_drafts})
-        ],
-        max_model_len=max_model_len,
-    )
-
-
-def replay_eagerly(runner: Runner, max_num_seqs: int, max_model_len: int) -> EagerStepGraphs:
-    """Let a runner replay steps without drafts: of decodes, and of prompts beside some."""
-    counts = sorted({1, 2, max_num_seqs})
-    takes_pictures = runner.model.tower is not None
-    sizes = [StepSize(count) for count in counts]
-    sizes += [
-        StepSize(count, rows, takes_pictures) for count in (0, 2, max_num_seqs) for rows in PROMPT_ROWS if count <= rows
-    ]
-    runner._graphs = graphs = EagerStepGraphs(
-        runner._forward,
-        runner.model.logits,
         runner.arena,
         runner._pending,
+        runner._drafts,
         runner._kernels,
         sizes=sizes,
         max_model_len=max_model_len,
-        keep_for_drafts=None if runner._memory.draft is None else runner._keep_decoded,
     )
     return graphs

@@ -14,7 +14,6 @@ import strandline
 from strandline import LLM, SamplingParams
 from strandline.device import runner
 from strandline.device.batch import DeviceBatch, HostBatch
-from strandline.device.graphs import StepHidden
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
@@ -25,6 +24,7 @@ from strandline.errors import ConfigError
 from strandline.kernels.batch import StepBatch
 from strandline.records.actions import FoldLog
 from strandline.records.plan import StepPlan, StepResult
+from tests.cpu.engine.eager_graphs import replay_eagerly
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.tiny import save_tiny_model
 from tools import demo_network
@@ -300,27 +300,6 @@ def test_synthetic_acceptance_has_the_given_rates(make_small: Callable[..., LLM]
     assert found == pytest.approx(rates, abs=0.07)
 
 
-class PaddedGraphs:
-    """Stands for CUDA graphs of steps with prompts: their rows do not lie right behind those of decodes."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.num_padded = 0
-
-    def decode(self, host: HostBatch) -> None:
-        """Have room for no step of decodes."""
-
-    def prefill(self, host: HostBatch) -> StepHidden | None:
-        """Run a step, and put rows of NaN between its decodes and prompts."""
-        if host.replay is not None or not 0 < host.num_decodes < host.num_sequences:
-            return None
-        self.num_padded += 1
-        hidden = self._runner._run_eagerly(host)
-        first = host.num_decode_rows
-        gap = hidden.hidden_TE.new_full((5, hidden.hidden_TE.shape[1]), torch.nan)
-        return StepHidden(torch.cat((hidden.hidden_TE[:first], gap, hidden.hidden_TE[first:])), first + len(gap))
-
-
 def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make_small: Callable[..., LLM]) -> None:
     def serve(llm: LLM) -> tuple[list[list[int]], int]:
         llm.engine.scheduler.drafts.chooser = Alternating()
@@ -336,11 +315,11 @@ def test_drafts_beside_prompts_in_padded_steps_are_those_without_padding(make_sm
     padded = make_small(2)
     executor = padded.engine.core.executor
     assert isinstance(executor, UniExecutor)
-    graphs = executor.runner._graphs = PaddedGraphs(executor.runner)
+    graphs = replay_eagerly(executor.runner, 0, 5, padded.engine.core.limits.max_model_len, replays_plain=True)
     answers, num_accepted = serve(padded)
     assert (answers, num_accepted) == serve(make_small(2))
     assert num_accepted
-    assert graphs.num_padded
+    assert graphs.num_replayed[True]
 
 
 class Alternating:

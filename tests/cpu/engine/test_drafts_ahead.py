@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from strandline import LLM, SamplingParams
-from strandline.device import runner, verification_graphs
-from strandline.device.draft_layer import Pairs
+from strandline.device import draft_layer
+from strandline.device.draft_layer import DraftLayer, Pairs
 from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
 from strandline.device.step_in_flight import StepInFlight
@@ -23,7 +24,7 @@ from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
-from tests.cpu.engine.eager_graphs import EagerGraphs, replay_eagerly, single_rows_on_the_host, verify_eagerly
+from tests.cpu.engine.eager_graphs import EagerGraphs, replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_draft_layer import Alternating
 
@@ -34,7 +35,7 @@ Answer = tuple[list[int], str | None, int]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     monkeypatch.setenv(DEBUG_CACHE, "1")
-    monkeypatch.setattr(verification_graphs, "single_rows", single_rows_on_the_host)
+    monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)
 
     def make(num_drafts: int = 2, **options: object) -> LLM:
         settings: dict[str, Any] = {
@@ -50,7 +51,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             executor = llm.engine.core.executor
             assert isinstance(executor, UniExecutor)
             runner = executor.runner
-            verify_eagerly(runner, num_drafts, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
+            replay_eagerly(runner, num_drafts, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
             llm.engine.scheduler.drafts.corrects_lengths = True
         return llm
 
@@ -195,7 +196,8 @@ def test_steps_without_drafts_may_be_replayed_as_well(make: Callable[..., LLM]) 
     llm.engine.scheduler.drafts.chooser = Alternating((2,) * 6 + (0,) * 4)
     executor = llm.engine.core.executor
     assert isinstance(executor, UniExecutor)
-    graphs = replay_eagerly(executor.runner, MAX_NUM_SEQS, llm.engine.core.limits.max_model_len)
+    max_model_len = llm.engine.core.limits.max_model_len
+    graphs = replay_eagerly(executor.runner, 2, MAX_NUM_SEQS, max_model_len, replays_plain=True)
     assert {name: answer[:2] for name, answer in serve(llm, 4).items()} == expected
     assert min(graphs.num_replayed.values()) > 5
 
@@ -220,7 +222,7 @@ def test_step_that_no_graph_can_complete_is_an_error(make: Callable[..., LLM], m
     llm.engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     for _ in range(6):
         llm.engine.step()
-    monkeypatch.setattr(EagerGraphs, "verify", lambda *args: None)
+    monkeypatch.setattr(EagerGraphs, "find", lambda *args: None)
     with pytest.raises(EngineError, match="no CUDA graph can complete it"):
         llm.engine.step()
 
@@ -300,7 +302,7 @@ def test_no_step_behind_one_with_prompts_waits_for_it(
     options = {"max_num_seqs": 20, "max_num_batched_tokens": 128}
     expected = run(make(0, **options))
     llm, steps = make(2, **options), Steps(monkeypatch)
-    monkeypatch.setattr(runner, "make_drafts", fail)
+    monkeypatch.setattr(DraftLayer, "draft", fail)
     assert run(llm) == expected
     behind = [
         (plan, is_ahead)
@@ -321,14 +323,14 @@ def test_graphs_draft_behind_pairs_that_are_made_again(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, made = make(2, async_scheduling=False), list[int]()
-    steps, keep = Steps(monkeypatch), runner.keep_pairs
+    steps, keep = Steps(monkeypatch), DraftLayer.keep
 
-    def noted_keep(model: Any, memory: Any, pairs: Sequence[Pairs], *tensors: Any) -> None:
+    def noted_keep(layer: DraftLayer, pairs: Sequence[Pairs], hidden_XE: torch.Tensor) -> None:
         if all(sequence.next_drafts for sequence in steps.plans[-1].sequences):
             made.extend(each.plan.start for each in pairs)
-        keep(model, memory, pairs, *tensors)
+        keep(layer, pairs, hidden_XE)
 
-    monkeypatch.setattr(runner, "keep_pairs", noted_keep)
+    monkeypatch.setattr(DraftLayer, "keep", noted_keep)
     prompt = [5] * 30
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
     # The first step behind the prompt is planned when its token is known, and reads a shared snapshot.

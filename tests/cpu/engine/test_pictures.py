@@ -212,7 +212,7 @@ def test_padded_steps_with_prompts_take_pictures(make: MakeVisionLLM) -> None:
     llm = make(max_num_batched_tokens=64, async_scheduling=True)
     executor = llm.engine.core.executor
     assert isinstance(executor, UniExecutor)
-    graphs = replay_eagerly(executor.runner, 8, 512)
+    graphs = replay_eagerly(executor.runner, 0, 8, 512, replays_plain=True)
     asked = Asked(llm)
     for index, prompt in enumerate(PROMPTS):
         asked.add(str(index), prompt, 12)

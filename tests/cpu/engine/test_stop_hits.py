@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
 from strandline.cache.inspection.invariants import check
-from strandline.device import verification_graphs
+from strandline.device import draft_layer
 from strandline.records.plan import NewRequest
 from strandline.text.stop_finder import TextStopFinder
-from tests.cpu.engine.eager_graphs import single_rows_on_the_host, verify_eagerly
+from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_state_oracle import check_published_slots
 
@@ -181,10 +181,10 @@ def test_snapshots_before_stop_strings_hold_states_of_their_tokens(method: str, 
 
 def test_states_before_stop_strings_come_from_graphs_that_verify_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs are replaced (``eager_graphs.py``)."""
-    monkeypatch.setattr(verification_graphs, "single_rows", single_rows_on_the_host)
+    monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)
     llm = LLM(small_demo(), **oracle_options("mtp"), max_num_seqs=6, async_scheduling=True)
     executor: Any = llm.engine.core.executor
-    verify_eagerly(executor.runner, num_drafts=3, max_num_seqs=6, max_model_len=512)
+    replay_eagerly(executor.runner, num_drafts=3, max_num_seqs=6, max_model_len=512)
     llm.engine.scheduler.drafts.corrects_lengths = True
     judge = LLM(small_demo(), **oracle_options("none"))
     stop_answers(llm, judge)

@@ -93,14 +93,14 @@ def test_prompts_of_all_lengths_are_replayed_beside_decodes(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
 ) -> None:
     replayed = list[bool]()
-    replay = StepGraphs.prefill
+    find = StepGraphs.find
 
     def count(graphs: StepGraphs, *step: Any) -> Any:
-        result = replay(graphs, *step)
+        result = find(graphs, *step)
         replayed.append(result is not None)
         return result
 
-    monkeypatch.setattr(StepGraphs, "prefill", count)
+    monkeypatch.setattr(StepGraphs, "find", count)
     options = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 20}
 
     def serve(llm: LLM) -> dict[str, list[int]]:

@@ -85,8 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(
     llm: LLM, case: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed = list[bool]()
-    for kind in ("decode", "prefill"):
-        monkeypatch.setattr(StepGraphs, kind, counting(getattr(StepGraphs, kind), replayed))
+    monkeypatch.setattr(StepGraphs, "find", counting(StepGraphs.find, replayed))
     expected = answers(llm, PROMPTS, LONG)
     assert [len(answer) for answer in expected] == [LONG.max_tokens] * len(PROMPTS)
     assert expected == families.greedy_tokens(case[0], PROMPTS, expected)

@@ -11,12 +11,10 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
-from strandline.device import runner
-from strandline.device.batch import HostBatch
-from strandline.device.graphs import StepGraphs
+from strandline.device.draft_layer import DraftLayer
+from strandline.device.graphs import CapturedStep, StepGraphs
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
-from strandline.device.verification_graphs import VerificationGraphs
 from strandline.engine.draft_depth import DraftDepth
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.conftest import MakeLLM
@@ -43,16 +41,20 @@ def make_speculating(make_llm: MakeLLM) -> MakeLLM:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Collect whether steps with drafts were replayed from graphs."""
+    """Collect whether replayed graphs are of steps with drafts."""
+    return note_replays(monkeypatch)
+
+
+def note_replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that takes whether each replayed graph is of a step with drafts."""
     replayed: list[bool] = []
-    verify = VerificationGraphs.verify
+    replay = StepGraphs.replay
 
-    def counting(*args: Any) -> Any:
-        step = verify(*args)
-        replayed.append(step is not None)
-        return step
+    def counting(graphs: StepGraphs, step: CapturedStep, *rest: Any) -> None:
+        replayed.append(step.padded.size.has_drafts)
+        replay(graphs, step, *rest)
 
-    monkeypatch.setattr(VerificationGraphs, "verify", counting)
+    monkeypatch.setattr(StepGraphs, "replay", counting)
     return replayed
 
 
@@ -118,20 +120,12 @@ def demo(speculation: dict[str, Any] | None, *, least_accepted: int = 100) -> li
 def test_steps_of_changing_depth_change_no_token(
     demo_answers: list[Any], monkeypatch: pytest.MonkeyPatch, depths: tuple[int, ...]
 ) -> None:
-    decodes = list[bool]()
-    decode = StepGraphs.decode
-
-    def counting(graphs: StepGraphs, host: HostBatch) -> Any:
-        logits_NV = decode(graphs, host)
-        decodes.append(logits_NV is not None)
-        return logits_NV
-
-    monkeypatch.setattr(StepGraphs, "decode", counting)
+    replays = note_replays(monkeypatch)
     turns = cycle(depths)
     monkeypatch.setattr(DraftDepth, "choose", lambda *_, **__: next(turns))
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
     assert demo(speculation, least_accepted=20 if any(depths) else 0) == demo_answers
-    assert sum(decodes) > 20
+    assert replays.count(False) > 20
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -174,7 +168,7 @@ class Launches:
 
         monkeypatch.setattr(Runner, "launch", noted_launch)
         monkeypatch.setattr(StepInFlight, "result", noted_result)
-        monkeypatch.setattr(runner, "make_drafts", fail)
+        monkeypatch.setattr(DraftLayer, "draft", fail)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")

@@ -65,9 +65,9 @@ class PlannedVerification(NamedTuple):
     stop_set: Tensor
 
 
-class LastVerification(NamedTuple):
-    """What the last step that verified drafts left on the device, row by row of its sequences: the next step may have
-    been planned without it. Its tensors stay where they are, for graphs.
+class LastStep(NamedTuple):
+    """The tokens of the last step on the device, by row of the sequences that it sampled: the next step may have been
+    planned without them. Tensors keep their addresses, for graphs.
     """
 
     num_accepted_P: Tensor
@@ -77,7 +77,7 @@ class LastVerification(NamedTuple):
     """The drafts behind these."""
 
     @classmethod
-    def empty(cls, max_num_seqs: int, draft_tokens: int, device: torch.device) -> "LastVerification":
+    def empty(cls, max_num_seqs: int, draft_tokens: int, device: torch.device) -> "LastStep":
         """Return zeros for a number of sequences and drafts."""
         shapes = ((max_num_seqs,), (max_num_seqs,), (max_num_seqs, draft_tokens))
         return cls(*(torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes))
@@ -123,7 +123,7 @@ class AcceptedDrafts(NamedTuple):
 
 @operation(triton("sampling.verification_triton"))
 def complete_verification(
-    planned: PlannedVerification, last: LastVerification, stop_ids_XS: Tensor, log_tokens: int
+    planned: PlannedVerification, last: LastStep, stop_ids_XS: Tensor, log_tokens: int
 ) -> VerificationTables:
     """Complete sequences that were planned as if no draft of the step before were accepted; return the step's tables.
 
@@ -139,7 +139,7 @@ def complete_verification(
     return _tables(planned, log_tokens)
 
 
-def _correct(planned: PlannedVerification, last: LastVerification, stop_ids_XS: Tensor) -> None:
+def _correct(planned: PlannedVerification, last: LastStep, stop_ids_XS: Tensor) -> None:
     count, num_rows = len(planned.start), len(planned.token_ids)
     depth = num_rows // count - 1
     is_pending_N = planned.pending != 0
@@ -210,7 +210,7 @@ def _tables(planned: PlannedVerification, log_tokens: int) -> VerificationTables
 def accept_drafts(
     planned: PlannedVerification,
     tokens_T: Tensor,
-    last: LastVerification,
+    last: LastStep,
     stop_ids_XS: Tensor,
     block_table_NM: Tensor,
 ) -> AcceptedDrafts:

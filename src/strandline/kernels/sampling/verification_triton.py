@@ -14,7 +14,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     AcceptedDrafts,
-    LastVerification,
+    LastStep,
     PlannedVerification,
     Verdict,
     VerificationTables,
@@ -165,7 +165,7 @@ def _complete_kernel(
 
 
 def complete_verification(
-    planned: PlannedVerification, last: LastVerification, stop_ids_XS: Tensor, log_tokens: int
+    planned: PlannedVerification, last: LastStep, stop_ids_XS: Tensor, log_tokens: int
 ) -> VerificationTables:
     """As ``verification.complete_verification``; all tensors contiguous."""
     count, num_rows = len(planned.start), len(planned.token_ids)
@@ -280,7 +280,7 @@ def _accept_kernel(
 def accept_drafts(
     planned: PlannedVerification,
     tokens_T: Tensor,
-    last: LastVerification,
+    last: LastStep,
     stop_ids_XS: Tensor,
     block_table_NM: Tensor,
 ) -> AcceptedDrafts:

@@ -16,7 +16,7 @@ from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken
 from strandline.kernels.sampling import verification
 from strandline.kernels.sampling.verification import (
     AcceptedDrafts,
-    LastVerification,
+    LastStep,
     PlannedVerification,
     Verdict,
     VerificationTables,
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     """A step, and what the one before left."""
 
     planned: PlannedVerification
-    last: LastVerification
+    last: LastStep
     stop_ids_XS: Tensor
     log_tokens: int
     tokens_T: Tensor
@@ -51,13 +51,13 @@ class Step(NamedTuple):
         """Return a copy."""
         planned, last = (
             kind(*(tensor.clone().to(device) for tensor in tensors))
-            for kind, tensors in ((PlannedVerification, self.planned), (LastVerification, self.last))
+            for kind, tensors in ((PlannedVerification, self.planned), (LastStep, self.last))
         )
         others = (self.tokens_T.clone().to(device), self.block_table_NM.clone().to(device))
         return Step(planned, last, self.stop_ids_XS.to(device), self.log_tokens, *others)
 
     @property
-    def outcome(self) -> tuple[PlannedVerification, Tensor, LastVerification, Tensor, Tensor]:
+    def outcome(self) -> tuple[PlannedVerification, Tensor, LastStep, Tensor, Tensor]:
         """What ``accept_drafts`` takes."""
         return self.planned, self.tokens_T, self.last, self.stop_ids_XS, self.block_table_NM
 
@@ -85,7 +85,7 @@ def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZE
     ends_N = ((1 + num_drafts_N) * is_real_N).cumsum(0)
     query_starts = torch.cat((torch.tensor([0]), ends_N, torch.tensor([num_rows])))
     num_before = count + 3
-    last = LastVerification(
+    last = LastStep(
         random(log_tokens, num_before),
         random(4, num_before, least=NO_TOKEN),
         random(4, num_before, log_tokens, least=NO_TOKEN),
@@ -191,7 +191,7 @@ def test_further_drafts_are_written_where_blocks_are_reserved() -> None:
     )
     tokens_T = torch.tensor([6, NO_TOKEN, 1, 2, 3])
     table_NM = torch.tensor([[11, 12], [0, 0]], dtype=torch.int32)
-    last = LastVerification.empty(1, 4, torch.device("cpu"))
+    last = LastStep.empty(1, 4, torch.device("cpu"))
     accepted = verification.accept_drafts.reference(planned, tokens_T, last, torch.tensor([[NO_TOKEN]]), table_NM)
     assert accepted.num_accepted_N.tolist() == [1]
     assert accepted.last_row_N.tolist() == [1]

@@ -1,0 +1,46 @@
+"""The sizes of steps that CUDA graphs are captured at."""
+
+from typing import Final
+
+from strandline.device.padded_step import StepSize
+
+PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
+DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
+"""And as many as there may be. Steps with fewer rows of prompts than of decodes are padded to as many."""
+
+MANY_PROMPT_ROWS: Final = (1536, 2048, 3072, 4096)
+"""Beyond the last, a GPU takes longer to run a step than the host to launch it: 70 ms for a mixture of 35B weights on
+an H200's host, whose GPU computes 2,048 tokens in 40 ms."""
+DIVIDED_PROMPT_ROWS: Final = (6144, 8192)
+"""Also, with several ranks: each computes a part of a step, and launches as much as one that computes all."""
+DECODES_BESIDE_MANY: Final = (16,)
+"""And as many as there may be: beside thousands of rows, padding costs little."""
+
+MAX_CAPTURED_PREFIX: Final = 32768
+"""Tokens before a prefill. Many rows behind more are launched: kernels for prefixes need to know their lengths."""
+
+
+def graph_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, num_ranks: int = 1, *, takes_pictures: bool = False
+) -> list[StepSize]:
+    """Return the sizes to capture: close together where a step is short, so that padding costs little."""
+    many_rows = MANY_PROMPT_ROWS if num_ranks == 1 else (*MANY_PROMPT_ROWS, *DIVIDED_PROMPT_ROWS)
+    ladder = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32)]
+    decodes = [*(count for count in ladder if count < max_num_seqs), max_num_seqs]
+    beside = [*(count for count in DECODES_BESIDE_PROMPTS if count < max_num_seqs), max_num_seqs]
+    beside_many = sorted({min(count, max_num_seqs) for count in (*DECODES_BESIDE_MANY, max_num_seqs)})
+    mixed = [
+        StepSize(count, num_rows, takes_pictures)
+        for counts, rows in ((beside, PROMPT_ROWS), (beside_many, many_rows))
+        for count in counts
+        for num_rows in rows
+        if count <= num_rows < 2 * max_num_batched_tokens
+    ]
+    return [*map(StepSize, decodes), *mixed]
+
+
+def verification_sizes(max_num_seqs: int, draft_tokens: int) -> list[StepSize]:
+    """Return the sizes of steps that verify or make drafts: few, or as many as there may be."""
+    depths = sorted({1, min(2, draft_tokens), draft_tokens})
+    counts = sorted({size.num_decodes for size in graph_sizes(max_num_seqs, 1) if not size.num_prompt_rows})
+    return [StepSize(count, draft_tokens=depth, log_tokens=draft_tokens) for count in counts for depth in depths]
