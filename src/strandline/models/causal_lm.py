@@ -22,12 +22,9 @@ from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
-from strandline.models.vision.tower import VisionTower
+from strandline.models.vision.tower import VISUAL, VisionTower
 from strandline.picture_config import PictureConfig
 from strandline.specs import ModelSpec
-
-VISUAL = "model.visual."
-"""Prefix of a vision tower's published tensors."""
 
 
 class CausalLM(nn.Module):

@@ -37,6 +37,7 @@ from strandline.models.storage.recipe import choose_schemes
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
 from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat
 from strandline.models.storage.weights_files import list_unread, open_files
+from strandline.models.vision.tower import VISUAL
 from strandline.picture_config import PictureConfig
 
 MAX_HOST_ELEMENTS = 2**22
@@ -384,6 +385,8 @@ def _check_names(
     if missing:
         wanted = [f"{name} {list(targets[name].shape)}" for name in missing]
         faults.append(f"{_first(wanted)} missing")
+        if all(name.startswith(VISUAL) for name in missing):
+            faults.append("--language-model-only serves text without the vision tower")
     if unexpected:
         faults.append(f"{_first(unexpected)} not known to this architecture")
     if faults:

@@ -487,3 +487,6 @@ def test_any_changed_number_changes_the_fingerprint(tmp_path: Path) -> None:
     shutil.copy(first / "model.safetensors", second)
     (second / "config.json").write_text('{"rope": 1}')
     assert fingerprint(second) != before
+    shutil.copy(first / "config.json", second)
+    (second / "preprocessor_config.json").write_text('{"image_mean": 0}')
+    assert fingerprint(second) != before

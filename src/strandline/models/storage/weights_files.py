@@ -16,6 +16,7 @@ from torch import Tensor
 from xxhash import xxh3_64_digest
 
 from strandline.errors import WeightsError
+from strandline.picture_config import PREPROCESSOR_CONFIG, PROCESSOR_CONFIG
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -78,7 +79,7 @@ def open_files(directory: Path, stack: ExitStack) -> list[WeightsFile]:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a digest of a model's configuration and of checksums of all its weights.
+    """Return a digest of a model's configuration, also of its pictures, and of checksums of all its weights.
 
     Threads read the files, which are in the system's memory then, about as fast as it is read.
 
@@ -86,9 +87,9 @@ def fingerprint(directory: Path) -> str:
         WeightsError: as ``open_files``.
     """
     digest = blake2b(digest_size=16)
-    config = directory / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
+    for name in ("config.json", PREPROCESSOR_CONFIG, PROCESSOR_CONFIG):
+        if (directory / name).is_file():
+            digest.update((directory / name).read_bytes())
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         for checksum in threads.map(_checksum, _pieces(_find_files(directory))):
             digest.update(checksum)

@@ -25,6 +25,9 @@ from strandline.models.layers.targets import NamedTargets, whole
 from strandline.models.vision.positions import Grid, patch_places, rotary_2d, table_places
 from strandline.picture_config import NUM_CHANNELS, PictureConfig
 
+VISUAL: Final = "model.visual."
+"""Prefix of published tensors."""
+
 EPS: Final = 1e-6
 MAX_TABLE_SIDE: Final = 1024
 MAX_FRAMES: Final = 16
