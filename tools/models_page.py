@@ -184,7 +184,7 @@ class Family:
 
 
 DENSE_OR_MOE, MOE = "attention; dense or MoE", "attention; MoE"
-TEXT_OF_VISION = "Qwen3.5; images are not taken"
+TEXT_OF_VISION = "Qwen3.5; reads [pictures](pictures.md)"
 RELATIVE, BEHIND_PARTS = "relative attention, in most layers with a window; dense or MoE", " and behind all parts"
 INDEXED, NGRAMS = "indexed attention; MoE", ", some with features of n-grams"
 
@@ -216,7 +216,7 @@ FAMILIES: Final = {
     "Qwen3_5MoeForCausalLM": Family("Qwen3.5, text only", MOE),
     "Qwen3_5MoeForConditionalGeneration": Family(TEXT_OF_VISION, MOE),
     "Qwen4ExpForCausalLM": Family("Qwen4-Exp, text only", INDEXED, NGRAMS),
-    "Qwen4ExpForConditionalGeneration": Family("Qwen4-Exp; images are not taken", INDEXED, NGRAMS),
+    "Qwen4ExpForConditionalGeneration": Family("Qwen4-Exp; reads [pictures](pictures.md)", INDEXED, NGRAMS),
     "RecurrentGemmaForCausalLM": Family("RecurrentGemma", "sliding-window attention"),
     "Zamba2ForCausalLM": Family("Zamba2", "attention and a feed-forward part, shared by several layers"),
     "ZayaForCausalLM": Family("ZAYA1, without sliding windows", "MoE"),

@@ -120,7 +120,7 @@ def test_next_turn_hits_a_picture_to_the_token(rule: ResumeRule) -> None:
     assert account.hit == len(prompt) + 3
 
 
-def test_request_that_differs_in_a_picture_follows_up_to_its_start() -> None:
+def test_request_with_another_picture_follows_up_to_its_start() -> None:
     driver = Driver()
     pieces = [("text", 200), ("cat", 100), ("text", 30)]
     lease = driver.admit(prompt_of(pieces))
