@@ -77,8 +77,8 @@ def check_parts_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(file: WeightsFile, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         tensor = get(file, name, index)
-        is_read = name.endswith("qweight") or tensor.dtype in (torch.uint8, torch.float8_e4m3fn)
-        read.append(tensor.numel() * (is_read and not name.endswith("_scale")))
+        is_quantized = tensor.dtype in (torch.uint8, torch.float8_e4m3fn, torch.int32)
+        read.append(tensor.numel() * (is_quantized and name.endswith(("weight", "_packed"))))
         return tensor
 
     monkeypatch.setattr(WeightsFile, "get", counted)

@@ -14,7 +14,7 @@ from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from tests.cpu.models import families, fp4, fp8
-from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, check_parts_read, load, logits
+from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, load, logits
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 from tests.cpu.models.test_weights import unfuse_experts
 
@@ -27,8 +27,6 @@ SIZES = {
 }
 """Multiples of groups."""
 
-FAMILIES = ["qwen3_5_moe", "nemotron_h", "granite_hybrid", "kimi_linear", "lfm2_moe", "zaya"]
-
 
 def save(name: str, directory: Path, way: str = "modelopt", **options: Any) -> Path:
     """Write a family with its experts one by one, in FP4."""
@@ -39,27 +37,6 @@ def save(name: str, directory: Path, way: str = "modelopt", **options: Any) -> P
 def is_expert(name: str, tensor: Tensor) -> bool:
     """Return whether a tensor is of routed experts."""
     return tensor.dim() > 1 and re.search(r"\.experts\.|block_sparse_moe\.(in|out)put_linear", name) is not None
-
-
-@pytest.mark.parametrize("way", fp4.WAYS)
-def test_experts_of_every_layout_stay(way: str, tmp_path: Path) -> None:
-    model = check(save("qwen3_5_moe", tmp_path, way))
-    assert model.weights_report.num_kept > 10
-    assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_experts_of_every_family_stay(name: str, tmp_path: Path) -> None:
-    model = check(save(name, tmp_path, is_converted=is_expert))
-    assert model.weights_report.num_kept == model.weights_report.num_quantized > 0
-
-
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5-odd-tied", "qwen3_next", "falcon_h1", "jamba"])
-def test_weights_of_every_layer_stay(name: str, tmp_path: Path) -> None:
-    model = check(save(name, tmp_path))
-    assert model.weights_report.num_kept == model.weights_report.num_quantized > 0
-    kept = [module for module in model.modules() if isinstance(module, Projection) and module.is_kept]
-    assert any(isinstance(module.weight, Fp4Weight) for module in kept)
 
 
 def is_in_inkling(name: str, _: Tensor) -> bool:
@@ -127,21 +104,6 @@ def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
         isinstance(m, Projection) and isinstance(m.weight, ScaledWeight | StackedWeight) for m in model.modules()
     )
     assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
-
-
-def test_ranks_read_only_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_parts_read(save("qwen3_5", tmp_path), monkeypatch)
-
-
-@pytest.mark.parametrize("way", ["modelopt", "mxfp4"])
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_ranks_hold_parts_in_fp4(name: str, way: str, tmp_path: Path) -> None:
-    directory = save(name, tmp_path, way)
-    for index in range(2):
-        shard = Shard(index, 2)
-        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=shard) for keeps in (True, False))
-        assert_same_weights(kept, dequantized)
-        assert kept.weights_report.num_kept > 0
 
 
 def formats_of(model: Any) -> dict[str, set[type]]:

@@ -11,38 +11,19 @@ from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.model_config import read_model_config
-from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.storage.conversion import convert
-from strandline.models.storage.weights_files import WeightsFile
+from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, fp8, quantized
-from tests.cpu.models.quantized import TOLERANCE_FP8, assert_same_weights, load, logits, values_of
-from tests.cpu.models.rank_threads import RankThread, RankThreads
+from tests.cpu.models.quantized import TOLERANCE_FP8, assert_same_weights, load, values_of
 from tests.cpu.models.storage.test_quantization import (
     block_config,
     blocks_of,
-    channel,
-    compressed_config,
-    modelopt_config,
-    whole,
 )
 from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
 
 BLOCKS: dict[str, Any] = {"config": block_config(128, 128), "block": blocks_of(128, 128)}
-CHANNELS: dict[str, Any] = {
-    "config": compressed_config(strategy="channel"),
-    "block": channel,
-    "suffix": "_scale",
-}
-TENSORS: dict[str, Any] = {
-    "config": compressed_config(strategy="tensor"),
-    "block": whole,
-    "suffix": "_scale",
-    "shape_scale": lambda scale: scale.reshape(1),
-}
 
 
 def save(name: str, directory: Path, scheme: dict[str, Any], **options: Any) -> Path:
@@ -54,27 +35,6 @@ def save(name: str, directory: Path, scheme: dict[str, Any], **options: Any) -> 
 def check(directory: Path) -> Any:
     """Compare a model that stays in FP8 with the dequantised one; return it."""
     return quantized.check(directory, TOLERANCE_FP8)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3_5", "qwen3_5-odd-tied", "qwen3_5_moe", "qwen3_next-odd", "granite_hybrid", "kimi_linear", "falcon_h1"],
-)
-def test_weights_stay_as_published(name: str, tmp_path: Path) -> None:
-    report = check(save(name, tmp_path, BLOCKS)).weights_report
-    # Latent attention multiplies with parts of one projection, head by head.
-    assert report.num_kept == report.num_quantized - (name == "kimi_linear") > 0
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "kimi_linear", "falcon_h1"])
-@pytest.mark.parametrize("scheme", [BLOCKS, CHANNELS], ids=["blocks", "channels"])
-def test_shards_hold_their_part_of_the_numbers(name: str, scheme: dict[str, Any], tmp_path: Path) -> None:
-    directory = save(name, tmp_path, scheme)
-    for index in range(2):
-        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
-        assert_same_weights(kept, dequantized)
-        report = kept.weights_report
-        assert report.num_kept == report.num_quantized - (name == "kimi_linear") > 0
 
 
 def wide_model(directory: Path, size: int) -> Path:
@@ -99,74 +59,9 @@ def test_scales_are_cut_with_inputs_in_whole_blocks(size: int, form: type, tmp_p
     assert torch.equal(joined, values_of(whole.decoder.layers[0].mlp.gate_up.weight))
 
 
-def test_shards_in_fp8_compute_what_the_whole_computes(tmp_path: Path) -> None:
-    """Experts are divided, and their scales."""
-    directory = save("qwen3_5_moe", tmp_path, BLOCKS)
-    expected = logits(load(directory, keeps_quantized=True))
-
-    def run(ranks: RankThread) -> Tensor:
-        return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
-
-    for found in RankThreads(2).run(run):
-        assert float((found - expected).norm() / expected.norm()) < TOLERANCE_FP8
-
-
-def test_a_shard_in_fp8_reads_its_part_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directories = [wide_model(tmp_path / "dense", 512), save("qwen3_5_moe", tmp_path / "experts", BLOCKS)]
-    num_read, get = 0, WeightsFile.get
-
-    def counting(file: WeightsFile, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        nonlocal num_read
-        tensor = get(file, name, index)
-        num_read += tensor.nbytes
-        return tensor
-
-    monkeypatch.setattr(WeightsFile, "get", counting)
-    for directory in directories:
-        read = []
-        for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
-            num_read = 0
-            load(directory, keeps_quantized=True, shard=shard)
-            read.append(num_read)
-        assert max(read[1:]) < 0.65 * read[0]
-
-
-MODELOPT: dict[str, Any] = TENSORS | {
-    "config": modelopt_config("FP8"),
-    "shape_scale": lambda scale: scale.reshape(()),
-}
-
-
-@pytest.mark.parametrize("scheme", [CHANNELS, TENSORS, MODELOPT], ids=["channels", "tensors", "modelopt"])
-def test_other_scales_stay_as_published(scheme: dict[str, Any], tmp_path: Path) -> None:
-    model = check(save("qwen3_5_moe", tmp_path, scheme))
-    assert model.weights_report.num_kept == model.weights_report.num_quantized
-
-
 def test_experts_in_one_tensor_stay(tmp_path: Path) -> None:
     source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path), fuse_experts)
     check(fp8.convert(source, tmp_path, **BLOCKS)[0])
-
-
-@pytest.mark.parametrize("name", ["inkling", "inkling-towers"])
-def test_experts_that_every_token_takes_stay_with_others(name: str, tmp_path: Path) -> None:
-    convert(families.save(name, tmp_path), tmp_path / "fp8")
-    report = check(tmp_path / "fp8").weights_report
-    assert report.num_kept == report.num_quantized > 0
-    for shard in (Shard(0, 2), Shard(1, 2)):
-        assert_same_weights(*(load(tmp_path / "fp8", keeps_quantized=keeps, shard=shard) for keeps in (True, False)))
-
-
-def test_experts_that_a_token_may_skip_stay(tmp_path: Path) -> None:
-    kept = check(save("zaya", tmp_path, BLOCKS))
-    assert all(layer.mlp.experts.takes_quantized for layer in kept.decoder.layers)
-
-
-def test_experts_without_a_gate_stay(tmp_path: Path) -> None:
-    kept = check(save("nemotron_h", tmp_path, BLOCKS))
-    experts = [module for module in kept.modules() if isinstance(module, Experts)]
-    assert experts
-    assert all(module.takes_quantized for module in experts)
 
 
 def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:
@@ -203,13 +98,3 @@ def test_draft_layers_stay_in_fp8(tmp_path: Path) -> None:
     )
     assert isinstance(model.draft_layer.layer.mlp.down.weight, ScaledWeight)
     assert isinstance(model.draft_layer.fc.weight, DenseWeight)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_random_weights_stay_in_fp8(name: str, tmp_path: Path) -> None:
-    config = read_model_config(save(name, tmp_path, BLOCKS))
-    model = load(Path("nowhere"), keeps_quantized=True, config=config, load_format="dummy")
-    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
-    assert 0.5 < float(spread) < 1.5
-    assert bool(logits(model).isfinite().all())

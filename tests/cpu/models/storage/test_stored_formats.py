@@ -1,0 +1,168 @@
+"""Models of every family hold the numbers of every published format, and answer as the dequantised ones."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from strandline.kernels.gemm.weights import FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.model_config import read_model_config
+from strandline.models.layers.experts import Experts
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.shard import Shard
+from strandline.models.storage.conversion import is_converted
+from tests.cpu.models import families, four_bit, fp4, fp8
+from tests.cpu.models.quantized import (
+    TOLERANCE,
+    TOLERANCE_FP8,
+    assert_same_weights,
+    check,
+    check_parts_read,
+    load,
+    logits,
+    values_of,
+)
+from tests.cpu.models.rank_threads import RankThread, RankThreads
+from tests.cpu.models.storage.test_four_bit_storage import KEPT
+from tests.cpu.models.storage.test_quantization import (
+    block_config,
+    blocks_of,
+    channel,
+    compressed_config,
+    modelopt_config,
+    whole,
+)
+from tests.cpu.models.test_weights import unfuse_experts
+
+
+class Format(NamedTuple):
+    """A published format."""
+
+    convert: Callable[..., tuple[Path, Path]]
+    """Writes a saved model in this format, and what it stands for; returns both directories."""
+    weight: type
+    tolerance: float = TOLERANCE
+
+
+def in_fp8(config: dict[str, Any], block: Any, **options: Any) -> Format:
+    return Format(partial(fp8.convert, config=config, block=block, **options), ScaledWeight, TOLERANCE_FP8)
+
+
+FORMATS = {
+    "fp8 blocks": in_fp8(block_config(128, 128), blocks_of(128, 128)),
+    "fp8 channels": in_fp8(compressed_config(strategy="channel"), channel, suffix="_scale"),
+    "fp8 tensors": in_fp8(
+        compressed_config(strategy="tensor"), whole, suffix="_scale", shape_scale=lambda scale: scale.reshape(-1)
+    ),
+    "fp8 modelopt": in_fp8(
+        modelopt_config("FP8"), whole, suffix="_scale", shape_scale=lambda scale: scale.reshape(scale.shape[:-2])
+    ),
+    **{name: Format(partial(four_bit.convert, scheme=KEPT[name]), FourBitWeight) for name in ("compressed", "gptq")},
+    **{f"fp4 {way}": Format(partial(fp4.convert, way=way), Fp4Weight) for way in fp4.WAYS},
+}
+
+MAIN = ("fp8 blocks", "compressed", "fp4 modelopt")
+"""One of each kind of weight."""
+
+SIZES = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "moe_latent_size": None,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
+"""Multiples of groups."""
+
+FAMILIES = [
+    *("qwen3_5", "qwen3_5-odd-tied", "qwen3_next-odd", "falcon_h1", "olmo_hybrid"),
+    *("qwen3_moe", "qwen3_5_moe", "qwen4_exp", "nemotron_h", "nemotron_h-odd", "granite_hybrid", "kimi_linear"),
+    *("lfm2_moe", "zaya", "jamba", "minimax", "glm5_next", "inkling", "inkling-towers"),
+]
+
+OWN_SIZES = {"nemotron_h-odd": {"moe_latent_size": 32, "moe_intermediate_size": 160}}
+
+IN_ONE_TENSOR = ("granite_hybrid", "inkling", "inkling-towers")
+"""Families whose experts are published so. Integers of 4 bits are not."""
+
+CASES = [
+    *((name, format) for name in FAMILIES for format in MAIN),
+    *(("qwen3_5_moe", format) for format in FORMATS if format not in MAIN),
+    *(
+        pytest.param(name, format, marks=pytest.mark.long)
+        for name in FAMILIES
+        for format in FORMATS
+        if format not in MAIN and name != "qwen3_5_moe"
+    ),
+]
+
+
+def save(name: str, format: str, directory: Path) -> tuple[Path, Path]:
+    """Write a family as published, quantised and dequantised."""
+    sizes: dict[str, Any] = {**SIZES, **OWN_SIZES.get(name, {})}
+    source = fp8.change_tensors(families.save(name, directory, **sizes), unfuse_experts)
+    return FORMATS[format].convert(
+        source, directory, is_converted=lambda name, tensor: is_converted(name, tensor.shape)
+    )
+
+
+def weights_of_experts(model: Any) -> list[Any]:
+    """Return the first weights of all experts, format by format."""
+    return [part.up for module in model.modules() if isinstance(module, Experts) for part in module.parts]
+
+
+@pytest.mark.parametrize(("name", "format"), CASES)
+def test_weights_stay_as_published(name: str, format: str, tmp_path: Path) -> None:
+    directory, plain = save(name, format, tmp_path)
+    model, weight = check(directory, FORMATS[format].tolerance), FORMATS[format].weight
+    assert_same_weights(model, load(plain, keeps_quantized=False))
+    # Latent attention multiplies with parts of these, head by head.
+    published = load_file(directory / "model.safetensors")
+    of_heads = [key for key in published if re.search(r"kv_b_proj\.weight(_packed)?$", key)]
+    num_dequantized = sum(published[key].dtype != torch.float32 for key in of_heads)
+    report = model.weights_report
+    assert report.num_kept == report.num_quantized - num_dequantized > 0
+    assert any(isinstance(module, Projection) and module.is_kept for module in model.modules())
+    if weight is not FourBitWeight or name not in IN_ONE_TENSOR:
+        assert {type(up) for up in weights_of_experts(model)} <= {weight}
+
+
+@pytest.mark.parametrize("format", MAIN)
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_h", "kimi_linear", "falcon_h1"])
+def test_ranks_hold_and_compute_their_part(name: str, format: str, tmp_path: Path) -> None:
+    directory, _ = save(name, format, tmp_path)
+    expected = logits(load(directory, keeps_quantized=True))
+    for index in range(2):
+        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
+        assert_same_weights(kept, dequantized)
+        assert kept.weights_report.num_kept > 0
+
+    def run(ranks: RankThread) -> Tensor:
+        return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
+
+    for found in RankThreads(2).run(run):
+        assert float((found - expected).norm() / expected.norm()) < FORMATS[format].tolerance
+
+
+@pytest.mark.parametrize("format", [*MAIN, "gptq"])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_ranks_read_only_their_part(name: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parts_read(save(name, format, tmp_path)[0], monkeypatch)
+
+
+@pytest.mark.parametrize("format", [*MAIN, "gptq", "fp4 mxfp4"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_random_weights_stay_quantised(name: str, format: str, tmp_path: Path) -> None:
+    config, weight = read_model_config(save(name, format, tmp_path)[0]), FORMATS[format].weight
+    model = load(Path("nowhere"), keeps_quantized=True, config=config, load_format="dummy")
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert {type(up) for up in weights_of_experts(model)} == ({weight} if name == "qwen3_5_moe" else set())
+    spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
+    assert 0.5 < float(spread) < 1.5
+    assert bool(logits(model).isfinite().all())
