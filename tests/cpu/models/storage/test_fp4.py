@@ -21,8 +21,6 @@ from tests.cpu.models.storage.test_quantization import assert_equal, load, whole
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 
-FAMILIES = ("qwen3_5_moe", "nemotron_h", "granite_hybrid", "kimi_linear", "lfm2_moe", "glm5_next", "llama")
-
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
@@ -50,9 +48,8 @@ def own(converted: Callable[..., tuple[Path, Path]], tmp_path: Path) -> Callable
 
 
 @pytest.mark.parametrize("way", fp4.WAYS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_weights_load_as_what_they_stand_for(converted: Callable[..., tuple[Path, Path]], name: str, way: str) -> None:
-    quantized, plain = converted(name, way)
+def test_weights_load_as_what_they_stand_for(converted: Callable[..., tuple[Path, Path]], way: str) -> None:
+    quantized, plain = converted("llama", way)
     model = load(quantized)
     assert_equal(model, load(plain))
     assert model.weights_report.num_quantized

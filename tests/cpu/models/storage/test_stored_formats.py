@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from strandline.errors import WeightsError
 from strandline.kernels.gemm.weights import FourBitWeight, Fp4Weight, ScaledWeight
 from strandline.model_config import read_model_config
 from strandline.models.layers.experts import Experts
@@ -166,3 +167,26 @@ def test_random_weights_stay_quantised(name: str, format: str, tmp_path: Path) -
     spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
     assert 0.5 < float(spread) < 1.5
     assert bool(logits(model).isfinite().all())
+
+
+def spoil(tensors: fp8.Tensors, name: str, fault: str) -> None:
+    scale = tensors[name].flatten()
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "shape":
+        tensors[name] = scale.new_zeros(3, 3)
+    elif scale.dtype == torch.float8_e4m3fn:
+        scale.view(torch.uint8)[-1] = 0xFF if fault == "nan" else 0xB8
+    else:
+        scale[-1] = torch.nan if fault == "nan" else -scale[-1]
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "nan", "negative"])
+@pytest.mark.parametrize("format", MAIN)
+def test_faults_of_an_expert_are_named(format: str, fault: str, tmp_path: Path) -> None:
+    directory, _ = save("qwen3_5_moe", format, tmp_path)
+    name = "model.layers.1.mlp.experts.3.down_proj.weight_scale"
+    [scale] = {name, f"{name}_inv"} & load_file(directory / "model.safetensors").keys()
+    fp8.change_tensors(directory, lambda tensors: spoil(tensors, scale, fault))
+    with pytest.raises(WeightsError, match=re.escape(name)):
+        load(directory, keeps_quantized=True)
