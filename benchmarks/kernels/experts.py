@@ -29,9 +29,9 @@ from strandline.kernels.experts.few_launches import FEW, choose_dense
 from strandline.kernels.experts.many_launches import DENSE as DENSE_LAUNCHES
 from strandline.kernels.experts.many_launches import FOUR_BIT, FP8, Measured, choose_launches
 from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.gemm.launches import rows_launch
 from strandline.kernels.gemm.linear import linear, linear_and_logits
-from strandline.kernels.gemm.rows_triton import Gemv
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
 from strandline.kernels.launch import Launch as TileLaunch
 
 MODULE = "experts.moe_triton"
@@ -209,7 +209,7 @@ def tilings_of(weight_format: str) -> tuple[type, Any, Measured]:
         return DenseWeight, (DENSE_SMALL, DENSE_LARGE), DENSE_LAUNCHES
     if weight_format == "fp8":
         return ScaledWeight, (FP8_SMALL, FP8_LARGE), FP8
-    return FourBitWeight, ((INT4_TILES, INT4_TILES),) * 2, FOUR_BIT
+    return FourBitWeight if weight_format == "int4" else Fp4Weight, ((INT4_TILES, INT4_TILES),) * 2, FOUR_BIT
 
 
 def sizes_of(*sizes: int | None) -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ def few_launches(weight_format: str, model: Model, tokens: int) -> Iterator[Laun
         sizes = (model.routing.top_k, model.size, model.shared_size)
         chosen = choose_dense(tokens, *sizes, is_gated=model.is_gated)
     else:
-        chosen = FEW[ScaledWeight if weight_format == "fp8" else FourBitWeight][tokens > 1]
+        chosen = FEW[tilings_of(weight_format)[0]][tokens > 1]
     if chosen is None:
         return
     ups = [chosen._replace(block_up_n=n, block_up_k=k, warps_up=w) for n, k, w in parse_launches(sizes_of, FEW_UPS)]
@@ -287,6 +287,6 @@ def projections(model: Model, tokens: int) -> Work:
 
 
 def pair_launches() -> Iterator[Launch]:
-    for gemv in parse_launches(Gemv, "1,512,2 1,1024,2 1,1024,4 2,512,2 2,1024,4 1,4096,4 1,256,1 1,2048,8"):
-        pair = {f"gemm.linear_and_logits_triton.{name}": gemv for name in ("PAIR", "LOGITS")}
-        yield Launch(str(tuple(gemv)), pair)
+    for launch in parse_launches(rows_launch, "1,512,2 1,1024,2 1,1024,4 2,512,2 2,1024,4 1,4096,4 1,256,1 1,2048,8"):
+        pair = {f"gemm.gemms_triton.{name}": launch for name in ("LOGITS_PAIR", "LOGITS")}
+        yield Launch(str(tuple(launch)), pair)

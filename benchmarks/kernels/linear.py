@@ -13,6 +13,7 @@ from case import FLOPS, FLOPS_FP8, Launch, Work, case, device_type, parse_launch
 from operands import FORMATS, GROUPS, bind_norm, num_bytes, product, random_weight, reference_product
 from torch import Tensor
 
+from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, rows_launch
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.kernels.launch import Launch as TileLaunch
 from strandline.kernels.rowwise.quantized_rows import plain_rows
@@ -52,15 +53,15 @@ SHAPES = QUANTIZED_SHAPES | {
 }
 TINY = {"shape": Shape(256, 128, num_dense=8), "rows": 3}
 
-DENSE_GEMVS = "1,1024,1 1,2048,1 2,512,1 2,1024,1 4,256,1 4,512,1 1,1024,2 2,512,2 2,1024,2 4,512,2 1,1024,4"
-DENSE_GEMVS += " 1,2048,4 2,1024,4 4,1024,4 2,2048,4 8,1024,4 4,2048,8"
+DENSE_ROWS = "1,1024,1 1,2048,1 2,512,1 2,1024,1 4,256,1 4,512,1 1,1024,2 2,512,2 2,1024,2 4,512,2 1,1024,4"
+DENSE_ROWS += " 1,2048,4 2,1024,4 4,1024,4 2,2048,4 8,1024,4 4,2048,8"
 SKINNIES = "16,256,2,4 32,128,4,5 64,128,4,4 32,128,4,4,2 32,128,4,4,4 32,128,4,4,8 64,128,4,4,4 64,128,4,4,8"
 SKINNIES += " 64,128,4,3,8 32,256,4,3,4 16,256,4,3,2"
 """Outputs and inputs of a program, warps, stages and spans of the inputs; the first three also of gated products."""
-FP8_GEMVS = "1,2048,1 2,1024,1 2,2048,1 4,512,1 4,1024,1 2,4096,2 4,1024,2 4,512,2 8,512,2 2,1024,2 4,512,4 4,1024,4"
-FP8_GEMVS += " 4,2048,4 8,512,4 8,1024,4 1,1024,1 1,2048,2 2,2048,4"
-INT4_GEMVS = "1,1024,1 2,1024,1 4,1024,1 8,1024,1 2,2048,1 4,2048,1 1,2048,2 2,2048,2 4,2048,2 8,2048,2 4,1024,2"
-INT4_GEMVS += " 1,4096,4 2,4096,4 4,4096,4 4,2048,4 8,2048,4 8,1024,4 2,8192,8"
+FP8_ROWS = "1,2048,1 2,1024,1 2,2048,1 4,512,1 4,1024,1 2,4096,2 4,1024,2 4,512,2 8,512,2 2,1024,2 4,512,4 4,1024,4"
+FP8_ROWS += " 4,2048,4 8,512,4 8,1024,4 1,1024,1 1,2048,2 2,2048,4"
+INT4_ROWS = "1,1024,1 2,1024,1 4,1024,1 8,1024,1 2,2048,1 4,2048,1 1,2048,2 2,2048,2 4,2048,2 8,2048,2 4,1024,2"
+INT4_ROWS += " 1,4096,4 2,4096,4 4,4096,4 4,2048,4 8,2048,4 8,1024,4 2,8192,8"
 FP8_TILES = "64,16,4,4 64,16,4,6 128,16,4,4 64,32,4,5 64,64,4,4 128,64,4,4 128,64,4,3 128,128,8,3 128,128,8,4"
 FP8_TILES += " 64,128,4,4 128,128,4,3 256,128,8,3"
 INT4_TILES = "64,16,4,3 64,16,4,4 64,16,4,6 64,16,4,8 128,16,4,3 128,16,4,4 128,16,8,4 64,16,2,4 32,16,2,4 32,16,1,4"
@@ -82,7 +83,7 @@ def work(weight_format: str, shape: Shape, rows: int, group: int = 128) -> Work:
         "strandline": product(is_gated=is_gated),
         "deterministic": product(is_gated=is_gated, is_deterministic=True),
     }
-    further = {"dense": dense_variants, "fp8": fp8_variants}.get(weight_format, int4_variants)
+    further = {"dense": dense_variants, "fp8": fp8_variants}.get(weight_format, coded_variants)
     peers, partial_variants = further(shape, rows, variants)
     return Work(
         variants,
@@ -123,12 +124,12 @@ def fp8_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
         others.add(f"with {shape.num_dense} dense outputs")
     if rows < 16 or device_type() != "cuda":
         return set(), others
-    from strandline.kernels.gemm import block_scaled_triton
+    from strandline.kernels.gemm.fp8 import multiply_in_torch
     from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
     def in_torch(x: Any, weight: ScaledWeight) -> Tensor:
         out_TO = torch.empty(len(x), len(weight.values), dtype=torch.bfloat16, device=x.device)
-        block_scaled_triton.multiply_in_torch(out_TO, x, weight, None)
+        multiply_in_torch(out_TO, x, weight, None)
         return out_TO
 
     variants["torch FP8"] = in_torch
@@ -136,12 +137,12 @@ def fp8_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
     return {"torch FP8"}, others | ({"torch FP8"} if shape.is_gated else set())
 
 
-def int4_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
+def coded_variants(shape: Shape, rows: int, variants: dict[str, Any]) -> Names:
     """Add the product with the dequantised weight, and that with ordinary rows in the same weight."""
     if shape.num_dense:
         variants[f"with {shape.num_dense} dense outputs"] = with_dense_outputs(shape)
     if rows >= 64:
-        dequantised = Launch("dequantised", {"gemm.four_bit_triton.uses_tiles": False})
+        dequantised = Launch("dequantised", {"gemm.gemms_triton.choose": Plan(Kernel.LIBRARY)})
         strandline = variants["strandline"]
 
         def multiply_dequantised(x: Tensor, weight: Any) -> Any:
@@ -161,51 +162,37 @@ def with_dense_outputs(shape: Shape) -> Any:
 
 
 def launches(weight_format: str, shape: Shape, rows: int) -> Iterator[Launch]:
-    """Yield the tilings that make sense for a shape."""
-    from strandline.kernels.gemm.rows_triton import Gemv
-
+    """Yield the kernels and launches that make sense for a shape."""
+    plans = list[Plan]()
+    if rows <= MAX_ROWS_FEW:
+        few = parse_launches(rows_launch, {"dense": DENSE_ROWS, "fp8": FP8_ROWS}.get(weight_format, INT4_ROWS))
+        most = 4096 if weight_format == "dense" else 1 << 30
+        plans += [
+            Plan(Kernel.ROWS, launch)
+            for launch in few
+            if launch.block_n * rows <= 16 and launch.block_n * launch.block_k * rows <= most * launch.warps
+        ]
     if weight_format == "dense":
-        yield from dense_launches(shape, rows)
-    elif weight_format == "fp8":
-        gemvs, tiles = (Gemv, FP8_GEMVS), (tile_of, FP8_TILES)
-        yield from quantized_launches("gemm.block_scaled_triton", gemvs, tiles, rows, 128)
-    else:
-        gemvs, tiles = (Gemv, INT4_GEMVS), (tile_of, INT4_TILES)
-        yield from quantized_launches("gemm.four_bit_triton", gemvs, tiles, rows, 256)
+        if 2 < rows <= MAX_ROWS_SKINNY:
+            skinny = parse_launches(_skinny, SKINNIES)[: 3 if shape.is_gated else None]
+            plans += [Plan(Kernel.SKINNY, launch) for launch in skinny]
+    elif rows > 1:
+        largest = 128 if weight_format == "fp8" else 256
+        for tile in parse_launches(_tile, FP8_TILES if weight_format == "fp8" else INT4_TILES):
+            if max(16, min(rows, largest)) / 2 <= tile.block_m < 2 * max(16, rows):
+                spans = (1, 2, 4, 8) if rows <= 64 else (1,)
+                plans += [Plan(Kernel.TILES, tile._replace(splits=splits)) for splits in spans]
+    for plan in plans:
+        yield Launch(f"{plan.kernel.value} {tuple(plan.launch or ())}", {"gemm.gemms_triton.choose": plan})
 
 
-def tile_of(block_n: int, block_m: int, warps: int, stages: int) -> TileLaunch:
+def _skinny(block_n: int, block_k: int, warps: int, stages: int, splits: int = 1) -> TileLaunch:
+    return TileLaunch(16, block_n, block_k, warps, stages, splits)
+
+
+def _tile(block_n: int, block_m: int, warps: int, stages: int) -> TileLaunch:
     """Return a tile of a quantised weight, whose programs take 128 inputs at a time."""
     return TileLaunch(block_m, block_n, 128, warps, stages)
-
-
-def dense_launches(shape: Shape, rows: int) -> Iterator[Launch]:
-    from strandline.kernels.gemm.linear_triton import MAX_ROWS_GEMV, MAX_ROWS_SKINNY, Skinny
-    from strandline.kernels.gemm.rows_triton import Gemv
-
-    tilings: list[Any] = []
-    if rows <= MAX_ROWS_GEMV:
-        gemvs = parse_launches(Gemv, DENSE_GEMVS)
-        tilings += [gemv for gemv in gemvs if gemv.block_n * gemv.block_k * rows <= 8192 * gemv.warps // 2]
-    if 2 < rows <= MAX_ROWS_SKINNY:
-        tilings += parse_launches(Skinny, SKINNIES)[: 3 if shape.is_gated else None]
-    yield from (Launch(str(tuple(tiling)), {"gemm.linear_triton.plan_product": tiling}) for tiling in tilings)
-
-
-def quantized_launches(
-    module: str, gemvs: tuple[Any, str], tiles: tuple[Any, str], rows: int, largest: int
-) -> Iterator[Launch]:
-    """Yield the matrix-vector tilings of up to four rows, and tiles of about as many rows as there are."""
-    if rows <= 4:
-        for gemv in parse_launches(*gemvs):
-            if gemv.block_n * rows <= 16:
-                yield Launch(f"gemv {tuple(gemv)}", {f"{module}.uses_gemv": True, f"{module}.choose_gemv": gemv})
-    for tile in parse_launches(*tiles):
-        if rows > 1 and max(16, min(rows, largest)) / 2 <= tile.block_m < 2 * max(16, rows):
-            ways = {f"{module}.uses_gemv": False, f"{module}.choose_tile": tile}
-            ways |= {f"{module}.uses_tiles": True} if "four" in module else {f"{module}.MAX_ROWS_TILES": 1 << 30}
-            for spans in (1, 2, 4, 8) if rows <= 64 else (1,):
-                yield Launch(f"tile {tuple(tile)}, {spans} spans", {**ways, f"{module}.choose_spans": spans})
 
 
 for _format in FORMATS:

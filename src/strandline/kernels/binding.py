@@ -125,10 +125,7 @@ def _why_no_triton(device_type: str) -> str | None:
 
 
 def _load(operation: Operation[..., Any], backend: Backend, workload: Workload) -> Callable[..., Any]:
-    module, name = backend.module, operation.name
-    if workload.is_deterministic and backend.invariant_module is not None:
-        module, name = backend.invariant_module, f"{name}_invariant"
-    function: Callable[..., Any] = getattr(import_module(f"strandline.kernels.{module}"), name)
+    function: Callable[..., Any] = getattr(import_module(f"strandline.kernels.{backend.module}"), operation.name)
     if workload.is_deterministic and backend.takes_launches:
         return partial(function, launches=Launches.FIXED)
     return function

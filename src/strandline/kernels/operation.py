@@ -65,8 +65,6 @@ class Backend:
     """Required multiple of the last dimension of tensors that a layer keeps, by name."""
     takes_launches: bool = False
     """Whether the function takes ``launches``; if not, its results do not depend on how it is launched."""
-    invariant_module: str | None = None
-    """Module of ``<operation>_invariant``, for deterministic engines; replaced by ``takes_launches``."""
 
     def limit(self, workload: Workload) -> str | None:
         """Return why this backend does not support a workload; None: it does."""
@@ -81,9 +79,9 @@ class Backend:
         return None
 
 
-def triton(module: str, *, takes_launches: bool = False, invariant: str | None = None) -> Backend:
+def triton(module: str, *, takes_launches: bool = False) -> Backend:
     """Declare a Triton version, for GPUs; arguments as the attributes of ``Backend``."""
-    return Backend("Triton", module, takes_launches=takes_launches, invariant_module=invariant)
+    return Backend("Triton", module, takes_launches=takes_launches)
 
 
 def numba(

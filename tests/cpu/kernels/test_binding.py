@@ -33,11 +33,9 @@ OPERATIONS = {
 }
 
 FUNCTIONS = [
-    (name, module, function, backend.takes_launches)
+    (name, backend.module, backend.takes_launches)
     for name, declared in sorted(OPERATIONS.items())
     for backend in declared.backends
-    for module, function in ((backend.module, name), (backend.invariant_module, f"{name}_invariant"))
-    if module is not None
 ]
 
 LAUNCHES = ("launches", inspect.Parameter.KEYWORD_ONLY, Launches.MEASURED)
@@ -51,11 +49,9 @@ def state(dtype: str) -> tuple[TensorSpec, ...]:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the backends' files import Triton, which is not installed")
-@pytest.mark.parametrize(("name", "module", "function", "takes_launches"), FUNCTIONS)
-def test_backend_has_the_signature_of_the_reference(
-    name: str, module: str, function: str, takes_launches: bool
-) -> None:
-    backend = getattr(import_module(f"strandline.kernels.{module}"), function)
+@pytest.mark.parametrize(("name", "module", "takes_launches"), FUNCTIONS)
+def test_backend_has_the_signature_of_the_reference(name: str, module: str, takes_launches: bool) -> None:
+    backend = getattr(import_module(f"strandline.kernels.{module}"), name)
     own, expected = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in (backend, OPERATIONS[name].reference)

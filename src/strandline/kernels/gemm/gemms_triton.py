@@ -1,70 +1,163 @@
-"""GEMMs with weights of every format on a GPU (``linear.py``): each format's module multiplies.
+"""GEMMs with weights of every format on a GPU (``linear.py``): ``launches.py`` chooses the kernel and its launch.
 
-Of few rows, a format's module may compute a gated linear unit in one launch. Launches that are fixed never do.
+Of few rows, a launch may compute a gated linear unit, and the products with two weights. Invariant: a row's result
+depends on that row alone; with fixed launches, to the last bit, whatever the number of rows.
+
+Shape suffixes: as in ``linear.py``; T rows.
 """
 # mypy: ignore-errors
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from itertools import accumulate
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.gemm import (
-    block_scaled_triton,
-    four_bit_triton,
-    linear_triton,
-    matmul_triton,
-    stacked_linear_triton,
+from strandline.kernels.gemm.launches import (
+    FIXED,
+    LOGITS,
+    LOGITS_PAIR,
+    MAX_ROWS_FEW,
+    MAX_ROWS_LOGITS,
+    MAX_ROWS_PAIR,
+    Kernel,
+    choose,
 )
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.gemm.library_triton import multiply_in_library
+from strandline.kernels.gemm.rows_triton import Second, launch_rows
+from strandline.kernels.gemm.skinny_triton import launch_skinny
+from strandline.kernels.gemm.tiles_triton import launch_heads, launch_tiles
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight, Weight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import swiglu
-from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, plain_rows
-from strandline.kernels.rowwise.quantizing_triton import swiglu_quantized
-
-LINEAR: Final[Mapping[tuple[Launches, type], Callable[..., Tensor]]] = {
-    (Launches.MEASURED, DenseWeight): lambda x, weight, bias_O: linear_triton.linear(
-        plain_rows(x), weight.values_OI, bias_O
-    ),
-    (Launches.MEASURED, ScaledWeight): block_scaled_triton.block_scaled_linear,
-    (Launches.MEASURED, FourBitWeight): four_bit_triton.four_bit_linear,
-    (Launches.MEASURED, Fp4Weight): four_bit_triton.four_bit_linear,
-    (Launches.MEASURED, StackedWeight): stacked_linear_triton.stacked_linear,
-    (Launches.FIXED, DenseWeight): lambda x, weight, bias_O: matmul_triton.linear_invariant(
-        plain_rows(x), weight.values_OI, bias_O
-    ),
-    (Launches.FIXED, ScaledWeight): block_scaled_triton.block_scaled_linear_invariant,
-    (Launches.FIXED, FourBitWeight): four_bit_triton.four_bit_linear_invariant,
-    (Launches.FIXED, Fp4Weight): four_bit_triton.four_bit_linear_invariant,
-    (Launches.FIXED, StackedWeight): stacked_linear_triton.stacked_linear_invariant,
-}
-
-GATED: Final[Mapping[tuple[Launches, type], Callable[..., Any]]] = {
-    (Launches.MEASURED, DenseWeight): lambda x, weight: linear_triton.gated_linear(plain_rows(x), weight.values_OI),
-    (Launches.MEASURED, ScaledWeight): block_scaled_triton.block_scaled_gated_linear,
-    (Launches.MEASURED, FourBitWeight): four_bit_triton.four_bit_gated_linear,
-    (Launches.MEASURED, Fp4Weight): four_bit_triton.four_bit_gated_linear,
-}
-"""Where there is none, a launch of its own applies the activation."""
+from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, new_output, plain_rows, shaped
+from strandline.kernels.rowwise.quantizing_triton import quantized, swiglu_quantized
 
 
 def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None, *, launches: Launches = Launches.MEASURED) -> Tensor:
     """Triton version of :func:`strandline.kernels.gemm.linear.linear`."""
-    return LINEAR[launches, type(weight)](x, weight, bias_O)
+    rows = flat_rows(x)
+    if isinstance(weight, StackedWeight):
+        out_TO = new_output(rows, sum(part.shape[0] for part in weight.parts))
+        _multiply_parts(out_TO, rows, weight, bias_O, launches)
+    else:
+        out_TO = new_output(rows, weight.shape[0])
+        multiply_into(out_TO, rows, weight, bias_O, launches)
+    return shaped(out_TO, x)
 
 
 def gated_linear(x: Rows, weight: Weight, *, launches: Launches = Launches.MEASURED) -> Tensor:
     """Triton version of :func:`strandline.kernels.gemm.linear.gated_linear`."""
-    gated = GATED.get((launches, type(weight)))
-    return swiglu(linear(x, weight, launches=launches)) if gated is None else gated(x, weight)
+    out_TO = _gate_few(flat_rows(x), weight, launches)
+    return swiglu(linear(x, weight, launches=launches)) if out_TO is None else shaped(out_TO, x)
 
 
 def gated_linear_quantized(x: Rows, weight: Weight, *, launches: Launches = Launches.MEASURED) -> Rows:
     """Triton version of :func:`strandline.kernels.gemm.linear.gated_linear_quantized`.
 
-    The product that takes few rows of a weight in FP8 quantises them itself.
+    The product that takes few rows in FP8 quantises them itself.
     """
     rows = flat_rows(x)
-    if launches is Launches.MEASURED and isinstance(weight, ScaledWeight):
-        return block_scaled_triton.block_scaled_gated_linear_quantized(rows, weight)
-    return swiglu_quantized(linear(rows, weight, launches=launches))
+    out_TO = _gate_few(rows, weight, launches)
+    return swiglu_quantized(linear(rows, weight, launches=launches)) if out_TO is None else out_TO
+
+
+def head_linear(x_THI: Tensor, weight_HOI: Tensor, *, launches: Launches = Launches.MEASURED) -> Tensor:
+    """Triton version of :func:`strandline.kernels.gemm.linear.head_linear`.
+
+    Rows, heads and the weight may have any strides. Weights are small: the fastest product is torch's.
+    """
+    if launches is Launches.MEASURED:
+        return torch.matmul(x_THI.transpose(0, 1), weight_HOI.mT).transpose(0, 1)
+    (num_rows, num_heads, _), num_outputs = x_THI.shape, weight_HOI.shape[1]
+    out_THO = torch.empty((num_rows, num_heads, num_outputs), dtype=x_THI.dtype, device=x_THI.device)
+    if num_rows:
+        launch = FIXED[DenseWeight].choose(num_rows, num_outputs, x_THI.dtype)
+        launch_heads(out_THO, x_THI.transpose(0, 1), DenseWeight(weight_HOI), launch)
+    return out_THO
+
+
+def linear_and_logits(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    router_EI: Tensor,
+    *,
+    launches: Launches = Launches.MEASURED,
+) -> tuple[Tensor, Tensor]:
+    """Triton version of :func:`strandline.kernels.gemm.linear.linear_and_logits`; weights are contiguous.
+
+    Up to ``MAX_ROWS_FEW`` rows take one launch. Up to ``MAX_ROWS_LOGITS``, the router's product converts x as it reads
+    it, where torch takes three launches.
+    """
+    x_TI = flat_rows(x_TI)
+    weight, router = DenseWeight(weight_OI), DenseWeight(router_EI)
+    if launches is Launches.FIXED:
+        out_TO = linear(x_TI, weight, bias_O, launches=launches)
+        return out_TO, linear(x_TI.to(router_EI.dtype), router, launches=launches)
+    if not 0 < len(x_TI) <= MAX_ROWS_LOGITS:
+        return linear(x_TI, weight, bias_O), F.linear(x_TI.to(router_EI.dtype), router_EI)
+    logits_TE = torch.empty((len(x_TI), len(router_EI)), dtype=router_EI.dtype, device=x_TI.device)
+    if len(x_TI) > MAX_ROWS_FEW:
+        launch_rows(logits_TE, x_TI, router, None, LOGITS)
+        return linear(x_TI, weight, bias_O), logits_TE
+    out_TO = new_output(x_TI, len(weight_OI))
+    launch_rows(out_TO, x_TI, weight, bias_O, LOGITS_PAIR, second=Second(router, logits_TE))
+    return out_TO, logits_TE
+
+
+def multiply_into(
+    out_TO: Tensor, rows: Rows, weight: DenseWeight | QuantizedWeight, bias_O: Tensor | None, launches: Launches
+) -> None:
+    """Fill ``out_TO``, a matrix with dense rows, with a product."""
+    if not len(rows):
+        return
+    kernel, launch = choose(rows, weight, launches)
+    match kernel:
+        case Kernel.ROWS:
+            launch_rows(out_TO, rows, weight, bias_O, launch)
+        case Kernel.SKINNY:
+            launch_skinny(out_TO, plain_rows(rows), weight.values_OI, bias_O, launch)
+        case Kernel.TILES:
+            launch_tiles(out_TO, rows, weight, bias_O, launch)
+        case Kernel.LIBRARY:
+            multiply_in_library(out_TO, rows, weight, bias_O)
+
+
+def _gate_few(rows: Rows, weight: Weight, launches: Launches) -> Tensor | None:
+    """Return ``silu(gate x) * up x`` of few rows; None: the kernel that multiplies does not apply gates."""
+    if isinstance(weight, StackedWeight) or not len(rows):
+        return None
+    kernel, launch = choose(rows, weight, launches, is_gated=True)
+    if kernel not in (Kernel.ROWS, Kernel.SKINNY):
+        return None
+    out_TO = new_output(rows, weight.shape[0] // 2)
+    if kernel is Kernel.ROWS:
+        launch_rows(out_TO, rows, weight, None, launch, is_gated=True)
+    else:
+        launch_skinny(out_TO, plain_rows(rows), weight.values_OI, None, launch, is_gated=True)
+    return out_TO
+
+
+def _multiply_parts(
+    out_TO: Tensor, rows: Rows, weight: StackedWeight, bias_O: Tensor | None, launches: Launches
+) -> None:
+    """Fill ``out_TO`` part by part; few rows take one launch for a quantised part and a dense one after it."""
+    is_pair = [isinstance(part, DenseWeight) for part in weight.parts] == [False, True]
+    if is_pair and bias_O is None and launches is Launches.MEASURED and 0 < len(rows) <= MAX_ROWS_PAIR:
+        _multiply_pair(out_TO, rows, *weight.parts)
+        return
+    rows = quantized(rows) if weight.is_in_fp8 else rows
+    ends = list(accumulate(part.shape[0] for part in weight.parts))
+    for part, start, end in zip(weight.parts, [0, *ends], ends, strict=False):
+        bias = None if bias_O is None else bias_O[start:end]
+        multiply_into(out_TO[:, start:end], rows, part, bias, launches)
+
+
+def _multiply_pair(out_TO: Tensor, rows: Rows, weight: QuantizedWeight, dense: DenseWeight) -> None:
+    num_outputs = weight.shape[0]
+    kernel, launch = choose(rows, weight, Launches.MEASURED, num_second=dense.shape[0])
+    if kernel is Kernel.ROWS:
+        launch_rows(out_TO, rows, weight, None, launch, second=Second(dense, out_TO[:, num_outputs:]))
+    else:
+        launch_tiles(out_TO, rows, weight, None, launch, dense)

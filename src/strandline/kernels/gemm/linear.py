@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels, reference_kernels
-from strandline.kernels.gemm.block_scaled import block_scaled_linear
+from strandline.kernels.gemm.fp8 import fp8_linear
 from strandline.kernels.gemm.weights import (
     CodedWeight,
     DenseWeight,
@@ -65,7 +65,7 @@ def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None) -> Tensor:
         case HalfWeight(packed):
             return _half_linear(packed, bias_O, plain_rows(x))
         case ScaledWeight():
-            return block_scaled_linear(x, weight, bias_O)
+            return fp8_linear(x, weight, bias_O)
         case FourBitWeight() | Fp4Weight():
             return _coded_linear(weight, bias_O, plain_rows(x))
         case StackedWeight(parts):
@@ -86,13 +86,13 @@ def gated_linear_quantized(x: Rows, weight: Weight) -> Rows:
     return quantize(gated_linear.reference(x, weight))
 
 
-@operation(triton("gemm.linear_triton", invariant="gemm.matmul_triton"))
+@operation(triton("gemm.gemms_triton", takes_launches=True))
 def head_linear(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
     """Return ``out_THO``: each head's part of x times the head's weight, transposed."""
     return torch.matmul(x_THI.transpose(0, 1), weight_HOI.mT).transpose(0, 1)
 
 
-@operation(triton("gemm.linear_and_logits_triton", invariant="gemm.linear_and_logits_triton"))
+@operation(triton("gemm.gemms_triton", takes_launches=True))
 def linear_and_logits(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, router_EI: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -17,22 +17,11 @@ from torch import Tensor
 from strandline.kernels.gemm.formats.few_rows_triton import multiply_few
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
+from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.activation_triton import silu_times
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
-
-MAX_ROWS_PROGRAM = 8
-"""Rows that a program multiplies with its rows of the weight; registers hold all of theirs at once."""
-
-
-class Gemv(NamedTuple):
-    """How a GEMM of few rows is tiled."""
-
-    block_n: int
-    block_k: int
-    """Inputs at a time."""
-    warps: int
 
 
 class Second(NamedTuple):
@@ -203,24 +192,25 @@ def _gemv_kernel(
         )
 
 
-def launch_gemv(
+def launch_rows(
     out_MO: Tensor,
     rows: Rows,
     weight: DenseWeight | QuantizedWeight,
     bias_O: Tensor | None,
-    gemv: Gemv,
+    launch: Launch,
     *,
     is_gated: bool = False,
     second: Second | None = None,
 ) -> None:
     """Fill ``out_MO``, a matrix with dense rows, with the product of a few rows; gated, ``silu(gate x) * up x``."""
     argument = operand(weight)
+    taken = rows if argument.format.multiplies_fp8 else plain_rows(rows)
     num_rows, (num_outputs, num_inputs) = len(rows), weight.shape
     if is_gated:
         num_outputs //= 2
-    block_m = min(MAX_ROWS_PROGRAM, next_power_of_2(num_rows))
-    block_n = argument.layout.fit_rows(gemv.block_n)
-    block_k = min(gemv.block_k, max(argument.format.min_block_k, next_power_of_2(num_inputs)))
+    block_m = min(launch.block_m, next_power_of_2(num_rows))
+    block_n = argument.layout.fit_rows(launch.block_n)
+    block_k = min(launch.block_k, max(argument.format.min_block_k, next_power_of_2(num_inputs)))
     second_argument, constants = None, None
     if second is not None:
         second_argument, constants = _second_arguments(second, rows, weight, block_n, block_k)
@@ -229,7 +219,7 @@ def launch_gemv(
     is_tiled = num_rows > block_m or (second is None and isinstance(weight, DenseWeight))
     programs = cdiv(num_outputs, block_n) + (0 if constants is None else constants.programs)
     _gemv_kernel[(programs, cdiv(num_rows, block_m))](
-        rows_operand(rows),
+        rows_operand(taken),
         argument.data,
         bias_O,
         out_MO,
@@ -248,7 +238,7 @@ def launch_gemv(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=gemv.warps,
+        num_warps=launch.warps,
         **overlap_options(out_MO),
     )
 

@@ -8,8 +8,6 @@ Shape suffixes: as in ``linear.py``; S spans; in kernels M rows of x, N outputs,
 """
 # mypy: ignore-errors
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,17 +17,10 @@ from strandline.kernels.gemm.formats.operand_triton import Operand, operand, row
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
-from strandline.kernels.rowwise.quantized_rows import Rows
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
+from strandline.kernels.rowwise.quantizing_triton import quantized
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_triton import add_spans, gemm_dense, place_tile, store_tile
-
-
-class SecondTile(NamedTuple):
-    """A second product of the same rows, before they are quantised; its outputs come after the first one's."""
-
-    x_TI: Tensor
-    values_OI: Tensor
-    """Contiguous."""
 
 
 @triton.jit
@@ -166,12 +157,13 @@ def launch_tiles(
     weight: DenseWeight | QuantizedWeight,
     bias_O: Tensor | None,
     launch: Launch,
-    second: SecondTile | None = None,
+    second: DenseWeight | None = None,
 ) -> None:
-    """Fill ``out_TO``, a matrix with dense rows, with the product of rows in the form that tiles of the format take.
+    """Fill ``out_TO``, a matrix with dense rows, with a product. Tiles in FP8 take quantised rows.
 
     Args:
         bias_O: None if there is a second product.
+        second: contiguous; multiplied with plain rows. Its outputs come after the first weight's.
     """
     num_rows, (num_outputs, num_inputs) = len(rows), weight.shape
     num_blocks = cdiv(num_inputs, launch.block_k)
@@ -183,9 +175,11 @@ def launch_tiles(
     num_tiles = cdiv(num_outputs, launch.block_n)
     argument = None
     if second is not None:
-        argument = (second.x_TI, second.x_TI.stride(0), second.values_OI, len(second.values_OI))
-        num_tiles += cdiv(len(second.values_OI), launch.block_n)
+        x_TI, num_second = plain_rows(rows), second.shape[0]
+        argument = (x_TI, x_TI.stride(0), second.values_OI, num_second)
+        num_tiles += cdiv(num_second, launch.block_n)
     taken: Operand = operand(weight)
+    rows = quantized(rows) if taken.format.multiplies_fp8 else plain_rows(rows)
     _tiles_kernel[(cdiv(num_rows, launch.block_m) * num_tiles, spans)](
         rows_operand(rows),
         taken.data,

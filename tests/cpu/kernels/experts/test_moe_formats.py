@@ -27,9 +27,8 @@ from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
-from strandline.kernels.rowwise.quantized_rows import GROUP, quantize_groups
-from tests.cpu.kernels.gemm import test_block_scaled as fp8
-from tests.cpu.kernels.gemm import test_four_bit as four_bit
+from strandline.kernels.rowwise.quantized_rows import GROUP
+from tests.cpu.kernels.gemm.formats import exact, four_bit_weight, multiplied, scaled_weight
 from tests.interpreter import convert_e4m3, multiply_bfloat16, subtract_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
@@ -59,18 +58,8 @@ WAYS: dict[str, Callable[..., Summand]] = {
 FEW = Few(32, 128, 1, 64, 1)
 
 
-def in_fp8(x: Tensor) -> Tensor:
-    """Return what experts in FP8 multiply instead of x, in float64."""
-    x_TXG, scale_TX = quantize_groups(x.reshape(-1, x.shape[-1]))
-    return (x_TXG.double() * scale_TX.double().unsqueeze(-1)).flatten(1)[:, : x.shape[-1]].view(x.shape)
-
-
 def fp8_weight(num_experts: int, num_rows: int, num_inputs: int, *, size: int, device: str, **_: Any) -> ScaledWeight:
-    return fp8.scaled_weight(num_experts, num_rows, num_inputs, rows_per_scale=gcd(size, GROUP), device=device)
-
-
-def four_bit_weight(*shape: int, device: str, size: int, **options: Any) -> FourBitWeight:
-    return four_bit.four_bit_weight(*shape, device=device, **options)
+    return scaled_weight(num_experts, num_rows, num_inputs, rows_per_scale=gcd(size, GROUP), device=device)
 
 
 class Format(NamedTuple):
@@ -78,9 +67,6 @@ class Format(NamedTuple):
 
     weight: type
     make: Callable[..., Any]
-    exact: Callable[[Any], Tensor]
-    multiplied: Callable[[Tensor], Tensor]
-    """Returns what is multiplied instead of some inputs, in float64."""
     tiles: tuple[Pair, Pair]
     """Small, so that small shapes have several tiles; of both orientations."""
     limits: dict[torch.dtype, float]
@@ -96,8 +82,6 @@ FORMATS = {
     "fp8": Format(
         ScaledWeight,
         fp8_weight,
-        fp8.exact,
-        in_fp8,
         (
             (Launch(16, GROUP, GROUP, 1, 1, 2), Launch(16, 32, GROUP, 1, 1)),
             (Launch(64, GROUP, GROUP, 1, 1), Launch(64, 64, GROUP, 1, 1, 2)),
@@ -108,8 +92,6 @@ FORMATS = {
     "4 bits": Format(
         FourBitWeight,
         four_bit_weight,
-        four_bit.exact,
-        Tensor.double,
         (
             (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1)),
             (Launch(64, 64, BLOCK_INPUTS, 1, 1), Launch(64, 64, BLOCK_INPUTS, 1, 1, 2)),
@@ -167,11 +149,11 @@ class Case:
         self.up = make(num_experts, parts * size, channels, size=size)
         self.down = make(num_experts, channels, size, size=GROUP)
         if are_dense:
-            self.up, self.down = (DenseWeight(self.format.exact(x).to(dtype)) for x in (self.up, self.down))
+            self.up, self.down = (DenseWeight(exact(x).to(dtype)) for x in (self.up, self.down))
         self.shared_down: Any = None
         if shared_size:
             shared = make(1, channels, shared_size, size=GROUP)[0]
-            self.shared_down = DenseWeight(self.format.exact(shared).to(dtype)) if is_shared_dense else shared
+            self.shared_down = DenseWeight(exact(shared).to(dtype)) if is_shared_dense else shared
         self.weights, self.experts = route.reference(self.logits_TE, self.bias_E, self.routing)
         is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
         is_idle_E[self.experts.flatten()] = False
@@ -209,7 +191,7 @@ class Case:
         """Return the product in float64."""
         if isinstance(weight, DenseWeight):
             return x.double() @ weight.values_OI.double().t()
-        return self.format.multiplied(x) @ self.format.exact(weight).t()
+        return multiplied(x, weight) @ exact(weight).t()
 
     def expected(self) -> Tensor:
         """Return the result in float64, but for what is rounded on the way."""

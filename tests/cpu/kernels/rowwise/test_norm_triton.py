@@ -10,7 +10,7 @@ from torch import Tensor
 from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.rowwise import activation, norm
 from strandline.kernels.rowwise.quantized_rows import plain_rows
-from tests.cpu.kernels.gemm.test_block_scaled_triton import assert_quantized
+from tests.cpu.kernels.rowwise.test_quantizing_triton import assert_quantized
 from tests.interpreter import convert_e4m3
 from tests.poison import poisoned_memory
 

@@ -9,7 +9,7 @@ from strandline.kernels.experts.few_launches import FEW
 from strandline.kernels.experts.many_launches import FP4
 from strandline.kernels.experts.moe import Activation
 from strandline.kernels.gemm.weights import Fp4Weight
-from tests.cpu.kernels.gemm.test_fp4 import ACTIVATIONS, Case, check_few, check_many
+from tests.cpu.kernels.experts.test_fp4 import ACTIVATIONS, Case, check_few, check_many
 
 SHAPES = [(16, 8, 2048, 512, 512), (8, 6, 2688, 1856, 3712), (4, 2, 1000, 160, 48)]
 

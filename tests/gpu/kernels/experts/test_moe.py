@@ -3,8 +3,14 @@
 import pytest
 import torch
 
+from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.many_launches import DENSE, Pair
+from strandline.kernels.experts.moe import ExpertWeights, Router, SharedOutput
+from strandline.kernels.experts.moe_triton import mixture
+from strandline.kernels.experts.router import Routing
+from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.operation import Launches
 from tests.cpu.kernels.experts.test_moe_triton import (
     Mixture,
     check_experts,
@@ -93,3 +99,26 @@ def test_experts_run_in_a_graph() -> None:
         out_TD.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out_TD, expected_TD)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_experts", "top_k", "hidden_size", "size"), [(8, 2, 256, 64), (64, 8, 2048, 512)])
+def test_a_tokens_experts_give_the_same_bits_in_any_company(
+    num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
+) -> None:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    gate_up = random(num_experts, 2 * size, hidden_size) * hidden_size**-0.5
+    down = random(num_experts, hidden_size, size) * size**-0.5
+    x_TD, shared_TD, gate_T1 = random(1500, hidden_size), random(1500, hidden_size), random(1500, 1)
+    weights, logits_TE = ExpertWeights(DenseWeight(gate_up), DenseWeight(down)), random(1500, num_experts)
+    routing = Routing(top_k, is_normalised=True)
+
+    def run(rows: slice) -> torch.Tensor:
+        router, shared = Router(logits_TE[rows], None, routing), SharedOutput(shared_TD[rows], gate_T1[rows])
+        return added_up(mixture(x_TD[rows], weights, router, shared, launches=Launches.FIXED))
+
+    whole = run(slice(None))
+    for rows in (slice(0, 1), slice(7, 10), slice(0, 5), slice(3, 70), slice(100, 800)):
+        assert torch.equal(run(rows), whole[rows]), rows

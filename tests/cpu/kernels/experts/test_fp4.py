@@ -1,4 +1,4 @@
-"""Weights in FP4 stand for what the published formats say, and kernels multiply with exactly that.
+"""Kernels of experts multiply with exactly what weights in FP4 stand for.
 
 The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
 """
@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, Activation, ExpertWeights, SharedExpert
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, Fp4Weight, pack_codes
+from strandline.kernels.gemm.weights import BLOCK_INPUTS
+from tests.cpu.kernels.gemm.formats import exact, fp4_weight
 from tests.interpreter import (
     convert_e4m3,
     multiply_bfloat16,
@@ -47,39 +46,6 @@ FEW = Few(32, 128, 1, 64, 1)
 TILES = (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1))
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 """``|out - expected| / |expected|``; the interpreter cuts bfloat16 off where a GPU rounds it."""
-
-
-def fp4_weight(*shape: int, group: int = 16, device: str = "cpu") -> Fp4Weight:
-    """Return random weights whose scales and factors differ, some of them 0."""
-    num_inputs = shape[-1]
-    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
-    num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // group
-    scales = (torch.rand(*shape[:-1], num_groups) * 448).to(torch.float8_e4m3fn)
-    scales[..., 0, 0] = 0
-    factors = (torch.rand(shape[:-1]) + 0.5) * num_inputs**-0.5 / 1000
-    if group == 32:
-        scales = torch.randint(115, 121, scales.shape, dtype=torch.uint8)
-        factors = torch.full(shape[:-1], num_inputs**-0.5 * 100)
-    return Fp4Weight(*(x.to(device) for x in (pack_codes(codes), scales, factors)), num_inputs)
-
-
-def exact(weight: Fp4Weight) -> Tensor:
-    """Return what a weight stands for, in float64, code by code."""
-    column_I = torch.arange(weight.num_inputs, device=weight.words.device)
-    code = weight.words[..., column_I // 128 * 16 + column_I % 16] >> (column_I % 128 // 16 * 4) & 15
-    exponent, mantissa = (code >> 1 & 3).double(), (code & 1).double()
-    number = torch.where(exponent > 0, (1 + mantissa / 2) * 2 ** (exponent - 1), mantissa / 2)
-    scale = weight.scales[..., column_I // weight.group]
-    numbers = 2 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
-    return torch.where(code >= 8, -number, number) * numbers * weight.factors.double().unsqueeze(-1)
-
-
-@given(st.sampled_from([16, 32]), st.integers(1, 9), st.integers(0, 2**31))
-def test_weights_stand_for_their_codes(group: int, num_groups: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    weight = fp4_weight(2, 3, num_groups * group, group=group)
-    torch.testing.assert_close(weight.dequantize().double(), exact(weight), rtol=1e-6, atol=0)
-    torch.testing.assert_close(weight[1].dequantize(), weight.dequantize()[1], rtol=0, atol=0)
 
 
 def activate(activation: Activation, up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""GEMMs of many rows with weights of codes of 4 bits: the weight is dequantised, part by part, and multiplied by torch.
+"""GEMMs of many rows by torch. Weights of codes of 4 bits are dequantised for it, part by part.
 
 Shape suffixes: as in ``linear.py``; T rows; in kernels N rows and K inputs of a weight, W words of a block.
 """
@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.gemm import linear_triton, weights
+from strandline.kernels.gemm import fp8, weights
 from strandline.kernels.gemm.formats.operand_triton import operand
-from strandline.kernels.gemm.weights import CodedWeight
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, QuantizedWeight, ScaledWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
+from strandline.kernels.rowwise.quantizing_triton import quantized
 from strandline.kernels.sizes import cdiv
 
 BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
@@ -55,6 +57,25 @@ def _dequantize_kernel(
             tl.store(out_ptr + (row_N * K)[:, None] + col_W[None, :], value_NW.to(out_ptr.dtype.element_ty), mask_NW)
 
 
+def multiply_in_library(
+    out_TO: Tensor, rows: Rows, weight: DenseWeight | QuantizedWeight, bias_O: Tensor | None
+) -> None:
+    """Fill ``out_TO``, whose rows may lie apart, with a product."""
+    if isinstance(weight, DenseWeight):
+        _multiply_dense(out_TO, plain_rows(rows), weight.values_OI, bias_O)
+    elif isinstance(weight, ScaledWeight):
+        fp8.multiply_in_torch(out_TO, quantized(rows), weight, bias_O)
+    else:
+        multiply_dequantized(out_TO, plain_rows(rows), weight, bias_O)
+
+
+def _multiply_dense(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    if bias_O is None:
+        torch.mm(x_TI, weight_OI.t(), out=out_TO)
+    else:
+        torch.addmm(bias_O, x_TI, weight_OI.t(), out=out_TO)
+
+
 def multiply_dequantized(out_TO: Tensor, x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> None:
     """Fill ``out_TO`` with torch's products of rows with the dequantised weight, part by part."""
     num_outputs, num_inputs = weight.shape
@@ -65,7 +86,7 @@ def multiply_dequantized(out_TO: Tensor, x_TI: Tensor, weight: CodedWeight, bias
         part_OI = scratch_OI[: rows.stop - start]
         dequantize_into(part_OI, weight[rows])
         bias = None if bias_O is None else bias_O[rows]
-        linear_triton.multiply_into(out_TO[:, rows], x_TI, part_OI, bias)
+        _multiply_dense(out_TO[:, rows], x_TI, part_OI, bias)
 
 
 def dequantize_into(out_OI: Tensor, weight: CodedWeight) -> None:

@@ -1,0 +1,410 @@
+"""Triton's products with weights of every format are near those of float64, whichever kernel a number of rows takes.
+
+The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.gemm.linear import gated_linear, head_linear, linear
+from strandline.kernels.gemm.weights import (
+    BLOCK_INPUTS,
+    CodedWeight,
+    DenseWeight,
+    FourBitWeight,
+    ScaledWeight,
+    StackedWeight,
+)
+from strandline.kernels.launch import Launch
+from strandline.kernels.operation import Launches
+from strandline.kernels.rowwise.quantized_rows import GROUP
+from tests.cpu.kernels.gemm.formats import (
+    CASES,
+    CODED,
+    DENSE,
+    FP8,
+    INT4,
+    Case,
+    error,
+    exact,
+    four_bit_weight,
+    gated,
+    of_every_case,
+    of_every_format,
+    of_quantized_formats,
+    product,
+    scaled_weight,
+)
+from tests.cpu.kernels.gemm.test_formats import SIZES
+from tests.cpu.kernels.rowwise.test_quantizing_triton import assert_quantized
+from tests.interpreter import (
+    convert_e4m3,
+    multiply_bfloat16,
+    scale_bfloat16,
+    subtract_bfloat16,
+    take_loop_bounds_from_memory,
+)
+from tests.poison import poisoned_memory
+
+pytest.importorskip("triton")
+
+from strandline.kernels.gemm import gemms_triton, launches, library_triton
+from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose, rows_launch
+from strandline.kernels.rowwise.quantizing_triton import quantize_rows
+
+take_loop_bounds_from_memory()
+multiply_bfloat16()
+subtract_bfloat16()
+scale_bfloat16()
+convert_e4m3()
+
+WORSE = 1.02
+"""Most that an error may be of that of the product in float32 with the weight in bfloat16, both rounded to bfloat16."""
+
+ROUNDED = 1e-2
+ROUNDED_DENSE = 6e-3
+CUT_OFF_GATED = 3e-2
+"""Most that an error may be in 16 bits: Triton's interpreter cuts off bits that a GPU rounds, in a gate thrice."""
+
+MIN_NUMBERS, MIN_NUMBERS_GATED = 1_000, 10_000
+"""Fewest numbers whose errors are compared: rounding may favour either of a few, and gated ones are rounded thrice."""
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+GATED_SIZE = 0.02
+"""Of rows in front of a gate, so that no exponential overflows."""
+
+SKINNY = Launch(16, 16, 32, 1, 1)
+
+
+def check(
+    case: Case, found: Tensor, x: Tensor, weight: Any, bias: Tensor | None = None, *, is_gated: bool = False
+) -> None:
+    """Compare a product with that in float64; on a GPU, its error with that of the dequantised weight, too."""
+    expected = gated(product(x, weight)) if is_gated else product(x, weight, bias)
+    assert (found.shape, found.dtype) == (expected.shape, x.dtype)
+    if not found.numel():
+        return
+    rounded = (1 + is_gated) * ROUNDED
+    if isinstance(weight, DenseWeight):
+        rounded = CUT_OFF_GATED if is_gated and x.device.type == "cpu" else ROUNDED_DENSE
+    assert error(found, expected) < ((1 + is_gated) * case.tolerance if x.dtype == torch.float32 else rounded)
+    is_rounded = isinstance(weight, CodedWeight) and x.dtype != torch.float32 and x.device.type != "cpu"
+    if not is_rounded or found.numel() < (MIN_NUMBERS_GATED if is_gated else MIN_NUMBERS):
+        return
+    theirs = F.linear(x.float(), exact(weight).to(x.dtype).float(), None if bias is None else bias.float()).to(x.dtype)
+    if is_gated:
+        theirs = gated(theirs.float()).to(x.dtype)
+    assert error(found, expected) <= WORSE * error(theirs, expected)
+
+
+def check_linear(
+    case: Case, num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str, **options: Any
+) -> None:
+    """Check the products that engines take."""
+    x = case.make_x(num_rows, num_inputs, dtype, device)
+    weight = case.weight(num_outputs, num_inputs, dtype=dtype, device=device, **options)
+    for bias in (torch.randn(num_outputs).to(device, dtype), None):
+        for chosen in Launches:
+            with poisoned_memory():
+                found = gemms_triton.linear(x, weight, bias, launches=chosen)
+            check(case, found, x, weight, bias)
+
+
+def check_gated(case: Case, num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str) -> None:
+    x = case.make_x(num_rows, num_inputs, dtype, device).mul_(GATED_SIZE)
+    weight = case.weight(2 * size, num_inputs, dtype=dtype, device=device)
+    for chosen in Launches:
+        with poisoned_memory():
+            check(case, gemms_triton.gated_linear(x, weight, launches=chosen), x, weight, is_gated=True)
+
+
+def check_plan(
+    case: Case, plan: Plan, num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str
+) -> None:
+    """Check one kernel and launch; gated ones, too, where the kernel applies gates."""
+    x = case.make_x(num_rows, num_inputs, dtype, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemms_triton, "choose", lambda *_, **__: plan)
+        weight, bias = case.weight(num_outputs, num_inputs, dtype=dtype, device=device), torch.randn(num_outputs)
+        with poisoned_memory():
+            found = gemms_triton.linear(x, weight, bias.to(device, dtype))
+        check(case, found, x, weight, bias.to(device, dtype))
+        if plan.kernel in (Kernel.ROWS, Kernel.SKINNY) and plan.launch is not None and plan.launch.splits == 1:
+            weight = case.weight(2 * num_outputs, num_inputs, dtype=dtype, device=device)
+            x.mul_(GATED_SIZE)
+            with poisoned_memory():
+                found = gemms_triton.gated_linear(x, weight)
+            check(case, found, x, weight, is_gated=True)
+
+
+def check_dequantized(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str) -> None:
+    """Check what many rows are multiplied with, to the bit, and the product."""
+    for case in CODED.values():
+        weight = case.weight(num_outputs, num_inputs, device=device)
+        x, bias = case.make_x(num_rows, num_inputs, dtype, device), torch.randn(num_outputs).to(device, dtype)
+        with poisoned_memory():
+            found = torch.empty(num_outputs, num_inputs, dtype=dtype, device=device)
+            library_triton.dequantize_into(found, weight)
+            out = torch.empty(num_rows, num_outputs, dtype=dtype, device=device)
+            library_triton.multiply_in_library(out, x, weight, bias)
+        is_exact = device != "cpu" or dtype == torch.float32
+        torch.testing.assert_close(found, weight.dequantize().to(dtype), rtol=0 if is_exact else ROUNDED, atol=0)
+        assert error(out, F.linear(x, found, bias).double()) < ROUNDED
+
+
+def check_parts(case: Case, num_rows: int, num_inputs: int, sizes: list[int], dtype: torch.dtype, device: str) -> None:
+    """Check weights of parts, quantised and dense ones in turn; quantised rows give the same bits."""
+    x = case.make_x(num_rows, num_inputs, dtype, device)
+    options = {"dtype": dtype, "device": device}
+    makes = [DENSE["dense"].weight if index % 2 else case.weight for index in range(len(sizes))]
+    parts = [make(size, num_inputs, **options) for make, size in zip(makes, sizes, strict=True)]
+    weight, whole_bias = StackedWeight(tuple(parts)), torch.randn(sum(sizes)).to(device, dtype)
+    tolerance = case.tolerance if dtype == torch.float32 else ROUNDED
+    for bias in (whole_bias, None):
+        expected = torch.cat([product(x, part) for part in parts], dim=1) + (0.0 if bias is None else bias.double())
+        for chosen in Launches:
+            multiply = partial(gemms_triton.linear, weight=weight, bias_O=bias, launches=chosen)
+            with poisoned_memory():
+                found = multiply(x)
+            assert (found.shape, found.dtype) == (expected.shape, dtype)
+            assert num_rows == 0 or error(found, expected) < tolerance
+            if weight.is_in_fp8 and (device == "cpu" or not 1 < num_rows <= MAX_ROWS_FEW):
+                assert torch.equal(multiply(quantize_rows(x)), found)
+
+
+def check_fixed(case: Case, num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: str) -> None:
+    """Compare the bits of rows alone, and among others."""
+    weight = case.weight(num_outputs, num_inputs, dtype=dtype, device=device)
+    x = case.make_x(num_rows, num_inputs, dtype, device)
+    multiply = partial(gemms_triton.linear, weight=weight, launches=Launches.FIXED)
+    whole = multiply(x)
+    for start, end in ((0, 1), (5, 6), (7, 40), (0, 64), (0, 65), (1, num_rows // 2), (num_rows - 3, num_rows)):
+        assert torch.equal(multiply(x[start:end]), whole[start:end]), (start, end)
+
+
+def check_quantized_inputs(
+    case: Case, num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str
+) -> None:
+    """Compare products in FP8 of quantised rows with those of plain ones, bit by bit."""
+    x = case.make_x(num_rows, num_inputs, dtype, device).mul_(GATED_SIZE)
+    weight, rows = case.weight(2 * size, num_inputs, device=device), quantize_rows(x)
+    for name, operation in (("linear", linear), ("gated_linear", gated_linear)):
+        for chosen in Launches:
+            multiply = partial(getattr(gemms_triton, name), launches=chosen)
+            assert torch.equal(multiply(rows, weight), multiply(x, weight))
+        if device == "cpu":
+            # Elsewhere torch's own division rounds in another way.
+            assert torch.equal(operation.reference(rows, weight), operation.reference(x, weight))
+    for chosen in Launches:
+        plain = gemms_triton.gated_linear(x, weight, launches=chosen)
+        quantized = gemms_triton.gated_linear_quantized(rows, weight, launches=chosen)
+        if isinstance(quantized, Tensor):
+            assert torch.equal(quantized, plain)
+        else:
+            assert_quantized(quantized, plain)
+
+
+def check_linear_and_logits(
+    num_rows: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str, *, has_bias: bool
+) -> None:
+    """Check a product and logits, which are as near as float32 gets; sizes are inputs, outputs and experts."""
+    num_inputs, num_outputs, num_experts = sizes
+    case = DENSE["dense"]
+    x = case.make_x(num_rows, num_inputs, dtype, device)
+    weight = case.weight(num_outputs, num_inputs, dtype=dtype, device=device)
+    router = case.weight(num_experts, num_inputs, device=device)
+    bias = torch.randn(num_outputs, device=device, dtype=dtype) if has_bias else None
+    for chosen in Launches:
+        with poisoned_memory():
+            out, logits = gemms_triton.linear_and_logits(x, weight.values_OI, bias, router.values_OI, launches=chosen)
+        check(case, out, x, weight, bias)
+        check(case, logits, x.float(), router)
+
+
+def check_heads(num_rows: int, num_heads: int, num_outputs: int, num_inputs: int, device: str) -> None:
+    """Check a part of every head's channels, with weights that lie either way."""
+    wide = torch.randn(num_rows, num_heads, num_inputs + 8, device=device)
+    x_THI = wide[:, :, :num_inputs]
+    for weight_HOI in (
+        torch.randn(num_heads, num_outputs, num_inputs, device=device),
+        torch.randn(num_heads, num_inputs, num_outputs, device=device).mT,
+    ):
+        expected = torch.einsum("thi,hoi->tho", x_THI.double(), weight_HOI.double())
+        multiplies: list[Callable[[Tensor, Tensor], Tensor]] = [
+            head_linear.reference,
+            *(partial(gemms_triton.head_linear, launches=chosen) for chosen in Launches),
+        ]
+        for multiply in multiplies:
+            out = multiply(x_THI, weight_HOI)
+            assert out.shape == expected.shape
+            assert error(out, expected) < DENSE["dense"].tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@of_every_format
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [*SIZES, (70, 96, 5)])
+def test_products_are_near_float64s(
+    num_rows: int, num_inputs: int, num_outputs: int, case: Case, dtype: torch.dtype
+) -> None:
+    check_linear(case, num_rows, num_inputs, num_outputs, dtype, "cpu")
+
+
+@pytest.mark.parametrize("num_rows", [1, 6])
+@pytest.mark.parametrize("case", [*FP8.values(), *CODED.values()], ids=[*FP8, *CODED])
+def test_scales_of_every_size_are_multiplied(num_rows: int, case: Case) -> None:
+    check_linear(case, num_rows, 200, 70, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize("case", CODED.values(), ids=CODED)
+def test_float16_rows_are_near_float64s(num_rows: int, case: Case) -> None:
+    check_linear(case, num_rows, 300, 70, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_scales_may_have_any_dtype(num_rows: int, scale_dtype: torch.dtype) -> None:
+    check_linear(INT4["int4-128"], num_rows, 200, 70, torch.float32, "cpu", scale_dtype=scale_dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_scales_of_whole_rows_may_be_repeated(num_rows: int) -> None:
+    case, weight = INT4["int4-128"], four_bit_weight(70, 300)
+    x, scales = case.make_x(num_rows, 300, torch.float32, "cpu"), weight.scales[:, :1].expand(-1, 3)
+    repeated = FourBitWeight(weight.words, scales, None, 300, 128)
+    check(case, gemms_triton.linear(x, repeated), x, repeated)
+
+
+@of_every_case
+@pytest.mark.parametrize(
+    "tile", [Launch(16, 64, BLOCK_INPUTS, 4, 1, splits=3), Launch(64, 32, BLOCK_INPUTS, 4, 1)], ids=["split", "whole"]
+)
+def test_tiles_are_near_float64s(tile: Launch, case: Case) -> None:
+    dtype = DTYPES[tile.splits == 1 and case not in FP8.values()]
+    check_plan(case, Plan(Kernel.TILES, tile), 70, 520, 100, dtype, "cpu")
+
+
+@of_every_case
+@pytest.mark.parametrize(("launch", "num_rows"), [(rows_launch(4, 128, 1), 1), (rows_launch(2, 512, 2), 3)])
+def test_few_rows_are_near_float64s(launch: Launch, num_rows: int, case: Case) -> None:
+    num_outputs = 128 if case in FP8.values() else 33
+    check_plan(case, Plan(Kernel.ROWS, launch), num_rows, 640, num_outputs, DTYPES[num_rows == 3], "cpu")
+
+
+@pytest.mark.parametrize("launch", [SKINNY, SKINNY._replace(splits=3)], ids=["whole", "split"])
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(1, 40, 1), (3, 130, 33), (16, 96, 5)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_skinny_products_are_near_float64s(
+    num_rows: int, num_inputs: int, num_outputs: int, launch: Launch, dtype: torch.dtype
+) -> None:
+    plan = Plan(Kernel.SKINNY, launch)
+    check_plan(DENSE["dense"], plan, num_rows, num_inputs, num_outputs, dtype, "cpu")
+
+
+@of_every_format
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+@pytest.mark.parametrize("size", [GROUP, 20])
+def test_gated_products_are_near_float64s(num_rows: int, size: int, case: Case) -> None:
+    case = CASES["fp8-channels"] if case is FP8["fp8"] and size % GROUP else case
+    check_gated(case, num_rows, 260, size, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_multiply_the_dequantised_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_triton, "SCRATCH_CODES", 30 * 200)
+    check_dequantized(9, 200, 70, dtype, "cpu")
+
+
+@of_quantized_formats
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 9, 65])
+def test_weights_of_two_parts_are_near_float64s(num_rows: int, case: Case) -> None:
+    check_parts(case, num_rows, 260, [130, 7], torch.float32, "cpu")
+
+
+@of_quantized_formats
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_weights_of_more_parts_are_near_float64s(num_rows: int, case: Case) -> None:
+    check_parts(case, num_rows, 260, [130, 7, 20], torch.float32, "cpu")
+
+
+@of_every_format
+def test_fixed_launches_multiply_each_row_alone(case: Case) -> None:
+    dtype = torch.float32 if case is FP8["fp8"] else torch.bfloat16
+    check_fixed(case, 70, 260, 40, dtype, "cpu")
+
+
+@pytest.mark.parametrize(("num_rows", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (6, torch.bfloat16)])
+def test_quantised_rows_give_the_same_bits(num_rows: int, dtype: torch.dtype) -> None:
+    check_quantized_inputs(FP8["fp8-32"], num_rows, 260, 32, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "sizes"), [(1, (40, 3, 5)), (3, (130, 33, 7)), (4, (64, 16, 1)), (21, (300, 4, 3)), (70, (20, 4, 3))]
+)
+def test_logits_are_computed_in_float32(num_rows: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_linear_and_logits(num_rows, sizes, dtype, "cpu", has_bias=num_rows == 3)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 20, 12), (70, 3, 64, 16)], ids=str)
+def test_products_of_heads_are_near_float64s(shape: tuple[int, int, int, int]) -> None:
+    check_heads(*shape, "cpu")
+
+
+@pytest.mark.parametrize("plan", [Plan(Kernel.ROWS, rows_launch(4, 32, 1)), Plan(Kernel.SKINNY, SKINNY)], ids=str)
+def test_a_row_s_bits_do_not_depend_on_its_neighbours(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(4, 70), DenseWeight(torch.randn(20, 70))
+    monkeypatch.setattr(gemms_triton, "choose", lambda *_, **__: plan)
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(gemms_triton.linear(x[order], weight), gemms_triton.linear(x, weight)[order])
+
+
+def test_torch_multiplies_many_rows_and_dense_batches() -> None:
+    weight = DenseWeight(torch.randn(20, 70))
+    for x in (torch.randn(40, 70), torch.randn(2, 3, 70), torch.randn(0, 70), torch.randn(70, 40).t()):
+        assert torch.equal(gemms_triton.linear(x, weight), F.linear(x, weight.values_OI))
+
+
+@of_every_format
+def test_products_of_no_rows_are_empty(case: Case) -> None:
+    x, weight = torch.zeros(2, 0, 300), case.weight(256, 300)
+    assert gemms_triton.linear(x, weight).shape == (2, 0, 256)
+    assert gemms_triton.gated_linear(x, weight).shape == (2, 0, 128)
+    assert gemms_triton.linear(x, weight, launches=Launches.FIXED).shape == (2, 0, 256)
+
+
+def test_rows_of_zeros_give_the_bias() -> None:
+    weight, bias = scaled_weight(130, 300), torch.randn(130)
+    for rows in (2, 6):
+        assert torch.equal(gemms_triton.linear(torch.zeros(rows, 300), weight, bias), bias.expand(rows, -1))
+
+
+def kernels_of(weight: Any, rows: list[int], dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    """Return the kernels that numbers of rows take."""
+    x = torch.empty(max(rows), weight.shape[1], dtype=dtype, device="meta")
+    return [choose(x[:count], weight, Launches.MEASURED).kernel.value for count in rows]
+
+
+def test_kernels_depend_on_the_number_of_rows() -> None:
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    small, large = (ScaledWeight(torch.empty(size, 2048, **meta), torch.empty(1)) for size in (4096, 12288))
+    assert kernels_of(small, [1, 2, 3, 4, 5, 300]) == ["rows"] * 4 + ["tiles"] * 2
+    assert kernels_of(large, [1, 2, 3, 4, 5]) == ["rows"] * 2 + ["tiles"] * 3
+    assert kernels_of(four_bit_weight(64, 128), [1, 4, 16, 64, 65]) == ["rows", "rows", "tiles", "tiles", "library"]
+    dense = DenseWeight(torch.empty(16384, 2048, **meta))
+    assert kernels_of(dense, [1, 2, MAX_ROWS_SKINNY, 17]) == ["rows", "skinny", "skinny", "library"]
+    assert kernels_of(dense, [2, 5], torch.float32) == ["skinny", "library"]
+    assert kernels_of(DenseWeight(torch.empty(248_320, 2048, **meta)), [1, 2]) == ["rows", "library"]
+
+
+@pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 2560), (1, 248_320), (65, 2560), (8192, 12352)])
+def test_every_fixed_tile_has_64_rows_at_least(num_rows: int, num_outputs: int) -> None:
+    for tiles in launches.FIXED.values():
+        assert tiles.choose(num_rows, num_outputs, torch.bfloat16).block_m >= 64
