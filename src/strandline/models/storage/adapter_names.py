@@ -158,14 +158,16 @@ class _Placement:
         shapes = self._weights.experts(experts)
         if shapes is None:
             raise self._error(f"the model has no weights that it could change at {module.label}")
-        sizes = {module.factors.down_RI.shape[1], module.factors.up_OR.shape[0]}
-        fused = {part: shape for part in PARTS if (shape := shapes.fused(part)) is not None}
-        fitting = [part for part, (_, rows, columns) in fused.items() if sizes == {rows, columns}]
-        if len(fitting) == 1:
-            return fitting[0]
+        num_outputs, num_inputs = module.factors.up_OR.shape[0], module.factors.down_RI.shape[1]
+        fused = {part: shape[1:] for part in PARTS if (shape := shapes.fused(part)) is not None}
+        # PEFT once took a parameter's outputs for its inputs; where both ways fit, today's is meant.
+        for sizes in ((num_outputs, num_inputs), (num_inputs, num_outputs)):
+            fitting = [part for part, shape in fused.items() if shape == sizes]
+            if len(fitting) == 1:
+                return fitting[0]
         found = f"{list(module.factors.down_RI.shape)} and {list(module.factors.up_OR.shape)}"
-        which = "any of these shapes" if not fitting else f"one of {', '.join(fitting)} that these shapes tell apart"
-        raise self._error(f"{module.label} has shapes {found}; the model's experts have no parameter of {which}")
+        which = ", ".join(f"{part} {list(shape)}" for part, shape in fused.items())
+        raise self._error(f"{module.label} has shapes {found}, which say of no parameter of all experts: {which}")
 
     def _place(self, module: Module) -> bool:
         """Note what a module changes; return whether there is such a weight."""
@@ -226,7 +228,6 @@ class _Placement:
         down, up = module.factors.down_RI.float(), module.factors.up_OR.float()
         num = 1 if len(shape) == 2 else shape[0]
         sizes = (up.shape[0], down.shape[1])
-        # PEFT once took the second dimension of a parameter for the inputs.
         is_turned = len(shape) == 3 and sizes == (shape[2], shape[1]) != (shape[1], shape[2])
         if (sizes != tuple(shape[-2:]) and not is_turned) or len(down) % num or len(shape) not in (2, 3):
             found = f"{list(down.shape)} and {list(up.shape)}"
