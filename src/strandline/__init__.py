@@ -10,6 +10,7 @@ from strandline.version import VERSION
 
 if TYPE_CHECKING:
     from strandline.engine.llm import LLM as LLM
+    from strandline.records.adapters import LoRARequest as LoRARequest
     from strandline.records.outputs import CompletionOutput as CompletionOutput
     from strandline.records.outputs import RequestOutput as RequestOutput
     from strandline.records.sampling_params import SamplingParams as SamplingParams
@@ -19,13 +20,22 @@ __version__ = VERSION
 
 _HOMES = {
     "LLM": "strandline.engine.llm",
+    "LoRARequest": "strandline.records.adapters",
     "SamplingParams": "strandline.records.sampling_params",
     "StructuredOutputsParams": "strandline.records.sampling_params",
     "RequestOutput": "strandline.records.outputs",
     "CompletionOutput": "strandline.records.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LoRARequest",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

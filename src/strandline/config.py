@@ -27,7 +27,7 @@ EXECUTORS: Final = ("uni", "mp")
 SCHEDULING_POLICIES: Final = ("fcfs", "priority")
 
 FLAGS_OF_BOOL: Final = (
-    *("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize"),
+    *("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize", "enable_lora"),
     "language_model_only",
 )
 MEDIA: Final = ("image", "video", "audio")
@@ -153,6 +153,14 @@ class EngineConfig:
     """Convert weights published in FP8, FP4 or 4 bits to ``dtype`` as they load, also on GPUs."""
     merge_lora: str | Mapping[str, Any] | None = None
     """A LoRA adapter to add to the weights as they load, as ``name=path`` or a mapping; None: none."""
+    enable_lora: bool = False
+    """Compute requests with the LoRA adapters that they name."""
+    lora_modules: Sequence[str | Mapping[str, Any]] = ()
+    """Adapters to load at the start, each as ``name=path`` or a mapping."""
+    max_loras: int = 1
+    """Adapters that a step can use; further ones that are loaded stay in host memory meanwhile."""
+    max_lora_rank: int | None = None
+    """Maximum rank of an adapter; None: 16, or more if one of ``lora_modules`` has more."""
     seed: int = 0
     """Seed for requests without a seed, and for dummy weights."""
 
@@ -213,10 +221,7 @@ class EngineConfig:
         _require_count("max_image_tokens", self.max_image_tokens)
         _require_names("allowed_media_domains", self.allowed_media_domains)
         _ = self.remembered_bytes, self.max_images
-        if self.merged_lora is not None and self.load_format == "dummy":
-            raise ConfigError(
-                "--merge-lora needs the weights that the adapter was trained on; drop --load-format dummy"
-            )
+        self._require_loras()
         has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
         if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
             raise ConfigError(
@@ -232,6 +237,21 @@ class EngineConfig:
             raise ConfigError(
                 "--speculative-config: draft_vocab_size is for one rank, which has the whole vocabulary; drop it, or "
                 f"--tensor-parallel-size, which is {self.tensor_parallel_size}"
+            )
+
+    def _require_loras(self) -> None:
+        """Check the options of LoRA adapters."""
+        _require_count("max_loras", self.max_loras)
+        if self.max_lora_rank is not None:
+            _require_count("max_lora_rank", self.max_lora_rank)
+        names = [lora.name for lora in self.loras]
+        if len({*names}) < len(names):
+            raise ConfigError(f"--lora-modules must have names that differ, got {', '.join(names)}")
+        if names and not self.enable_lora:
+            raise ConfigError("--lora-modules needs --enable-lora")
+        if self.merged_lora is not None and self.load_format == "dummy":
+            raise ConfigError(
+                "--merge-lora needs the weights that the adapter was trained on; drop --load-format dummy"
             )
 
     def _require_tiers(self) -> None:
@@ -317,6 +337,11 @@ class EngineConfig:
     def merged_lora(self) -> LoRAPath | None:
         """The adapter that is added to the weights; None: none."""
         return None if self.merge_lora is None else read_lora_path("--merge-lora", self.merge_lora)
+
+    @property
+    def loras(self) -> list[LoRAPath]:
+        """The adapters that are loaded at the start."""
+        return [read_lora_path("--lora-modules", value) for value in self.lora_modules]
 
     @property
     def model_name(self) -> str:

@@ -15,6 +15,7 @@ from strandline.device.transfers import Completions
 from strandline.kernels.binding import Fallback
 from strandline.picture_config import PictureConfig
 from strandline.records.actions import Action, Completion
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.specs import ModelSpec
@@ -123,6 +124,17 @@ class Executor(Protocol):
         Raises:
             RequestError: the grammar cannot be compiled.
         """
+
+    def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Read a LoRA adapter, which requests can then name by its digest.
+
+        Raises:
+            RequestError: the engine takes no adapters.
+            ConfigError: the adapter cannot be read, is not the model's, or has too large a rank.
+        """
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter that no request uses. An unknown one is ignored."""
 
     def forget_requests(self) -> None:
         """Drop the data of requests (all have ended) and the scratch memory of their steps."""

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from strandline.device.adapter_pool import AdapterPool
 from strandline.device.allowed_tokens import AllowedMatcher
 from strandline.device.batch import HostBatch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
@@ -107,6 +108,7 @@ class Runner:
         synthetic_rates: Sequence[float] | None = None,
     ) -> None:
         self.model = model
+        self.adapters = AdapterPool(model.adapters)
         self.device = device
         self._constraints = constraints
         num_slabs, max_num_seqs, keeps_logs, draft_tokens, encoder_tokens = capacity
@@ -236,7 +238,8 @@ class Runner:
     def _replay(self, step: HostStep, batch: HostBatch) -> StepHidden | None:
         """Replay the step; None: no graph has room."""
         graphs = self._graphs
-        captured = None if graphs is None else graphs.find(batch)
+        has_adapters = self.adapters.begin_step([step.sequences[index] for index in step.order], self._states)
+        captured = None if graphs is None or has_adapters else graphs.find(batch)  # captured without adapters
         has_drafts = captured is not None and captured.padded.size.has_drafts
         if step.follows_drafts and not has_drafts:
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")

@@ -33,6 +33,7 @@ from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action, Completion
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.constraints import OutputConstraints
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
@@ -113,7 +114,9 @@ class UniExecutor:
             fallbacks=kernels.fallbacks,
             lower=lower,
             draft_tokens=draft_tokens,
-            corrects_lengths=draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager,
+            corrects_lengths=draft_tokens > 0
+            and kernels.is_compiled_on_gpu
+            and not (config.enforce_eager or config.enable_lora),
             picture_config=None if model.tower is None else model.tower.pictures,
             encoder_tokens=encoder_tokens,
             num_ranks=ranks.size,
@@ -172,6 +175,14 @@ class UniExecutor:
         if self._constraints is None:
             raise EngineError("a request with structured outputs came to an executor without a tokenizer")
         return self._constraints.grammars.compile(params)
+
+    def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Read a LoRA adapter; raises as ``AdapterPool.load``."""
+        return self.runner.adapters.load(name, path)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter that no request uses."""
+        self.runner.adapters.unload(digest)
 
     def forget_requests(self) -> None:
         """Drop all data of requests, and the scratch memory of their steps."""

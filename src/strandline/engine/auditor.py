@@ -92,7 +92,9 @@ class Auditor:
         self._is_replayed = True
         request = due.request
         tokens = (*request.prompt_ids, *request.output_ids)[: self._max_model_len - 1]
-        new = NewRequest(RequestId(AUDIT_PREFIX + request.request_id), tokens, COLD, 0, frozenset(), ())
+        new = NewRequest(
+            RequestId(AUDIT_PREFIX + request.request_id), tokens, COLD, 0, frozenset(), (), adapter=request.new.adapter
+        )
         submission = Submission(new, len(tokens) + 1, request.salt, pictures=request.pictures, pixels=request.pixels)
         return Request(submission, is_audit=True)
 

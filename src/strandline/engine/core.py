@@ -19,6 +19,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_fixed_step_tokens, choose_logged_from
+from strandline.engine.adapter_use import AdapterUse
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.disk_flush import flush
@@ -99,6 +100,9 @@ class EngineCore:
             if not config.enforce_eager:
                 with self._timed("graphs"):
                     executor.capture_graphs()
+        self.adapters = AdapterUse(executor, self.scheduler)
+        self.first_adapters = [self.adapters.load(lora.name, lora.path) for lora in config.loras]
+        """LoRA adapters that were loaded at the start."""
         self.hand_over = _new_hand_over(config, executor, self.scheduler)
         """Gives prefixes to other engines and fetches them; None: that is not asked for."""
         is_cpu = facts.device_type == "cpu"
@@ -436,7 +440,7 @@ def new_scheduler(
     )
     fixed_step_tokens = 0 if fills_steps else choose_fixed_step_tokens(facts.device_type)
     sizes = (max_num_batched_tokens, threshold, fixed_step_tokens, choose_logged_from(facts.device_type))
-    limits = StepLimits(config.max_num_seqs, *sizes, facts.encoder_tokens)
+    limits = StepLimits(config.max_num_seqs, *sizes, facts.encoder_tokens, config.max_loras)
     loads = Loads(cache, lower, announcer=announcer)
     return Scheduler(cache, loads, limits, drafts, deterministic=config.deterministic, introduce=introduce)
 

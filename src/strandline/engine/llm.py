@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -17,6 +17,7 @@ from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_engine
 from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import new_loader
+from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with
 from strandline.records.cache_questions import CacheQuestion
 from strandline.records.outputs import RequestOutput
 from strandline.records.pictures import Picture, PlacedPicture, place_pictures, with_virtual_ids
@@ -84,6 +85,7 @@ class LLM:
         self._pictures = new_loader(self.config, find_model(model))
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
+        self._loras = dict[LoRARequest, LoadedAdapter]()
         self._renderers: dict[str | None, ChatRenderer] = {}
         self._close: Callable[[], object] = partial(_close, self.engine.core)
         if self.config.disk_cache is not None:
@@ -126,6 +128,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts in one batch; return the outputs in the prompts' order.
 
@@ -136,11 +139,16 @@ class LLM:
                 picture of Pillow, or a list of them, for each of the model's tokens that stand for one.
             sampling_params: for all prompts, or one for each. None: the model's defaults.
             use_tqdm: show progress; or what makes the progress bar, called as ``tqdm`` is.
+            lora_request: the LoRA adapter for all prompts, or one for each; it is loaded if it is not.
 
         Raises:
             RequestError: a prompt or parameter cannot be served; none is run.
         """
         parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
+        loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(parsed)
+        if len(loras) != len(parsed):
+            raise RequestError(f"{len(parsed)} prompts came with {len(loras)} LoRA requests")
+        parsed = [self._with_lora(prompt, lora) for prompt, lora in zip(parsed, loras, strict=True)]
         params = self._check_params(len(parsed), sampling_params)
         frontend = self.engine.frontend
         requests = [
@@ -197,7 +205,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
-        parsed = self._parse(prompt)
+        parsed = self._with_lora(self._parse(prompt), None)
         [params] = self._check_params(1, sampling_params)
         request = self.engine.frontend.check(parsed.token_ids, params, parsed.pictures)
         with contextlib.ExitStack() as stack:
@@ -272,7 +280,7 @@ class LLM:
         Raises:
             RequestError: the prompt could not be served.
         """
-        parsed = self._parse(prompt)
+        parsed = self._with_lora(self._parse(prompt), None)
         frontend = self.engine.frontend
         frontend.check(parsed.token_ids, frontend.check_params(SamplingParams()), parsed.pictures)
         frontend.picture_names.note(parsed.pictures)
@@ -331,6 +339,12 @@ class LLM:
                 f"multi_modal_data has {len(images)} pictures"
             )
         return place_pictures(token_ids, config.image_token_id, self._pictures.load(images), config.token_side)
+
+    def _with_lora(self, prompt: _ParsedPrompt, request: LoRARequest | None) -> _ParsedPrompt:
+        """Return a prompt that an adapter computes, which is read if it is new."""
+        if request is not None and request not in self._loras:
+            self._loras[request] = self.engine.core.adapters.load(request.lora_name, request.lora_path)
+        return replace(prompt, salt=salt_with(None if request is None else self._loras[request], prompt.salt))
 
     def _check_params(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None

@@ -29,6 +29,7 @@ from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import read_model_config
+from strandline.models.adapter_slots import SlotSizes
 from strandline.models.layers.shard import Shard
 from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.weights import load_model, published_dtype
@@ -37,6 +38,8 @@ from strandline.text.model_files import find_model
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.engine")
+
+DEFAULT_MAX_LORA_RANK: Final = 16
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
@@ -122,6 +125,7 @@ def load_uni_executor(
         keeps_quantized=storage.keeps_quantized,
         pictures=pictures,
         adapter=None if lora is None else read_adapter(Path(lora.path)),
+        adapter_slots=choose_adapter_slots(config),
     )
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
@@ -144,6 +148,20 @@ def load_uni_executor(
         weights_s=weights_s,
         progress=progress,
     )
+
+
+def choose_adapter_slots(config: EngineConfig) -> SlotSizes | None:
+    """Return the sizes of the memory for adapters; None: the engine takes none.
+
+    Raises:
+        ConfigError: an adapter that is loaded at the start cannot be read.
+    """
+    if not config.enable_lora:
+        return None
+    rank = config.max_lora_rank
+    if rank is None:
+        rank = max(DEFAULT_MAX_LORA_RANK, *(read_adapter(Path(lora.path)).rank for lora in config.loras), 0)
+    return SlotSizes(config.max_loras, rank)
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:

@@ -18,6 +18,7 @@ from strandline.engine.rank_facts import join_facts
 from strandline.engine.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.actions import Action, Completion
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 
@@ -154,6 +155,15 @@ class MpExecutor:
         held = CompiledElsewhere()
         finalize(held, self._workers.release, number).atexit = False
         return held
+
+    def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Have the workers read a LoRA adapter; raises as ``AdapterPool.load``."""
+        loaded: LoadedAdapter = self._call("load_adapter", name, path)[0]
+        return loaded
+
+    def unload_adapter(self, digest: str) -> None:
+        """Have the workers forget an adapter that no request uses."""
+        self._call("unload_adapter", digest)
 
     def forget_requests(self) -> None:
         """Drop all data of requests, and the scratch memory of their steps."""

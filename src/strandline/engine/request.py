@@ -175,3 +175,8 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
+
+
+def adapters_of(requests: Sequence[Request]) -> set[str]:
+    """Return the digests of the adapters that requests use."""
+    return {request.new.adapter for request in requests} - {""}

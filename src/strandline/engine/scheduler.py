@@ -31,7 +31,7 @@ from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.picture_steps import PictureSteps
 from strandline.engine.prompt_groups import PromptGroups
-from strandline.engine.request import Request, Status
+from strandline.engine.request import Request, Status, adapters_of
 from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
 from strandline.engine.step_limits import StepLimits
 from strandline.engine.stop_fallbacks import note_stop_tokens
@@ -69,6 +69,7 @@ class Scheduler:
         """
         self.cache = cache
         self.max_num_seqs, self.max_num_batched_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        self._max_loras = limits.max_loras
         self._long_prefills = LongPrefills(limits.long_prefill_token_threshold, limits.max_num_batched_tokens)
         self._prompt_groups = PromptGroups(limits.fixed_step_tokens)
         self.waiting = WaitingQueue((lambda x: cache.hit_tokens(x.tokens, x.salt)) if cache.is_enabled else None)
@@ -314,6 +315,8 @@ class Scheduler:
             if groups.is_full:
                 break
             request = waiting.next()
+            if request.new.adapter and len(adapters_of([request, *self.running])) > self._max_loras:
+                break
             if self._try_follow(request) or (state := self.loading.try_load(request, budget)) is LoadState.BEGUN:
                 continue
             if self.loading.is_worth_waiting(state, self.running) or (lease := self._admit(request, budget)) is None:

@@ -16,3 +16,5 @@ class StepLimits(NamedTuple):
     """The least number of decodes for which a step uses logs."""
     encoder_tokens: int = 0
     """Rows of the memory of encoded pictures."""
+    max_loras: int = 0
+    """LoRA adapters that a step can use."""

@@ -16,6 +16,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels, UsesKernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
+from strandline.models.adapter_slots import AdapterSlots
 from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
@@ -57,6 +58,8 @@ class CausalLM(nn.Module):
         self._build_draft_layer = build_draft_layer
         self._build_tower = build_tower
         self.draft_layer: DraftLayer | None = None
+        self.adapters: AdapterSlots | None = None
+        """Adapters that requests name; None: the model takes none. To be set before ``use_kernels``."""
         self.tower: VisionTower | None = None
 
     def add_draft_layer(self) -> None:

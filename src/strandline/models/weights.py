@@ -22,6 +22,7 @@ from tqdm import tqdm
 from strandline.config_fields import DTYPES, Fields
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
+from strandline.models.adapter_slots import AdapterSlots, SlotSizes
 from strandline.models.layers.protocol import LoadableModel
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.site import Gain, Site, matrices_without_memory
@@ -35,7 +36,7 @@ from strandline.models.storage.published import Holders, PlainWeight, PublishedW
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.storage.recipe import choose_schemes
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
-from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat
+from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat, base_of
 from strandline.models.storage.weights_files import list_unread, open_files
 from strandline.models.vision.tower import VISUAL
 from strandline.picture_config import PictureConfig
@@ -92,6 +93,7 @@ def load_model(
     keeps_quantized: bool = False,
     pictures: PictureConfig | None = None,
     adapter: AdapterFiles | None = None,
+    adapter_slots: SlotSizes | None = None,
 ) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -109,6 +111,7 @@ def load_model(
             dequantised.
         pictures: load the vision tower, too, which encodes pictures prepared in this way; None: the model serves text.
         adapter: is merged into the weights; those that it changes are dequantised.
+        adapter_slots: memory for adapters that requests name; None: none.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -124,6 +127,8 @@ def load_model(
             model.add_draft_layer()
     if pictures is not None:
         model.add_tower(pictures)
+    if adapter_slots is not None:
+        model.adapters = AdapterSlots(model.decoder, dict(model.targets(frozenset())), adapter_slots, device)
     if kv_cache_dtype is not None:
         model.use_kv_cache_dtype(kv_cache_dtype)
     if load_format == "dummy":
@@ -283,8 +288,7 @@ def _changes(adapter: AdapterFiles, targets: Mapping[str, Target]) -> dict[str, 
     owners = dict[tuple[int, int, int], str]()
     for name, target in targets.items():
         for part in (part for piece in target.pieces for part in piece.parts):
-            base = part if part._base is None else part._base
-            other = owners.setdefault((id(base), int(part.storage_offset()), part.numel()), name)
+            other = owners.setdefault((id(base_of(part)), int(part.storage_offset()), part.numel()), name)
             if other != name and (name in changes or other in changes):
                 raise WeightsError(f"{adapter.directory} changes {name} or {other}, which are one weight of this model")
     return changes

@@ -121,6 +121,8 @@ class NewRequest:
     """The rules of the reasoning, in which stop strings do not hold; None: they hold everywhere."""
     thinking: ThinkingBudget | None = None
     """The budget of the reasoning; None: it has none."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; "": none."""
 
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
         """Whether a token ends the request as its output's token of that number, counted from 1."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.errors import PromptTooLongError, RequestError
 from strandline.ids import AUDIT_PREFIX, NO_TOKEN, RequestId
+from strandline.records.adapters import adapter_of
 from strandline.records.events import FinishReason, Limits, StepEvents, Submission, TokenEvent
 from strandline.records.failures import OUTPUT_FAILED, failure_text
 from strandline.records.pictures import PlacedPicture, with_virtual_ids
@@ -257,6 +258,7 @@ class Frontend:
         thinking = self._thinking_budget(prompt_ids, request.params)
         hidden_ids = request.params.hidden_ids if params.stop_strings or thinking is not None else None
         reasoning = request.params.reasoning if params.stop_strings else None
+        adapter = adapter_of(salt)
         num_remembered, comes_back = (0, False) if recollection is None else (recollection.num_tokens, True)
         submissions: list[Submission] = []
         spans = tuple(span for span, _ in request.pictures)
@@ -264,7 +266,7 @@ class Frontend:
         for index, name in enumerate(names):
             wrapped = _wrap_seed(seed + index)
             new = NewRequest(
-                name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning, thinking
+                name, prompt_ids, params, wrapped, stop_ids, bad_words_ids, hidden_ids, reasoning, thinking, adapter
             )
             submissions.append(
                 Submission(new, max_total, salt, marks, transfer, num_remembered, comes_back, spans, pixels)

@@ -85,6 +85,11 @@ class SparseMoe(nn.Module):
         self.experts = Experts(experts, site)
 
     @property
+    def fused_projections(self) -> tuple[Projection, ...]:
+        """Projections that it multiplies with as parts of other operations, to which adapters cannot be added."""
+        return () if self.shared_down is None else (self.shared_down,)
+
+    @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
         return self.experts.takes_quantized or self.in_proj.takes_quantized

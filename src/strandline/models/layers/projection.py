@@ -16,6 +16,7 @@ from strandline.kernels.gemm.linear import (
     bind_gated_linear_quantized,
     bind_linear,
 )
+from strandline.kernels.gemm.low_rank import AdapterRows, AdapterWeights, add_low_rank, with_adapters
 from strandline.kernels.gemm.weights import (
     DenseWeight,
     Layout,
@@ -46,8 +47,6 @@ class Projection(nn.Module):
         num_parts: parts of equal size that the rows consist of, each divided among shards for itself.
     """
 
-    operations = LINEAR_OPERATIONS
-
     def __init__(
         self,
         num_outputs: int,
@@ -63,6 +62,15 @@ class Projection(nn.Module):
         self.weight_OI: Tensor = site.matrix(num_outputs, num_inputs)
         self.bias_O = site.parameter(num_outputs) if has_bias else None
         self.weight: Weight = DenseWeight(self.weight_OI)
+        self._adapters: tuple[AdapterWeights, AdapterRows] | None = None
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return LINEAR_OPERATIONS if self._adapters is None else (*LINEAR_OPERATIONS, add_low_rank)
+
+    def take_adapters(self, weights: AdapterWeights, rows: AdapterRows) -> None:
+        """Add what adapters change to every product; called before ``use_kernels``."""
+        self._adapters = weights, rows
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors, where all rows are published as one matrix."""
@@ -96,17 +104,26 @@ class Projection(nn.Module):
     @property
     def takes_quantized(self) -> bool:
         """Whether it multiplies quantised rows, if the plain ones are kept beside them."""
+        if self._adapters is not None:
+            return False
         return isinstance(self.weight, ScaledWeight) or (
             isinstance(self.weight, StackedWeight) and self.weight.is_in_fp8
         )
 
     def fed_by(self, operation: Operation[..., Any]) -> Operation[..., Any]:
         """Return the version of an operation, a gate or a gated norm, whose results it takes: quantised or not."""
-        return QUANTIZED[operation] if isinstance(self.weight, ScaledWeight) else operation
+        return QUANTIZED[operation] if self.is_fed_quantized else operation
+
+    @property
+    def is_fed_quantized(self) -> bool:
+        """Whether it takes quantised rows alone. Adapters need the plain ones."""
+        return isinstance(self.weight, ScaledWeight) and self._adapters is None
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self.multiply: Linear = bind_linear(kernels, self.weight, self.bias_O)
+        if self._adapters is not None:
+            self.multiply = with_adapters(kernels, self.multiply, *self._adapters)
 
     def forward(self, x: Rows) -> Tensor:
         """Return ``x weight^T + bias``. Layers call ``multiply``, the same without a module's overhead."""
@@ -128,8 +145,11 @@ class GatedProjection(Projection):
         if limit is not None:
             activate = kernels[reader.fed_by(swiglu)]
             return lambda x: activate(self.multiply(x), limit)
-        bind = bind_gated_linear_quantized if isinstance(reader.weight, ScaledWeight) else bind_gated_linear
-        return bind(kernels, self.weight)
+        fused = (bind_gated_linear_quantized if reader.is_fed_quantized else bind_gated_linear)(kernels, self.weight)
+        if self._adapters is None:
+            return fused
+        activate, (_, rows) = kernels[reader.fed_by(swiglu)], self._adapters
+        return lambda x: activate(self.multiply(x)) if rows.groups else fused(x)
 
 
 class SummedProjection(Projection):

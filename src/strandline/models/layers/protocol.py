@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.gemm.low_rank import AdapterRows
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.recurrence import Fold
@@ -51,6 +53,21 @@ class PictureEncoder(Protocol):
         """
 
 
+class AdapterMemory(Protocol):
+    """Slots for LoRA adapters (``models/adapter_slots.py``)."""
+
+    num_slots: int
+    device: torch.device | str
+    rows: AdapterRows
+    """Which rows of a step have which adapter."""
+
+    def changes(self, adapter: Any) -> Mapping[str, Any]:
+        """Return what an adapter (``AdapterFiles``) changes; raises ConfigError if the model cannot serve it."""
+
+    def fill(self, slot: int, changes: Mapping[str, Any]) -> None:
+        """Write an adapter's changes to a slot."""
+
+
 class LanguageModel(Protocol):
     """A causal language model."""
 
@@ -58,6 +75,10 @@ class LanguageModel(Protocol):
     """One layer spec per layer; every size in the engine follows from it."""
     vocab_size: int
     max_position: int
+
+    @property
+    def adapters(self) -> "AdapterMemory | None":
+        """Memory for LoRA adapters that requests name; None: the model takes none."""
 
     @property
     def tower(self) -> PictureEncoder | None:

@@ -90,6 +90,11 @@ class ReluSquaredMoe(nn.Module):
         self.experts = Experts(experts, site)
         self.shared = ReluSquaredMlp(hidden_size, config.shared_size, site, has_bias=has_bias)
 
+    @property
+    def fused_projections(self) -> tuple[Projection, ...]:
+        """Projections that it multiplies with as parts of other operations, to which adapters cannot be added."""
+        return self.router, self.shared.up, self.shared.down
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._relu_squared, up, down = kernels[relu_squared], self.shared.up, self.shared.down

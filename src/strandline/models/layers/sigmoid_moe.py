@@ -112,6 +112,11 @@ class SigmoidMoe(nn.Module):
             self.shared = GatedMlp(config.shared, site)
 
     @property
+    def fused_projections(self) -> tuple[Projection, ...]:
+        """Projections that it multiplies with as parts of other operations, to which adapters cannot be added."""
+        return (self.router,) if self.shared is None else (self.router, self.shared.gate_up, self.shared.down)
+
+    @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
         return self.experts.takes_quantized

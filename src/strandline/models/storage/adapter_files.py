@@ -102,6 +102,11 @@ class AdapterFiles:
     digest: str
     """Identifies the configuration and all tensors."""
 
+    @property
+    def rank(self) -> int:
+        """The largest rank that the configuration names."""
+        return max(self.config.rank, *self.config.rank_pattern.values(), 0)
+
 
 def read_adapter(directory: Path) -> AdapterFiles:
     """Read the adapter in a directory.

@@ -180,15 +180,15 @@ class Matrices:
     def kept_of(self, target: Target) -> Matrix | None:
         """Return the matrix that a published tensor goes to; None: it does not stay quantised."""
         view = target.place
-        matrix = None if view is None else self._matrices.get(id(_base(view)))
+        matrix = None if view is None else self._matrices.get(id(base_of(view)))
         return matrix if matrix in self.kept else None
 
     def _note(self, target: Target, number: int | None) -> None:
         """Note the rows that a published tensor goes to, and the number of its format among ``formats``."""
         parts = [part for piece in target.pieces for part in piece.parts]
-        bases = {id(_base(part)) for part in parts}
+        bases = {id(base_of(part)) for part in parts}
         for part in parts:
-            matrix = self._matrices.get(id(_base(part)))
+            matrix = self._matrices.get(id(base_of(part)))
             if matrix is not None:
                 matrix.is_mixed |= len(bases) > 1
                 matrix.is_cut |= any(f.cuts(piece, target) for f in self._formats for piece in target.pieces)
@@ -326,7 +326,7 @@ def _allocate_whole(matrix: Matrix, device: torch.device | str) -> None:
         setattr(matrix.owner, matrix.attribute, nn.Parameter(zeros, requires_grad=False))
 
 
-def _base(view: Tensor) -> Tensor:
+def base_of(view: Tensor) -> Tensor:
     """Return the parameter that a tensor is a view of."""
     return view if view._base is None else view._base
 

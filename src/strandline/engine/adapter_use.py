@@ -1,0 +1,37 @@
+"""LoRA adapters in an engine: which are loaded, and which of them requests use."""
+
+from strandline.device.executor import Executor
+from strandline.engine.request import adapters_of
+from strandline.engine.scheduler import Scheduler
+from strandline.records.adapters import LoadedAdapter
+
+
+class AdapterUse:
+    """Loads adapters, and keeps each until no request uses it.
+
+    Args:
+        scheduler: has the requests.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+        self._executor, self._scheduler = executor, scheduler
+        self._leaving = set[str]()
+        """Those that are to be forgotten once no request uses them."""
+
+    def load(self, name: str, path: str) -> LoadedAdapter:
+        """Read an adapter, which requests can then name by its digest; raises as ``Executor.load_adapter``."""
+        self._forget()
+        adapter = self._executor.load_adapter(name, path)
+        self._leaving.discard(adapter.digest)
+        return adapter
+
+    def unload(self, digest: str) -> None:
+        """Forget an adapter once no request uses it. An unknown one is ignored."""
+        self._leaving.add(digest)
+        self._forget()
+
+    def _forget(self) -> None:
+        used = adapters_of([*self._scheduler.running, *self._scheduler.waiting])
+        for digest in sorted(self._leaving - used):
+            self._executor.unload_adapter(digest)
+            self._leaving.remove(digest)

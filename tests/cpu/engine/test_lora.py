@@ -1,0 +1,183 @@
+"""Requests with different adapters share steps, and each answers as the merged weights of its own do."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from strandline import LLM, LoRARequest, SamplingParams
+from strandline.config import EngineConfig
+from strandline.errors import ConfigError, EngineError, RequestError
+from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with
+from tests.cpu.engine.tiny import greedy_tokens, save_tiny_model
+from tests.cpu.models import adapters, fp8
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPTS = [[(7 * seed + place) % 97 for place in range(90)] for seed in range(4)]
+MakeLLM = Callable[..., LLM]
+
+
+class Models:
+    """A model, adapters of all its linear layers, and the models that these make of it."""
+
+    def __init__(self, directory: Path, num: int) -> None:
+        self.base = save_tiny_model(directory / "base")
+        tensors = load_file(self.base / "model.safetensors")
+        names = [name.removesuffix(".weight") for name, x in tensors.items() if x.ndim == 2 and "layers" in name]
+        self.requests, self.merged = list[LoRARequest](), list[Path]()
+        for number in range(num):
+            factors = adapters.draw({name: tuple(tensors[f"{name}.weight"].shape) for name in names}, seed=number)
+            path = adapters.write(directory / f"adapter-{number}", factors)
+            self.requests.append(LoRARequest(f"adapter-{number}", number, str(path)))
+            changed = {
+                f"{name}.weight": tensors[f"{name}.weight"] + adapters.ALPHA / adapters.RANK * up @ down
+                for name, (down, up) in factors.items()
+            }
+            merged = save_tiny_model(directory / f"merged-{number}")
+            self.merged.append(fp8.change_tensors(merged, lambda old, changed=changed: old.update(changed)))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"), 3)
+
+
+@pytest.fixture
+def make(models: Models) -> Iterator[MakeLLM]:
+    """Return what starts an engine that takes adapters."""
+    started = list[LLM]()
+
+    def start(**options: Any) -> LLM:
+        values = {"enable_lora": True, "max_loras": 2, "memory": "64MiB", "skip_tokenizer_init": True, **options}
+        started.append(LLM(str(models.base), **values))
+        return started[-1]
+
+    yield start
+    for llm in started:
+        llm.close()
+
+
+def answers(llm: LLM, prompts: list[list[int]], requests: list[LoRARequest | None]) -> list[list[int]]:
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, lora_request=requests, use_tqdm=False
+    )
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"distributed_executor_backend": "mp"},
+        {"tensor_parallel_size": 2},
+        {"deterministic": True},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 64},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=["uni", "mp", "ranks", "deterministic", "no cache, small steps", "drafts"],
+)
+def test_several_adapters_and_none_share_steps(models: Models, make: MakeLLM, options: dict[str, Any]) -> None:
+    llm = make(**options)
+    prompts, requests = [PROMPTS[0]] * 4 + PROMPTS, [*models.requests, None] * 2
+    answers(llm, prompts[::-1], requests)
+    found = answers(llm, prompts, requests)
+    for index, model in enumerate([*models.merged, models.base]):
+        ours = found[index::4]
+        assert greedy_tokens(model, prompts[index::4], ours) == ours
+    assert len({tuple(tokens) for tokens in found[:4]}) == 4
+
+
+def test_prefixes_are_shared_within_an_adapter_and_not_across(models: Models, make: MakeLLM) -> None:
+    llm, prompt = make(), PROMPTS[0]
+    first, second, _ = models.requests
+    for request, num_cached in ((None, 0), (first, 0), (second, 0), (None, 89), (first, 89), (second, 89)):
+        before = llm.engine.cache.stats().hit_tokens
+        answers(llm, [prompt], [request])
+        assert llm.engine.cache.stats().hit_tokens - before in (num_cached, num_cached and num_cached + 1)
+
+
+def test_a_rewritten_directory_hits_nothing_old(models: Models, make: MakeLLM, tmp_path: Path) -> None:
+    llm, prompt = make(max_loras=1), PROMPTS[1]
+    factors = adapters.draw({"model.layers.1.self_attn.v_proj": (32, 32)}, seed=5)
+    path = adapters.write(tmp_path / "adapter", factors)
+    answers(llm, [prompt], [LoRARequest("mine", 1, str(path))])
+    fp8.change_json(path / adapters.CONFIG, lora_alpha=-60)
+    before = llm.engine.cache.stats().hit_tokens
+    answers(llm, [prompt], [LoRARequest("mine", 2, str(path))])
+    assert llm.engine.cache.stats().hit_tokens == before
+    answers(llm, [prompt], [LoRARequest("mine", 2, str(path))])
+    assert llm.engine.cache.stats().hit_tokens > before
+
+
+def test_unloaded_adapters_end_with_the_requests_that_use_them(models: Models, make: MakeLLM) -> None:
+    llm = make(lora_modules=[f"a={models.requests[0].lora_path}"])
+    core = llm.engine.core
+    (loaded,) = core.first_adapters
+    assert (loaded.name, loaded.rank) == ("a", adapters.RANK)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    request = llm.engine.frontend.check(PROMPTS[2], llm.engine.frontend.check_params(params))
+    llm.engine.add_checked("running", request, salt=salt_with(loaded, ""))
+    llm.engine.step()
+    core.adapters.unload(loaded.digest)
+    tokens: list[int] = []
+    while core.has_unfinished:
+        for output in llm.engine.step():
+            tokens = output.outputs[0].token_ids
+    assert greedy_tokens(models.merged[0], [PROMPTS[2]], [list(tokens)]) == [list(tokens)]
+    core.adapters.unload("unknown")
+    request = llm.engine.frontend.check(PROMPTS[3], llm.engine.frontend.check_params(params))
+    llm.engine.add_checked("late", request, salt=salt_with(loaded, ""))
+    with pytest.raises(EngineError, match="is not loaded"):
+        llm.engine.step()
+
+
+def test_audits_replay_with_the_same_adapter(models: Models, make: MakeLLM) -> None:
+    llm = make(audit_rate=1.0)
+    for _ in range(3):
+        answers(llm, [PROMPTS[3]], [models.requests[0]])
+    audits = llm.engine.core.audits
+    assert audits.num_requests > 0
+    assert audits.largest_difference < 1e-3
+
+
+@pytest.mark.parametrize("salt", ["", "mine", "\0", "\0lora 00/", "a/b"])
+def test_salts_of_requests_cannot_name_an_adapter(salt: str) -> None:
+    adapter = LoadedAdapter("a", "path", "00", 3)
+    assert adapter_of(salt_with(None, salt)) == ""
+    assert adapter_of(salt_with(adapter, salt)) == "00"
+    others = {salt_with(None, each) for each in ("", "mine", "\0", "\0lora 00/", "a/b", "\0lora 00/mine")}
+    assert salt_with(adapter, salt) not in others
+    assert len(others) == 6
+
+
+def test_what_an_engine_cannot_serve_is_refused_by_name(models: Models, make: MakeLLM, tmp_path: Path) -> None:
+    first = models.requests[0]
+    with pytest.raises(RequestError, match="start it with --enable-lora"):
+        answers(make(enable_lora=False), [PROMPTS[0]], [first])
+    with pytest.raises(ConfigError, match="has rank 3, more than --max-lora-rank 2"):
+        answers(make(max_lora_rank=2), [PROMPTS[0]], [first])
+    head = adapters.write(tmp_path / "head", adapters.draw({"lm_head": (97, 32)}))
+    llm = make()
+    with pytest.raises(ConfigError, match=r"changes lm_head\.weight, which adapters can only be merged into"):
+        answers(llm, [PROMPTS[0]], [LoRARequest("head", 1, str(head))])
+    with pytest.raises(ConfigError, match="holds no adapter"):
+        answers(llm, [PROMPTS[0]], [LoRARequest("none", 1, str(tmp_path))])
+    with pytest.raises(RequestError, match="1 prompts came with 2 LoRA requests"):
+        answers(llm, [PROMPTS[0]], [first, first])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_modules": ["a=x"]}, "--lora-modules needs --enable-lora"),
+        ({"enable_lora": True, "lora_modules": ["a=x", "a=y"]}, "names that differ"),
+        ({"enable_lora": True, "max_loras": 0}, "--max-loras must be"),
+        ({"enable_lora": True, "max_lora_rank": 0}, "--max-lora-rank must be"),
+        ({"enable_lora": 1}, "--enable-lora must be"),
+    ],
+)
+def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="demo", **options)
