@@ -125,7 +125,7 @@ def test_weights_stay_as_published(name: str, format: str, tmp_path: Path) -> No
     assert_same_weights(model, load(plain, keeps_quantized=False))
     # Latent attention multiplies with parts of these, head by head.
     published = load_file(directory / "model.safetensors")
-    of_heads = [key for key in published if re.search(r"kv_b_proj\.weight(_packed)?$", key)]
+    of_heads = [key for key in published if re.search(r"kv_b_proj\.(weight(_packed)?|qweight)$", key)]
     num_dequantized = sum(published[key].dtype != torch.float32 for key in of_heads)
     report = model.weights_report
     assert report.num_kept == report.num_quantized - num_dequantized > 0

@@ -55,6 +55,13 @@ def test_experts_without_gate_equal_a_float64_loop_at_model_shape(name: str, num
     check_mixture(name, num_tokens, shape, torch.bfloat16, "cuda", **options)
 
 
+@pytest.mark.parametrize("options", [{"limit": 1.5}, {"are_dense": True}], ids=["clamped", "shared-alone"])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
+@pytest.mark.parametrize("name", FORMATS)
+def test_clamped_and_dense_experts_equal_a_float64_loop(name: str, num_tokens: int, options: dict[str, Any]) -> None:
+    check_mixture(name, num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", **options)
+
+
 @pytest.mark.parametrize("shared_size", [256, 512])
 @pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
 @pytest.mark.parametrize("name", FORMATS)
