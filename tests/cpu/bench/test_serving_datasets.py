@@ -2,13 +2,15 @@
 
 import json
 from argparse import ArgumentTypeError
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strandline.bench.serving.datasets import make_sessions
-from strandline.bench.serving.flags import seconds_range
+from strandline.bench.serving.flags import picture_size, seconds_range
 from strandline.bench.serving.maker import Maker
 from strandline.bench.serving.prompt_vocabulary import Vocabulary, load_vocabulary
 from strandline.bench.serving.session import Answer, Ask, Session
@@ -257,3 +259,50 @@ def test_random_tokens_need_a_vocabulary() -> None:
     with pytest.raises(ConfigError, match="--vocab-size"):
         sessions_of(load_vocabulary(None, None))
     assert len(sessions_of(load_vocabulary(None, 50), "--num-prompts", "2")) == 2
+
+
+SCREENSHOTS = ["--dataset-name", "screenshots", "--backend", "openai-chat", "--screenshot-size", "100x60"]
+
+
+def pictures_of(ask: Ask) -> list[str]:
+    messages: Any = ask.prompt
+    parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
+    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+
+
+def test_every_turn_shows_a_new_screenshot_after_real_answers(vocabulary: Vocabulary) -> None:
+    flags = [*SCREENSHOTS, "--num-prompts", "6", "--multi-turn-num-turns", "3", "--multi-turn-user-len", "20"]
+    sessions = sessions_of(vocabulary, *flags)
+    assert len(sessions) == 2
+    talks = [talk(session, Answer(text="seen")) for session in sessions]
+    for asks in talks:
+        assert [len(pictures_of(ask)) for ask in asks] == [1, 2, 3]
+        last: Any = asks[2].prompt
+        assert last[:-2] == asks[1].prompt
+        assert last[-2] == {"role": "assistant", "content": "seen"}
+    pictures = [picture for asks in talks for picture in pictures_of(asks[2])]
+    assert len(set(pictures)) == 6
+    assert len({str(asks[0].prompt[0]) for asks in talks}) == 1, "the system prompt is shared"
+    again = [talk(session, Answer(text="seen")) for session in sessions_of(vocabulary, *flags)]
+    assert again == talks, "the same seed gives the same pictures"
+
+
+def test_screenshots_are_valid_files_of_the_size_asked_for(vocabulary: Vocabulary) -> None:
+    image = pytest.importorskip("PIL.Image")
+    [session] = sessions_of(vocabulary, *SCREENSHOTS, "--num-prompts", "1", "--multi-turn-num-turns", "1")
+    [url] = pictures_of(talk(session)[0])
+    opened = image.open(BytesIO(b64decode(url.removeprefix("data:image/png;base64,"))))
+    assert (opened.size, opened.mode) == ((100, 60), "RGB")
+    assert len(opened.getcolors()) == 6
+
+
+def test_screenshots_need_messages(vocabulary: Vocabulary) -> None:
+    with pytest.raises(ConfigError, match="--backend openai-chat"):
+        sessions_of(vocabulary, "--dataset-name", "screenshots")
+
+
+@pytest.mark.parametrize("text", ["1280", "0x720", "1280x720x3", "ax3", "-1x5", "99999x1"])
+def test_sizes_of_screenshots_are_checked(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="1280x720"):
+        picture_size(text)
+    assert picture_size("1280x720") == (1280, 720)

@@ -1,4 +1,4 @@
-"""Sessions by the name of a dataset: random tokens, shared prefixes, recorded texts, conversations, traces."""
+"""Sessions by the name of a dataset: random tokens, shared prefixes, texts, conversations, screenshots, traces."""
 
 import json
 from argparse import Namespace
@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, Final
 
 from strandline.bench.serving.maker import Maker
+from strandline.bench.serving.screenshots import screenshot_conversations
 from strandline.bench.serving.session import Ask, Asks, Session, single
 from strandline.bench.serving.turns import recorded_conversations, synthetic_conversations
 from strandline.bench.traces import Lane, read_trace
@@ -30,7 +31,7 @@ def make_sessions(maker: Maker) -> list[Session]:
     path = maker.options.dataset_path
     if path is None and name in ("sharegpt", "trace", "custom"):
         raise ConfigError(f"--dataset-name {name} needs --dataset-path")
-    if path is not None and name in ("random", "prefix_repetition"):
+    if path is not None and name in ("random", "prefix_repetition", "screenshots"):
         raise ConfigError(f"--dataset-name {name} reads no file; name the kind of {path} with --dataset-name")
     if name == "multi-turn" and path is not None:
         rows = [_texts(row) for row in _shuffled(_read_json(path), maker.options)]
@@ -204,4 +205,5 @@ MAKERS: Final[Mapping[str, Callable[[Maker], list[Session]]]] = {
     "multi-turn": synthetic_conversations,
     "trace": _trace,
     "custom": _custom,
+    "screenshots": screenshot_conversations,
 }

@@ -8,7 +8,8 @@ import json
 from typing import Final
 
 BACKENDS: Final = ("openai", "vllm", "openai-chat")
-DATASETS: Final = ("random", "prefix_repetition", "sharegpt", "multi-turn", "trace", "custom")
+DATASETS: Final = ("random", "prefix_repetition", "sharegpt", "multi-turn", "trace", "custom", "screenshots")
+MAX_SIDE_PIXELS: Final = 16384
 RAMPS: Final = ("linear", "exponential")
 
 SAMPLING_FLAGS: Final[tuple[tuple[str, type], ...]] = (
@@ -36,6 +37,18 @@ def seconds_range(text: str) -> tuple[float, float]:
     if not 0 <= least <= most < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor a range such as 0:6")
     return least, most
+
+
+def picture_size(text: str) -> tuple[int, int]:
+    """Read width and height: ``1280x720``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such pair, or a number is not from 1 to ``MAX_SIDE_PIXELS``.
+    """
+    numbers = [int(number) for number in text.split("x") if number.isdecimal()]
+    if len(numbers) != 2 or not all(1 <= number <= MAX_SIDE_PIXELS for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a width and a height such as 1280x720")
+    return numbers[0], numbers[1]
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +111,8 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
     add("--disable-shuffle", action="store_true", help="keep the file's order")
     add("--no-oversample", action="store_true", help="do not repeat prompts if the file has too few")
     add("--skip-chat-template", action="store_true", help="send custom prompts without the chat template")
+    text = "of screenshots, in pixels (default: 1280x720)"
+    add("--screenshot-size", type=picture_size, default=(1280, 720), metavar="WxH", help=text)
     add("--trace-speed", type=float, default=1.0, metavar="X", help="speed-up factor of a trace")
     add("--session-gap", type=float, default=10.0, metavar="S", help="between sessions without start times")
     add("--max-sessions", type=int, metavar="N", help="read the first N sessions of a trace")

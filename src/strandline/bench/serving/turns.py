@@ -1,5 +1,6 @@
 """Conversations whose next turn contains what the model really answered."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from random import Random
@@ -17,22 +18,30 @@ RETURN_TOKEN_IDS = {"return_token_ids": True}
 def synthetic_conversations(maker: Maker) -> list[Session]:
     """Return conversations of random tokens that share a system prompt; enough for ``--num-prompts`` requests."""
     options = maker.options
-    for name in ("num_turns", "user_len", "output_len"):
-        value = getattr(options, f"multi_turn_{name}")
-        if value < 1:
-            raise ConfigError(f"--multi-turn-{name.replace('_', '-')} must be at least 1, got {value}")
+    require_turns(options)
     rng = Random(f"multi-turn {options.seed}")
     system = maker.vocabulary.draw(rng, options.multi_turn_system_len)
     talk = _random_messages if maker.is_chat else _random_tokens
     num_conversations = -(-options.num_prompts // options.multi_turn_num_turns)
-    keeps_place = _keeps_place(maker)
     return [
-        Session(partial(talk, maker, system, rng.getrandbits(64)), holds_its_place=keeps_place)
+        Session(partial(talk, maker, system, rng.getrandbits(64)), holds_its_place=keeps_place(maker))
         for _ in range(num_conversations)
     ]
 
 
-def _keeps_place(maker: Maker) -> bool:
+def require_turns(options: Namespace) -> None:
+    """Check the lengths of conversations.
+
+    Raises:
+        ConfigError: one is below 1.
+    """
+    for name in ("num_turns", "user_len", "output_len"):
+        value = getattr(options, f"multi_turn_{name}")
+        if value < 1:
+            raise ConfigError(f"--multi-turn-{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def keeps_place(maker: Maker) -> bool:
     """Whether conversations count against the concurrency from their beginning to their end.
 
     Without pauses they do, so that a turn does not wait for those of other conversations.
@@ -41,7 +50,7 @@ def _keeps_place(maker: Maker) -> bool:
     return bool(options.multi_turn_keep_place or options.multi_turn_think_time[1] == 0)
 
 
-def _pauses(maker: Maker, seed: int) -> Iterator[float]:
+def pauses(maker: Maker, seed: int) -> Iterator[float]:
     """Yield the pause before each message of a conversation, none before the first."""
     least, most = maker.options.multi_turn_think_time
     rng = Random(f"think {maker.options.seed} {seed}")
@@ -52,7 +61,7 @@ def _pauses(maker: Maker, seed: int) -> Iterator[float]:
 
 def _random_tokens(maker: Maker, system: list[int], seed: int) -> Asks:
     options, rng, history = maker.options, Random(seed), list(system)
-    for _, think_s in zip(range(options.multi_turn_num_turns), _pauses(maker, seed), strict=False):
+    for _, think_s in zip(range(options.multi_turn_num_turns), pauses(maker, seed), strict=False):
         history += maker.vocabulary.draw(rng, options.multi_turn_user_len)
         answer = yield Ask(
             list(history),
@@ -85,7 +94,7 @@ def _random_messages(maker: Maker, system: list[int], seed: int) -> Asks:
     ]
     lengths = [options.multi_turn_output_len] * len(texts)
     first = [{"role": "system", "content": decode(system)}] if system else []
-    yield from _talk(maker, first, texts, lengths, _pauses(maker, seed))
+    yield from _talk(maker, first, texts, lengths, pauses(maker, seed))
 
 
 def recorded_conversations(maker: Maker, rows: list[list[str]]) -> list[Session]:
@@ -104,13 +113,13 @@ def recorded_conversations(maker: Maker, rows: list[list[str]]) -> list[Session]
         lengths = lengths if wanted is None else [wanted] * len(lengths)
         asked = texts[: 2 * len(lengths) : 2]
         talk = partial(_recorded, maker, asked, lengths, len(sessions))
-        sessions.append(Session(talk, holds_its_place=_keeps_place(maker)))
+        sessions.append(Session(talk, holds_its_place=keeps_place(maker)))
         num_left -= len(lengths)
     return sessions
 
 
 def _recorded(maker: Maker, texts: list[str], lengths: list[int], seed: int) -> Asks:
-    yield from _talk(maker, [], texts, lengths, _pauses(maker, seed))
+    yield from _talk(maker, [], texts, lengths, pauses(maker, seed))
 
 
 def _talk(
