@@ -17,8 +17,10 @@ from strandline.pictures.decoding import LOW_DETAIL_TOKENS, decode_picture, is_p
 from strandline.pictures.references import MediaAccess
 from strandline.records.pictures import Picture, PictureReference
 
-MAX_THREADS: Final = 4
-"""Each may hold a decoded picture."""
+MAX_DECODERS: Final = 4
+"""Threads that decode. Each may hold a decoded picture."""
+MAX_FETCHERS: Final = 16
+"""Threads that fetch, so that slow hosts do not keep others' pictures from being decoded."""
 KEPT_BYTES: Final = 256 * 2**20
 INSTALL: Final = "pictures need Pillow: pip install 'strandline[images]'"
 
@@ -45,39 +47,48 @@ class PictureLoader:
         self._access = access or MediaAccess()
         self._max_tokens = max_tokens
         self._max_pictures = max_pictures
-        self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "pictures")
+        self._decoders = ThreadPoolExecutor(min(MAX_DECODERS, os.cpu_count() or 1), "pictures")
+        self._fetchers = ThreadPoolExecutor(MAX_FETCHERS, "fetched pictures")
         self._lock = Lock()
         self._kept = OrderedDict[tuple[bytes, int], Picture]()
         """By digest of the file and most tokens; the last used last."""
         self._num_kept_bytes, self._max_kept_bytes = 0, kept_bytes
 
-    def submit(self, references: Sequence[PictureReference | Any]) -> list[Future[Picture]]:
-        """Begin to load pictures; return their futures, whose errors are RequestErrors.
-
-        Args:
-            references: of a prompt, in order; or pictures of Pillow.
-
-        Raises:
-            RequestError: there are too many, or none can be decoded here.
-        """
-        if self._max_pictures is not None and len(references) > self._max_pictures:
+    def check_number(self, number: int) -> None:
+        """Raise a RequestError if a prompt has too many pictures, or none can be decoded here."""
+        if self._max_pictures is not None and number > self._max_pictures:
             raise RequestError(
-                f"a prompt may have at most {self._max_pictures} pictures, got {len(references)}; raise "
-                "--limit-mm-per-prompt"
+                f"a prompt may have at most {self._max_pictures} pictures, got {number}; raise --limit-mm-per-prompt"
             )
-        if references and not is_pillow_installed():
+        if number and not is_pillow_installed():
             raise RequestError(INSTALL)
-        return [self._pool.submit(self._load, reference) for reference in references]
+
+    def submit(self, reference: PictureReference | Any) -> "Future[Picture]":
+        """Begin to load a picture, or to scale one of Pillow; the errors of its future are RequestErrors."""
+        if not isinstance(reference, PictureReference):
+            return self._decoders.submit(self._scale, reference)
+        if reference.url[:4].lower() == "http":
+            return self._fetchers.submit(self._fetch, reference)
+        return self._decoders.submit(self._read, reference)
 
     def load(self, references: Sequence[PictureReference | Any]) -> list[Picture]:
-        """Load pictures. Raises as ``submit``, or a RequestError that says which picture cannot be loaded."""
-        return [loaded(future, number) for number, future in enumerate(self.submit(references), 1)]
+        """Load the pictures of a prompt.
 
-    def _load(self, reference: PictureReference | Any) -> Picture:
-        if not isinstance(reference, PictureReference):
-            return self._scale(reference)
-        most = min(self._max_tokens, LOW_DETAIL_TOKENS) if reference.detail == "low" else self._max_tokens
+        Raises:
+            RequestError: as ``check_number``, or one cannot be loaded; the message has its number.
+        """
+        self.check_number(len(references))
+        return [loaded(future, number) for number, future in enumerate(map(self.submit, references), 1)]
+
+    def _fetch(self, reference: PictureReference) -> Picture:
         data = self._access.read(reference.url)
+        return self._decoders.submit(self._decode, data, reference).result()
+
+    def _read(self, reference: PictureReference) -> Picture:
+        return self._decode(self._access.read(reference.url), reference)
+
+    def _decode(self, data: bytes, reference: PictureReference) -> Picture:
+        most = min(self._max_tokens, LOW_DETAIL_TOKENS) if reference.detail == "low" else self._max_tokens
         key = (hashlib.sha256(data).digest(), most)
         with self._lock:
             picture = self._kept.get(key)

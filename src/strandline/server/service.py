@@ -37,6 +37,8 @@ T = TypeVar("T")
 TryGrammar = Callable[[StructuredOutputsParams], Awaitable[None]]
 
 LONG_CHARACTERS: Final = 64 * 1024
+PICTURES_AT_ONCE: Final = 2
+"""Pictures of a request that are loaded at the same time: the others wait, and leave threads to other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,14 +317,22 @@ class Service:
         """
         if marks is None or self.pictures is None or not marks.references:
             return []
-        futures = self.pictures.submit(marks.references)
-        loaded = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
-        for path, found in zip(marks.paths, loaded, strict=True):
-            if isinstance(found, RequestError):
-                raise RequestError(f"{path}: {found}", param="messages") from found
-            if isinstance(found, BaseException):
-                raise found
-        return [found for found in loaded if isinstance(found, Picture)]
+        loader, turn = self.pictures, asyncio.Semaphore(PICTURES_AT_ONCE)
+        loader.check_number(len(marks.references))
+
+        async def load(reference: Any, path: str) -> Picture:
+            async with turn:
+                try:
+                    return await asyncio.wrap_future(loader.submit(reference))
+                except RequestError as error:
+                    raise RequestError(f"{path}: {error}", param="messages") from error
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                loading = [group.create_task(load(*each)) for each in zip(marks.references, marks.paths, strict=True)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in loading]
 
 
 def truncated_ids(token_ids: list[int], truncation: Truncation) -> list[int]:

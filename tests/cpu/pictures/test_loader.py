@@ -1,6 +1,7 @@
 """Loading of the pictures of a prompt."""
 
 import base64
+from threading import Event
 
 import pytest
 from PIL import Image
@@ -8,6 +9,7 @@ from PIL import Image
 from strandline.errors import RequestError
 from strandline.pictures import loader as loader_module
 from strandline.pictures.loader import PictureLoader
+from strandline.pictures.references import MediaAccess
 from strandline.records.pictures import PictureReference
 from tests.cpu.pictures.files import encoded, noise, png_of_size
 from tests.cpu.pictures.test_decoding import CONFIG
@@ -51,6 +53,23 @@ def test_fault_names_the_picture() -> None:
     broken = PictureReference("data:;base64," + base64.b64encode(png_of_size(500, 500)).decode())
     with pytest.raises(RequestError, match=r"^picture 2 of the prompt: the picture cannot be decoded"):
         loader.load([reference(noise(64, 64)), broken])
+
+
+def test_slow_hosts_do_not_delay_other_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = Event()
+
+    def read(access: MediaAccess, url: str) -> bytes:
+        if url.startswith("http"):
+            answering.wait()
+        return encoded(noise(64, 64))
+
+    monkeypatch.setattr(MediaAccess, "read", read)
+    loader = PictureLoader(CONFIG, max_tokens=4096)
+    slow = [loader.submit(PictureReference(f"https://slow.example/{number}")) for number in range(20)]
+    assert loader.load([PictureReference("data:")])[0].original_size == (64, 64)
+    assert not any(future.done() for future in slow)
+    answering.set()
+    assert {future.result().digest for future in slow} == {loader.load([noise(64, 64)])[0].digest}
 
 
 def test_number_of_pictures_is_limited() -> None:
