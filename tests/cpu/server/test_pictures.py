@@ -10,12 +10,15 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import torch
+from transformers import Qwen3_5ForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from strandline import LLM, SamplingParams
 from strandline.errors import RequestError
 from tests.cpu.pictures.files import encoded, noise, png_of_size
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
-from tests.cpu.server.vision_model import END, PAD, START, data_url, save_vision_model
+from tests.cpu.server.vision_model import END, PAD, PREPROCESSOR, START, data_url, save_vision_model
 
 CAT, DOG = noise(64, 48), noise(64, 48, seed=1)
 CAT_TOKENS = 48
@@ -312,6 +315,21 @@ def test_model_without_its_tower_answers_as_one_that_reads_text(model: Path, tmp
         assert found.json()["error"]["message"] == "messages.0.content.0.image: this model reads text only"
 
 
+def test_next_turn_goes_to_the_engine_that_knows_the_picture(model: Path, tmp_path: Path) -> None:
+    with running_server(model, tmp_path / "log", "--data-parallel-size", "2") as server:
+        for seed in range(4):
+            asked = question("What is it?", picture(noise(64, 48, seed=10 + seed)))
+            first = ask(server, asked)
+            answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+            second = ask(server, asked, answer, question("Why?"))
+            assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["total_tokens"] - 1
+
+
+def test_log_probabilities_of_prompts_take_the_place_of_pictures(server: ServerProcess) -> None:
+    entries = ask(server, question("What?", picture()), prompt_logprobs=0)["prompt_logprobs"]
+    assert [str(PAD) in entry for entry in entries[1:]].count(True) == CAT_TOKENS
+
+
 def test_offline_chat_and_prompts_equal_the_server(server: ServerProcess, llm: LLM) -> None:
     served = ask(server, question("What?", picture(), "Say."))
     params = SamplingParams(temperature=0, max_tokens=4)
@@ -327,6 +345,25 @@ def test_offline_chat_and_prompts_equal_the_server(server: ServerProcess, llm: L
     assert output.num_cached_tokens == len(output.prompt_token_ids)
     explained = llm.explain({"prompt": prompt, "multi_modal_data": {"image": [DOG]}})
     assert explained["parting"]["prompt"]["text"].startswith("[picture 64×48, 48 tokens]")
+
+
+def test_offline_answers_equal_transformers(model: Path, llm: LLM) -> None:
+    """From the file to the tokens: with the published processor's pixels, and its positions."""
+    images = [CAT, DOG, noise(200, 30, seed=5)]
+    [output] = llm.chat(
+        [question("What?", *map(picture, images[:2]), "And", picture(images[2]))],
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        use_tqdm=False,
+    )
+    processor = Qwen2VLImageProcessorPil(**PREPROCESSOR)
+    given = dict(processor(images=images, return_tensors="pt"))
+    oracle = Qwen3_5ForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
+    token_ids = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
+    kinds = (token_ids == PAD).int()
+    with torch.inference_mode():
+        logits = oracle(input_ids=token_ids, mm_token_type_ids=kinds, **given).logits[0]
+    num_prompt = len(output.prompt_token_ids)
+    assert logits[num_prompt - 1 : -1].argmax(-1).tolist() == list(output.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize(
