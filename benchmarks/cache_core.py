@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter_ns as now
 
-from strandline.cache import Lease, PrefixCache
+from strandline.cache import Lease, LogUse, PrefixCache
 from strandline.cache.announcing.announcer import Announcer, take_events
 from strandline.cache.policy import new_cache
 from strandline.cache.size import CacheSize
@@ -85,7 +85,7 @@ def prefill(cache: PrefixCache, lease: Lease, chunk: int) -> None:
     while lease.computed < len(lease.tokens):
         end = min(len(lease.tokens), lease.computed + chunk)
         cache.extend(lease, end)
-        grant = cache.reserve_step(lease, end, wants_log=False)
+        grant = cache.reserve_step(lease, end, LogUse.NONE)
         cache.commit(lease, end, grant.num_folded)
 
 

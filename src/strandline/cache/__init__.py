@@ -2,7 +2,7 @@
 
 from strandline.cache.core import PrefixCache
 from strandline.cache.counters import CacheCounters
-from strandline.cache.lease import Cut, Lead, Lease, StepGrant
+from strandline.cache.lease import Cut, Lead, Lease, LogUse, StepGrant
 from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
 
@@ -11,6 +11,7 @@ __all__ = [
     "Cut",
     "Lead",
     "Lease",
+    "LogUse",
     "Placement",
     "PrefixCache",
     "ResumeRule",

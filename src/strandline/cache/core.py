@@ -26,7 +26,7 @@ from strandline.cache.hits import record_hit, record_use
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
 from strandline.cache.leaders import Leaders
-from strandline.cache.lease import Cut, Lead, Lease, StepGrant
+from strandline.cache.lease import Cut, Lead, Lease, LogUse, StepGrant
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
@@ -274,35 +274,32 @@ class PrefixCache:
         lease.table += self._memory.take_promised_blocks(missing)
         return True
 
-    def reserve_step(
-        self, lease: Lease, end: int, *, wants_log: bool, num_drafts: int = 0, may_hold_drafts: bool = False
-    ) -> StepGrant:
+    def reserve_step(self, lease: Lease, end: int, use: LogUse) -> StepGrant:
         """Reserve what the step that computes the tokens up to ``end`` reads and writes.
 
         Allocates slots for the cuts that are due and decides how many tokens the step folds. A step that does not use
-        the log finds it empty: an action folds its tokens first.
+        the log, or uses it for something else than the last one, finds it empty: an action folds its tokens first.
 
         Args:
-            wants_log: whether a step of one certain token may use the log. A step that emits a cut never does.
-            num_drafts: tokens before ``end`` that may turn out wrong, after one that is certain: the step folds what
-                comes before them, and the log takes them. No cut may be due among these tokens.
-            may_hold_drafts: whether the log may hold drafts that are not committed yet.
+            use: what the log may be used for. A step that emits a cut does not use it; none may be due among drafts.
         """
         computed, src, dst = lease.computed, lease.src, lease.dst
         may_cut = (lease.planned_cuts or self._is_stepwise) and computed < lease.shared_end
         cuts = self._reserve_cuts(lease, end) if may_cut else ()
-        num_logged = computed - lease.folded
-        if wants_log and lease.log and end - computed == 1 + num_drafts and not cuts:
-            if num_drafts or may_hold_drafts or lease.has_logged_drafts:
-                if num_logged and not lease.holds_drafts:
-                    self._states.fold(lease)
-                    num_logged = 0
-                lease.holds_drafts = True
-                return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_logged + 1))
-            if self._log_tokens:
-                lease.holds_drafts = False
-                num_folded = 0 if src == dst and num_logged < self._log_tokens else num_logged + 1
-                return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_folded))
+        may_log = lease.log and not cuts
+        if may_log and use is LogUse.DECODED and self._log_tokens and end - computed == 1:
+            if lease.has_logged_drafts:
+                self._states.fold(lease)
+            lease.holds_drafts = False
+            num_logged = computed - lease.folded
+            num_folded = 0 if src == dst and num_logged < self._log_tokens else num_logged + 1
+            return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_folded))
+        if may_log and use is LogUse.DRAFTS:
+            if not lease.holds_drafts:
+                self._states.fold(lease)
+            lease.holds_drafts = True
+            num_logged = computed - lease.folded
+            return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_logged + 1))
         self._states.fold(lease)
         return _new_grant(StepGrant, (src, dst, cuts, NULL_LOG, 0, end - computed))
 

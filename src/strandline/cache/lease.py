@@ -4,6 +4,7 @@ import sys
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, NamedTuple
 
 from strandline.cache.tree import Run, Snapshot
@@ -22,6 +23,16 @@ class Cut:
     position: int
     slot: SlotId
     kind: SnapshotKind
+
+
+class LogUse(Enum):
+    """What a step of one certain token may use its lease's log for."""
+
+    NONE = "none"
+    DECODED = "decoded"
+    """The token is appended, unless it is time to fold."""
+    DRAFTS = "drafts"
+    """Logged drafts are computed again with the token, and those that follow it are logged: they may turn out wrong."""
 
 
 class StepGrant(NamedTuple):

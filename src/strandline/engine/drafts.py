@@ -8,14 +8,14 @@ ahead, and drafts are looked up behind a step's result instead, in a growing int
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from strandline.cache import Lease, PrefixCache
+from strandline.cache import Lease, LogUse, PrefixCache
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter, DraftLayerOrNgramDrafter
 from strandline.engine.request import Request
-from strandline.engine.spans import NO_DRAFTS, Reservation, Span
+from strandline.engine.spans import NO_DRAFTS, DraftPlan, Span
 from strandline.engine.suffix_drafter import SuffixDrafter
-from strandline.ids import NULL_LOG, RequestId
+from strandline.ids import RequestId
 from strandline.records.plan import SequencePlan, StepPlan
 
 MOST_STEPS_BETWEEN_LOOKUPS: Final = 8
@@ -45,12 +45,12 @@ class Drafts:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
         # N-grams and suffixes are looked up in tokens that have reached the host.
         self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
-        self._is_kept_plain = False
-        """Whether the planned step neither verifies nor makes drafts because no graph would do so."""
-        self.is_completed = False
+        self._is_plain = drafter is None
+        """Whether the last planned step is computed as in an engine without drafts: it does not follow any, either."""
+        self._is_completed = False
         """Whether the device completes the last planned step where the host does not know its tokens yet."""
         self._is_verification = False
-        """Whether the last planned step computes certain tokens and drafts alone, and drafts behind some of them."""
+        """Whether the last planned step computes certain tokens and drafts alone, and drafts after some of them."""
         self.draft_tokens = draft_tokens
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
@@ -64,9 +64,9 @@ class Drafts:
         self._num_lookups = self._num_found = 0
         """Lookups while a step is planned, and those that found drafts."""
         self.counters = DraftCounters(draft_tokens)
-        self.unsettled: Mapping[RequestId, SequencePlan] = {}
+        self._unsettled: Mapping[RequestId, SequencePlan] = {}
         """While a step is planned: the sequences of the step under way, if that verifies or makes drafts."""
-        self.must_settle = False
+        self._must_settle = False
         """Whether a sequence was left out of the last planned step until all is settled."""
         self.choose_depth(1, is_timed=False)
 
@@ -98,16 +98,56 @@ class Drafts:
         """Begin to plan a step.
 
         Args:
-            under_way: the step before, if that verifies or makes drafts and is not settled; else None.
+            under_way: the step before, if it is not settled.
         """
-        sequences = () if under_way is None else under_way.sequences
-        self.unsettled = {sequence.request_id: sequence for sequence in sequences}
-        self.must_settle = False
+        sequences = () if under_way is None or self._is_plain else under_way.sequences
+        self._unsettled = {sequence.request_id: sequence for sequence in sequences}
+        self._must_settle = False
         self._num_lookups = self._num_found = 0
+
+    @property
+    def follows_unsettled(self) -> bool:
+        """Whether the step that is planned follows one whose accepted drafts are not known."""
+        return len(self._unsettled) > 0
+
+    def plan_step(self, spans: list[Span], logged_from: int) -> tuple[list[Span], list[DraftPlan]]:
+        """Decide what each sequence of a step does about drafts, and what for it uses its log.
+
+        Decoded tokens are logged at depth 0 alone, and not after drafts that are logged or not settled: what follows
+        the latter is replayed by the graphs that verify drafts, even if it has none itself.
+
+        Args:
+            logged_from: the least number of decodes for which a step logs decoded tokens.
+
+        Returns:
+            The spans, perhaps without their drafts; and a plan for each.
+        """
+        num_single = [end - start for _, _, start, end, _ in spans].count(1)
+        decodes = LogUse.DECODED if num_single >= logged_from else LogUse.NONE
+        if self.drafter is None:
+            return spans, [DraftPlan(NO_DRAFTS, 0, decodes)] * len(spans)
+        is_kept_plain = self.corrects_lengths and not self._unsettled and not self._are_verified(spans)
+        if is_kept_plain:
+            spans = [(*span[:3], span[3] - len(span[4]), NO_DRAFTS) for span in spans]
+        may_draft = self.has_layer and not is_kept_plain
+        next_drafts = [self._next_drafts(span) if may_draft else 0 for span in spans]
+        holds_drafts = [bool(drafts) or lease.has_logged_drafts for _, lease, _, _, drafts in spans]
+        has_drafts = self.follows_unsettled or any(next_drafts) or any(holds_drafts)
+        if self.depth or has_drafts:
+            decodes = LogUse.NONE
+        plans = list[DraftPlan]()
+        for span, num_next, holds in zip(spans, next_drafts, holds_drafts, strict=True):
+            is_replayed = (holds and not is_kept_plain) or self._has_unsettled_drafts(span)
+            use = LogUse.DRAFTS if is_replayed and span[3] - span[2] == 1 + len(span[4]) else decodes
+            plans.append(DraftPlan(span[4], num_next, use))
+        return spans, plans
 
     def end_step(self, sequences: Sequence[SequencePlan], num_running: int) -> None:
         """Note what was planned, and choose the depth of the next step."""
-        self.is_completed = self.corrects_lengths and all(x.is_verification for x in sequences)
+        if self.drafter is None:
+            return
+        self._is_plain = not self._unsettled and all(x.is_plain for x in sequences)
+        self._is_completed = self.corrects_lengths and all(x.is_verification for x in sequences)
         has_drafts = any(x.next_drafts > 0 for x in sequences)
         self._is_verification = has_drafts and all(x.is_verification for x in sequences)
         is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
@@ -139,14 +179,21 @@ class Drafts:
             self._steps_to_lookup = self._lookup_steps
             self._lookup_steps = min(2 * self._lookup_steps, MOST_STEPS_BETWEEN_LOOKUPS)
 
-    def can_draft_ahead(self, running: Iterable[Request]) -> bool:
-        """Whether the step after a plain one can draft before that is settled; or be plain, where it has to be."""
-        return self.corrects_lengths and _are_independent(running)
+    def can_plan_ahead(self, running: Iterable[Request], *, may_admit: bool) -> bool:
+        """Whether the next step can be planned before the last planned one is settled.
 
-    def can_verify_ahead(self, running: Iterable[Request]) -> bool:
-        """Whether the next step can verify what is drafted in the last planned one, before that is settled."""
-        can_correct = self.corrects_lengths and self._is_verification and not self.must_settle
-        return can_correct and _are_independent(running)
+        It can after a plain step, if it is plain, too, or a CUDA graph drafts or does without. Or if both verify what a
+        draft layer drafts, and no prompt is admitted.
+        """
+        if self._is_plain:
+            return not self.depth or self.drafter is None or (self.corrects_lengths and _are_independent(running))
+        can_correct = self.corrects_lengths and self._is_verification and not self._must_settle
+        return can_correct and not may_admit and _are_independent(running)
+
+    @property
+    def can_launch_ahead(self) -> bool:
+        """Whether the step that was just planned can be launched before the previous one is settled."""
+        return self._is_plain or self._is_completed
 
     def verify_ahead(self, request: Request, lease: Lease, budget: int) -> list[Span]:
         """Return what a sequence does in a step that is planned before the step under way is settled; or nothing.
@@ -156,7 +203,7 @@ class Drafts:
         it may have ended, or where a step of another kind may be due: one that takes a snapshot, or computes a prompt.
         If such a step is due for sure, or memory is short, the next step is planned when all is settled.
         """
-        before, start = self.unsettled.get(request.request_id), lease.computed
+        before, start = self._unsettled.get(request.request_id), lease.computed
         drafts = request.drafts if before is None else (0,) * before.next_drafts
         most_tokens = request.num_tokens + (0 if before is None else before.num_drafts)
         if most_tokens >= request.max_total:
@@ -165,16 +212,18 @@ class Drafts:
         end = most_tokens + num_drafts
         is_other = request.num_tokens - start != 1 or not (lease.has_own_state and lease.log)
         if is_other or self._cache.is_cut_due(lease, end) or not self._cache.extend(lease, end):
-            self.must_settle = True
+            self._must_settle = True
             return []
         return [(request, lease, start, start + 1 + num_drafts, drafts[:num_drafts])]
 
-    def next_drafts(self, span: Span) -> int:
-        """Return how many tokens the draft layer drafts behind the step, for the next one."""
+    def _has_unsettled_drafts(self, span: Span) -> bool:
+        before = self._unsettled.get(span[0].request_id)
+        return before is not None and before.num_drafts > 0
+
+    def _next_drafts(self, span: Span) -> int:
+        """Return how many tokens the draft layer drafts after the step, for the next one."""
         request, lease, _, end, drafts = span
-        if self._is_kept_plain:
-            return 0
-        before = self.unsettled.get(request.request_id)
+        before = self._unsettled.get(request.request_id)
         num_unsettled = 0 if before is None else before.num_drafts
         remaining = request.max_total - num_unsettled
         # The layer's keys and values lie up to one position before the last draft: within the longest request's blocks.
@@ -183,21 +232,14 @@ class Drafts:
             return 0
         return most if self._cache.extend(lease, end + num_unsettled + most - 1) else 0
 
-    def keep_plain(self, spans: list[Span]) -> list[Span]:
-        """Return a step's spans; without their drafts, and making none, where CUDA graphs exist but none would do so.
-
-        Graphs verify and make drafts only where every sequence computes a token of its output, and no snapshot is due.
-        To launch the kernels one by one, and to wait for each draft, takes longer than drafts save. Without drafts the
-        step is replayed as that of a model without a draft layer. What was accepted before is folded first. The step
-        after it drafts.
-        """
-        self._is_kept_plain = self.corrects_lengths and not self.unsettled and not self._are_verified(spans)
-        if not self._is_kept_plain:
-            return spans
-        return [(request, lease, start, end - len(drafts), NO_DRAFTS) for request, lease, start, end, drafts in spans]
-
     def _are_verified(self, spans: Sequence[Span]) -> bool:
-        """Whether graphs can verify and make drafts in a step, and the device complete what the host does not know."""
+        """Whether graphs can verify and make drafts in a step, and the device complete what the host does not know.
+
+        They do only where every sequence computes a token of its output, and no snapshot is due. To launch the kernels
+        one by one, and to wait for each draft, takes longer than drafts save: elsewhere a step is kept plain, and is
+        replayed as that of a model without a draft layer. What was accepted before is folded first. The step after it
+        drafts.
+        """
         is_complete = _are_known(spans) or _are_independent(span[0] for span in spans)
         return is_complete and all(map(self._is_verified, spans))
 
@@ -206,27 +248,6 @@ class Drafts:
         request, lease, start, end, drafts = span
         is_certain_token = end - len(drafts) == request.num_tokens == start + 1 > request.num_prompt_tokens
         return is_certain_token and not self._cache.is_cut_due(lease, end)
-
-    def has_drafts(self, spans: Sequence[Span], next_drafts: Sequence[int]) -> bool:
-        """Whether a step verifies or makes drafts, or follows some that are logged or not settled.
-
-        Then it logs no decoded tokens. What follows unsettled drafts is replayed by the graphs that verify drafts, even
-        if it has none itself, and what comes next does not find its tokens among those of steps without drafts.
-        """
-        if self.unsettled or any(next_drafts):
-            return True
-        return any(drafts or lease.has_logged_drafts for _, lease, _, _, drafts in spans)
-
-    def reserve(self, lease: Lease, end: int, num_drafts: int, keeps_logs: bool) -> Reservation:
-        """Reserve a step: a sequence with drafts, or with a log of them, is prefilled."""
-        before = self.unsettled.get(lease.request_id)
-        is_unsettled = before is not None and before.num_drafts > 0
-        has_logged_drafts = is_unsettled or (lease.has_logged_drafts and not self._is_kept_plain)
-        is_replayed = num_drafts > 0 or has_logged_drafts
-        grant = self._cache.reserve_step(
-            lease, end, wants_log=is_replayed or keeps_logs, num_drafts=num_drafts, may_hold_drafts=is_unsettled
-        )
-        return is_replayed and grant.log != NULL_LOG, grant
 
     def count(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Count what became of the drafts of a request in a step."""

@@ -32,7 +32,7 @@ from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.picture_steps import PictureSteps
 from strandline.engine.prompt_groups import PromptGroups
 from strandline.engine.request import Request, Status, adapters_of
-from strandline.engine.spans import NO_DRAFTS, Reservation, Span, exact_end, sequence_plan, with_next
+from strandline.engine.spans import NO_DRAFTS, Span, as_exact, exact_end, sequence_plan, with_next
 from strandline.engine.step_limits import StepLimits
 from strandline.engine.stop_fallbacks import note_stop_tokens
 from strandline.engine.waiting import WaitingQueue
@@ -91,8 +91,6 @@ class Scheduler:
         self._pictures = PictureSteps(limits.encoder_tokens, looks_ahead=self.drafts.has_layer)
         self._stopped: list[Request] = []
         """Requests that have ended at a stop string, to be ended when the step under way is advanced."""
-        self._is_plain = False
-        """Whether the last planned step is computed as in an engine without drafts: it does not follow any, either."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -155,25 +153,14 @@ class Scheduler:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be planned before the tokens of the previous one are known.
-
-        With drafts, where the previous one is plain: it has none and makes none. The next one is plain, too, or a CUDA
-        graph drafts. Or where both verify what a draft layer drafts, and no prompt is admitted.
-        """
-        drafts = self.drafts
-        if self._host_tokens.are_needed:
-            return False
-        if drafts.drafter is None:
-            return True
-        if self._is_plain:
-            return not drafts.depth or drafts.can_draft_ahead(self.running)
+        """Whether the next step can be planned before the tokens of the previous one are known."""
         may_admit = len(self.running) < self.max_num_seqs and self.waiting.has_admissible
-        return drafts.can_verify_ahead(self.running) and not may_admit
+        return not self._host_tokens.are_needed and self.drafts.can_plan_ahead(self.running, may_admit=may_admit)
 
     @property
     def can_launch_ahead(self) -> bool:
         """Whether the step that was just planned can be launched before the previous one is settled."""
-        return self._is_plain or self.drafts.is_completed
+        return self.drafts.can_launch_ahead
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; None when no request can run before a step is settled, or a load or a hold has ended.
@@ -183,34 +170,29 @@ class Scheduler:
         if not self._requests:
             return None
         drafts_of = self.drafts
-        drafts_of.begin_step(self._planned[-1][0] if self._planned and not self._is_plain else None)
+        drafts_of.begin_step(self._planned[-1][0] if self._planned else None)
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
         self._long_prefills.begin_step(self.running)
         self._pictures.begin_step()
         budget = self._plan_running(spans)
-        if not spans and not drafts_of.unsettled:
+        if not spans and not drafts_of.follows_unsettled:
             # Those that decoded have been preempted: long prefills need not wait for them.
             self._long_prefills.begin_step_alone()
             budget = self._plan_running(spans)
-        if self.num_preemptions == num_preemptions and not drafts_of.unsettled:
+        if self.num_preemptions == num_preemptions and not drafts_of.follows_unsettled:
             self._plan_waiting(spans, budget)
         self._long_prefills.end_step()
         self._look_ahead()
-        spans = drafts_of.keep_plain(spans)
-        next_drafts = list(map(drafts_of.next_drafts, spans)) if drafts_of.has_layer else []
+        spans, plans = drafts_of.plan_step(spans, self._logged_from)
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
-        has_drafts = drafts_of.drafter is not None and drafts_of.has_drafts(spans, next_drafts)
-        may_log = drafts_of.drafter is None or not (drafts_of.depth or has_drafts)
-        keeps_logs = may_log and [end - start for _, _, start, end, _ in spans].count(1) >= self._logged_from
-        if drafts_of.drafter is None:
-            grants = [self._reserve(request, lease, start, end, keeps_logs) for request, lease, start, end, _ in spans]
-        else:
-            grants = [drafts_of.reserve(lease, end, len(drafts), keeps_logs) for _, lease, _, end, drafts in spans]
-        sequences = list(map(sequence_plan, spans, grants))
+        reserve = self.cache.reserve_step
+        grants = [reserve(span[1], span[3], plan.log) for span, plan in zip(spans, plans, strict=True)]
+        sequences = list(map(sequence_plan, spans, plans, grants))
         if drafts_of.has_layer:
-            sequences = list(map(with_next, sequences, spans, next_drafts))
-            has_drafts = len(drafts_of.unsettled) > 0 or not all(sequence.is_plain for sequence in sequences)
+            sequences = list(map(with_next, sequences, spans, plans))
+        if self._is_exact:
+            sequences = [as_exact(sequence, span[0]) for sequence, span in zip(sequences, spans, strict=True)]
         sequences = self._pictures.complete(sequences)
         if not sequences:
             if self._planned or self.cache.holds_for_others:
@@ -232,7 +214,6 @@ class Scheduler:
         actions, pictures = tuple(self.cache.take_actions()), self._pictures.take_new()
         plan = StepPlan(tuple(sequences), actions, tuple(new), tuple(gone), pictures)
         self._planned.append((plan, planned))
-        self._is_plain = not has_drafts
         drafts_of.end_step(sequences, len(self.running))
         return plan
 
@@ -245,7 +226,7 @@ class Scheduler:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
         running, is_exact, has_drafter = self.running, self._is_exact, self.drafts.drafter is not None
-        index, is_ahead = 0, len(self.drafts.unsettled) > 0
+        index, is_ahead = 0, self.drafts.follows_unsettled
         while index < len(running) and budget > 0:
             request = running[index]
             if request.num_tokens >= request.max_total:
@@ -397,10 +378,6 @@ class Scheduler:
             # What it generated may be cached as part of another request's prompt, with other bits.
             return not self._is_exact
         return request.params.prompt_logprobs is None
-
-    def _reserve(self, request: Request, lease: Lease, start: int, end: int, keeps_logs: bool) -> Reservation:
-        is_prefill = self._is_exact and start < request.num_prompt_tokens
-        return is_prefill, self.cache.reserve_step(lease, end, wants_log=keeps_logs and not is_prefill)
 
     # Taking in results
 

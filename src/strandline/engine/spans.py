@@ -1,8 +1,10 @@
 """What a sequence does in a step, from the scheduler's choice to the record in the plan."""
 
-from strandline.cache import Lease, StepGrant
+from typing import NamedTuple
+
+from strandline.cache import Lease, LogUse, StepGrant
 from strandline.engine.request import Request
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.records.plan import SequencePlan
 
 Span = tuple[Request, Lease, int, int, tuple[int, ...]]
@@ -10,8 +12,16 @@ Span = tuple[Request, Lease, int, int, tuple[int, ...]]
 
 NO_DRAFTS: tuple[int, ...] = ()
 
-Reservation = tuple[bool, StepGrant]
-"""Whether the prefill kernels compute the sequence even if it is a single token, and what the cache granted."""
+
+class DraftPlan(NamedTuple):
+    """What a sequence does about drafts in a step."""
+
+    ids: tuple[int, ...]
+    """Drafts to verify."""
+    num_next: int
+    """Drafts that the draft layer makes for the next step."""
+    log: LogUse
+    """What the step may use the sequence's log for."""
 
 
 def exact_end(request: Request, start: int, end: int) -> int:
@@ -32,10 +42,11 @@ def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
     return (*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])
 
 
-def sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
+def sequence_plan(span: Span, plan: DraftPlan, grant: StepGrant) -> SequencePlan:
     """Describe a sequence's part of the step. Nothing may be reserved for the step afterwards: blocks could move."""
     request, lease, start, end, drafts = span
-    is_prefill, (src, dst, cuts, log, num_logged, num_folded) = reservation
+    is_replayed = plan.log is LogUse.DRAFTS
+    src, dst, cuts, log, num_logged, num_folded = grant
     pending = PendingToken.NONE
     if drafts:
         token_ids: tuple[int, ...] = (request.output_ids[-1], *drafts)
@@ -65,7 +76,7 @@ def sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
         cuts,
         end - len(drafts) == request.num_tokens,
         pending,
-        is_prefill,
+        is_replayed and log != NULL_LOG,
         log,
         num_logged,
         num_folded,
@@ -73,8 +84,13 @@ def sequence_plan(span: Span, reservation: Reservation) -> SequencePlan:
     )
 
 
-def with_next(plan: SequencePlan, span: Span, next_drafts: int) -> SequencePlan:
+def with_next(sequence: SequencePlan, span: Span, plan: DraftPlan) -> SequencePlan:
     """Add what a draft layer needs: the token after the step's, if it is known, and how many to draft."""
     request, _, _, end, _ = span
-    next_id = NO_TOKEN if plan.is_sampled else _tokens_between(request, end, end + 1)[0]
-    return plan._replace(next_id=next_id, next_drafts=next_drafts)
+    next_id = NO_TOKEN if sequence.is_sampled else _tokens_between(request, end, end + 1)[0]
+    return sequence._replace(next_id=next_id, next_drafts=plan.num_next)
+
+
+def as_exact(sequence: SequencePlan, request: Request) -> SequencePlan:
+    """Return a sequence of a deterministic step: prefill kernels compute all tokens of its prompt."""
+    return sequence._replace(is_prefill=sequence.start < request.num_prompt_tokens)

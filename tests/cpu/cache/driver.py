@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from strandline.cache import Lead, Lease, Placement, PrefixCache, StepGrant
+from strandline.cache import Lead, Lease, LogUse, Placement, PrefixCache, StepGrant
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.holds import Holds
@@ -98,7 +98,7 @@ class Driver:
         return [lease for lease, *_ in planned]
 
     def _reserve(self, lease: Lease, end: int) -> StepGrant:
-        grant = self.cache.reserve_step(lease, end, wants_log=True)
+        grant = self.cache.reserve_step(lease, end, LogUse.DECODED)
         check(self.cache)
         return grant
 

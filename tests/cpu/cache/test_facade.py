@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strandline.cache import PrefixCache
+from strandline.cache import LogUse, PrefixCache
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.internals import Internals
 from strandline.cache.policy import new_cache
@@ -119,8 +119,8 @@ def test_lease_without_a_free_log_folds_every_token() -> None:
     assert lease is not None
     assert lease.log == NULL_LOG
     assert cache.extend(lease, 2)
-    cache.commit(lease, 1, cache.reserve_step(lease, 1, wants_log=True).num_folded)
-    grant = cache.reserve_step(lease, 2, wants_log=True)
+    cache.commit(lease, 1, cache.reserve_step(lease, 1, LogUse.DECODED).num_folded)
+    grant = cache.reserve_step(lease, 2, LogUse.DECODED)
     assert (grant.log, grant.num_logged, grant.num_folded) == (NULL_LOG, 0, 1)
 
 
@@ -129,28 +129,28 @@ def test_a_log_holds_decoded_tokens_or_drafts() -> None:
     lease = cache.admit(RequestId("a"), TokenBuffer([1]))
     assert lease is not None
     assert cache.extend(lease, 64)
-    cache.commit(lease, 1, cache.reserve_step(lease, 1, wants_log=True).num_folded)
+    cache.commit(lease, 1, cache.reserve_step(lease, 1, LogUse.DECODED).num_folded)
     for token in (2, 3):  # decoded
         lease.tokens.append(token)
-        grant = cache.reserve_step(lease, lease.computed + 1, wants_log=True)
+        grant = cache.reserve_step(lease, lease.computed + 1, LogUse.DECODED)
         assert grant.num_folded == 0
         cache.commit(lease, lease.computed + 1, 0)
     assert (lease.num_logged, lease.has_logged_drafts) == (2, False)
     cache.take_actions()
     lease.tokens.append(4)
-    grant = cache.reserve_step(lease, 6, wants_log=True, num_drafts=2)
+    grant = cache.reserve_step(lease, 6, LogUse.DRAFTS)
     assert cache.take_actions() == [FoldLog(lease.dst, lease.log, 2)]
     assert (grant.num_logged, grant.num_folded) == (0, 1)
     lease.tokens.append(5)
     cache.commit(lease, 5, grant.num_folded)  # one draft is accepted
     assert (lease.num_logged, lease.has_logged_drafts) == (1, True)
     lease.tokens.append(6)
-    grant = cache.reserve_step(lease, 6, wants_log=True)
+    grant = cache.reserve_step(lease, 6, LogUse.DRAFTS)
     assert (grant.num_logged, grant.num_folded) == (1, 2)
     cache.commit(lease, 6, grant.num_folded)
     assert (lease.num_logged, lease.has_logged_drafts) == (0, False)
     lease.tokens.append(7)
-    assert cache.reserve_step(lease, 7, wants_log=True).num_folded == 0
+    assert cache.reserve_step(lease, 7, LogUse.DECODED).num_folded == 0
     assert cache.take_actions() == []
 
 
@@ -159,8 +159,8 @@ def test_logged_drafts_are_folded_when_a_lease_ends() -> None:
     lease = cache.admit(RequestId("a"), TokenBuffer([1, 2, 3]))
     assert lease is not None
     assert cache.extend(lease, 64)
-    cache.commit(lease, 1, cache.reserve_step(lease, 1, wants_log=True).num_folded)
-    grant = cache.reserve_step(lease, 4, wants_log=True, num_drafts=2)
+    cache.commit(lease, 1, cache.reserve_step(lease, 1, LogUse.DECODED).num_folded)
+    grant = cache.reserve_step(lease, 4, LogUse.DRAFTS)
     cache.commit(lease, 3, grant.num_folded)
     cache.take_actions()
     slot, log = lease.dst, lease.log
@@ -179,7 +179,7 @@ def test_full_log_is_folded_with_the_next_token() -> None:
     for token in range(2 * LOG_TOKENS + 2):
         lease.tokens.append(token)
         assert driver.cache.extend(lease, len(lease.tokens))
-        grant = driver.cache.reserve_step(lease, len(lease.tokens), wants_log=True)
+        grant = driver.cache.reserve_step(lease, len(lease.tokens), LogUse.DECODED)
         driver.cache.commit(lease, len(lease.tokens), grant.num_folded)
         grants.append((grant.num_logged, grant.num_folded))
     cycle = [*((logged, 0) for logged in range(LOG_TOKENS)), (LOG_TOKENS, LOG_TOKENS + 1)]
@@ -192,7 +192,7 @@ def test_first_token_after_a_snapshot_is_folded() -> None:
     driver.prefill(lease, leave=True)
     lease.tokens.append(7)
     assert driver.cache.extend(lease, 101)
-    grant = driver.cache.reserve_step(lease, 101, wants_log=True)
+    grant = driver.cache.reserve_step(lease, 101, LogUse.DECODED)
     assert grant.src != grant.dst
     assert (grant.log, grant.num_logged, grant.num_folded) == (lease.log, 0, 1)
 
@@ -207,6 +207,6 @@ def test_step_without_a_log_folds_it_first(end: int) -> None:
     for token in range(end - 101):
         lease.tokens.append(token)
     assert driver.cache.extend(lease, end)
-    grant = driver.cache.reserve_step(lease, end, wants_log=False)
+    grant = driver.cache.reserve_step(lease, end, LogUse.NONE)
     assert (grant.log, grant.num_logged, grant.num_folded) == (NULL_LOG, 0, end - 101)
     assert (lease.num_logged, len(driver.cache.take_actions())) == (0, 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from strandline.cache import Lease
+from strandline.cache import Lease, LogUse
 from strandline.cache.eviction import Entry, EvictionQueue
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
@@ -122,7 +122,7 @@ def test_cut_without_a_slot_is_omitted_and_evicts_nothing() -> None:
     assert driver.cache.extend(lease, 384)
     driver.flush()
     assert driver.cache.internals().memory.num_evictable_blocks == 1
-    assert driver.cache.reserve_step(lease, 384, wants_log=False).cuts == ()
+    assert driver.cache.reserve_step(lease, 384, LogUse.NONE).cuts == ()
     assert driver.cache.take_actions() == []
     assert driver.step(lease, 384)
 
@@ -133,7 +133,7 @@ def test_cut_of_an_uncommitted_step_leaks_nothing() -> None:
     before = driver.cache.internals().allocator.used()
     lease = driver.admit(prompt(90) + prompt(100, 6000))
     assert driver.cache.extend(lease, 190)
-    assert [position for position, _ in driver.cache.reserve_step(lease, 190, wants_log=False).cuts] == [90]
+    assert [position for position, _ in driver.cache.reserve_step(lease, 190, LogUse.NONE).cuts] == [90]
     driver.release(lease)
     assert driver.cache.internals().allocator.used() == before
 

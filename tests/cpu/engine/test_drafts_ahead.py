@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.cache import LogUse
 from strandline.device import draft_layer
 from strandline.device.draft_layer import DraftLayer, Pairs
 from strandline.device.runner import Runner
@@ -19,6 +20,7 @@ from strandline.device.sizing import slabs_for
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafts import Drafts
+from strandline.engine.spans import DraftPlan, Span
 from strandline.env import DEBUG_CACHE
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS
@@ -493,6 +495,12 @@ def test_token_behind_unsettled_drafts_is_not_logged(make: Callable[..., LLM], m
         return [output.outputs[0].cumulative_logprob for output in again]
 
     assert next_logprobs("") == pytest.approx(next_logprobs("not cached"), abs=1e-4)
-    monkeypatch.setattr(Drafts, "has_drafts", lambda *_: False)
+    plan_step = Drafts.plan_step
+
+    def plan_with_logs(drafts: Drafts, *args: Any) -> tuple[list[Span], list[DraftPlan]]:
+        spans, plans = plan_step(drafts, *args)
+        return spans, [x._replace(log=LogUse.DECODED) if x.log is LogUse.NONE else x for x in plans]
+
+    monkeypatch.setattr(Drafts, "plan_step", plan_with_logs)
     with pytest.raises(EngineError, match="planned with a log of decoded tokens"):
         generate_behind_drafts(make(2, **options))
