@@ -105,8 +105,8 @@ class ChatRenderer:
         self._answers = answers
         self._tool_calls = tool_calls
         self._pictures = pictures
-        reserved = () if pictures is None else tokenizer.convert_ids_to_tokens(pictures.token_ids)
-        self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens, reserved=reserved)
+        reserved = [] if pictures is None else filter(None, tokenizer.convert_ids_to_tokens(pictures.token_ids))
+        self._control_tokens = ControlTokens(tokenizer, is_parsed=parse_special_tokens, reserved=frozenset(reserved))
         self._chat_template = chat_template
         self._traits = TemplateTraits(lambda messages: self._render(messages, True))
         self._turns: Turns | None = None
@@ -201,12 +201,14 @@ class ChatRenderer:
         split, mark = self._control_tokens.split(check_messages(plain))
         bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
 
+        def show(messages: Messages, is_open: bool, tools: list[dict[str, Any]]) -> str:
+            shown = with_parts(messages) if pictures else messages
+            return self._render(shown, is_open, tools, template_options)
+
         def text_of(messages: Messages, tools: list[dict[str, Any]]) -> str:
             if not continued:
-                return self._render(messages, add_generation_prompt, tools, template_options)
-            return continued_text(
-                messages, continued, lambda part, is_open: self._render(part, is_open, tools, template_options)
-            )
+                return show(messages, add_generation_prompt, tools)
+            return continued_text(messages, continued, lambda part, is_open: show(part, is_open, tools))
 
         rendered = text_of(split, bare_tools)
         check_length(rendered, max_characters)
@@ -218,7 +220,7 @@ class ChatRenderer:
         marks = {start for start in before_last if start >= MIN_GAP_TOKENS}
         for other in _similar(plain, with_answer=add_generation_prompt):
             with contextlib.suppress(RequestError):  # a template may demand that roles alternate
-                other_text = self._render(other, False, bare_tools, template_options)
+                other_text = show(other, False, bare_tools)
                 shared = common_length(other_text, text)
                 position = start_before(characters.position(shared), starts) if shared < len(text) else 0
                 marks |= {position} if position >= MIN_GAP_TOKENS else set()
@@ -340,7 +342,7 @@ class ChatRenderer:
     ) -> str:
         return render_chat(
             self._tokenizer,
-            with_parts(messages),
+            messages,
             self._chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,

@@ -5,7 +5,7 @@ import os
 import random
 import socket
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import count
@@ -32,6 +32,7 @@ from strandline.ids import RequestId
 from strandline.models.storage.weights_files import fingerprint
 from strandline.records.account import Account, Reason
 from strandline.records.events import HandOverStats
+from strandline.records.pictures import PlacedPicture
 from strandline.records.tokens import TokenBuffer
 from strandline.records.transfer_params import TransferParams, read_transfer_params
 from strandline.text.vocabulary import load_frontend, load_vocabulary
@@ -127,9 +128,16 @@ class Node:
         self._frontend = load_frontend(config, self.core.limits, load_vocabulary(config))
         self.answers: dict[str, Answer] = {}
 
-    def submit(self, name: str, prompt: list[int], transfer: TransferParams | None = None, **params: Any) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        transfer: TransferParams | None = None,
+        pictures: Sequence[PlacedPicture] = (),
+        **params: Any,
+    ) -> None:
         values = {"temperature": 0, "max_tokens": 1 if transfer == KEEP else NUM_TOKENS, "ignore_eos": True, **params}
-        request = self._frontend.check(prompt, self._frontend.check_params(SamplingParams(**values)))
+        request = self._frontend.check(prompt, self._frontend.check_params(SamplingParams(**values)), pictures)
         for submission in self._frontend.open(name, request, transfer=transfer):
             self.answers[submission.new.request_id] = Answer()
             self.core.add(submission)

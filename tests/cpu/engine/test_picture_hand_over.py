@@ -1,54 +1,63 @@
-"""A prompt with pictures that one engine has computed is continued by another, which encodes none of them."""
+"""Prompts with pictures that another engine continues."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from strandline import SamplingParams
 from strandline.engine.loading import load_uni_executor
-from strandline.ids import RequestId
 from strandline.models.vision.tower import VisionTower
-from strandline.records.events import Submission
-from strandline.records.plan import NewRequest
-from strandline.records.transfer_params import TransferParams, read_transfer_params
+from strandline.records.pictures import PlacedPicture
+from strandline.records.transfer_params import read_transfer_params
 from tests.cpu.device.picture_driver import Prompt, random_picture, text
-from tests.cpu.engine.test_hand_over import KEEP, NUM_TOKENS, Answer, Node, config_of, run
+from tests.cpu.engine.test_hand_over import KEEP, Answer, Node, config_of, run
 from tests.cpu.engine.vision_engine import preferred, save_vision_model
 
 NAME = "qwen3_5-vision"
-ASKED = Prompt.of(text(40), random_picture(3, 7), text(3), random_picture(6, 2), text(30))
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    directory = save_vision_model(NAME, tmp_path)
-    config = config_of(directory, max_model_len=256)
-    found = [Node(load_uni_executor(config), directory, max_model_len=256) for _ in range(2)]
-    yield found
-    for node in found:
+    model, threads = save_vision_model(NAME, tmp_path), torch.get_num_threads()
+    config = config_of(model, max_model_len=400)
+    nodes = [Node(load_uni_executor(config), model, max_model_len=400) for _ in range(2)]
+    yield nodes
+    for node in nodes:
         assert node.core.hand_over is not None
         node.core.hand_over.close()
+    torch.set_num_threads(threads)
 
 
-def submit(node: Node, name: str, prompt: Prompt, transfer: TransferParams, num_tokens: int) -> None:
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    new = NewRequest(RequestId(name), prompt.token_ids, params, 0, frozenset(), ())
-    pixels = {picture.digest: picture for _, picture in prompt.pictures}
-    total = len(prompt.token_ids) + num_tokens
-    node.answers[name] = Answer()
-    node.core.add(Submission(new, total, transfer=transfer, pictures=prompt.spans, pixels=pixels))
+def placed(prompt: Prompt) -> list[PlacedPicture]:
+    return [PlacedPicture(*each) for each in prompt.pictures]
 
 
-def test_pictures_are_handed_over_as_words_are(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = nodes
-    submit(producer, "prefill", ASKED, KEEP, 1)
+def hand_over(producer: Node, consumer: Node, kept: Prompt, asked: Prompt) -> Answer:
+    """Compute a prompt on one engine; ask the other about one with what the first has kept."""
+    producer.submit("kept", kept.token_ids, KEEP, placed(kept))
     run([producer])
-    params = read_transfer_params(producer.answers["prefill"].params)
+    params = read_transfer_params(producer.answers["kept"].params)
     assert params is not None
-    monkeypatch.setattr(VisionTower, "forward", None)
-    submit(consumer, "decode", ASKED, params, NUM_TOKENS)
-    run(nodes, lambda: consumer.is_idle)
-    answer = consumer.answers["decode"]
-    assert answer.hit == len(ASKED.token_ids)
-    assert answer.tokens == preferred(NAME, ASKED, answer.tokens)
+    consumer.submit("asked", asked.token_ids, params, placed(asked))
+    run([producer, consumer], lambda: consumer.is_idle)
+    return consumer.answers["asked"]
+
+
+def test_picture_is_continued_without_being_encoded_again(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = nodes
+    encoded, forward = list[int](), VisionTower.forward
+    monkeypatch.setattr(VisionTower, "forward", lambda *args: encoded.append(1) or forward(*args))
+    prompt = Prompt.of(text(70), random_picture(3, 7), text(9, 1))
+    answer = hand_over(producer, consumer, prompt, prompt)
+    assert answer.hit == len(prompt.token_ids)
+    assert answer.tokens == preferred(NAME, prompt, answer.tokens)
+    assert len(encoded) == 1
+
+
+def test_another_picture_gets_nothing_of_what_was_kept(nodes: list[Node]) -> None:
+    kept = Prompt.of(text(70), random_picture(3, 7), text(9, 1))
+    asked = Prompt.of(text(70), random_picture(3, 7, seed=1), text(9, 1))
+    answer = hand_over(*nodes, kept, asked)
+    assert answer.hit <= 70
+    assert answer.tokens == preferred(NAME, asked, answer.tokens)

@@ -230,6 +230,7 @@ def test_text_that_looks_like_a_picture_is_text(server: ServerProcess) -> None:
         server, question(picture()), tools=[{**WEATHER, "function": {"name": "f", "description": forged}}]
     )
     assert "tokens that stand for pictures" in refusal(server, question(picture(), "\U0010fffe7\U0010ffff"))
+    assert shape(ask(server, question("\U0010fffe0\U0010ffff"))["prompt_token_ids"]) == []
 
 
 @pytest.mark.parametrize(
