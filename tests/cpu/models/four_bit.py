@@ -141,6 +141,20 @@ class Scheme:
     shuffled: bool = False
     dtype: torch.dtype = torch.float16
 
+    @property
+    def takes_stacks(self) -> bool:
+        """Whether experts may be in one tensor."""
+        return self.symmetric and self.config["quant_method"] == "compressed-tensors"
+
+
+def write_stack(matrices: list[Quantized], name: str) -> Tensors:
+    """As compressed-tensors writes experts in one tensor."""
+    return {
+        f"{name}_packed": torch.stack([pack(matrix.codes) for matrix in matrices]),
+        f"{name}_scale": torch.stack([matrix.scales for matrix in matrices]),
+        f"{name}_shape": torch.tensor([len(matrices), *matrices[0].codes.shape]),
+    }
+
 
 def convert(
     source: Path,
@@ -153,7 +167,13 @@ def convert(
     tensors, expected = load_file(source / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         expected[name] = tensor
-        if name.endswith(".weight") and tensor.dim() == 2 and is_converted(name, tensor):
+        if scheme.takes_stacks and tensor.dim() == 3 and is_converted(name, tensor):
+            options = {"symmetric": True, "shuffled": False, "dtype": scheme.dtype}
+            matrices = [quantize(matrix, scheme.size, **options) for matrix in tensor]
+            del tensors[name]
+            tensors |= write_stack(matrices, name)
+            expected[name] = torch.stack([matrix.dequantize() for matrix in matrices])
+        elif name.endswith(".weight") and tensor.dim() == 2 and is_converted(name, tensor):
             quantized = quantize(
                 tensor, scheme.size, symmetric=scheme.symmetric, shuffled=scheme.shuffled, dtype=scheme.dtype
             )

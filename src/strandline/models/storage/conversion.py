@@ -171,7 +171,6 @@ class _Conversion:
         return (
             is_converted(name, shape)
             and shape[-1] % self.quantizer.multiple == 0
-            and (self.quantizer.takes_stacks or STACKED_EXPERTS.fullmatch(name) is None)
             and (self.quantizer.takes_drafts or DRAFT.search(name) is None)
         )
 
@@ -199,19 +198,21 @@ class _Conversion:
             if weight.ndim == 2:
                 parts = self._quantize(new_name, weight, largest)
             else:
-                matrices = [self._quantize(new_name, weight_NK, _largest(weight_NK)) for weight_NK in weight]
+                matrices = [self._quantize(new_name, *matrix) for matrix in zip(weight, largest, strict=True)]
                 parts = {suffix: torch.stack([matrix[suffix] for matrix in matrices]) for suffix in matrices[0]}
-            for suffix, part in parts.items():
+            for suffix, part in (parts | self.quantizer.once(weight.shape, largest)).items():
                 yield new_name + suffix, part
 
     def _matrices(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield a tensor, or the matrices of experts that come in one, under their published names.
 
-        With each comes the largest absolute weight that its factor is to fit.
+        With each comes the largest absolute weight that its factor is to fit, or those of several matrices.
         """
         fused = FUSED_EXPERTS.fullmatch(name)
         if fused is None:
-            yield name, tensor, self._largest_of_joined(name, tensor)
+            is_stack = tensor.ndim > 2
+            largest = torch.stack([*map(_largest, tensor)]) if is_stack else self._largest_of_joined(name, tensor)
+            yield name, tensor, largest
             return
         for index, expert in enumerate(tensor):
             parts = {fused[2]: expert}
@@ -231,7 +232,7 @@ class _Conversion:
         return largest
 
     def _quantize(self, name: str, weight_NK: Tensor, largest: Tensor) -> Parts:
-        """Return the parts of a matrix, converted a few rows of blocks at a time."""
+        """Return the parts of a matrix that have its rows, converted a few rows of blocks at a time."""
         step = max(1, CHUNK_ELEMENTS // (BLOCK * max(1, weight_NK.shape[1]))) * BLOCK
         parts = dict[str, list[Tensor]]()
         for rows_NK in weight_NK.split(step):
@@ -243,8 +244,7 @@ class _Conversion:
                 parts.setdefault(suffix, []).append(part)
             self.report.square_error += float((rows.restored_NK - exact).double().square().sum())
             self.report.square_sum += float(exact.double().square().sum())
-        whole = {suffix: torch.cat(of_rows) for suffix, of_rows in parts.items()}
-        return whole | self.quantizer.once(weight_NK.shape, largest)
+        return {suffix: torch.cat(of_rows) for suffix, of_rows in parts.items()}
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ a published index says to which group each belongs. The files decide, tensor by 
 | gptq | ``M.qweight`` ``[K/8, N]`` | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | ``M.g_idx`` |
 | awq | ``M.qweight`` ``[K, N/8]``, columns in another order | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | |
 
-Zero points of the first version of gptq are published less one, modulo 16.
+Zero points of the first version of gptq are published less one, modulo 16. Experts in one tensor, here ``W``, have one
+dimension more; they are symmetric, and of compressed-tensors: ``W_packed`` and so on.
 
 Source: the published layouts ``pack-quantized`` of ``compressed-tensors``, ``gptq`` and ``gptq_v2`` of GPTQModel and
 ``gemm`` of AutoAWQ.
@@ -40,6 +41,9 @@ PER_NUMBER: Final = 8
 PACKED_DTYPE: Final = "I32"
 """As files name it."""
 
+FP4_DTYPE: Final = "U8"
+"""The dtype of codes in FP4, which have names of the same kind in compressed-tensors."""
+
 SYMMETRIC_ZERO: Final = 8
 
 AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -47,11 +51,11 @@ AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 SUFFIXES: Final[Mapping[Packing, Mapping[str, str]]] = {
     "compressed-tensors": {
-        "codes": "weight_packed",
-        "scales": "weight_scale",
-        "zeros": "weight_zero_point",
-        "groups": "weight_g_idx",
-        "shape": "weight_shape",
+        "codes": "_packed",
+        "scales": "_scale",
+        "zeros": "_zero_point",
+        "groups": "_g_idx",
+        "shape": "_shape",
     },
     "gptq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "groups": "g_idx"},
     "awq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
@@ -87,34 +91,39 @@ class FourBitMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """A published matrix in 4 bits, whose codes are read part by part."""
+    """A published matrix in 4 bits, or several in one tensor, whose codes are read part by part."""
 
     scale_NX: Tensor
-    """As of ``FourBitMatrix``; so are the next two."""
+    """``[..., N, X]``, as of ``FourBitMatrix``; so are the next two."""
     zero_NX: Tensor
     group_K: Tensor
     _codes: "_Codes"
 
     def part(self, index: Index) -> FourBitMatrix:
-        """Read a range of rows and of inputs; it has all groups."""
-        rows, inputs = (*index, *[slice(None)] * (2 - len(index)))
-        code_NK = self._codes.read(rows, inputs)
-        return FourBitMatrix(code_NK, self.scale_NX[rows], self.zero_NX[rows], self.group_K[inputs])
+        """Read a range of rows and of inputs, of several matrices one after the other; it has all groups."""
+        *rows, inputs = self._whole(index)
+        scale_NX, zero_NX = (tensor[tuple(rows)].flatten(0, -2) for tensor in (self.scale_NX, self.zero_NX))
+        return FourBitMatrix(self._codes.read(rows, inputs), scale_NX, zero_NX, self.group_K[inputs])
 
     def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         """See ``OpenWeight``."""
-        return self.part(index).dequantize(dtype)
+        ranges = (range(size)[part] for part, size in zip(self._whole(index), self._codes.shape, strict=True))
+        return self.part(index).dequantize(dtype).view([len(part) for part in ranges])
+
+    def _whole(self, index: Index) -> Index:
+        return (*index, *[slice(None)] * (len(self._codes.shape) - len(index)))
 
 
 def find_four_bit(holders: Holders, scheme: FourBitScheme) -> dict[str, "PublishedFourBit"]:
     """Return the weights in 4 bits, by their names in a model that is not quantised."""
     suffixes, found = SUFFIXES[scheme.packing], dict[str, PublishedFourBit]()
-    for name in holders:
-        module, _, kind = name.rpartition(".")
-        if kind == suffixes["codes"] and module:
-            names = {key: f"{module}.{suffix}" for key, suffix in suffixes.items()}
+    ending = "" if scheme.packing == "compressed-tensors" else "weight"
+    for name, file in holders.items():
+        stem = name.removesuffix(suffixes["codes"])
+        if stem not in ("", name) and (not ending or stem.endswith(".")) and file.dtype(name) != FP4_DTYPE:
+            names = {key: stem + suffix for key, suffix in suffixes.items()}
             held = {key: part for key, part in names.items() if part in holders}
-            found[f"{module}.weight"] = PublishedFourBit(held, scheme, holders)
+            found[stem + ending] = PublishedFourBit(held, scheme, holders)
     return found
 
 
@@ -140,7 +149,7 @@ class PublishedFourBit:
 
     def group_size(self, shape: tuple[int, ...]) -> int | None:
         """Return how many inputs share a scale, in a weight of this shape; None if it is not known, or has no order."""
-        if len(shape) != 2 or "scales" not in self.names:
+        if len(shape) < 2 or "scales" not in self.names:
             return None  # opening it will name the fault
         scales = self.names["scales"]
         size = group_size(self.holders[scales].shape(scales), shape, self.scheme)
@@ -153,12 +162,12 @@ def group_size(scales: Sequence[int], shape: tuple[int, ...], scheme: FourBitSch
     Args:
         scales: the shape of the published scales.
     """
-    num_rows, num_inputs = shape
+    *outer, num_rows, num_inputs = shape
     sizes = (size or num_inputs for size in scheme.group_sizes)
     is_by_row = scheme.packing == "compressed-tensors"
     for size in sizes:
         count = -(-num_inputs // size)
-        if tuple(scales) == ((num_rows, count) if is_by_row else (count, num_rows)):
+        if tuple(scales) == ((*outer, num_rows, count) if is_by_row else (count, num_rows)):
             return size
     return None
 
@@ -189,22 +198,24 @@ def open_packed(
         WeightsError: something is missing, misshapen, of another dtype or out of range.
     """
     codes, suffixes = names["codes"], SUFFIXES[scheme.packing]
-    if len(shape) != 2:
-        raise WeightsError(f"{codes} stands for a weight of shape {list(shape)}; only matrices have 4 bits")
+    is_simple = scheme.packing == "compressed-tensors" and not names.keys() & {"zeros", "groups"}
+    if len(shape) < 2 or (len(shape) > 2 and not is_simple):
+        fault = "in 4 bits are matrices, and several in one tensor if they are symmetric, of compressed-tensors"
+        raise WeightsError(f"{codes} stands for a weight of shape {list(shape)}; {fault}")
     required = {"scales": True, "zeros": scheme.has_zeros, "groups": scheme.is_ordered}
     for key in (key for key, is_required in required.items() if is_required and key not in names):
         raise WeightsError(f"{codes.removesuffix(suffixes['codes'])}{suffixes[key]} is missing beside {codes}")
     parts = _Parts(names, shape, scheme, holders)
     scale_NX = parts.scales().to(device)
-    zero_NX = parts.zeros(scale_NX.shape[1], device)
-    group_K = parts.groups(scale_NX.shape[1])
+    zero_NX = parts.zeros(scale_NX.shape[-1], device)
+    group_K = parts.groups(scale_NX.shape[-1])
     parts.check_shape()
     return PackedMatrix(scale_NX, zero_NX, group_K.to(device), parts.codes(device))
 
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Reads codes of a matrix ``[N, K]``, to a device."""
+    """Reads codes of a matrix ``[N, K]``, or several, ``[..., N, K]``, to a device."""
 
     name: str
     file: WeightsFile
@@ -212,13 +223,13 @@ class _Codes:
     packing: Packing
     device: torch.device | str
 
-    def read(self, rows: slice, inputs: slice) -> Tensor:
-        """Return the codes of some rows and inputs."""
-        num_rows, num_inputs = self.shape
-        row_range, input_range = range(num_rows)[rows], range(num_inputs)[inputs]
+    def read(self, rows: Sequence[slice], inputs: slice) -> Tensor:
+        """Return the codes of some rows, whose last range is that of a matrix, and inputs."""
+        *_, num_rows, num_inputs = self.shape
+        row_range, input_range = range(num_rows)[rows[-1]], range(num_inputs)[inputs]
         match self.packing:
             case "compressed-tensors":
-                codes = self._unpacked((_slice(row_range), _numbers_of(input_range)))
+                codes = self._unpacked((*rows[:-1], _slice(row_range), _numbers_of(input_range)))
                 return codes[:, _places_of(input_range)]
             case "gptq":
                 codes = self._unpacked((_numbers_of(input_range), _slice(row_range)), is_transposed=True)
@@ -228,7 +239,7 @@ class _Codes:
                 return codes[:, _places_of(row_range)].t()
 
     def _unpacked(self, index: Index, places: Collection[int] | None = None, *, is_transposed: bool = False) -> Tensor:
-        packed = self.file.get(self.name, index).to(self.device)
+        packed = self.file.get(self.name, index).to(self.device).flatten(0, -2)
         return _unpack(packed.t() if is_transposed else packed, places)
 
 
@@ -278,9 +289,9 @@ class _Parts:
         return file.get(name)
 
     def codes(self, device: torch.device | str) -> _Codes:
-        num_rows, num_inputs = self.shape
+        *outer, num_rows, num_inputs = self.shape
         shape = {
-            "compressed-tensors": (num_rows, _numbers(num_inputs)),
+            "compressed-tensors": (*outer, num_rows, _numbers(num_inputs)),
             "gptq": (_numbers(num_inputs), num_rows),
             "awq": (num_inputs, _numbers(num_rows)),
         }[self.scheme.packing]
@@ -288,19 +299,21 @@ class _Parts:
         return _Codes(name, file, self.shape, self.scheme.packing, device)
 
     def scales(self) -> Tensor:
-        """Return ``[N, X]``."""
-        num_rows, num_inputs = self.shape
+        """Return ``[..., N, X]``."""
+        *outer, num_rows, num_inputs = self.shape
         counts = [-(-num_inputs // (size or num_inputs)) for size in self.scheme.group_sizes]
         is_by_row = self.scheme.packing == "compressed-tensors"
-        scales = self._read("scales", *((num_rows, count) if is_by_row else (count, num_rows) for count in counts))
+        shapes = ((*outer, num_rows, count) if is_by_row else (count, num_rows) for count in counts)
+        scales = self._read("scales", *shapes)
         check_scale(self.names["scales"], scales)
         return scales if is_by_row else scales.t()
 
     def zeros(self, num_groups: int, device: torch.device | str) -> Tensor:
-        """Return ``[N, X]``."""
-        num_rows = self.shape[0]
+        """Return ``[..., N, X]``."""
+        *outer, num_rows, _ = self.shape
         if "zeros" not in self.names:
-            return torch.full((num_rows, num_groups), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
+            zero = torch.tensor(SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
+            return zero.expand(*outer, num_rows, num_groups)
         if self.scheme.packing == "compressed-tensors":
             packed = self._packed("zeros", (_numbers(num_rows), num_groups)).to(device).t()
         else:
@@ -310,7 +323,7 @@ class _Parts:
 
     def groups(self, num_groups: int) -> Tensor:
         """Return the group of each input."""
-        num_inputs = self.shape[1]
+        num_inputs = self.shape[-1]
         sizes = [size or num_inputs for size in self.scheme.group_sizes]
         size = next(size for size in sizes if -(-num_inputs // size) == num_groups)
         in_order_K = torch.arange(num_inputs) // size

@@ -61,6 +61,7 @@ EXPERTS_PARTS: Final = {
     "original_shape": "weight_shape",
     "weight_packed": "weight_packed",
     "weight_scale": "weight_scale",
+    "weight_shape": "weight_shape",
     "weight_global_scale": "weight_global_scale",
     "input_global_scale": "input_global_scale",
 }

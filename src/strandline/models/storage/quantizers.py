@@ -55,10 +55,6 @@ class Quantizer(Protocol):
         """The inputs of a matrix are a multiple of this."""
 
     @property
-    def takes_stacks(self) -> bool:
-        """Whether several matrices can be in one tensor."""
-
-    @property
     def takes_drafts(self) -> bool:
         """Whether published models have draft layers in this format."""
 
@@ -75,7 +71,7 @@ class Quantizer(Protocol):
         """
 
     def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
-        """Return parts of a matrix that have no rows."""
+        """Return parts that have no rows, of a matrix, or of several in one tensor with a largest weight each."""
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """Return ``quantization_config``, given the modules that are not converted."""
@@ -84,7 +80,7 @@ class Quantizer(Protocol):
 class Fp8Quantizer:
     """See ``Quantizer``."""
 
-    multiple, takes_stacks, takes_drafts, has_factor = 1, True, True, False
+    multiple, takes_drafts, has_factor = 1, True, False
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``."""
@@ -117,7 +113,7 @@ class Fp8Quantizer:
 class Fp4Quantizer:
     """See ``Quantizer``."""
 
-    multiple, takes_stacks, takes_drafts, has_factor = GROUP_FP4, True, False, True
+    multiple, takes_drafts, has_factor = GROUP_FP4, False, True
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``."""
@@ -133,7 +129,7 @@ class Fp4Quantizer:
 
     def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
         """See ``Quantizer``."""
-        return {"_global_scale": _global_scale(largest).reshape(1)}
+        return {"_global_scale": _global_scale(largest).reshape(-1)}
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
@@ -144,7 +140,7 @@ class Fp4Quantizer:
 class Int4Quantizer:
     """See ``Quantizer``."""
 
-    multiple, takes_stacks, takes_drafts, has_factor = GROUP_INT4, False, False, False
+    multiple, takes_drafts, has_factor = GROUP_INT4, False, False
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``."""

@@ -235,6 +235,17 @@ def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
     assert all(layer.experts.takes_quantized for layer in layers)
 
 
+def test_experts_in_one_tensor_stay_so_in_int4(tmp_path: Path) -> None:
+    source = families.save("granite_hybrid", tmp_path, intermediate_size=128)
+    report = convert(source, tmp_path / "out", "int4")
+    exact, found = tensors_of(source), load_model(tmp_path / "out", dtype=torch.float32)
+    names = [name for name in exact if name.endswith("block_sparse_moe.output_linear.weight")]
+    assert report.num_converted == len(names) == 3
+    for layer, name in enumerate(names):
+        restored = torch.stack([quantize(expert, "int4")[1] for expert in exact[name]])
+        assert torch.equal(found.decoder.layers[layer].mlp.experts.down_XEF, restored)  # type: ignore[attr-defined]
+
+
 def test_output_is_divided_into_files_with_an_index(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

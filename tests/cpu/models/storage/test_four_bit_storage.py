@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, StackedWeight
-from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.storage import four_bit_storage
@@ -18,7 +17,7 @@ from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.four_bit import SCHEMES, Scheme, awq_config, compressed_config, gptq_config
 from tests.cpu.models.quantized import assert_same_weights, check, load, values_of
-from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
+from tests.cpu.models.test_weights import unfuse_experts
 
 GROUP = 32
 
@@ -49,13 +48,6 @@ def save(name: str, directory: Path, scheme: str = "compressed", **options: Any)
 def test_weights_of_every_format_stay(scheme: str, tmp_path: Path) -> None:
     report = check(save("qwen3_5", tmp_path, scheme)).weights_report
     assert report.num_kept == report.num_quantized > 10
-
-
-def test_experts_in_one_tensor_are_not_quantised(tmp_path: Path) -> None:
-    source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path), fuse_experts)
-    model = check(four_bit.convert(source, tmp_path, KEPT["compressed"])[0])
-    assert model.weights_report.num_kept == model.weights_report.num_quantized > 10  # the shared expert, too
-    assert all(type(experts.parts[0].up) is DenseWeight for experts in model.modules() if isinstance(experts, Experts))
 
 
 def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:

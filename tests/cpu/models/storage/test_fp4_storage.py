@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
@@ -13,7 +14,8 @@ from strandline.models.layers.attention import Attention
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
-from tests.cpu.models import families, fp4, fp8
+from tests.cpu.models import families, four_bit, fp4, fp8
+from tests.cpu.models.fp8 import Tensors
 from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, load, logits
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 from tests.cpu.models.test_weights import unfuse_experts
@@ -104,6 +106,28 @@ def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
         isinstance(m, Projection) and isinstance(m.weight, ScaledWeight | StackedWeight) for m in model.modules()
     )
     assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
+
+
+def test_fp4_and_integers_of_one_packing_stay_side_by_side(tmp_path: Path) -> None:
+    """Both publish codes as ``weight_packed``."""
+    others = Tensors()
+
+    def quantize_others(tensors: Tensors) -> None:
+        for name in [name for name, tensor in tensors.items() if fp8.is_projection(name, tensor)]:
+            if not is_expert(name, tensors[name]):
+                matrix = four_bit.quantize(tensors.pop(name), 32, symmetric=True, shuffled=False, dtype=torch.float16)
+                prefix = name.removesuffix("weight")
+                tensors |= four_bit.compressed_tensors(matrix, prefix, zeros=False, groups=False)
+                others[name] = matrix.dequantize()
+
+    integers = four_bit.compressed_config(32)
+    groups = {"fp4": GROUPS["experts"], "int4": {**integers["config_groups"]["group_0"], "format": "pack-quantized"}}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path, **SIZES), unfuse_experts)
+    directory, plain = fp4.convert(source, tmp_path, "compressed", is_converted=is_expert, config=config)
+    model = check(fp8.change_tensors(directory, quantize_others))
+    assert_same_weights(model, load(fp8.change_tensors(plain, lambda t: t.update(others)), keeps_quantized=False))
+    assert {type(part.up) for x in model.modules() if isinstance(x, Experts) for part in x.parts} == {Fp4Weight}
 
 
 def formats_of(model: Any) -> dict[str, set[type]]:
