@@ -148,8 +148,8 @@ def _stored_group_keys(memory: IndexedMemory, table_M: Tensor, num_tokens: int, 
     """Return the keys of a sequence's complete groups."""
     blocks = table_M[: -(-num_tokens // BLOCK_TOKENS)]
 
-    def stored(memory_BPX: Tensor) -> Tensor:
-        return memory_BPX.index_select(0, blocks).flatten(0, 1)[:num_tokens]
+    def stored(memory: Tensor) -> Tensor:
+        return memory.index_select(0, blocks).flatten(0, 1)[:num_tokens]
 
     positions_BP3 = memory.position_BP3
     return group_keys(stored(memory.index_BPC), index, None if positions_BP3 is None else stored(positions_BP3))

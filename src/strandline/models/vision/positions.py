@@ -4,7 +4,7 @@ Patches are ordered by tokens: those of a token's square of patches follow each 
 
 Source: ``transformers`` (``qwen3_5``).
 
-Shape suffixes: P patches, F frequencies of one dimension, K corners of a table's cell.
+Shape suffixes: R rows and C columns of patches, P patches, F frequencies of one dimension, K corners of a table's cell.
 """
 
 from typing import Final, NamedTuple

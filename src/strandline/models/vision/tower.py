@@ -7,7 +7,8 @@ activations, whatever the format of the text part's.
 Source: ``transformers`` (``qwen3_5``); Wang et al., "Qwen2-VL", 2024, section 2.1.
 
 Shape suffixes: Y rows and X columns of pixels, C channels, P patches of all pictures, I values of a patch, W width, O
-outputs, H heads, D head dim, L patches of one picture, N tokens, E hidden size of the text part.
+outputs, H heads, J heads of queries, keys and values, D head dim, K entries of the table of positions, L patches of
+one picture, N tokens, E hidden size of the text part.
 """
 
 from collections.abc import Callable, Sequence
@@ -139,11 +140,11 @@ class Block(nn.Module):
         return hidden_PW + fed_PW
 
     def _attend(self, x_PW: Tensor, rotary: RotaryTable, lengths: Sequence[int]) -> Tensor:
-        q_PHD, k_PHD, v_PHD = self.qkv(x_PW).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        parts = (apply_rotary(q_PHD, rotary), apply_rotary(k_PHD, rotary), v_PHD)
+        heads_PJD = self.qkv(x_PW).unflatten(-1, (3 * self.num_heads, -1))
+        apply_rotary(heads_PJD[:, : 2 * self.num_heads], rotary)
         attended_LHD = []
-        for qkv_LHD in zip(*(part_PHD.split(list(lengths)) for part_PHD in parts), strict=True):
-            q_1HLD, k_1HLD, v_1HLD = (x_LHD.transpose(0, 1)[None] for x_LHD in qkv_LHD)
+        for heads_LJD in heads_PJD.split(list(lengths)):
+            q_1HLD, k_1HLD, v_1HLD = heads_LJD.transpose(0, 1)[None].chunk(3, dim=1)
             attended_LHD.append(F.scaled_dot_product_attention(q_1HLD, k_1HLD, v_1HLD)[0].transpose(0, 1))
         attended_PW: Tensor = self.proj(torch.cat(attended_LHD).flatten(1))
         return attended_PW
