@@ -225,12 +225,12 @@ def few_launches(weight_format: str, model: Model, tokens: int) -> Iterator[Laun
         chosen = FEW[tilings_of(weight_format)[0]][tokens > 1]
     if chosen is None:
         return
-    ups = [chosen._replace(block_up_n=n, block_up_k=k, warps_up=w) for n, k, w in parse_launches(sizes_of, FEW_UPS)]
-    downs = [
-        chosen._replace(block_down_n=n, warps_down=w, blocks_down=b) for n, w, b in parse_launches(sizes_of, FEW_DOWNS)
-    ]
-    for few in [chosen, *ups, *downs]:
-        yield Launch(f"few {tuple(few)}", {f"{MODULE}.choose_few": few, f"{MODULE}.MAX_TOKENS_FEW": 16})
+    up, down = chosen
+    ups = [(launch, down) for launch in parse_launches(rows_launch, FEW_UPS)]
+    downs = [(up, down._replace(block_n=n, warps=w, blocks=b or 1)) for n, w, b in parse_launches(sizes_of, FEW_DOWNS)]
+    for pair in [chosen, *ups, *downs]:
+        tried = [(launch.block_n, launch.block_k, launch.warps, launch.blocks) for launch in pair]
+        yield Launch(f"few {tried}", {f"{MODULE}.choose_few": pair, f"{MODULE}.MAX_TOKENS_FEW": 16})
 
 
 TINY_SHAPE = {"model": TINY, "tokens": 2}

@@ -16,6 +16,8 @@ class Launch(NamedTuple):
     stages: int
     splits: int = 1
     """Programs that share a tile's work: of experts the rows, else the inputs."""
+    blocks: int = 1
+    """Tiles of outputs that a program computes, one after the other. It loads the next one ahead."""
     is_halved: bool = False
     """Whether an expert's last rows take a tile of half the height where they fit."""
 
@@ -23,3 +25,7 @@ class Launch(NamedTuple):
         """Return the launch arguments."""
         blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
         return {**blocks, "num_warps": self.warps, "num_stages": self.stages}
+
+
+Pair = tuple[Launch, Launch]
+"""The launches of the two products of experts."""

@@ -3,36 +3,29 @@
 Measured by ``benchmarks/kernels``, ``experts --sweep``.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
+from strandline.kernels.gemm.launches import rows_launch
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.kernels.launch import Pair
 from strandline.kernels.sizes import next_power_of_2
 
 MAX_TOKENS_FEW: Final = 4
 """With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
 
 
-class Few(NamedTuple):
-    """How the two products of a few tokens are tiled."""
-
-    block_up_n: int
-    block_up_k: int
-    warps_up: int
-    block_down_n: int
-    warps_down: int
-    blocks_down: int = 1
-    """Tiles of outputs of a program of the second product, one after the other. It loads the next one ahead."""
+ALL: Final = 1 << 30
+"""More inputs than there are."""
 
 
-class Down(NamedTuple):
-    """How large a program of the second product is, with dense weights."""
+def few_pair(up: tuple[int, int, int], block_down_n: int, warps_down: int, blocks_down: int = 1) -> Pair:
+    """Return the launches of both products; a program of the second one takes all inputs at once.
 
-    elements: int
-    """Numbers of the experts' weights, and of the shared one's, that it holds if a row of the output has no more."""
-    warps: int
-    blocks: int = 1
-    """Tiles of this size that it computes, one after the other."""
+    Args:
+        up: outputs, inputs at a time and warps of the first one.
+    """
+    return rows_launch(*up), rows_launch(block_down_n, ALL, warps_down)._replace(blocks=blocks_down)
 
 
 MAX_CHOICES_FEW: Final = 16
@@ -41,9 +34,14 @@ MAX_CHOICES_FEW: Final = 16
 MAX_ELEMENTS_DOWN: Final = 32768
 """Most numbers of a row of the second product: 64 KiB."""
 
-DOWN: Final = Down(16384, 4)
-DOWN_DIVIDED: Final = Down(16384, 4, 2)
-"""32 KiB; for several tokens and some of the experts two of these in turn."""
+ELEMENTS_DOWN: Final = 16384
+"""Numbers of the experts' weights, and of the shared one's, that a program of the second product with dense weights
+holds if a row of the output has no more: 32 KiB."""
+
+WARPS_DOWN: Final = 4
+
+BLOCKS_DIVIDED: Final = 2
+"""For several tokens and some of the experts, a program of the second product holds two of these in turn."""
 
 UP: Final = (4, 512, 2)
 UP_RELU: Final = (4, 512, 1)
@@ -52,15 +50,15 @@ UP_ONE_RELU: Final = (4, 1024, 1)
 """Outputs, inputs at a time and warps of a program of the first product; for one token and all experts."""
 
 FEW: Final = {
-    ScaledWeight: (Few(4, 512, 1, 4, 4), Few(4, 512, 1, 8, 4)),
-    FourBitWeight: (one := Few(4, 2048, 2, 4, 4), more := Few(4, 2048, 2, 4, 1)),
+    ScaledWeight: (few_pair((4, 512, 1), 4, 4), few_pair((4, 512, 1), 8, 4)),
+    FourBitWeight: (one := few_pair((4, 2048, 2), 4, 4), more := few_pair((4, 2048, 2), 4, 1)),
     Fp4Weight: (one, more),
 }
 """For one token, and for more. In FP8 a program of one warp of the first product needs no barrier."""
 
 
-def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Few | None:
-    """Return the tiling; None: this way is no faster."""
+def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Pair | None:
+    """Return the launches; None: this way is no faster."""
     if not isinstance(experts.down, DenseWeight):
         return FEW[type(experts.down)][num_tokens > 1]
     is_gated = experts.activation.is_gated
@@ -71,8 +69,8 @@ def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: 
 
 def choose_dense(
     num_tokens: int, top_k: int, size: int, shared_size: int, *, is_gated: bool, is_divided: bool = False
-) -> Few | None:
-    """Return the tiling for dense experts of a size, and a shared one of another, or 0; None: this way is no faster.
+) -> Pair | None:
+    """Return the launches for dense experts of a size, and a shared one of another, or 0; None: this way is no faster.
 
     Programs of the first product hold 4 to 8 KiB at a time.
 
@@ -82,8 +80,8 @@ def choose_dense(
     largest = max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
     if top_k > MAX_CHOICES_FEW or largest > MAX_ELEMENTS_DOWN:
         return None
-    down = DOWN_DIVIDED if is_divided and num_tokens > 1 else DOWN
-    block_down_n = min(16, max(1, down.elements // largest))
-    warps_down = down.warps * max(1, largest // down.elements)
+    block_down_n = min(16, max(1, ELEMENTS_DOWN // largest))
+    warps_down = WARPS_DOWN * max(1, largest // ELEMENTS_DOWN)
     up, up_relu = (UP_ONE, UP_ONE_RELU) if num_tokens == 1 and not is_divided else (UP, UP_RELU)
-    return Few(*(up if is_gated else up_relu), block_down_n, warps_down, down.blocks)
+    blocks_down = BLOCKS_DIVIDED if is_divided and num_tokens > 1 else 1
+    return few_pair(up if is_gated else up_relu, block_down_n, warps_down, blocks_down)

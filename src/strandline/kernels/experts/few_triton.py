@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.experts.activation_triton import activate, activation_argument
-from strandline.kernels.experts.few_launches import Few
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import choice_options, choose, choose_nth
 from strandline.kernels.gemm.formats.few_rows_triton import multiply_few
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
 from strandline.kernels.gemm.weights import Weight
+from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -286,14 +286,14 @@ def mixture_few(
     logits_TE: Tensor,
     bias_E: Tensor | None,
     routing: Routing,
-    few: Few,
+    launches: Pair,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and of the shared one after its gate, choice by choice.
 
     Args:
         x_TD: rows are dense, as those of the shared expert's projections; quantised ones are taken by experts in FP8.
     """
-    num_held, num_channels, size = experts.down.shape
+    (up, down), (num_held, num_channels, size) = launches, experts.down.shape
     num_tokens, num_choices = len(x_TD), len(x_TD) * routing.top_k
     hidden_AF = torch.empty((num_choices, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
@@ -304,7 +304,7 @@ def mixture_few(
         **choice_options(routing, logits_TE.shape[1]),
         **overlap_options(logits_TE),
     }
-    weight, block_n, block_k = _fit(experts.up, few.block_up_n, min(few.block_up_k, next_power_of_2(num_channels)))
+    weight, block_n, block_k = _fit(experts.up, up, num_channels)
     programs, projected = cdiv(size, block_n), None
     shared_hidden_TS, block_shared = None, 1
     if shared is not None:
@@ -329,14 +329,14 @@ def mixture_few(
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=few.warps_up,
+        num_warps=up.warps,
         **options,
     )
     argument, constants = None, None
-    weight, block_n, block_k = _fit(experts.down, few.block_down_n, next_power_of_2(size))
+    weight, block_n, block_k = _fit(experts.down, down, size)
     if shared is not None:
-        argument, constants, block_n = _shared_arguments(shared, shared_hidden_TS, block_n)
-    rows_down = block_n * few.blocks_down
+        argument, constants, block_n = _shared_arguments(shared, shared_hidden_TS, down._replace(block_n=block_n))
+    rows_down = block_n * down.blocks
     _few_down_kernel[(cdiv(num_channels, rows_down), len(x_TD))](
         hidden_AF,
         logits_TE,
@@ -351,25 +351,25 @@ def mixture_few(
         IS_EVEN=size == block_k and num_channels % rows_down == 0,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        BLOCKS=few.blocks_down,
-        num_warps=few.warps_down,
+        BLOCKS=down.blocks,
+        num_warps=down.warps,
         **options,
     )
     return out_TD
 
 
-def _fit(weight: Weight, block_n: int, block_k: int) -> tuple[Operand, int, int]:
+def _fit(weight: Weight, launch: Launch, num_inputs: int) -> tuple[Operand, int, int]:
     """Return a weight as an argument, and blocks of rows and inputs that its format allows."""
-    argument = operand(weight)
-    return argument, argument.layout.fit_rows(block_n), max(argument.format.min_block_k, block_k)
+    argument, block_k = operand(weight), min(launch.block_k, next_power_of_2(num_inputs))
+    return argument, argument.layout.fit_rows(launch.block_n), max(argument.format.min_block_k, block_k)
 
 
 def _shared_arguments(
-    shared: SharedExpert, hidden_TS: Tensor, block_n: int
+    shared: SharedExpert, hidden_TS: Tensor, launch: Launch
 ) -> tuple[_SharedArgument, _SharedConstants, int]:
     """Return a shared expert as arguments, and a block of rows that its format allows, too."""
     size = shared.down.shape[1]
-    weight, block_n, block_k = _fit(shared.down, block_n, next_power_of_2(size))
+    weight, block_n, block_k = _fit(shared.down, launch, size)
     stride_gate = 0 if shared.gate_T1 is None else shared.gate_T1.stride(0)
     argument = _SharedArgument(rows_operand(hidden_TS), shared.gate_T1, stride_gate, weight.data, size)
     return argument, _SharedConstants(weight.format.rows, weight.layout, block_k), block_n

@@ -9,16 +9,13 @@ from typing import Final, NamedTuple
 import torch
 
 from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
-from strandline.kernels.launch import Launch
+from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import GROUP
 
 CHOICES_PER_EXPERT_MIDDLE: Final = 16
 CHOICES_PER_EXPERT_PREFILL: Final = 64
 """From how many choices per expert, on average, the larger tiles pay."""
-
-Pair = tuple[Launch, Launch]
-"""The launches of both products."""
 
 
 class Measured(NamedTuple):

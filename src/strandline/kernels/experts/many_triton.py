@@ -25,11 +25,10 @@ from torch import Tensor
 from strandline.kernels.expert_choices import ExpertChoices
 from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.experts.activation_triton import activate, activation_argument
-from strandline.kernels.experts.many_launches import Pair
 from strandline.kernels.experts.moe import ExpertsWeight, ExpertWeights, SharedExpert, SharedOutput
 from strandline.kernels.experts.moe_list_triton import list_choices
 from strandline.kernels.gemm.formats.operand_triton import FORMATS, TRITON_DTYPES, operand, rows_operand
-from strandline.kernels.launch import Launch
+from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quantized

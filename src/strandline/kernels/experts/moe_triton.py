@@ -58,9 +58,9 @@ def mixture(
         shared = _output(shared, experts.activation, launches)  # kernels of few rows do not clamp what they read
     if launches is Launches.MEASURED and len(x_TD) <= MAX_TOKENS_FEW:
         hidden = shared if isinstance(shared, SharedExpert) else None
-        few = choose_few(experts, hidden, len(x_TD), router.routing.top_k)
-        if few is not None:
-            out_TD = mixture_few(x_TD, experts, hidden, *router, few)
+        pair = choose_few(experts, hidden, len(x_TD), router.routing.top_k)
+        if pair is not None:
+            out_TD = mixture_few(x_TD, experts, hidden, *router, pair)
             return with_shared(out_TD, shared) if isinstance(shared, SharedOutput) else out_TD
     chosen = route(*router)
     if isinstance(shared, SharedExpert) and (launches is Launches.FIXED or not can_join(experts, shared)):

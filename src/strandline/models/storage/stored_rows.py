@@ -8,7 +8,7 @@ is never more than one published tensor, and nothing of its size in another dtyp
 Experts stay quantised if both matrices of each have one format. What cannot stay is dequantised as it loads: rows in
 too many runs, and shards of inputs that cut through what a scale covers.
 
-Shape suffixes: R rows of all matrices of a parameter, I inputs.
+Shape suffixes: X experts, R rows of all matrices of a parameter, I inputs.
 """
 
 import math

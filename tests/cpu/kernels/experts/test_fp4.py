@@ -26,10 +26,10 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts.few_launches import Few
+from strandline.kernels.experts.few_launches import few_pair
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices
-from strandline.kernels.launch import Launch
+from strandline.kernels.launch import Launch, Pair
 
 take_loop_bounds_from_memory()
 multiply_bfloat16()
@@ -42,7 +42,7 @@ Shape = tuple[int, int, int, int, int]
 
 SHAPES: list[Shape] = [(4, 3, 48, 32, 24), (3, 2, 160, 160, 0), (8, 2, 128, 256, 128)]
 ACTIVATIONS = [SWIGLU, SWIGLU._replace(limit=0.6), RELU_SQUARED]
-FEW = Few(32, 128, 1, 64, 1)
+FEW = few_pair((32, 128, 1), 64, 1)
 TILES = (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1))
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 """``|out - expected| / |expected|``; the interpreter cuts bfloat16 off where a GPU rounds it."""
@@ -100,7 +100,7 @@ class Case:
         return out_TD
 
 
-def check_few(case: Case, few: Few = FEW) -> None:
+def check_few(case: Case, few: Pair = FEW) -> None:
     with poisoned_memory():
         out_TD = mixture_few(case.x_TD, case.experts, case.shared, case.logits_TE, None, case.routing, few)
     assert_near(out_TD, case.expected(with_shared=True))

@@ -25,7 +25,7 @@ from strandline.kernels.experts.moe import (
 )
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight
-from strandline.kernels.launch import Launch
+from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from tests.cpu.kernels.gemm.formats import exact, four_bit_weight, multiplied, scaled_weight
@@ -35,8 +35,8 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.experts import few_launches, many_launches, moe_triton
-from strandline.kernels.experts.few_launches import Few
-from strandline.kernels.experts.many_launches import Measured, Pair
+from strandline.kernels.experts.few_launches import few_pair
+from strandline.kernels.experts.many_launches import Measured
 from strandline.kernels.experts.many_triton import compute_choices
 
 take_loop_bounds_from_memory()
@@ -55,7 +55,7 @@ WAYS: dict[str, Callable[..., Summand]] = {
     "fixed": partial(moe_triton.mixture, launches=Launches.FIXED),
 }
 
-FEW = Few(32, 128, 1, 64, 1)
+FEW = few_pair((32, 128, 1), 64, 1)
 
 
 def fp8_weight(num_experts: int, num_rows: int, num_inputs: int, *, size: int, device: str, **_: Any) -> ScaledWeight:

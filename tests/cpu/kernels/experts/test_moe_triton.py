@@ -16,16 +16,16 @@ pytest.importorskip("triton")
 
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts import moe_list_triton, moe_triton
-from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, Few, choose_dense
+from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_dense, few_pair
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, SharedOutput
 from strandline.kernels.gemm.weights import DenseWeight
-from strandline.kernels.launch import Launch
+from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 
-FEW = Few(4, 16, 1, 8, 1)
+FEW = few_pair((4, 16, 1), 8, 1)
 TILES = (Launch(16, 16, 16, 1, 1, 2), Launch(16, 32, 16, 1, 1))
 """Small, so that small shapes have several tiles of every kind."""
 
@@ -190,14 +190,20 @@ class Mixture:
         activation = SWIGLU if self.is_gated else RELU_SQUARED
         return ExpertWeights(DenseWeight(self.up[part]), DenseWeight(self.down[part]), activation, held)
 
-    def run_few(self, few: Few, held: range | None = None) -> Tensor:
+    def run_few(self, few: Pair, held: range | None = None) -> Tensor:
         """Compute it choice by choice, however many tokens there are."""
         shared = SharedExpert(self.shared_TS, DenseWeight(self.shared_down), self.gate_T1)
         return mixture_few(self.x_TD, self.experts(held), shared, self.logits_TE, self.bias_E, self.routing, few)
 
 
 def check_mixture(
-    num_tokens: int, shape: tuple[int, int, int, int, int], few: Few, dtype: torch.dtype, device: str, *, is_gated: bool
+    num_tokens: int,
+    shape: tuple[int, int, int, int, int],
+    few: Pair,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    is_gated: bool,
 ) -> None:
     """Compare all ways with float64, given the choices of the reference; the shape is E, K, D, F and S."""
     mixture = Mixture(num_tokens, shape, dtype, device, is_gated=is_gated)
@@ -237,7 +243,7 @@ def test_experts_equal_a_loop_in_float64(
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize(("block", "blocks"), [(4, 2), (1, 3), (8, 4)])
 def test_tiles_one_after_the_other_equal_a_loop_in_float64(block: int, blocks: int, *, is_gated: bool) -> None:
-    few = Few(4, 16, 1, block, 1, blocks)
+    few = few_pair((4, 16, 1), block, 1, blocks)
     for num_tokens, shape in ((1, (4, 3, 12, 7, 5)), (3, (5, 2, 32, 16, 8))):
         check_mixture(num_tokens, shape, few, torch.float32, "cpu", is_gated=is_gated)
 
@@ -259,12 +265,12 @@ def test_the_mixture_equals_a_loop_in_float64(
 
 
 def test_tiles_of_few_tokens_hold_so_many_numbers() -> None:
-    assert choose_dense(1, 8, 512, 512, is_gated=True) == Few(4, 1024, 2, 4, 4)
-    assert choose_dense(3, 8, 512, 512, is_gated=True) == Few(4, 512, 2, 4, 4)
-    assert choose_dense(1, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4)
-    assert choose_dense(3, 8, 512, 512, is_gated=True, is_divided=True) == Few(4, 512, 2, 4, 4, 2)
-    assert choose_dense(3, 6, 1856, 3712, is_gated=False) == Few(4, 512, 1, 1, 4)
-    assert choose_dense(1, 8, 4096, 0, is_gated=True) == Few(4, 1024, 2, 1, 8)
+    assert choose_dense(1, 8, 512, 512, is_gated=True) == few_pair((4, 1024, 2), 4, 4)
+    assert choose_dense(3, 8, 512, 512, is_gated=True) == few_pair((4, 512, 2), 4, 4)
+    assert choose_dense(1, 8, 512, 512, is_gated=True, is_divided=True) == few_pair((4, 512, 2), 4, 4)
+    assert choose_dense(3, 8, 512, 512, is_gated=True, is_divided=True) == few_pair((4, 512, 2), 4, 4, 2)
+    assert choose_dense(3, 6, 1856, 3712, is_gated=False) == few_pair((4, 512, 1), 1, 4)
+    assert choose_dense(1, 8, 4096, 0, is_gated=True) == few_pair((4, 1024, 2), 1, 8)
     assert choose_dense(1, 8, 4097, 0, is_gated=True) is None
     assert choose_dense(1, 2, 64, 2**16, is_gated=True) is None
     assert choose_dense(1, 22, 64, 64, is_gated=False) is None

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts.few_launches import Few
-from strandline.kernels.experts.many_launches import DENSE, Pair
+from strandline.kernels.experts.few_launches import few_pair
+from strandline.kernels.experts.many_launches import DENSE
 from strandline.kernels.experts.moe import ExpertWeights, Router, SharedOutput
 from strandline.kernels.experts.moe_triton import mixture
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.launch import Pair
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.experts.test_moe_triton import (
     Mixture,
@@ -20,7 +21,7 @@ from tests.cpu.kernels.experts.test_moe_triton import (
     inputs,
 )
 
-FEW = Few(2, 1024, 1, 4, 4)
+FEW = few_pair((2, 1024, 1), 4, 4)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -81,7 +82,9 @@ def test_mixture_equals_a_float64_loop_at_model_shape(
     "tiles", [(1, 512, 1, 1, 1), (1, 2048, 1, 2, 2), (2, 512, 1, 2, 1), (2, 512, 1, 1, 4)], ids=str
 )
 def test_other_tiles_of_few_tokens_equal_a_float64_loop(num_tokens: int, tiles: tuple[int, int, int, int, int]) -> None:
-    check_mixture(num_tokens, (256, 8, 2048, 512, 512), Few(*tiles), torch.bfloat16, "cuda", is_gated=True)
+    check_mixture(
+        num_tokens, (256, 8, 2048, 512, 512), few_pair(tiles[:3], *tiles[3:]), torch.bfloat16, "cuda", is_gated=True
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 65, 1000, 8192])
