@@ -26,6 +26,10 @@ from strandline.text.remembered_answers import Recollection
 LOGGER: Final = logging.getLogger(__name__)
 
 
+MAX_PIXEL_BYTES: Final = 8 * 2**30
+"""Memory of the pictures of all unfinished requests, as an engine reads them."""
+
+
 class QueueFullError(RequestError):
     """Too many requests are queued."""
 
@@ -44,6 +48,11 @@ class Prompt:
     """The beginning of the answer, if the prompt ends with it and the output continues it."""
     pictures: tuple[PlacedPicture, ...] = ()
 
+    @property
+    def num_pixel_bytes(self) -> int:
+        """Memory of its pictures."""
+        return sum(len(pixels) for pixels in {picture.digest: picture.pixels for _, picture in self.pictures}.values())
+
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -51,6 +60,8 @@ class _Request:
 
     job: Job
     engine: EngineLink
+    num_pixel_bytes: int = 0
+    """Of its pictures, which the engine keeps while it is unfinished."""
 
 
 class EngineClient:
@@ -110,6 +121,7 @@ class EngineClient:
         self.require_room(len(prompts) * wanted.n)
         for text in (salt, *wanted.stop_strings, *(wanted.bad_words or ())):
             check_text(text)
+        self._require_room_for_pictures(sum(prompt.num_pixel_bytes for prompt in prompts))
         requests = [self.frontend.check(prompt.token_ids, params, prompt.pictures) for prompt in prompts]
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
@@ -134,7 +146,8 @@ class EngineClient:
                 self._release(request_id)
             raise
         job = Job(self.close, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
-        self._requests.update((each, _Request(job, engine)) for each, engine in zip(names, engines, strict=True))
+        for each, engine, prompt in zip(names, engines, prompts, strict=True):
+            self._requests[each] = _Request(job, engine, prompt.num_pixel_bytes)
         return job
 
     def _choose(self, request_id: str, request: CheckedRequest, salt: str) -> EngineLink:
@@ -190,6 +203,17 @@ class EngineClient:
         if num_taken + num_sequences > limit:
             raise QueueFullError(
                 f"{num_taken} outputs run and wait already, at most {limit} may; try again later, or raise --max-queue"
+            )
+
+    def _require_room_for_pictures(self, num_bytes: int) -> None:
+        """Raise a QueueFullError if the pictures of unfinished requests would take too much memory."""
+        if not num_bytes:
+            return
+        num_taken = sum(request.num_pixel_bytes for request in self._requests.values())
+        if num_taken and num_taken + num_bytes > MAX_PIXEL_BYTES:
+            raise QueueFullError(
+                f"the pictures of requests that run and wait take {num_taken:,} bytes, and these {num_bytes:,}; "
+                f"at most {MAX_PIXEL_BYTES:,} are kept: try again later"
             )
 
     def _num_stuck(self) -> int:

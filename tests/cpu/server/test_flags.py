@@ -100,3 +100,8 @@ def test_blank_values_are_refused_by_flag(flag: str, blank: str) -> None:
     values = getattr(build_parser().parse_args(["serve", flag, "a", blank]), flag[2:].replace("-", "_"))
     with pytest.raises(ConfigError, match=f"{flag} must not be empty or blank"):
         ServerConfig(**{flag[2:].replace("-", "_"): values})
+
+
+def test_bodies_may_be_larger_where_the_model_reads_pictures() -> None:
+    assert [ServerConfig().body_limit(has_pictures=has) for has in (False, True)] == [8 * 2**20, 64 * 2**20]
+    assert ServerConfig(max_body_bytes=5).body_limit(has_pictures=True) == 5

@@ -12,8 +12,11 @@ import pytest
 from strandline.records.events import CoreStats, Limits
 from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskStats, FromCore, Stats, Submit
+from strandline.records.pictures import Picture, PictureSpan, PlacedPicture
+from strandline.records.sampling_params import SamplingParams
+from strandline.server import engine_client
 from strandline.server.app import build_app
-from strandline.server.engine_client import EngineClient
+from strandline.server.engine_client import EngineClient, Prompt, QueueFullError
 from strandline.server.engine_link import EngineLink
 from strandline.server.metrics import Metrics
 from strandline.server.service import Service
@@ -167,3 +170,26 @@ def test_what_is_asked_for_together_takes_room_together() -> None:
                 assert "asks for 2 outputs" in answer.json()["error"]["message"]
 
     asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
+
+
+def picture(name: bytes, start: int) -> PlacedPicture:
+    return PlacedPicture(PictureSpan(start, 1, 1, name), Picture(name, bytes(100), 1, 1, (1, 1)))
+
+
+def test_pictures_of_unfinished_requests_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "MAX_PIXEL_BYTES", 250)
+    core: Any = SilentCore()
+    frontend = Frontend(Limits(VOCAB_SIZE, 100, max_picture_tokens=1))
+    engine = EngineLink(core, frontend.limits, new_heartbeat())
+    client = EngineClient([engine], frontend, Metrics("tiny"), max_unfinished=9)
+    params = frontend.check_params(SamplingParams())
+    twice = Prompt([1, 2, 3], pictures=(picture(b"cat", 0), picture(b"cat", 2)))
+    two = Prompt([1, 2, 3], pictures=(picture(b"cat", 0), picture(b"dog", 2)))
+    with client.submit("first", [twice], params):
+        with client.submit("second", [twice], params):
+            with pytest.raises(QueueFullError, match="take 200 bytes, and these 100; at most 250 are kept"):
+                client.submit("third", [twice], params)
+            client.close(client.submit("text", [Prompt([1])], params))
+        with pytest.raises(QueueFullError):
+            client.submit("fourth", [two], params)
+    client.close(client.submit("fifth", [two], params))
