@@ -25,3 +25,9 @@ def test_table_holds_the_rows_that_were_written_last(monkeypatch: pytest.MonkeyP
         assert table.table_NM[: len(rows), : rows_NM.shape[1]].tolist() == rows
     assert uploaded == [rows for index, rows in enumerate(ROWS) if index == 0 or rows != ROWS[index - 1]]
     assert table.table_NM[2].tolist() == [0, 0, 0, 0]
+    table.write(np.array([[8, 9]], dtype=np.int32), 2)
+    table.write(np.zeros((0, 2), dtype=np.int32), 2)
+    table.write(np.array([[8, 9]], dtype=np.int32), 2)
+    assert table.table_NM[2].tolist() == [8, 9, 0, 0]
+    assert uploaded[-1] == [[8, 9]]
+    assert uploaded.count([[8, 9]]) == 1
