@@ -64,7 +64,8 @@ class UploadedTable:
             first_row: of the table's, that takes the first one. Rows that are written to different ones never overlap.
         """
         num_rows, width = rows_NM.shape
-        if not num_rows or np.array_equal(self._last.get(first_row), rows_NM):
+        last_NM = self._last.get(first_row)
+        if not num_rows or (last_NM is not None and np.array_equal(last_NM, rows_NM)):
             return
         self.table_NM[first_row : first_row + num_rows, :width].copy_(upload(rows_NM, self.table_NM.device))
         self._last[first_row] = rows_NM

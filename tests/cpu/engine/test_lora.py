@@ -9,8 +9,12 @@ from safetensors.torch import load_file
 
 from strandline import LLM, LoRARequest, SamplingParams
 from strandline.config import EngineConfig
+from strandline.device import draft_layer
+from strandline.device.uni_executor import UniExecutor
 from strandline.errors import ConfigError, EngineError, RequestError
 from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with
+from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
+from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.tiny import greedy_tokens, save_tiny_model
 from tests.cpu.models import adapters, fp8
 
@@ -87,6 +91,32 @@ def test_several_adapters_and_none_share_steps(models: Models, make: MakeLLM, op
         ours = found[index::4]
         assert greedy_tokens(model, prompts[index::4], ours) == ours
     assert len({tuple(tokens) for tokens in found[:4]}) == 4
+
+
+def test_steps_with_adapters_draft_nothing_where_graphs_verify_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA graphs are replaced (``eager_graphs.py``); they are captured without adapters."""
+    monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)
+    tensors = load_file(Path(small_demo()) / "model.safetensors")
+    shapes = {name.removesuffix(".weight"): tuple(x.shape) for name, x in tensors.items() if x.ndim == 2}
+    factors = adapters.draw({name: shape for name, shape in shapes.items() if name.startswith("model.layers")}, seed=1)
+    request = LoRARequest("adapter", 1, str(adapters.write(tmp_path / "adapter", factors)))
+
+    def serve(speculation: dict[str, Any] | None) -> tuple[list[list[int]], int]:
+        options = {"speculative_config": speculation, "enable_lora": True, "dtype": "float32", "async_scheduling": True}
+        with LLM(small_demo(), memory="64MiB", device="cpu", **options) as llm:
+            if speculation is not None:
+                executor = llm.engine.core.executor
+                assert isinstance(executor, UniExecutor)
+                replay_eagerly(executor.runner, num_drafts=2, max_num_seqs=4, max_model_len=512)
+                llm.engine.scheduler.drafts.corrects_lengths = True
+            found = [*answers(llm, PROMPTS, [request, None] * 2), *answers(llm, PROMPTS, [None] * 4)]
+            return found, llm.engine.core.stats().speculation.num_accepted_tokens
+
+    found, num_accepted = serve({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+    assert found == serve(None)[0]
+    assert num_accepted > 5
 
 
 def test_prefixes_are_shared_within_an_adapter_and_not_across(models: Models, make: MakeLLM) -> None:
