@@ -124,20 +124,21 @@ def choose_memory_bytes(
     """
     log_bytes = num_logs * log_size(config, model.spec)
     row_bytes = model.spec.hidden_size * ITEM_BYTES[model.spec.hidden_dtype]
-    log_bytes += choose_encoder_tokens(config, model, device.type) * row_bytes
+    picture_bytes = choose_encoder_tokens(config, model, device.type) * row_bytes
     if config.memory is None and device.type == "cuda":
-        return _choose_gpu_bytes(config, model, kernels, device, log_bytes)
+        return _choose_gpu_bytes(config, model, kernels, device, log_bytes + picture_bytes)
     free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     have = memory_bytes(device)
     num_sharing = 1 if device.type == "cuda" else kernels.ranks.size * config.data_parallel_size
     default = min(DEFAULT_BYTES, free_bytes // 2, have // 2) // num_sharing
     budget = default if config.memory is None else parse_bytes(config.memory)
-    if (budget + log_bytes) * num_sharing > have:
+    if (budget + log_bytes + picture_bytes) * num_sharing > have:
         kind = "ranks" if kernels.ranks.size > 1 else "engines"
         ranks = f" for each of {num_sharing} {kind}" if num_sharing > 1 else ""
+        pictures = f", {picture_bytes:,} for encoded pictures" if picture_bytes else ""
         raise ConfigError(
-            f"--memory of {budget:,} bytes and {log_bytes:,} for logs of --max-num-seqs {config.max_num_seqs}{ranks} "
-            f"are more than the {have:,} bytes of memory that there are; lower them"
+            f"--memory of {budget:,} bytes{pictures} and {log_bytes:,} for logs of --max-num-seqs "
+            f"{config.max_num_seqs}{ranks} are more than the {have:,} bytes of memory that there are; lower them"
         )
     return budget
 
@@ -192,7 +193,7 @@ def require_room_for_weights(
 
 
 def _choose_gpu_bytes(
-    config: EngineConfig, model: LanguageModel, kernels: Kernels, device: torch.device, log_bytes: int
+    config: EngineConfig, model: LanguageModel, kernels: Kernels, device: torch.device, other_bytes: int
 ) -> int:
     num_tokens = min(choose_batched_tokens(config, device.type), config.max_model_len or model.max_position)
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
@@ -202,12 +203,12 @@ def _choose_gpu_bytes(
         scratch_bytes = max(scratch_bytes, peak_bytes(partial(encode_largest, model.tower, largest, device), device))
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)
-    budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes - log_bytes
+    budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes - other_bytes
     if budget <= 0:
         raise ConfigError(
             f"nothing is left for the cache: of {total_bytes:,} bytes --gpu-memory-utilization allows {share_bytes:,}, "
-            f"{total_bytes - free_bytes:,} are in use, a step needs {scratch_bytes:,} and logs {log_bytes:,}; raise "
-            "--gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
+            f"{total_bytes - free_bytes:,} are in use, a step needs {scratch_bytes:,} and logs and encoded pictures "
+            f"{other_bytes:,}; raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     return budget
 

@@ -3,6 +3,7 @@
 import pickle
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from strandline.engine.worker_link import Call, Reply
 from strandline.errors import EngineError
 from strandline.ids import NULL_LOG, NULL_SLOT, PendingToken, RequestId
 from strandline.records.events import FinishReason
-from strandline.records.plan import NewRequest, SequencePlan, StepPlan
+from strandline.records.pictures import Picture, PictureSpan
+from strandline.records.plan import NewRequest, PictureToEncode, SequencePlan, StepPlan
 from strandline.records.sampling_params import SamplingParams
 from tests.cpu.engine.test_scheduler import answer, make_request, make_scheduler, run_to_the_end, step
 
@@ -84,6 +86,14 @@ def test_plans_arrive_as_they_were_sent(rng: Random) -> None:
     sent = Sent()
     for plan in plans(rng):
         assert sent(plan) == plan
+
+
+def test_pictures_arrive_as_they_were_sent() -> None:
+    sent, plan = Sent(), plan_of({"a": [1]}, new="a")
+    picture = Picture(bytes(16), b"pixels", 1, 2, (3, 4))
+    seen = plan.sequences[0]._replace(rotary_delta=-9, pictures=(PictureSpan(1, 2, 3, picture.digest),))
+    plan = replace(plan, sequences=(seen,), pictures=(PictureToEncode(picture, 7),))
+    assert sent(plan) == plan
 
 
 def test_plans_of_a_scheduler_arrive_as_they_were_sent() -> None:
