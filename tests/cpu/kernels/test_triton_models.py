@@ -15,16 +15,18 @@ from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
-from tests.cpu.models import families, four_bit, fp8
+from tests.cpu.models import families, four_bit, fp4, fp8
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import prompt
 from tests.cpu.models.few_rows import CountingManyRows, FirstOfTwo
 from tests.cpu.models.storage.test_four_bit_storage import KEPT
 from tests.cpu.models.storage.test_quantization import block_config
 from tests.cpu.models.test_weights import unfuse_experts
-from tests.interpreter import convert_e4m3, subtract_bfloat16
+from tests.interpreter import convert_e4m3, multiply_bfloat16, scale_bfloat16, subtract_bfloat16
 
 convert_e4m3()
+multiply_bfloat16()
+scale_bfloat16()
 subtract_bfloat16()
 
 TOLERANCE = 2e-4
@@ -68,40 +70,44 @@ def test_triton_versions_fit_the_layers(
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "is_deterministic"), [("qwen3_5_moe", False), ("qwen3_5", True)])
-def test_triton_versions_fit_layers_in_fp8(
-    name: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = fp8.change_tensors(families.save(name, tmp_path), unfuse_experts)
-    directory, _ = fp8.convert(source, tmp_path, block_config(128, 128), block=lambda _: (128, 128))
-    model = partial(load_model, directory, dtype=torch.float32, keeps_quantized=True)
-    tokens = prompt(6)
-    expected = logits(model(), tokens, "cpu")
-    monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
-    found = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
-    assert float((found - expected).norm() / expected.norm()) < FP8_TOLERANCE
+def save_in(form: str, name: str, directory: Path) -> Path:
+    """Write a family in a format, with its experts one by one; in FP4 also the head."""
+    source = families.save(name, directory)
+    if form == "dense":
+        return source
+    source = fp8.change_tensors(source, unfuse_experts)
+    if form == "FP8":
+        return fp8.convert(source, directory, block_config(128, 128), block=lambda _: (128, 128))[0]
+    if form in fp4.WAYS:
+        return fp4.convert(source, directory, form, fp4.is_projection_or_head)[0]
+    return four_bit.convert(source, directory, KEPT[form])[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "is_deterministic"),
+    ("name", "form", "is_deterministic"),
     [
+        ("qwen3_5_moe", "FP8", False),
+        ("qwen3_5", "FP8", True),
         ("qwen3_5_moe", "compressed", False),
         ("qwen3_5", "gptq", True),
+        ("qwen3_5_moe", "modelopt", False),
+        ("falcon_h1", "mxfp4", True),
         # Its kernels are those of the others.
         pytest.param("kimi_linear", "awq", False, marks=pytest.mark.long),
+        pytest.param("nemotron_h", "modelopt", False, marks=pytest.mark.long),
     ],
 )
-def test_triton_versions_fit_layers_in_4_bits(
-    name: str, scheme: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_triton_versions_fit_quantised_layers(
+    name: str, form: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = fp8.change_tensors(families.save(name, tmp_path), unfuse_experts)
-    directory, _ = four_bit.convert(source, tmp_path, KEPT[scheme])
-    model = partial(load_model, directory, dtype=torch.float32, keeps_quantized=True)
-    tokens = prompt(6)
-    expected = logits(model(), tokens, "cpu")
+    model = partial(load_model, save_in(form, name, tmp_path), dtype=torch.float32, keeps_quantized=True)
+    tokens, kept = prompt(6), model()
+    assert kept.weights_report.num_kept > 0
+    expected = logits(kept, tokens, "cpu")
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     found = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
-    assert float((found - expected).norm() / expected.norm()) < FOUR_BIT_TOLERANCE
+    tolerance = FP8_TOLERANCE if form == "FP8" else FOUR_BIT_TOLERANCE
+    assert float((found - expected).norm() / expected.norm()) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -109,20 +115,14 @@ def test_triton_versions_fit_layers_in_4_bits(
     [
         ("qwen3_5_moe", "dense", False),
         ("qwen3_5_moe", "FP8", True),
-        ("qwen3_5_moe", "4 bits", False),
+        ("qwen3_5_moe", "compressed", False),
         ("kimi_linear", "dense", False),
     ],
 )
 def test_sums_over_ranks_add_up_choices_of_experts(
     name: str, form: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = families.save(name, tmp_path)
-    if form != "dense":
-        directory = fp8.change_tensors(directory, unfuse_experts)
-    if form == "FP8":
-        directory, _ = fp8.convert(directory, tmp_path, block_config(128, 128), block=lambda _: (128, 128))
-    elif form == "4 bits":
-        directory, _ = four_bit.convert(directory, tmp_path, KEPT["compressed"])
+    directory = save_in(form, name, tmp_path)
     model = partial(load_model, directory, dtype=torch.float32, keeps_quantized=form != "dense")
     tokens = prompt(8)
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)

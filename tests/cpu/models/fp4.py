@@ -113,6 +113,10 @@ WAYS_OF_INKLING = {
 }
 
 
+def is_projection_or_head(name: str, tensor: Tensor) -> bool:
+    return is_projection(name, tensor) or name == "lm_head.weight"
+
+
 def convert(
     source: Path,
     directory: Path,

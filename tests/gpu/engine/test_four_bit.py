@@ -1,4 +1,4 @@
-"""Engines on weights that stay in 4 bits answer as on dequantised ones, and with ``--deterministic`` always the same.
+"""Engines on weights in 4 bits or FP4 answer as on dequantised ones, and with ``--deterministic`` always the same.
 
 Activations are in float32: answers then differ by the order of sums alone, and few tokens are as likely as others.
 """
@@ -22,7 +22,7 @@ from tests.cpu.engine.test_bits import (
 )
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import four_bit, fp8
+from tests.cpu.models import four_bit, fp4, fp8
 from tests.cpu.models.storage.test_conversion import SIZES
 from tests.cpu.models.storage.test_four_bit_storage import KEPT
 from tests.cpu.models.test_weights import unfuse_experts
@@ -39,7 +39,13 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.get_device_capability() < PRODUCT_CAPABILITY, reason="no products in 4 bits on this GPU"
 )
 
-MODELS = {"odd sizes": (SIZES, "awq"), "experts": ({**WIDE, **MIXTURE}, "compressed")}
+MODELS = {
+    "odd sizes": (SIZES, "awq"),
+    "experts": ({**WIDE, **MIXTURE}, "compressed"),
+    "NVFP4": (WIDE, "modelopt"),
+    "MXFP4 experts": ({**WIDE, **MIXTURE}, "mxfp4"),
+}
+"""Sizes, and how weights are published; in FP4 the head, too."""
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = [tokens(count, seed=count) for count in (1, 5, 63, 64, 65, 129, 300)]
 
@@ -55,6 +61,8 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     sizes, scheme = MODELS[request.param]
     directory = tmp_path_factory.mktemp("four_bit")
     source = fp8.change_tensors(save_tiny_model(directory / "source", **sizes), unfuse_experts)
+    if scheme in fp4.WAYS:
+        return fp4.convert(source, directory, scheme, fp4.is_projection_or_head)[0]
     return four_bit.convert(source, directory, KEPT[scheme])[0]
 
 
