@@ -8,7 +8,7 @@ from typing import Final
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
 from strandline.kernels.gemm.launches import rows_launch
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
-from strandline.kernels.launch import Pair
+from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.sizes import next_power_of_2
 
 MAX_TOKENS_FEW: Final = 4
@@ -39,6 +39,7 @@ ELEMENTS_DOWN: Final = 16384
 holds if a row of the output has no more: 32 KiB."""
 
 WARPS_DOWN: Final = 4
+MAX_WARPS: Final = 16
 
 BLOCKS_DIVIDED: Final = 2
 """For several tokens and some of the experts, a program of the second product holds two of these in turn."""
@@ -56,15 +57,31 @@ FEW: Final = {
 }
 """For one token, and for more. In FP8 a program of one warp of the first product needs no barrier."""
 
+FEW_INPUTS: Final = 8 * 512
+"""Inputs of an output of the second product, those of all choices of a token, for which ``FEW`` is measured."""
+
 
 def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Pair | None:
     """Return the launches; None: this way is no faster."""
-    if not isinstance(experts.down, DenseWeight):
-        return FEW[type(experts.down)][num_tokens > 1]
     is_gated = experts.activation.is_gated
     shared_size = 0 if shared is None else shared.projected_TS.shape[1] // (1 + is_gated)
     sizes = (top_k, experts.down.shape[2], shared_size)
+    if not isinstance(experts.down, DenseWeight):
+        up, down = FEW[type(experts.down)][num_tokens > 1]
+        return up, _with_registers(down, _inputs_down(*sizes))
     return choose_dense(num_tokens, *sizes, is_gated=is_gated, is_divided=experts.held is not None)
+
+
+def _inputs_down(top_k: int, size: int, shared_size: int) -> int:
+    """Return how many inputs of an output a program of the second product holds."""
+    return max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
+
+
+def _with_registers(down: Launch, num_inputs: int) -> Launch:
+    """Return a launch of fewer outputs, and then of more warps: threads hold no more than with ``FEW_INPUTS``."""
+    factor = max(1, num_inputs // FEW_INPUTS)
+    warps = down.warps * max(1, factor // down.block_n)
+    return down._replace(block_n=max(1, down.block_n // factor), warps=min(MAX_WARPS, warps))
 
 
 def choose_dense(
@@ -77,7 +94,7 @@ def choose_dense(
     Args:
         is_divided: whether other ranks have some of the experts.
     """
-    largest = max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
+    largest = _inputs_down(top_k, size, shared_size)
     if top_k > MAX_CHOICES_FEW or largest > MAX_ELEMENTS_DOWN:
         return None
     block_down_n = min(16, max(1, ELEMENTS_DOWN // largest))

@@ -1,0 +1,59 @@
+"""Launches for experts of few tokens: no thread holds more numbers than where they were measured."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strandline.kernels.experts.few_launches import FEW, FEW_INPUTS, MAX_WARPS, choose_few
+from strandline.kernels.experts.moe import RELU_SQUARED, ExpertWeights, SharedExpert
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.kernels.sizes import next_power_of_2
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def down_of(format_class: type, size: int) -> Any:
+    """Return weights whose shape alone counts."""
+    if format_class is ScaledWeight:
+        return ScaledWeight(meta(2, 8, size), meta(2, 1, 1))
+    if format_class is FourBitWeight:
+        return FourBitWeight(meta(2, 8, size // 8), meta(2, 8, size // 32), None, size, 32)
+    return Fp4Weight(meta(2, 8, size // 8), meta(2, 8, size // 16), meta(2, 8), size)
+
+
+def inputs_of_thread(format_class: type, num_tokens: int, top_k: int, size: int, shared_size: int) -> tuple[float, Any]:
+    experts = ExpertWeights(down_of(format_class, size), down_of(format_class, size), RELU_SQUARED)
+    shared = SharedExpert(meta(num_tokens, shared_size), DenseWeight(meta(8, shared_size)))
+    launches = choose_few(experts, shared, num_tokens, top_k)
+    assert launches is not None
+    down = launches[1]
+    inputs = max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(shared_size))
+    return inputs * down.block_n / down.warps, down
+
+
+@given(
+    st.sampled_from(sorted(FEW, key=str)),
+    st.integers(1, 4),
+    st.integers(1, 16),
+    st.integers(1, 64).map(lambda x: 128 * x),
+    st.integers(1, 32).map(lambda x: 128 * x),
+)
+def test_threads_hold_no_more_than_measured(
+    format_class: type, num_tokens: int, top_k: int, size: int, shared_size: int
+) -> None:
+    found, down = inputs_of_thread(format_class, num_tokens, top_k, size, shared_size)
+    measured = FEW[format_class][num_tokens > 1][1]
+    most = FEW_INPUTS * measured.block_n / measured.warps
+    assert found <= most or (down.block_n, down.warps) == (1, MAX_WARPS)
+    assert down.block_n <= measured.block_n
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("format_class", FEW)
+def test_measured_sizes_have_the_measured_launches(format_class: type, num_tokens: int) -> None:
+    assert inputs_of_thread(format_class, num_tokens, 8, 512, 512)[1] == FEW[format_class][num_tokens > 1][1]
