@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_DECODED_PIXELS: Final = 2**26
 """Largest picture that is decoded, such as 8,192 × 8,192: four bytes a pixel are 256 MiB."""
+START_OF_SCAN: Final = b"\xff\xda"
+"""Encoded pixels do not contain it."""
+MAX_SCANS: Final = 100
+"""Each scan of a progressive JPEG takes the time of decoding all pixels. Encoders write about ten."""
 LOW_DETAIL_TOKENS: Final = 256
 ORIENTATION: Final = 0x0112
 """The tag of EXIF that says how to turn a picture."""
@@ -50,6 +54,8 @@ def decode_picture(data: bytes, config: PictureConfig, max_tokens: int) -> Pictu
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             _check_size(*opened.size)
+            if opened.format == "JPEG" and data.count(START_OF_SCAN) > MAX_SCANS:
+                raise RequestError(f"a JPEG may have at most {MAX_SCANS} scans; send it in another form")
             return scale_picture(opened, config, max_tokens)
     except RequestError:
         raise

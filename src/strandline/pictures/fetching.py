@@ -9,8 +9,8 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Collection
-from contextlib import closing
-from threading import Timer
+from contextlib import closing, suppress
+from threading import Event, Timer
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -40,36 +40,40 @@ def fetch(url: str, *, max_bytes: int, may_be_private: Collection[str] = ()) -> 
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme.lower() == "https" else 80)
         if not url.isascii() or any(ord(character) <= 0x20 for character in url):
             raise ValueError("it has spaces or characters beyond ASCII")
-        connection = _connect(parts, host, port, may_be_private)
+        raw = _connect(parts, host, port, may_be_private)
     except (ValueError, OSError) as error:
         raise RequestError(f"the picture cannot be fetched from {url[:100]!r}: {error}") from error
-    with closing(connection):
-        timer = Timer(FETCH_S, _interrupt, [connection])
+    connection = http.client.HTTPConnection(host, port)
+    connection.sock = raw
+    with closing(raw), closing(connection):
+        is_late = Event()
+        timer = Timer(FETCH_S, _interrupt, [raw, is_late])
         timer.start()
         try:
-            return _answer(connection, parts, max_bytes)
+            data = _answer(connection, parts, max_bytes)
+            if is_late.is_set():
+                raise ValueError(f"it took more than {FETCH_S:g} s")
+            return data
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise RequestError(f"the picture cannot be fetched from {host!r}: {error}") from error
         finally:
             timer.cancel()
 
 
-def _connect(parts: SplitResult, host: str, port: int, may_be_private: Collection[str]) -> http.client.HTTPConnection:
+def _connect(parts: SplitResult, host: str, port: int, may_be_private: Collection[str]) -> socket.socket:
     """Return a connection to the first address of a host, which is public."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     address = str(found[0][4][0])
     if not is_public(address) and not (address in may_be_private and address == host):
         raise ValueError(f"{host!r} is at a private address")
-    connection = http.client.HTTPConnection(host, port)
     raw = socket.create_connection((address, port), timeout=CONNECT_S)
-    if parts.scheme.lower() == "https":
-        try:
-            raw = ssl.create_default_context().wrap_socket(raw, server_hostname=host)
-        except BaseException:
-            raw.close()
-            raise
-    connection.sock = raw
-    return connection
+    if parts.scheme.lower() != "https":
+        return raw
+    try:
+        return ssl.create_default_context().wrap_socket(raw, server_hostname=host)
+    except BaseException:
+        raw.close()
+        raise
 
 
 def _answer(connection: http.client.HTTPConnection, parts: SplitResult, max_bytes: int) -> bytes:
@@ -87,10 +91,11 @@ def _answer(connection: http.client.HTTPConnection, parts: SplitResult, max_byte
     return bytes(data)
 
 
-def _interrupt(connection: http.client.HTTPConnection) -> None:
-    """End a fetch that takes too long: what waits for the socket fails."""
-    if connection.sock is not None:
-        connection.sock.shutdown(socket.SHUT_RDWR)
+def _interrupt(raw: socket.socket, is_late: Event) -> None:
+    """End a fetch that takes too long: what waits for the socket reads its end."""
+    is_late.set()
+    with suppress(OSError):
+        raw.shutdown(socket.SHUT_RDWR)
 
 
 def is_public(address: str) -> bool:

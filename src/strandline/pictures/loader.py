@@ -1,6 +1,7 @@
 """Loads the pictures of requests, in threads, and keeps those of the last requests: a conversation sends them again."""
 
 import hashlib
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from strandline.pictures.decoding import LOW_DETAIL_TOKENS, decode_picture, is_p
 from strandline.pictures.references import MediaAccess
 from strandline.records.pictures import Picture, PictureReference
 
+LOGGER: Final = logging.getLogger("strandline.pictures")
 MAX_DECODERS: Final = 4
 """Threads that decode. Each may hold a decoded picture."""
 MAX_FETCHERS: Final = 16
@@ -128,6 +130,8 @@ def new_loader(config: EngineConfig, directory: Path) -> PictureLoader | None:
     pictures = None if config.language_model_only else read_picture_config(directory, read_model_config(directory))
     if pictures is None:
         return None
+    if not is_pillow_installed():
+        LOGGER.warning("pictures are refused: %s", INSTALL)
     access = MediaAccess(config.allowed_media_domains, config.allowed_local_media_path)
     max_tokens = min(config.max_image_tokens, pictures.max_tokens)
     return PictureLoader(pictures, access, max_tokens=max_tokens, max_pictures=config.max_images)

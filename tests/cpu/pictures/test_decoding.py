@@ -150,6 +150,14 @@ def test_broken_files_are_decoded_or_refused(data: st.DataObject, kind: str) -> 
         assert len(picture.pixels) == 3 * picture.height * picture.width
 
 
+def test_jpeg_with_very_many_scans_is_refused() -> None:
+    data = encoded(noise(64, 64), "JPEG", progressive=True)
+    assert decode(data).original_size == (64, 64)
+    start = data.rindex(b"\xff\xda")
+    with pytest.raises(RequestError, match="at most 100 scans"):
+        decode(data[:start] + data[start:-2] * 100 + data[-2:])
+
+
 def test_no_file_on_disk_is_read_by_name() -> None:
     eps = io.BytesIO(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n(/etc/passwd) run\n")
     with pytest.raises(RequestError, match="not a picture of a known format"):

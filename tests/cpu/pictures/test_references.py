@@ -3,6 +3,7 @@
 import base64
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -10,13 +11,16 @@ from typing import ClassVar
 import pytest
 
 from strandline.errors import RequestError
-from strandline.pictures import references
+from strandline.pictures import fetching, references
 from strandline.pictures.fetching import is_public
 from strandline.pictures.references import MediaAccess
 from tests.cpu.pictures.files import encoded, noise
 
 FILE = encoded(noise(40, 30))
 DATA_URL = "data:image/png;base64," + base64.b64encode(FILE).decode()
+
+
+is_over = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -31,8 +35,12 @@ class Handler(BaseHTTPRequestHandler):
         if status == 302:
             self.send_header("Location", "/picture.png")
         self.end_headers()
-        if status == 200:
-            self.wfile.write(FILE * (10**4 if self.path == "/huge" else 1))
+        if self.path == "/slow":
+            self.wfile.write(b"a beginning")
+            is_over.wait()
+        elif status == 200:
+            with suppress(ConnectionError):
+                self.wfile.write(FILE * (10**4 if self.path == "/huge" else 1))
 
     def log_message(self, *_: object) -> None:
         """Write no log."""
@@ -44,6 +52,7 @@ def site() -> Iterator[str]:
         thread = threading.Thread(target=server.serve_forever, args=[0.01])
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
+        is_over.set()
         server.shutdown()
         thread.join()
 
@@ -104,6 +113,13 @@ def test_picture_is_fetched_from_an_allowed_host(site: str) -> None:
 def test_fetch_that_goes_wrong_is_refused(site: str, path: str, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         MediaAccess(["127.0.0.1"]).read(site + path)
+
+
+def test_host_that_sends_too_slowly_is_given_up(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "FETCH_S", 0.1)
+    monkeypatch.setattr(fetching, "CONNECT_S", 60)
+    with pytest.raises(RequestError, match=r"it took more than 0\.1 s"):
+        MediaAccess(["127.0.0.1"]).read(site + "/slow")
 
 
 def test_name_of_a_private_address_is_refused(site: str) -> None:

@@ -11,6 +11,8 @@ import anthropic
 import openai
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -365,6 +367,27 @@ def test_offline_answers_equal_transformers(model: Path, llm: LLM) -> None:
         logits = oracle(input_ids=token_ids, mm_token_type_ids=kinds, **given).logits[0]
     num_prompt = len(output.prompt_token_ids)
     assert logits[num_prompt - 1 : -1].argmax(-1).tolist() == list(output.outputs[0].token_ids)
+
+
+@settings(max_examples=max(settings().max_examples // 4, 5))
+@given(
+    before=st.lists(st.sampled_from(["", "Look. ", "x" * 100]), min_size=3, max_size=3),
+    place=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_hit_never_reaches_beyond_a_replaced_picture(llm: LLM, before: list[str], place: int, seed: int) -> None:
+    pictures = [noise(64, 48, seed=1000 + 3 * seed + index) for index in range(3)]
+
+    def asked(images: list[Any]) -> Any:
+        parts = [part for pair in zip(before, map(picture, images), strict=True) for part in pair]
+        return [question(*parts, "?"), {"role": "assistant", "content": "Yes."}, question("Why?")]
+
+    llm.chat(asked(pictures), SamplingParams(max_tokens=2), use_tqdm=False)
+    rendered: Any = llm.render(asked([*pictures[:place], noise(64, 48, seed=seed), *pictures[place + 1 :]]))
+    account = llm.explain(rendered)["account"]
+    start = rendered["pictures"][place].span.start
+    assert account["hit"] <= account["kv_tokens"] == start
+    assert llm.explain(llm.render(asked(pictures)))["account"]["hit"] > start
 
 
 @pytest.mark.parametrize(
