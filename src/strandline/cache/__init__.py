@@ -6,14 +6,4 @@ from strandline.cache.lease import Cut, Lead, Lease, LogUse, StepGrant
 from strandline.cache.placement import Placement
 from strandline.cache.resume import ResumeRule
 
-__all__ = [
-    "CacheCounters",
-    "Cut",
-    "Lead",
-    "Lease",
-    "LogUse",
-    "Placement",
-    "PrefixCache",
-    "ResumeRule",
-    "StepGrant",
-]
+__all__ = ["CacheCounters", "Cut", "Lead", "Lease", "LogUse", "Placement", "PrefixCache", "ResumeRule", "StepGrant"]

@@ -278,30 +278,22 @@ class PrefixCache:
         """Reserve what the step that computes the tokens up to ``end`` reads and writes.
 
         Allocates slots for the cuts that are due and decides how many tokens the step folds. A step that does not use
-        the log, or uses it for something else than the last one, finds it empty: an action folds its tokens first.
-
-        Args:
-            use: what the log may be used for. A step that emits a cut does not use it; none may be due among drafts.
+        the log, or uses it for something else than the last one, finds it empty: an action folds its tokens first. A
+        step that emits a cut does not use it; no cut may be due among drafts.
         """
         computed, src, dst = lease.computed, lease.src, lease.dst
         may_cut = (lease.planned_cuts or self._is_stepwise) and computed < lease.shared_end
         cuts = self._reserve_cuts(lease, end) if may_cut else ()
-        may_log = lease.log and not cuts
-        if may_log and use is LogUse.DECODED and self._log_tokens and end - computed == 1:
-            if lease.has_logged_drafts:
-                self._states.fold(lease)
-            lease.holds_drafts = False
-            num_logged = computed - lease.folded
-            num_folded = 0 if src == dst and num_logged < self._log_tokens else num_logged + 1
-            return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_folded))
-        if may_log and use is LogUse.DRAFTS:
-            if not lease.holds_drafts:
-                self._states.fold(lease)
-            lease.holds_drafts = True
-            num_logged = computed - lease.folded
-            return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, num_logged + 1))
-        self._states.fold(lease)
-        return _new_grant(StepGrant, (src, dst, cuts, NULL_LOG, 0, end - computed))
+        is_fit = use is LogUse.DRAFTS or (use is LogUse.DECODED and self._log_tokens and end - computed == 1)
+        if not (is_fit and lease.log) or cuts:
+            self._states.fold(lease)
+            return _new_grant(StepGrant, (src, dst, cuts, NULL_LOG, 0, end - computed))
+        holds_drafts = use is LogUse.DRAFTS
+        if lease.holds_drafts != holds_drafts:
+            self._states.fold(lease)
+        lease.holds_drafts, num_logged = holds_drafts, computed - lease.folded
+        is_appended = not holds_drafts and src == dst and num_logged < self._log_tokens
+        return _new_grant(StepGrant, (src, dst, cuts, lease.log, num_logged, 0 if is_appended else num_logged + 1))
 
     def is_cut_due(self, lease: Lease, end: int) -> bool:
         """Whether a step that computes the tokens up to ``end`` may emit a snapshot."""
