@@ -1,6 +1,6 @@
-"""What tiles of products have in common, whatever the weight's form: which one a program computes, and where it goes.
+"""Tiles of GEMMs with weights of every format: which one a program computes, and where it is stored.
 
-An ordinary weight beside one in FP8 or 4 bits is multiplied in the same launch, by programs of its own: ``gemm_dense``.
+A dense weight may be multiplied in the launch of a quantised one, by programs of its own (``gemm_dense``).
 
 Shape suffixes: M rows of x, N or O outputs, K inputs, S spans of the inputs.
 """
@@ -61,7 +61,7 @@ def gemm_dense(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Write a tile of the product of plain rows and an ordinary weight."""
+    """Write a tile of the product of plain rows and a dense weight."""
     row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
     # As many bytes at a time as of a weight in FP8: the shared memory that programs take decides how many run at once.
     BLOCK_K: tl.constexpr = GROUP // 2

@@ -96,7 +96,7 @@ def test_tiles_of_codes_are_near_float64s(tile: Launch, splits: int, case: Case)
     check_plan(case, Plan(Kernel.TILES, tile._replace(splits=splits)), 200, 1032, 392, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("case", [FP8["fp8"], *CODED.values()], ids=["fp8", *CODED])
+@of_quantized_formats
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
 @pytest.mark.parametrize("num_inputs", [520, 2048, 4104])
 @pytest.mark.parametrize("launch", [rows_launch(4, 1024, 1), rows_launch(4, 4096, 4), rows_launch(1, 1024, 1)], ids=str)
@@ -104,7 +104,7 @@ def test_few_rows_are_near_float64s(launch: Launch, num_inputs: int, num_rows: i
     check_plan(case, Plan(Kernel.ROWS, launch), num_rows, num_inputs, 1152, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1000, 70), *SHAPES])
 @pytest.mark.parametrize("launch", DENSE_ROWS, ids=str)
 def test_few_rows_are_multiplied_by_dense_weights(
@@ -124,7 +124,7 @@ def test_skinny_products_are_near_float64s(num_rows: int, num_inputs: int, num_o
 
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_logits_of_a_large_vocabulary_are_near_float64s(num_rows: int) -> None:
-    for case in FORMATS.values():
+    for case in (FORMATS["dense"], FORMATS["nvfp4"]):
         check_linear(case, num_rows, 2048, 248_320, torch.bfloat16, "cuda")
 
 
