@@ -51,12 +51,16 @@ def patch_places(grid: Grid, merge_size: int, device: torch.device) -> tuple[Ten
     return row_P, by_tokens(column_C.expand(grid), merge_size)
 
 
-def rotary_2d(row_P: Tensor, column_P: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def frequencies_2d(head_dim: int) -> Tensor:
+    """Return ``inv_freq_F``, float32: those of rows, and of columns."""
+    return default_frequencies(THETA, head_dim // 2)
+
+
+def rotary_2d(row_P: Tensor, column_P: Tensor, inv_freq_F: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosine and signed sine ``[P, 1, 2, 2 F]``, as ``apply_rotary`` takes them.
 
     The first half of a head's pairs turns with the row, the second with the column.
     """
-    inv_freq_F = default_frequencies(THETA, head_dim // 2).to(row_P.device)
     angle_PF2 = torch.cat([place_P[:, None].float() * inv_freq_F for place_P in (row_P, column_P)], dim=-1)
     sin_PF2 = angle_PF2.sin()
     cos_P1F2 = angle_PF2.cos()[:, None, None].expand(-1, 1, 2, -1)

@@ -8,7 +8,7 @@ Source: ``transformers`` (``qwen3_5``); Wang et al., "Qwen2-VL", 2024, section 2
 
 Shape suffixes: Y rows and X columns of pixels, C channels, P patches of all pictures, I values of a patch, W width, O
 outputs, H heads, J heads of queries, keys and values, D head dim, K entries of the table of positions, L patches of
-one picture, N tokens, E hidden size of the text part.
+one picture, F frequencies, N tokens, E hidden size of the text part.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Fields
 from strandline.kernels.rowwise.rotary import apply_rotary
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
-from strandline.models.vision.positions import Grid, patch_places, rotary_2d, table_places
+from strandline.models.vision.positions import Grid, frequencies_2d, patch_places, rotary_2d, table_places
 from strandline.picture_config import NUM_CHANNELS, PictureConfig
 
 VISUAL: Final = "model.visual."
@@ -179,9 +179,12 @@ class VisionTower(nn.Module):
         mean_C1, std_C1 = (torch.tensor(values)[:, None] for values in (pictures.mean, pictures.std))
         self.register_buffer("mean_C1", mean_C1.to(site.device), persistent=False)
         self.register_buffer("std_C1", std_C1.to(site.device), persistent=False)
+        inv_freq_F = frequencies_2d(config.width // config.num_heads)
+        self.register_buffer("inv_freq_F", inv_freq_F.to(site.device), persistent=False)
 
     mean_C1: Tensor
     std_C1: Tensor
+    inv_freq_F: Tensor
 
     @torch.no_grad()
     def forward(self, pictures: Sequence[Tensor]) -> Tensor:
@@ -198,7 +201,7 @@ class VisionTower(nn.Module):
         embedded = [self._embedded_places(*place, grid) for place, grid in zip(places, grids, strict=True)]
         hidden_PW = hidden_PW + torch.cat(embedded).to(hidden_PW.dtype)
         row_P, column_P = (torch.cat(of_picture) for of_picture in zip(*places, strict=True))
-        rotary = rotary_2d(row_P, column_P, self.config.width // self.config.num_heads)
+        rotary = rotary_2d(row_P, column_P, self.inv_freq_F)
         lengths = [grid.num_patches for grid in grids]
         for block in self.blocks:
             hidden_PW = block(hidden_PW, rotary, lengths)
