@@ -22,15 +22,19 @@ class PictureSteps:
         self._num_ahead = int(looks_ahead)
         self._requests = dict[RequestId, Request]()
         """Unfinished requests with pictures."""
+        self._deltas = dict[RequestId, int]()
+        """What all pictures of a request add to positions for rotary embeddings."""
 
     def add(self, request: Request) -> None:
         """Note a new request."""
         if request.pictures:
             self._requests[request.request_id] = request
+            self._deltas[request.request_id] = rotary_delta(request.pictures)
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended."""
         self._requests.pop(request.request_id, None)
+        self._deltas.pop(request.request_id, None)
 
     def begin_step(self) -> None:
         """Keep the pictures that prompts have computed in part."""
@@ -38,7 +42,7 @@ class PictureSteps:
             self._encoded.pin(
                 span.digest
                 for request in self._requests.values()
-                if request.lease is not None
+                if request.lease is not None and request.lease.computed < request.pictures[-1].end
                 for span in request.pictures
                 if span.start < request.lease.computed < span.end
             )
@@ -59,6 +63,8 @@ class PictureSteps:
     def _completed(self, plan: SequencePlan) -> SequencePlan:
         start, end = plan.start, plan.end
         spans = self._requests[plan.request_id].pictures
+        if start > spans[-1].end:
+            return plan._replace(rotary_delta=self._deltas[plan.request_id])
         before = [span for span in spans if span.end < start]
         near = tuple(span for span in spans[len(before) :] if span.start <= end)
         token_ids, next_id = list(plan.token_ids), plan.next_id
