@@ -52,8 +52,8 @@ UP_ONE_RELU: Final = (4, 1024, 1)
 
 FEW: Final = {
     ScaledWeight: (few_pair((4, 512, 1), 4, 4), few_pair((4, 512, 1), 8, 4)),
-    FourBitWeight: (one := few_pair((4, 2048, 2), 4, 4), more := few_pair((4, 2048, 2), 4, 1)),
-    Fp4Weight: (one, more),
+    FourBitWeight: (few_pair((8, 2048, 4), 4, 4), more := few_pair((8, 1024, 2), 4, 1)),
+    Fp4Weight: (few_pair((2, 2048, 1), 4, 4), more),
 }
 """For one token, and for more. In FP8 a program of one warp of the first product needs no barrier."""
 

@@ -54,12 +54,19 @@ FP8: Final = Measured(
 FOUR_BIT: Final = Measured(
     decode=(Launch(16, 64, BLOCK_INPUTS, 4, 4), Launch(16, 128, BLOCK_INPUTS, 4, 3)),
     middle=(middle := (Launch(64, 64, BLOCK_INPUTS, 4, 3), Launch(16, 128, BLOCK_INPUTS, 4, 3))),
-    prefill=(Launch(64, 64, BLOCK_INPUTS, 4, 3, 2), Launch(64, 128, BLOCK_INPUTS, 8, 3)),
+    prefill=(Launch(64, 64, BLOCK_INPUTS, 4, 3, 2), Launch(64, 128, BLOCK_INPUTS, 4, 3)),
     fixed=(middle, middle, middle),
     float32=(Launch(32, 32, BLOCK_INPUTS, 4, 2), Launch(32, 32, BLOCK_INPUTS, 4, 2)),
 )
 
-FP4: Final = FOUR_BIT
+FP4: Final = Measured(
+    # With as many outputs as threads, each thread loads the scales of one row. Otherwise they are moved in every group.
+    decode=(fp4_small := Launch(16, 128, BLOCK_INPUTS, 4, 3), fp4_small),
+    middle=(fp4_middle := (fp4_large := Launch(64, 128, BLOCK_INPUTS, 4, 3), Launch(32, 128, BLOCK_INPUTS, 4, 3))),
+    prefill=(fp4_large, fp4_large),
+    fixed=(fp4_middle, fp4_middle, fp4_middle),
+    float32=FOUR_BIT.float32,
+)
 
 MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}
 """By the class of the experts' weights."""

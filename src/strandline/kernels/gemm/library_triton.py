@@ -44,17 +44,19 @@ def _dequantize_kernel(
     word_W = tl.arange(0, BLOCK_WORDS)
     read_N = tl.minimum(row_N, N - 1)
     words_NW = tl.load(weight[0] + (read_N * weight[1])[:, None] + (block * BLOCK_WORDS + word_W)[None, :])
-    PLANES: tl.constexpr = LAYOUT.group // BLOCK_WORDS
+    PLANE_INPUTS: tl.constexpr = CODES.plane_inputs
+    PLANES: tl.constexpr = LAYOUT.group // PLANE_INPUTS
+    input_K = tl.arange(0, PLANE_INPUTS)
     # The product before may still read what was dequantised for it.
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     for group in tl.static_range(BLOCK_INPUTS // LAYOUT.group):
         scaling = CODES.load_scaling(weight, read_N, block, group, LAYOUT)
         for plane in tl.static_range(group * PLANES, (group + 1) * PLANES):
-            col_W = block * BLOCK_INPUTS + plane * BLOCK_WORDS + word_W
-            value_NW = CODES.dequantize_plane(words_NW, scaling, plane)
-            mask_NW = (row_N < N)[:, None] & (col_W < K)[None, :]
-            tl.store(out_ptr + (row_N * K)[:, None] + col_W[None, :], value_NW.to(out_ptr.dtype.element_ty), mask_NW)
+            col_K = block * BLOCK_INPUTS + plane * PLANE_INPUTS + input_K
+            value_NK = CODES.dequantize_plane(words_NW, scaling, plane)
+            mask_NK = (row_N < N)[:, None] & (col_K < K)[None, :]
+            tl.store(out_ptr + (row_N * K)[:, None] + col_K[None, :], value_NK.to(out_ptr.dtype.element_ty), mask_NK)
 
 
 def multiply_in_library(

@@ -9,7 +9,8 @@ FBGEMM, in a third of MKL's time for a few rows. Float16 holds every bfloat16 nu
 smaller ones within 2**-25, less than the rounding of a sum of products with ordinary weights.
 
 A weight published in FP8 (e4m3) stays as it is on GPUs, with its scales. One published in 4 bits or FP4 stays so, in
-one layout for all formats. Where only some of the matrices of a fused weight are published so, it consists of parts.
+a layout that tensor cores take. Where only some of the matrices of a fused weight are published so, it consists of
+parts.
 
 Shape suffixes: I inputs, O outputs; Y and X rows and columns of scales; W int32 numbers of a row in 4 bits.
 """
@@ -106,8 +107,9 @@ class ScaledWeight:
 class FourBitWeight:
     """A matrix in 4 bits, or several of one shape: ``(code - zero) * scale``.
 
-    A row consists of blocks of 128 inputs, the last one padded. Number ``w`` of a block holds inputs ``16 j + w``, each
-    in bits ``[4 j, 4 j + 4)``: a number of every row gives 16 neighbouring inputs, as tensor cores take them.
+    A row consists of blocks of 128 inputs, the last one padded. Number ``w`` of a block holds inputs ``32 j + 2 w`` in
+    bits ``[4 j, 4 j + 4)`` and inputs ``32 j + 2 w + 1`` in bits ``[4 j + 16, 4 j + 20)``, for ``j`` from 0 to 3: one
+    mask gives two neighbouring inputs as halves of a register, as tensor cores take them.
     """
 
     words: Tensor
@@ -135,22 +137,39 @@ class FourBitWeight:
         """Return the numbers that it stands for, in float32."""
         zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros.float().repeat_interleave(self.group, -1)
         scales = self.scales.float().repeat_interleave(self.group, -1)
-        return ((unpack_codes(self.words).float() - zeros) * scales)[..., : self.num_inputs]
+        return ((unpack_code_pairs(self.words).float() - zeros) * scales)[..., : self.num_inputs]
+
+
+def pack_code_pairs(codes: Tensor) -> Tensor:
+    """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of a ``FourBitWeight``, padded with zeros."""
+    # Inputs of a block by j // 2, j % 2, w, and whether they are odd; two codes whose j differ by one are a byte.
+    low, high = _padded(codes).unflatten(-1, (-1, 2, 2, BLOCK_WORDS, 2)).unbind(-3)
+    pairs: Tensor = low | high << 4
+    return pairs.movedim(-3, -1).flatten(-2).contiguous().view(torch.int32).flatten(-3)
+
+
+def unpack_code_pairs(words: Tensor) -> Tensor:
+    """Return the uint8 codes of a ``FourBitWeight``, with those that pad the last block."""
+    pairs = words.view(torch.uint8).unflatten(-1, (-1, BLOCK_WORDS, 2, 2)).movedim(-1, -3)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-3).flatten(-5)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of a ``FourBitWeight``, padded with zeros."""
-    padded: Tensor = F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
-    low, high = padded.unflatten(-1, (-1, CODES_PER_WORD // 2, 2, BLOCK_WORDS)).unbind(-2)
-    # Two codes are a byte; bytes of a number lie together, the lowest first.
+    """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of an ``Fp4Weight``, padded with zeros."""
+    low, high = _padded(codes).unflatten(-1, (-1, CODES_PER_WORD // 2, 2, BLOCK_WORDS)).unbind(-2)
+    # Two codes are a byte; the bytes of a number are neighbours, the lowest first.
     pairs: Tensor = low | high << 4
     return pairs.mT.contiguous().view(torch.int32).flatten(-3)
 
 
 def unpack_codes(words: Tensor) -> Tensor:
-    """Return the uint8 codes of ``words``, with those that pad the last block."""
+    """Return the uint8 codes of an ``Fp4Weight``, with those that pad the last block."""
     pairs = words.view(torch.uint8).unflatten(-1, (-1, BLOCK_WORDS, CODES_PER_WORD // 2)).mT
     return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-4)
+
+
+def _padded(codes: Tensor) -> Tensor:
+    return F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
 
 
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -164,7 +183,8 @@ E8M0_BIAS: Final = 127
 class Fp4Weight:
     """A matrix in FP4 (e2m1), or several of one shape: ``number * scale * factor``.
 
-    Codes are laid out as in ``FourBitWeight``.
+    Number ``w`` of a block of 128 inputs holds inputs ``16 j + w``, each in bits ``[4 j, 4 j + 4)``: a number of every
+    row gives 16 neighbouring inputs, as many as share a scale in NVFP4.
     """
 
     words: Tensor
@@ -217,7 +237,7 @@ class StackedWeight:
 
 
 CodedWeight = FourBitWeight | Fp4Weight
-"""Weights of codes of 4 bits, whose ``words`` have one layout."""
+"""Weights whose ``words`` hold codes of 4 bits."""
 
 QuantizedWeight = ScaledWeight | CodedWeight
 """Weights that stay quantised as published."""

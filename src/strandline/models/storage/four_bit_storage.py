@@ -20,7 +20,7 @@ from strandline.kernels.gemm.weights import (
     GROUPS_FOUR_BIT,
     SYMMETRIC_ZERO,
     FourBitWeight,
-    pack_codes,
+    pack_code_pairs,
 )
 from strandline.models.layers.targets import Piece, Target
 from strandline.models.storage.four_bit import FourBitMatrix, PackedMatrix, PublishedFourBit, find_four_bit
@@ -133,7 +133,7 @@ class FourBitRows:
         """Pack rows of a part of a weight."""
         group_X = part.group_K[:: self.format.group]
         columns = slice(0, len(group_X))
-        self.words_RW[index_R] = pack_codes(part.code_NK[row_R])
+        self.words_RW[index_R] = pack_code_pairs(part.code_NK[row_R])
         self.scales_RX[index_R, columns] = part.scale_NX[row_R][:, group_X].to(self.scales_RX.dtype)
         if self.zeros_RX is not None:
             self.zeros_RX[index_R, columns] = part.zero_NX[row_R][:, group_X]

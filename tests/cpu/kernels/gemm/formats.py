@@ -16,6 +16,7 @@ from strandline.kernels.gemm.weights import (
     FourBitWeight,
     Fp4Weight,
     ScaledWeight,
+    pack_code_pairs,
     pack_codes,
 )
 from strandline.kernels.rowwise.quantized_rows import GROUP
@@ -52,7 +53,7 @@ def four_bit_weight(
     num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // group
     scales = (torch.rand(*shape[:-1], num_groups) + 0.2) * 0.2 * num_inputs**-0.5
     zeros = None if symmetric else torch.randint(0, 16, scales.shape, dtype=torch.uint8).to(device)
-    return FourBitWeight(pack_codes(codes).to(device), scales.to(device, scale_dtype), zeros, num_inputs, group)
+    return FourBitWeight(pack_code_pairs(codes).to(device), scales.to(device, scale_dtype), zeros, num_inputs, group)
 
 
 def fp4_weight(*shape: int, group: int = 16, device: str = "cpu", **_: Any) -> Fp4Weight:
@@ -78,7 +79,11 @@ def exact(weight: Any) -> Tensor:
         columns = torch.arange(weight.values.shape[-1], device=weight.values.device) // GROUP
         return weight.values.double() * weight.scales[..., rows, :][..., columns].double()
     column_I = torch.arange(weight.num_inputs, device=weight.words.device)
-    code = weight.words[..., column_I // 128 * 16 + column_I % 16] >> (column_I % 128 // 16 * 4) & 15
+    if isinstance(weight, FourBitWeight):
+        word_I, bit_I = column_I % 32 // 2, column_I % 128 // 32 * 4 + column_I % 2 * 16
+    else:
+        word_I, bit_I = column_I % 16, column_I % 128 // 16 * 4
+    code = weight.words[..., column_I // 128 * 16 + word_I] >> bit_I & 15
     scale = weight.scales[..., column_I // weight.group]
     if isinstance(weight, FourBitWeight):
         zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros[..., column_I // weight.group].double()

@@ -1,13 +1,23 @@
 """Weights stand for what their formats say, and reference implementations multiply with exactly that."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from strandline.kernels.binding import bind_kernels
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear, linear
-from strandline.kernels.gemm.weights import DenseWeight, StackedWeight, pack_codes, unpack_codes
+from strandline.kernels.gemm.weights import (
+    DenseWeight,
+    StackedWeight,
+    pack_code_pairs,
+    pack_codes,
+    unpack_code_pairs,
+    unpack_codes,
+)
 from strandline.kernels.operation import Workload
 from strandline.kernels.rowwise.quantized_rows import GROUP, quantize_groups
 from tests.cpu.kernels.gemm.formats import (
@@ -25,6 +35,8 @@ from tests.cpu.kernels.gemm.formats import (
     product,
 )
 
+Pack = Callable[[Tensor], Tensor]
+
 SIZES = [(1, 128, 128), (3, 40, 1), (5, 300, 130), (2, 129, 257), (17, 256, 96)]
 """Rows, inputs and outputs."""
 
@@ -35,12 +47,13 @@ KERNELS = bind_kernels(LINEAR_OPERATIONS, Workload("cpu", "float32"))
 
 
 @pytest.mark.parametrize("shape", [(3, 128), (2, 5, 300), (1, 1)], ids=str)
-def test_codes_are_packed_without_loss(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("pack", "unpack"), [(pack_codes, unpack_codes), (pack_code_pairs, unpack_code_pairs)])
+def test_codes_are_packed_without_loss(pack: Pack, unpack: Pack, shape: tuple[int, ...]) -> None:
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
-    words = pack_codes(codes)
+    words = pack(codes)
     assert (words.dtype, words.shape) == (torch.int32, (*shape[:-1], -(-shape[-1] // 128) * 16))
-    assert torch.equal(unpack_codes(words)[..., : shape[-1]], codes)
-    assert not unpack_codes(words)[..., shape[-1] :].any()
+    assert torch.equal(unpack(words)[..., : shape[-1]], codes)
+    assert not unpack(words)[..., shape[-1] :].any()
 
 
 @given(st.sampled_from(sorted(CASES.keys() - {"dense"})), st.integers(1, 10), st.integers(0, 2**31))

@@ -1,15 +1,14 @@
 """Weights in 4 bits in kernels.
 
-Bits ``[4 j, 4 j + 4)`` of a block's sixteen numbers are the codes of sixteen neighbouring inputs, a plane. In tiles
-they are put into the mantissa of 128 in bfloat16, two planes at once, and the zero point is subtracted. The result is
-exact.
+A plane is 32 neighbouring inputs of a block: the codes of all its numbers at one position of their two halves. In tiles
+the two codes of a number are put into the mantissas of 128 in bfloat16 at once, and the zero point is subtracted. The
+result is exact, and is what a register of a tensor core's operand holds.
 
 For few rows of x, a thread loads four numbers of a row, a piece. Every code becomes a float32 number without a
-conversion: its bits are put into the mantissa of 128. Codes of lower bits count a sixteenth there, and are multiplied
-with sixteen times the input. The excess of such a sum depends on the inputs alone; it is subtracted once for all of the
-weight's rows.
+conversion: its bits are put into the mantissa of 128. The excess of such a sum depends on the inputs alone; it is
+subtracted once for all of the weight's rows.
 
-Shape suffixes: as in ``dense_triton.py``; W numbers of a block or of a piece, J pieces.
+Shape suffixes: as in ``dense_triton.py``; W numbers of a block or of a piece, J pieces; in tiles K inputs of a plane.
 """
 # mypy: ignore-errors
 
@@ -25,8 +24,17 @@ BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
 BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
 ZERO = tl.constexpr(weights.SYMMETRIC_ZERO)
 
+PLANE_INPUTS = tl.constexpr(2 * weights.BLOCK_WORDS)
+"""Codes at one position of both halves of a block's numbers."""
+
 PIECE_WORDS = tl.constexpr(4)
 PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
+
+LARGEST_POWER = tl.constexpr(2.0**127)
+"""Of two, in bfloat16."""
+
+UNIT = tl.constexpr(64.0)
+"""A code's bits are a number in bfloat16, ``2 ** -133`` times as large. ``LARGEST_POWER`` times that lacks this."""
 
 MAGIC = 0x43000000
 """128 in float32. As an argument of kernels, not a constant: the compiler then sets and masks bits at once."""
@@ -53,23 +61,29 @@ def layout(weight: FourBitWeight) -> FourBitLayout:
 
 
 @triton.jit
-def unpack_plane(words_NW, zero_N, PLANE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the codes of a plane less their zero points, ``[N, W]``; ``zero_N`` is 128 more than these."""
-    pair_NW = ((words_NW >> (4 * (PLANE % 4))) & 0x000F000F) | 0x43004300
-    if PLANE >= 4:
-        pair_NW = pair_NW >> 16
-    code_NW = pair_NW.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return (code_NW - zero_N[:, None]).to(DTYPE)
+def _join_halves(pair_NW, DTYPE: tl.constexpr):
+    """Return the bits of numbers, two to each of 32 bits, in 16 bits of a dtype, ``[N, 2 W]``."""
+    low_NW = pair_NW.to(tl.int16).to(DTYPE, bitcast=True)
+    high_NW = (pair_NW >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.reshape(tl.join(low_NW, high_NW), [pair_NW.shape[0], 2 * pair_NW.shape[1]])
 
 
 @triton.jit
-def load_zeros(zero_ptr, offset_N):
-    """Load 128 more than the zero points of a tile's rows, exact in bfloat16."""
+def _unpack_plane(words_NW, zero_N, PLANE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the codes of a plane less their zero points, ``[N, K]``, and divided by ``UNIT``, as ``zero_N`` are."""
+    code_NK = _join_halves((words_NW >> (4 * PLANE)) & 0x000F000F, tl.bfloat16)
+    power = tl.full([], LARGEST_POWER, tl.float32).to(tl.bfloat16)
+    return (code_NK * power - zero_N[:, None]).to(DTYPE)
+
+
+@triton.jit
+def _load_zeros(zero_ptr, offset_N):
+    """Load the zero points of a tile's rows, divided by ``UNIT``: exact in bfloat16."""
     if zero_ptr is None:
-        zero_N = tl.full(offset_N.shape, 128.0 + ZERO, tl.float32).to(tl.bfloat16)
+        zero_N = tl.full(offset_N.shape, ZERO / UNIT, tl.float32)
     else:
-        zero_N = (tl.load(zero_ptr + offset_N).to(tl.float32) + 128.0).to(tl.bfloat16)
-    return zero_N
+        zero_N = tl.load(zero_ptr + offset_N).to(tl.float32) * (1 / UNIT)
+    return zero_N.to(tl.bfloat16)
 
 
 @triton.jit
@@ -105,9 +119,10 @@ def tile(
     up_N = read_N + N
     x_M_ptr = x_ptr + read_M.to(tl.int64) * stride_x
     GROUPS: tl.constexpr = BLOCK_INPUTS // GROUP
-    PLANES: tl.constexpr = GROUP // BLOCK_WORDS
+    PLANES: tl.constexpr = GROUP // PLANE_INPUTS
     word_W = tl.arange(0, BLOCK_WORDS)
-    x_WM_ptr = x_M_ptr[None, :] + word_W[:, None]
+    input_K = tl.arange(0, PLANE_INPUTS)
+    x_KM_ptr = x_M_ptr[None, :] + input_K[:, None]
     words_NW_ptr = weight_ptr + (read_N * num_words)[:, None] + word_W[None, :]
     up_NW_ptr = weight_ptr + (up_N * num_words)[:, None] + word_W[None, :]
     last_group = tl.cdiv(K, BLOCK_INPUTS) * GROUPS - 1
@@ -126,29 +141,29 @@ def tile(
             next_ptr = scale_ptr + tl.minimum(block * GROUPS + group + 1, last_group) * stride_sx
             next_scale_N = tl.load(next_ptr + read_N * stride_sn).to(tl.float32)
             offset = (block * GROUPS + group) * stride_sx
-            zero_N = load_zeros(zero_ptr, read_N * stride_sn + offset)
+            zero_N = _load_zeros(zero_ptr, read_N * stride_sn + offset)
             sum_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
             if IS_GATED:
                 next_up_scale_N = tl.load(next_ptr + up_N * stride_sn).to(tl.float32)
-                up_zero_N = load_zeros(zero_ptr, up_N * stride_sn + offset)
+                up_zero_N = _load_zeros(zero_ptr, up_N * stride_sn + offset)
                 sum_up_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
             for plane in tl.static_range(group * PLANES, (group + 1) * PLANES):
-                start = block * BLOCK_INPUTS + plane * BLOCK_WORDS
+                start = block * BLOCK_INPUTS + plane * PLANE_INPUTS
                 if IS_EVEN:
-                    x_WM = tl.load(x_WM_ptr + start)
+                    x_KM = tl.load(x_KM_ptr + start)
                 else:
-                    x_WM = tl.load(x_WM_ptr + start, mask=(start + word_W < K)[:, None], other=0.0)
-                code_NW = unpack_plane(words_NW, zero_N, plane, DTYPE)
-                sum_NM = tl.dot(code_NW, x_WM, sum_NM, input_precision="ieee")
+                    x_KM = tl.load(x_KM_ptr + start, mask=(start + input_K < K)[:, None], other=0.0)
+                code_NK = _unpack_plane(words_NW, zero_N, plane, DTYPE)
+                sum_NM = tl.dot(code_NK, x_KM, sum_NM, input_precision="ieee")
                 if IS_GATED:
-                    up_code_NW = unpack_plane(up_NW, up_zero_N, plane, DTYPE)
-                    sum_up_NM = tl.dot(up_code_NW, x_WM, sum_up_NM, input_precision="ieee")
+                    up_code_NK = _unpack_plane(up_NW, up_zero_N, plane, DTYPE)
+                    sum_up_NM = tl.dot(up_code_NK, x_KM, sum_up_NM, input_precision="ieee")
             acc_NM += sum_NM * scale_N[:, None]
             scale_N = next_scale_N
             if IS_GATED:
                 acc_up_NM += sum_up_NM * up_scale_N[:, None]
                 up_scale_N = next_up_scale_N
-    return tl.trans(acc_NM), tl.trans(acc_up_NM)
+    return tl.trans(acc_NM) * UNIT, tl.trans(acc_up_NM) * UNIT
 
 
 @triton.jit
@@ -156,14 +171,14 @@ def load_scaling(weight, read_N, block, GROUP_INDEX: tl.constexpr, LAYOUT: tl.co
     """Load as ``operand_triton.py`` says: scales and zero points of rows."""
     _, _, scale_ptr, zero_ptr, stride_sn, stride_sx, _ = weight
     offset_N = read_N * stride_sn + (block * (BLOCK_INPUTS // LAYOUT.group) + GROUP_INDEX) * stride_sx
-    return tl.load(scale_ptr + offset_N).to(tl.float32), load_zeros(zero_ptr, offset_N)
+    return tl.load(scale_ptr + offset_N).to(tl.float32) * UNIT, _load_zeros(zero_ptr, offset_N)
 
 
 @triton.jit
 def dequantize_plane(words_NW, scaling, PLANE: tl.constexpr):
     """Return as ``operand_triton.py`` says the numbers of a plane."""
     scale_N, zero_N = scaling
-    return unpack_plane(words_NW, zero_N, PLANE, tl.float32) * scale_N[:, None]
+    return _unpack_plane(words_NW, zero_N, PLANE, tl.float32) * scale_N[:, None]
 
 
 @triton.jit
@@ -209,36 +224,34 @@ def load_rows(
 
 @triton.jit
 def _read_plane(x, row_M, is_row_M, piece_J, PLANE: tl.constexpr, K, IS_EVEN: tl.constexpr):
-    """Read the inputs that pieces' codes of a plane are multiplied with, ``[J, M, W]``, in float32."""
+    """Read the inputs of pieces' codes of a plane, even and odd ones, ``[J, M, W]``, in float32."""
     x_ptr, _, stride_x, _ = x
-    col_J = piece_J // 4 * BLOCK_INPUTS + piece_J % 4 * PIECE_WORDS + PLANE * BLOCK_WORDS
-    col_JW = col_J[:, None] + tl.arange(0, PIECE_WORDS)[None, :]
-    is_JMW = is_row_M[None, :, None]
+    col_J = piece_J // 4 * BLOCK_INPUTS + PLANE * PLANE_INPUTS + piece_J % 4 * (2 * PIECE_WORDS)
+    col_JP = col_J[:, None] + tl.arange(0, 2 * PIECE_WORDS)[None, :]
+    is_JMP = is_row_M[None, :, None]
     if not IS_EVEN:
-        is_JMW = is_JMW & (col_JW < K)[:, None, :]
-    x_JMW_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JW[:, None, :]
-    return tl.load(x_JMW_ptr, mask=is_JMW, other=0.0).to(tl.float32)
+        is_JMP = is_JMP & (col_JP < K)[:, None, :]
+    x_JMP_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JP[:, None, :]
+    x_JMP = tl.load(x_JMP_ptr, mask=is_JMP, other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(x_JMP, [piece_J.shape[0], row_M.shape[0], PIECE_WORDS, 2]))
 
 
 @triton.jit
-def _add_planes(acc_JMNW, words_JCNW, low_JMW, high_JMW, PAIR: tl.constexpr, magic):
-    """Add the products with the codes of planes ``2 PAIR`` and ``2 PAIR + 1``, an excess of 2048 and 128 inputs.
+def _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, PLANE: tl.constexpr, magic):
+    """Add the products with the codes of a plane, and an excess of 128 times the inputs.
 
     All rows of x are multiplied with the same words, or each with words of its own.
     """
-    SHIFT: tl.constexpr = 8 * PAIR - 12
-    words_JCNW = words_JCNW >> SHIFT if SHIFT > 0 else words_JCNW << -SHIFT
-    low_JCNW = ((words_JCNW & 0xF000) | magic).to(tl.float32, bitcast=True)
-    high_JCNW = ((words_JCNW & 0xF0000) | magic).to(tl.float32, bitcast=True)
-    acc_JMNW += high_JCNW * high_JMW[:, :, None, :]
-    return acc_JMNW + low_JCNW * (low_JMW * 16.0)[:, :, None, :]
+    even_JCNW = (((words_JCNW << (16 - 4 * PLANE)) & 0xF0000) | magic).to(tl.float32, bitcast=True)
+    odd_JCNW = (((words_JCNW >> (4 * PLANE)) & 0xF0000) | magic).to(tl.float32, bitcast=True)
+    acc_JMNW += even_JCNW * even_JMW[:, :, None, :]
+    return acc_JMNW + odd_JCNW * odd_JMW[:, :, None, :]
 
 
 @triton.jit
 def _scaled_sums(
     acc_JMNW,
-    low_JMW,
-    high_JMW,
+    input_JMW,
     scale_ptr,
     zero_ptr,
     row_CN,
@@ -252,7 +265,7 @@ def _scaled_sums(
     """Return the products of one group of every piece, ``[J, M, N]``.
 
     Args:
-        acc_JMNW: sums of ``_add_planes``; ``low_JMW`` and ``high_JMW`` are those of the inputs.
+        acc_JMNW: sums of ``_add_plane``; ``input_JMW`` are those of the inputs.
     """
     offset_JCN = (row_CN * stride_sn)[None, :, :] + (group_J * stride_sx)[:, None, None]
     if IS_EVEN:
@@ -260,17 +273,15 @@ def _scaled_sums(
     else:
         is_JCN = is_1N[None, :, :] & (group_J < num_groups)[:, None, None]
         scale_JCN = tl.load(scale_ptr + offset_JCN, mask=is_JCN, other=0.0).to(tl.float32)
+    input_JM1 = tl.sum(input_JMW, axis=2)[:, :, None]
     if zero_ptr is None:
-        extra_JM = tl.sum(low_JMW * (2048.0 + ZERO) + high_JMW * (128.0 + ZERO), axis=2)
-        sum_JMN = tl.sum(acc_JMNW, axis=3) - extra_JM[:, :, None]
+        sum_JMN = tl.sum(acc_JMNW, axis=3) - input_JM1 * (128.0 + ZERO)
     else:
         if IS_EVEN:
             zero_JCN = tl.load(zero_ptr + offset_JCN).to(tl.float32)
         else:
             zero_JCN = tl.load(zero_ptr + offset_JCN, mask=is_JCN, other=0).to(tl.float32)
-        extra_JM = tl.sum(low_JMW * 2048.0 + high_JMW * 128.0, axis=2)
-        input_JM = tl.sum(low_JMW + high_JMW, axis=2)
-        sum_JMN = tl.sum(acc_JMNW, axis=3) - extra_JM[:, :, None] - zero_JCN * input_JM[:, :, None]
+        sum_JMN = tl.sum(acc_JMNW, axis=3) - input_JM1 * (128.0 + zero_JCN)
     return sum_JMN * scale_JCN
 
 
@@ -296,7 +307,7 @@ def multiply_rows(
     words_JCNW, up_JCNW = loaded
     _, num_words, scale_ptr, zero_ptr, stride_sn, stride_sx, magic = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
-    PAIRS: tl.constexpr = LAYOUT.group // (2 * BLOCK_WORDS)
+    PLANES: tl.constexpr = LAYOUT.group // PLANE_INPUTS
     GROUPS: tl.constexpr = BLOCK_INPUTS // LAYOUT.group
     J: tl.constexpr = BLOCK_K // PIECE_INPUTS
     M: tl.constexpr = row_M.shape[0]
@@ -310,18 +321,15 @@ def multiply_rows(
     for group in tl.static_range(GROUPS):
         acc_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
         acc_up_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
-        sum_low_JMW = tl.zeros([J, M, PIECE_WORDS], dtype=tl.float32)
-        sum_high_JMW = tl.zeros([J, M, PIECE_WORDS], dtype=tl.float32)
-        for pair in tl.static_range(group * PAIRS, (group + 1) * PAIRS):
-            low_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair, K, IS_EVEN)
-            high_JMW = _read_plane(x, row_M, is_row_M, piece_J, 2 * pair + 1, K, IS_EVEN)
-            sum_low_JMW += low_JMW
-            sum_high_JMW += high_JMW
-            acc_JMNW = _add_planes(acc_JMNW, words_JCNW, low_JMW, high_JMW, pair, magic)
+        input_JMW = tl.zeros([J, M, PIECE_WORDS], dtype=tl.float32)
+        for plane in tl.static_range(group * PLANES, (group + 1) * PLANES):
+            even_JMW, odd_JMW = _read_plane(x, row_M, is_row_M, piece_J, plane, K, IS_EVEN)
+            input_JMW += even_JMW + odd_JMW
+            acc_JMNW = _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, plane, magic)
             if IS_GATED:
-                acc_up_JMNW = _add_planes(acc_up_JMNW, up_JCNW, low_JMW, high_JMW, pair, magic)
+                acc_up_JMNW = _add_plane(acc_up_JMNW, up_JCNW, even_JMW, odd_JMW, plane, magic)
         group_J = piece_J // 4 * GROUPS + group
-        sums = (sum_low_JMW, sum_high_JMW, scale_ptr, zero_ptr)
+        sums = (input_JMW, scale_ptr, zero_ptr)
         sizes = (is_1N, group_J, num_groups, stride_sn, stride_sx)
         out_JMN += _scaled_sums(acc_JMNW, *sums, row_CN, *sizes, IS_EVEN)
         if IS_GATED:

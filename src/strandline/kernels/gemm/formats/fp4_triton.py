@@ -1,9 +1,9 @@
 """Weights in FP4 (e2m1) in kernels: NVFP4 and MXFP4.
 
-Codes lie as in ``four_bit_triton.py``: a plane is sixteen neighbouring inputs, as many as share a scale in NVFP4. The
-three lower bits of a code are those of a bfloat16 or float32 number whose exponent is 126 too small, denormal ones
-included: shifting them there, and the sign, converts them. The exponent is corrected by scales (tiles) and inputs (few
-rows), all by powers of two: every operand is exact.
+Bits ``[4 j, 4 j + 4)`` of a block's sixteen numbers are the codes of sixteen neighbouring inputs, a plane: as many as
+share a scale in NVFP4. The three lower bits of a code are those of a bfloat16 or float32 number whose exponent is 126
+too small, denormal ones included: shifting them there, and the sign, converts them. The exponent is corrected by scales
+(tiles) and inputs (few rows), all by powers of two: every operand is exact.
 
 Shape suffixes: as in ``four_bit_triton.py``.
 """
@@ -21,6 +21,7 @@ from strandline.kernels.gemm.weights import Fp4Weight
 BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
 BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
 PLANES = tl.constexpr(weights.CODES_PER_WORD)
+PLANE_INPUTS = BLOCK_WORDS
 
 PIECE_WORDS = tl.constexpr(4)
 PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)

@@ -27,14 +27,14 @@ and ``start``, a constant, the first of ``BLOCK_K`` inputs. Loads are apart so t
 one: weights are older than any launch of a step. Products of several chunks of inputs are added before they are reduced
 by ``add``; their shape is the format's.
 
-``codes`` are of formats whose ``words`` have one layout (``weights.py``). They return the numbers that words ``[N, W]``
-of a block stand for, in float32, so that a library can multiply with them::
+``codes`` are of formats whose ``words`` hold codes of 4 bits (``weights.py``). They return the numbers that words
+``[N, W]`` of a block stand for, in float32, so that a library can multiply with them::
 
     codes.load_scaling(weight, read_N, block, GROUP_INDEX, LAYOUT) -> scaling
-    codes.dequantize_plane(words_NW, scaling, PLANE) -> number_NW
+    codes.dequantize_plane(words_NW, scaling, PLANE) -> number_NK
 
-``read_N`` are rows, ``GROUP_INDEX`` counts the groups of a block that share a scale, and ``PLANE`` its sixteenths of
-inputs.
+``read_N`` are rows, ``GROUP_INDEX`` counts the groups of a block that share a scale, and ``PLANE`` its parts of
+``codes.plane_inputs`` neighbouring inputs.
 """
 # mypy: ignore-errors
 
@@ -71,11 +71,12 @@ class CodeFunctions(NamedTuple):
 
     load_scaling: JITFunction
     dequantize_plane: JITFunction
+    plane_inputs: int
 
     @property
     def cache_key(self) -> str:
         """As of ``RowFunctions``."""
-        return "-".join(function.cache_key for function in self)
+        return f"{self.load_scaling.cache_key}-{self.dequantize_plane.cache_key}-{self.plane_inputs}"
 
 
 class Format(NamedTuple):
@@ -114,7 +115,7 @@ def _format(module: ModuleType, min_block_k: int, min_rows: int) -> Format:
 
 
 def _coded_format(module: ModuleType) -> Format:
-    codes = CodeFunctions(module.load_scaling, module.dequantize_plane)
+    codes = CodeFunctions(module.load_scaling, module.dequantize_plane, module.PLANE_INPUTS.value)
     return _format(module, BLOCK_INPUTS, 1 << 30)._replace(codes=codes)
 
 
