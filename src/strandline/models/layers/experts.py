@@ -27,7 +27,6 @@ from strandline.kernels.experts.moe import (
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import Rows
-from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, spanned, unused, whole
 
@@ -136,10 +135,6 @@ class Experts(nn.Module):
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
         return any(isinstance(up, ScaledWeight) for up in self._kept.get("up_XFE", ()))
-
-    def takes_hidden(self, down: Projection) -> bool:
-        """Return whether a shared expert with this second projection is to be passed before its activation."""
-        return not self._kept and not down.is_kept
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

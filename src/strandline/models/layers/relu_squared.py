@@ -99,7 +99,7 @@ class ReluSquaredMoe(nn.Module):
         """Compute with these kernels from now on."""
         self._relu_squared, up, down = kernels[relu_squared], self.shared.up, self.shared.down
         self._project = bind_linear_and_logits(kernels, up.weight, up.bias_O, self.router.weight, torch.float32)
-        self._down = down.weight if self.to_latent is None and self.experts.takes_hidden(down) else None
+        self._down = down.weight if self.to_latent is None else None
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         up_TS, logits_TX = self._project(hidden_TE)

@@ -124,7 +124,8 @@ class SigmoidMoe(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._project, shared = None, self.shared
-        if shared is not None and self.experts.takes_hidden(shared.down):
+        # In FP8 the norm has quantised what the shared expert reads, but not what the router does.
+        if shared is not None and not shared.takes_quantized:
             shared_and_router = (shared.gate_up.weight, None, self.router.weight, self.router_dtype)
             self._project, self._down = bind_linear_and_logits(kernels, *shared_and_router), shared.down.weight
 
@@ -132,7 +133,7 @@ class SigmoidMoe(nn.Module):
         plain_TE, shared = plain_rows(hidden_TE), self.shared
         if self._project is not None:
             shared_TO, logits_TX = self._project(plain_TE)
-            return self.experts.mix(plain_TE, logits_TX, self.bias_X, SharedExpert(shared_TO, self._down))
+            return self.experts.mix(hidden_TE, logits_TX, self.bias_X, SharedExpert(shared_TO, self._down))
         logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
         shared_TE = None if shared is None else shared(hidden_TE if shared.takes_quantized else plain_TE)
         return self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared_TE)
