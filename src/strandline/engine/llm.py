@@ -26,7 +26,7 @@ from strandline.text.cache_report import answer_data
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
-from strandline.text.picture_marks import PictureMarks
+from strandline.text.picture_placeholders import PicturePlaceholders
 from strandline.text.prompts import check_text, encode_text
 from strandline.text.remembered_answers import Recollection
 
@@ -252,9 +252,9 @@ class LLM:
         )
         pictures: list[Picture] = []
         if self._pictures is not None:
-            marks = PictureMarks()
-            messages = marks.mark(messages, "messages")
-            pictures = self._pictures.load(marks.references)
+            placeholders = PicturePlaceholders()
+            messages = placeholders.insert(messages, "messages")
+            pictures = self._pictures.load(placeholders.references)
         chat = renderer.render(
             messages,
             add_generation_prompt=add_generation_prompt,

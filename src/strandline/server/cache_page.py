@@ -156,7 +156,9 @@ class CachePage:
             return None, 0
         theirs = body.as_anthropics()
         if theirs is not None:
-            prompt = await render(self._service, theirs, theirs.conversation(self._service.picture_marks()), salt)
+            prompt = await render(
+                self._service, theirs, theirs.conversation(self._service.picture_placeholders()), salt
+            )
         elif body.messages is not None:
             prompt = await self._service.render(
                 body.messages,

@@ -29,7 +29,7 @@ from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json
 from strandline.text.chat_messages import MessageError
 from strandline.text.frontend import CheckedParams
-from strandline.text.picture_marks import PictureMarks
+from strandline.text.picture_placeholders import PicturePlaceholders
 from strandline.text.segments import merge_segments
 
 THINKING: Mapping[str, dict[str, Any]] = {
@@ -46,8 +46,8 @@ class Conversation(NamedTuple):
 
     history: History
     box: Toolbox
-    marks: PictureMarks | None = None
-    """What stands for the pictures in its messages; None: the model reads none."""
+    placeholders: PicturePlaceholders | None = None
+    """Those of the pictures in its messages; None: the model reads none."""
 
 
 class CountBody(BaseModel):
@@ -64,22 +64,22 @@ class CountBody(BaseModel):
     output_config: dict[str, Any] | None = None
     cache_salt: str | None = None
 
-    def conversation(self, marks: PictureMarks | None) -> "Conversation":
+    def conversation(self, placeholders: PicturePlaceholders | None) -> "Conversation":
         """Return the conversation and its tools.
 
         Args:
-            marks: mark its pictures; None: the model reads none.
+            placeholders: take the pictures' place; None: the model reads none.
 
-        Raises: as ``PictureMarks.mark``, ``read_tools``, ``read_history`` and ``toolbox``.
+        Raises: as ``PicturePlaceholders.insert``, ``read_tools``, ``read_history`` and ``toolbox``.
         """
         system: Any = self.system
         messages: Sequence[Any] = self.messages
-        if marks is not None:
-            system, messages = marks.mark(system, "system"), marks.mark(messages, "messages")
+        if placeholders is not None:
+            system, messages = placeholders.insert(system, "system"), placeholders.insert(messages, "messages")
         tools = read_tools(self.tools)
         texts = BlockTexts(tools.definitions)
         history = read_history(system, messages, texts)
-        return Conversation(history, tools.toolbox(self.tool_choice, texts.added), marks)
+        return Conversation(history, tools.toolbox(self.tool_choice, texts.added), placeholders)
 
     def continues(self, history: History) -> bool:
         """Return whether the output continues the last message, because it is an answer.
@@ -230,7 +230,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     service.require_model(body.model)
     params = body.sampling_params(service.defaults, has_budgets=service.client.frontend.has_thinking_end)
     salt = salt_of(request, body.cache_salt)
-    conversation = body.conversation(service.picture_marks())
+    conversation = body.conversation(service.picture_placeholders())
     with service.client.expect(params.n):
         prompt = await render(service, body, conversation, salt)
         checked = await service.bind(params, conversation.box, prompt)
@@ -243,7 +243,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
 async def count_tokens(service: Service, body: CountBody, request: Request) -> Response:
     """Count the tokens of a request's prompt."""
     service.require_model(body.model)
-    conversation = body.conversation(service.picture_marks())
+    conversation = body.conversation(service.picture_placeholders())
     prompt = await render(service, body, conversation, salt_of(request, body.cache_salt))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
@@ -254,7 +254,7 @@ async def render(service: Service, body: CountBody, conversation: Conversation, 
     Raises:
         RequestError: the conversation cannot be rendered; the error has the path of the message at fault.
     """
-    history, box, marks = conversation
+    history, box, placeholders = conversation
     try:
         return await service.render(
             history.messages,
@@ -262,7 +262,7 @@ async def render(service: Service, body: CountBody, conversation: Conversation, 
             template_options=body.template_options(),
             salt=salt,
             continue_final_message=body.continues(history),
-            marks=marks,
+            placeholders=placeholders,
         )
     except MessageError as error:
         raise RequestError(f"{history.paths[error.index]}: {error.reason}", param=error.param) from error

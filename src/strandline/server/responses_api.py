@@ -37,7 +37,7 @@ from strandline.server.structured_fields import structure_of
 from strandline.server.tools import Toolbox
 from strandline.server.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
 from strandline.text.frontend import CheckedParams
-from strandline.text.picture_marks import PictureMarks
+from strandline.text.picture_placeholders import PicturePlaceholders
 from strandline.text.segments import merge_segments
 from strandline.text.thinking import ReasoningCount
 
@@ -147,7 +147,7 @@ class Conversation:
 
     Args:
         owner: the client, whose stored responses the request may name.
-        marks: mark its pictures; None: the model reads none.
+        placeholders: take the pictures' place; None: the model reads none.
 
     Raises:
         RequestError: an item or a tool is malformed, the choice of a tool cannot be served, or something that the
@@ -155,7 +155,7 @@ class Conversation:
     """
 
     def __init__(
-        self, body: ResponsesBody, owner: str, store: ResponseStore, marks: PictureMarks | None = None
+        self, body: ResponsesBody, owner: str, store: ResponseStore, placeholders: PicturePlaceholders | None = None
     ) -> None:
         self.is_stored = store.is_on and body.store is not False
         repeated = (*REPEATED, "input") if self.is_stored else REPEATED
@@ -166,8 +166,8 @@ class Conversation:
         earlier = store.conversation(owner, body.previous_response_id) if body.previous_response_id else ()
         self._own_items = read_items(body.input, lambda item_id: store.item(owner, item_id))
         items: Sequence[Any] = self._own_items
-        if marks is not None:
-            earlier, items = marks.mark(earlier, "previous_response_id"), marks.mark(items, "input")
+        if placeholders is not None:
+            earlier, items = placeholders.insert(earlier, "previous_response_id"), placeholders.insert(items, "input")
         self.messages = History(self.tools, self._seal.unseal).read(body.instructions, items, earlier)
         self.box = self.tools.toolbox(body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
         self._wants_sealed = SEALED in (body.include or ())
@@ -320,8 +320,8 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults)
-    marks = service.picture_marks()
-    conversation = Conversation(body, owner_of(request), service.responses, marks)
+    placeholders = service.picture_placeholders()
+    conversation = Conversation(body, owner_of(request), service.responses, placeholders)
     box = conversation.box
     body.require_plain_text(service, box)
     salt = salt_of(request, body.cache_salt)
@@ -329,7 +329,7 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
         with sent_as({"messages": "input"}):
             options = effort_options(body.effort, EFFORT)
             prompt = await service.render(
-                conversation.messages, tools=box.tools, template_options=options, salt=salt, marks=marks
+                conversation.messages, tools=box.tools, template_options=options, salt=salt, placeholders=placeholders
             )
         checked = await service.bind(params, box, prompt)
     response = ModelResponse(service, body, conversation, prompt, checked, salt)

@@ -30,7 +30,7 @@ from strandline.server.tools import Toolbox
 from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
-from strandline.text.picture_marks import PictureMarks
+from strandline.text.picture_placeholders import PicturePlaceholders
 from strandline.text.prompts import check_length, check_text, encode_text
 
 T = TypeVar("T")
@@ -275,20 +275,20 @@ class Service:
         salt: str | None = "",
         continue_final_message: bool = False,
         truncation: Truncation | None = None,
-        marks: PictureMarks | None = None,
+        placeholders: PicturePlaceholders | None = None,
     ) -> Prompt:
         """Return a conversation as a prompt.
 
         Args:
-            marks: what stands for pictures in the messages; None: they have pictures themselves.
+            placeholders: those of pictures in the messages; None: they have the pictures themselves.
             continue_final_message: as in ``ChatRenderer.render``.
             salt: as in ``ChatRenderer.render``.
         """
         check_text(salt or "")
         renderer = self.renderer
-        if marks is None and (marks := self.picture_marks()) is not None:
-            messages = marks.mark(messages, "messages")
-        pictures = await self.load(marks)
+        if placeholders is None and (placeholders := self.picture_placeholders()) is not None:
+            messages = placeholders.insert(messages, "messages")
+        pictures = await self.load(placeholders)
 
         def work() -> Prompt:
             chat = renderer.render(
@@ -305,20 +305,20 @@ class Service:
 
         return await self._truncated(await self.in_thread(work, _num_characters(messages)), truncation)
 
-    def picture_marks(self) -> PictureMarks | None:
-        """Return what marks pictures in a request's messages; None: the model reads none."""
-        return None if self.pictures is None else PictureMarks()
+    def picture_placeholders(self) -> PicturePlaceholders | None:
+        """Return placeholders for the pictures of a request; None: the model reads none."""
+        return None if self.pictures is None else PicturePlaceholders()
 
-    async def load(self, marks: PictureMarks | None) -> list[Picture]:
-        """Load the pictures that marks stand for.
+    async def load(self, placeholders: PicturePlaceholders | None) -> list[Picture]:
+        """Load the pictures that placeholders stand for.
 
         Raises:
             RequestError: one cannot be loaded; the error has its path.
         """
-        if marks is None or self.pictures is None or not marks.references:
+        if placeholders is None or self.pictures is None or not placeholders.references:
             return []
         loader, turn = self.pictures, asyncio.Semaphore(PICTURES_AT_ONCE)
-        loader.check_number(len(marks.references))
+        loader.check_number(len(placeholders.references))
 
         async def load(reference: Any, path: str) -> Picture:
             async with turn:
@@ -329,7 +329,10 @@ class Service:
 
         try:
             async with asyncio.TaskGroup() as group:
-                loading = [group.create_task(load(*each)) for each in zip(marks.references, marks.paths, strict=True)]
+                loading = [
+                    group.create_task(load(*each))
+                    for each in zip(placeholders.references, placeholders.paths, strict=True)
+                ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in loading]

@@ -38,7 +38,7 @@ from strandline.text.marks import (
     next_start,
     start_before,
 )
-from strandline.text.picture_marks import marked_pictures, with_parts
+from strandline.text.picture_placeholders import pictures_in, with_parts
 from strandline.text.prompts import (
     check_length,
     check_messages,
@@ -174,7 +174,7 @@ class ChatRenderer:
         """Return a conversation as a prompt.
 
         Args:
-            pictures: what the marks in messages stand for (``PictureMarks``).
+            pictures: those that placeholders in the messages stand for (``PicturePlaceholders``).
             continue_final_message: end the prompt with the last message's content, so that the output continues it.
             max_characters: longer texts are rejected before tokenization.
             salt: answers to requests of another salt are not recalled. None: none are, nor is this one remembered.
@@ -245,7 +245,7 @@ class ChatRenderer:
         Raises:
             RequestError: the template leaves pictures out, or something else wrote the token that stands for them.
         """
-        shown, config = marked_pictures(messages), self._pictures
+        shown, config = pictures_in(messages), self._pictures
         num_found = chat.token_ids.count(config.image_token_id) if config is not None else 0
         if config is None or num_found != len(shown) or max(shown, default=0) >= len(pictures):
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Marks that stand for pictures in texts, and the prompts that they lead to."""
+"""Placeholders of pictures in texts, and the prompts that they lead to."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from strandline.errors import RequestError
 from strandline.picture_config import PictureConfig
 from strandline.records.pictures import Picture, PictureReference, PictureSpan, PlacedPicture, virtual_ids
 from strandline.text.conversations import ChatRenderer
-from strandline.text.picture_marks import PictureMarks, marked_pictures, with_parts
 from strandline.text.picture_names import PictureNames
+from strandline.text.picture_placeholders import PicturePlaceholders, pictures_in, with_parts
 from tests.cpu.server.vision_model import END, PAD, SIDE, START, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
@@ -27,11 +27,11 @@ def part(url: str, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}, **more}
 
 
-def test_marks_keep_pictures_between_the_same_words() -> None:
-    marks = PictureMarks()
+def test_placeholders_keep_pictures_between_the_same_words() -> None:
+    placeholders = PicturePlaceholders()
     content = ["first", part("data:a"), "second\n", part("data:b", detail="low"), part("data:c"), "third"]
-    text = "\n".join(each if isinstance(each, str) else marks.mark(each, "x")["text"] for each in content)
-    assert marks.references == [
+    text = "\n".join(each if isinstance(each, str) else placeholders.insert(each, "x")["text"] for each in content)
+    assert placeholders.references == [
         PictureReference("data:a"),
         PictureReference("data:b", "low"),
         PictureReference("data:c"),
@@ -41,20 +41,20 @@ def test_marks_keep_pictures_between_the_same_words() -> None:
     assert shown == ["first", "image", "second\n", "image", "image", "third"]
 
 
-def test_marked_parts_keep_their_order_wherever_texts_are_moved() -> None:
-    marks = PictureMarks()
-    messages = marks.mark([{"role": "user", "content": [part(f"data:{name}")]} for name in "abc"], "messages")
-    assert marks.paths == [f"messages.{index}.content.0" for index in range(3)]
+def test_placeholders_keep_their_order_wherever_texts_are_moved() -> None:
+    placeholders = PicturePlaceholders()
+    messages = placeholders.insert([{"role": "user", "content": [part(f"data:{name}")]} for name in "abc"], "messages")
+    assert placeholders.paths == [f"messages.{index}.content.0" for index in range(3)]
     texts = [message["content"][0]["text"] for message in messages]
-    assert marked_pictures([{"content": texts[2]}, {"content": texts[0] + texts[1]}]) == [2, 0, 1]
+    assert pictures_in([{"content": texts[2]}, {"content": texts[0] + texts[1]}]) == [2, 0, 1]
 
 
 def test_other_fields_of_messages_are_left_alone() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"type": "image_url", "image_url": "data:x"}}}
     message = {"role": "assistant", "content": "x", "tool_calls": [call]}
-    marks = PictureMarks()
-    assert marks.mark([message], "messages") == [message]
-    assert marks.references == []
+    placeholders = PicturePlaceholders()
+    assert placeholders.insert([message], "messages") == [message]
+    assert placeholders.references == []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_malformed_sources_are_refused_with_their_path(source: dict[str, Any]) -
     with pytest.raises(
         RequestError, match=r"^messages\.0\.content\.0\.tool_result\.content\.0\.image: the source must"
     ):
-        PictureMarks().mark([{"role": "user", "content": [result]}], "messages")
+        PicturePlaceholders().insert([{"role": "user", "content": [result]}], "messages")
 
 
 words = st.text(alphabet="ab \n<|>", min_size=1, max_size=8)
@@ -82,7 +82,7 @@ def test_marks_of_caches_are_where_they_would_be_without_pictures(
     turns: list[list[tuple[str | int, bool]]],
 ) -> None:
     """A picture of ``n`` tokens moves what follows it by ``n - 1``, and nothing else."""
-    marks, pictures, num_marks = PictureMarks(), list[Picture](), 0
+    placeholders, pictures, num_marks = PicturePlaceholders(), list[Picture](), 0
     messages = list[dict[str, Any]]()
     for turn in turns:
         parts = []
@@ -95,7 +95,7 @@ def test_marks_of_caches_are_where_they_would_be_without_pictures(
             else:
                 parts.append({"type": "text", "text": kind, **cached})
         messages += [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]
-    marked = marks.mark(messages[:-1], "messages")
+    marked = placeholders.insert(messages[:-1], "messages")
     small = RENDERER.render(marked, pictures=[picture(str(index), 1) for index in range(len(pictures))])
     chat = RENDERER.render(marked, pictures=pictures)
     assert [span.num_tokens for span, _ in chat.pictures] == [each.width // SIDE for each in pictures]

@@ -1,8 +1,8 @@
-"""Marks that stand for pictures while a conversation's messages are texts, and the parts that templates get for them.
+"""Placeholders of pictures while a conversation's messages are texts, and the parts that templates get for them.
 
 Every API's parts are joined to texts before a chat template sees them, and texts may be moved from one message to
-another. A mark keeps a picture where it was: between the same words. It consists of characters that Unicode reserves
-for internal use; a client that writes them itself can repeat a picture of its own prompt, and nothing else.
+another. A placeholder keeps a picture where it was: between the same words. It consists of characters that Unicode
+reserves for internal use; a client that writes them itself can repeat a picture of its own prompt, and nothing else.
 """
 
 import re
@@ -13,9 +13,9 @@ from strandline.errors import RequestError
 from strandline.records.pictures import PictureReference
 
 BEGIN, END = "\U0010fffe", "\U0010ffff"
-MARKED: Final = re.compile(rf"{BEGIN}(\d{{1,9}}){END}")
+PLACEHOLDER: Final = re.compile(rf"{BEGIN}(\d{{1,9}}){END}")
 AROUND: Final = re.compile(rf"\n?({BEGIN}\d{{1,9}}{END})\n?")
-"""A mark and the line breaks by which it was joined to the texts around it."""
+"""A placeholder and the line breaks by which it was joined to the texts around it."""
 DETAILS: Final = ("auto", "low", "high", "original")
 HOLDERS: Final = frozenset({"content", "output", "source"})
 """Fields that hold parts."""
@@ -24,8 +24,8 @@ LOADED_TYPES: Final = ("image", "image_pil")
 """Types of parts that hold a picture of Pillow (``LLM.chat``)."""
 
 
-class PictureMarks:
-    """The pictures of a request, and marks that stand for them."""
+class PicturePlaceholders:
+    """The pictures of a request, which placeholders stand for."""
 
     def __init__(self) -> None:
         self.references: list[Any] = []
@@ -33,7 +33,7 @@ class PictureMarks:
         self.paths: list[str] = []
         """Where each is in the request."""
 
-    def mark(self, value: Any, path: str) -> Any:
+    def insert(self, value: Any, path: str) -> Any:
         """Return a part of a request with text parts instead of pictures.
 
         Args:
@@ -43,31 +43,33 @@ class PictureMarks:
             RequestError: a picture's part is malformed; the error names it.
         """
         if isinstance(value, list | tuple):
-            return [self.mark(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return [self.insert(item, f"{path}.{index}") for index, item in enumerate(value)]
         if not isinstance(value, Mapping):
             return value
         found = _reference(value, path)
         if found is not None:
-            mark = f"{BEGIN}{len(self.references)}{END}"
+            placeholder = f"{BEGIN}{len(self.references)}{END}"
             self.references.append(found[0])
             self.paths.append(found[1])
             own = {name: value[name] for name in ("cache_control",) if name in value}
-            return {"type": "text", "text": mark, **own}
+            return {"type": "text", "text": placeholder, **own}
         inside = f"{path}.tool_result" if value.get("type") == "tool_result" else path
-        return {name: self.mark(item, f"{inside}.{name}") if name in HOLDERS else item for name, item in value.items()}
+        return {
+            name: self.insert(item, f"{inside}.{name}") if name in HOLDERS else item for name, item in value.items()
+        }
 
 
-def marked_pictures(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def pictures_in(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the numbers of the pictures in messages, in their order."""
     texts = [text for message in messages if isinstance(text := message.get("content"), str)]
-    return [int(number) for text in texts for number in MARKED.findall(text)]
+    return [int(number) for text in texts for number in PLACEHOLDER.findall(text)]
 
 
 def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages as templates take them: those with pictures as a list of parts."""
     return [
         {**message, "content": _parts(text)}
-        if isinstance(text := message.get("content"), str) and MARKED.search(text)
+        if isinstance(text := message.get("content"), str) and PLACEHOLDER.search(text)
         else message
         for message in messages
     ]
