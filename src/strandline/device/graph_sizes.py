@@ -14,10 +14,10 @@ an H200's host, whose GPU computes 2,048 tokens in 40 ms."""
 DIVIDED_PROMPT_ROWS: Final = (6144, 8192)
 """Also, with several ranks: each computes a part of a step, and launches as much as one that computes all."""
 DECODES_BESIDE_MANY: Final = (16,)
-"""And as many as there may be: beside thousands of rows, padding costs little."""
+"""And as many as there may be: among thousands of rows, padding costs little."""
 
 MAX_CAPTURED_PREFIX: Final = 32768
-"""Tokens before a prefill. Many rows behind more are launched: kernels for prefixes need to know their lengths."""
+"""Tokens before a prefill. Many rows after more are launched: kernels for prefixes need to know lengths."""
 
 
 def graph_sizes(

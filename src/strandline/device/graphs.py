@@ -2,7 +2,7 @@
 
 Steps of decodes are captured at a ladder of batch sizes; with a draft layer or a drafter, also with drafts. Small steps
 with prompts, which the host takes longer to launch kernel by kernel than a GPU to run, are captured at a ladder of rows
-beside some decodes. A step is padded to the size of the graph that is replayed (``PaddedStep``). Captured operations
+with some decodes. A step is padded to the size of the graph that is replayed (``PaddedStep``). Captured operations
 must not need the host.
 
 The first graph of a step fills in what the host did not know yet, and runs the model up to the final hidden states; of
@@ -281,6 +281,6 @@ class StepGraphs:
 
 
 def _has_long_prefix(host: HostBatch) -> bool:
-    """Whether a step has many rows of prompts behind more tokens than graphs are for."""
+    """Whether a step has many rows of prompts after more tokens than graphs are for."""
     starts = host.columns.start[host.num_decodes :]
     return host.num_prompt_rows > PROMPT_ROWS[-1] and bool((starts > MAX_CAPTURED_PREFIX).any())

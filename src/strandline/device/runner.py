@@ -1,10 +1,10 @@
 """The runner of steps on one device: it applies the cache's actions, runs the model and samples.
 
-The runner follows the plan and keeps only the sampling state of each request. Every sequence's final hidden state is
-stored in its slot, so that a slot that becomes a snapshot can give its next token without a forward pass.
+The runner follows the plan, and holds nothing of a request but its sampling state. Every sequence's final hidden state
+is stored in its slot, so that a slot that becomes a snapshot can give its next token without a forward pass.
 
 ``launch`` does not wait for the device: sampled tokens stay there, for the next step to read, and are copied to the
-host behind the step.
+host after the step.
 """
 
 from collections.abc import Iterable, Sequence

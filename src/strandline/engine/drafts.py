@@ -1,8 +1,8 @@
-"""How many drafts each sequence verifies in a step, and makes for the next one; and what became of them.
+"""How many drafts each sequence verifies in a step, and makes for the next one; and how many were accepted.
 
 N-grams and suffixes are looked up before a step, which then waits for the tokens of the one before. So where the depth
 is chosen, and a step finds drafts for none of its requests, lookups *rest*: the depth is 0, so that steps are planned
-ahead, and drafts are looked up behind a step's result instead, in a growing interval of steps, until some are found.
+ahead, and drafts are looked up after a step's result instead, in a growing interval of steps, until some are found.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
