@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.quantized_rows import QuantizedRows, quantize
 from tests.cpu.kernels.gemm.formats import FP8
 from tests.interpreter import convert_e4m3
@@ -26,9 +27,28 @@ def check_quantizing(num_rows: int, num_inputs: int, dtype: torch.dtype, device:
     for rows, plain in (
         (quantize_rows(gate_up), gate_up),
         (quantizing_triton.swiglu_quantized(gate_up), activation_triton.swiglu(gate_up)),
+        (quantizing_triton.swiglu_quantized(gate_up, 0.01), activation_triton.swiglu(gate_up, 0.01)),
         (quantizing_triton.sigmoid_gate_quantized(x, gate), activation_triton.sigmoid_gate(x.clone(), gate)),
     ):
         assert_quantized(rows, plain)
+
+
+def check_clamped_swiglu(num_rows: int, num_inputs: int, dtype: torch.dtype, device: str) -> None:
+    """Compare with the reference implementation at limits that the dtype rounds up, down and not; NaN stays NaN."""
+    gate_up = torch.randn(num_rows, 2 * num_inputs, device=device).mul_(3).to(dtype)
+    gate_up[0, ::17] = torch.nan
+    for limit in (0.6, 0.7, 2.0):
+        expected = swiglu.reference(gate_up, limit)
+        # The interpreter cuts bfloat16 off where a GPU rounds it: the silu and the result lose 2**-7 each.
+        rtol = 2**-5 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(
+            activation_triton.swiglu(gate_up, limit), expected, rtol=rtol, atol=1e-5, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clamped_swiglu_equals_the_reference(dtype: torch.dtype) -> None:
+    check_clamped_swiglu(3, 130, dtype, "cpu")
 
 
 def assert_quantized(rows: QuantizedRows, plain: Tensor) -> None:
