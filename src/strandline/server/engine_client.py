@@ -61,7 +61,7 @@ class _Request:
     job: Job
     engine: EngineLink
     num_pixel_bytes: int = 0
-    """Of its pictures, which the engine keeps while it is unfinished."""
+    """Memory of its pictures, which the engine holds while it is unfinished."""
 
 
 class EngineClient:

@@ -15,7 +15,7 @@ ATTENTION_LAYER = "model.language_model.layers.1."
 EMBEDDING = "model.language_model.embed_tokens.weight"
 NUM_DRAFTS = 3
 TOLERANCE = 1e-4
-"""Of keys and values about 1; they are sums of float32 in other orders."""
+"""Keys and values are about 1, and sums of float32 in other orders."""
 
 SPECIAL = 60
 """A token that stands for a picture of one token."""

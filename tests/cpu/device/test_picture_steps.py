@@ -17,7 +17,7 @@ from tests.cpu.models.families import oracle, save
 
 MODELS = ["qwen3_5-vision", "qwen3_5_moe-vision", "qwen4_exp-vision"]
 TOLERANCE = 2e-4
-"""Of log-probabilities between -10 and 0; either side sums float32 in its own order."""
+"""Log-probabilities are between -10 and 0; either side sums float32 in its own order."""
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ PROMPTS = [
 ]
 
 AUDIT_TOLERANCE = 1e-3
-"""Of log-probabilities, cached and not; a sum of float32 in another order."""
+"""Log-probabilities, cached and not, are sums of float32 in other orders."""
 
 MakeVisionLLM = Callable[..., LLM]
 

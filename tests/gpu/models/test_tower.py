@@ -30,7 +30,7 @@ VISION = {
     "out_hidden_size": 2048,
 }
 TOLERANCE = 0.03
-"""Of the root mean square of differences, relative to that of embeddings: bfloat16 has 8 bits, used in four blocks."""
+"""Root mean square of differences, relative to that of embeddings: bfloat16 has 8 bits, used in four blocks."""
 
 
 def make_tower(dtype: torch.dtype, device: str) -> VisionTower:

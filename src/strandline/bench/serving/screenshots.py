@@ -20,7 +20,7 @@ from strandline.errors import ConfigError
 TILE_PIXELS: Final = 40
 PNG_START: Final = b"\x89PNG\r\n\x1a\n"
 RGB_IN_BYTES: Final = bytes([8, 2, 0, 0, 0])
-"""Of a PNG's header: bits of a sample, kind of colours, and the usual compression, filter and order."""
+"""The end of a PNG's header: bits of a sample, kind of colours, and the usual compression, filter and order."""
 
 
 def screenshot_conversations(maker: Maker) -> list[Session]:

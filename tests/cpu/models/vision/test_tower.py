@@ -40,7 +40,7 @@ SHAPES = [(1, 1), (1, 4), (3, 1), (2, 3), (7, 5), (4, 4)]
 """Tokens of pictures: rows and columns."""
 
 TOLERANCE = 2e-5
-"""Of float32 sums in another order: values are about 1."""
+"""Values are about 1, and sums of float32 in other orders."""
 
 
 def random_oracle(**changes: Any) -> Qwen3_5VisionModel:
