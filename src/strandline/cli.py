@@ -273,7 +273,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="fraction of GPU memory to use without --memory (default: %(default)s)",
     )
     add("--dequantize", action="store_true", help="convert weights in FP8, FP4 or 4 bits to --dtype as they load")
-    add("--merge-lora", metavar="NAME=PATH", help="add a LoRA adapter to the weights as they load (default: none)")
+    _add_lora_flags(add)
     add("--enforce-eager", action="store_true", help="disable CUDA graphs")
     add(
         "--async-scheduling",
@@ -317,6 +317,17 @@ def _add_picture_flags(add: Any) -> None:
     add("--allowed-media-domains", action=Extend, nargs="+", default=(), metavar="HOST", help=text)
     text = "directory whose files requests may name as pictures (default: none)"
     add("--allowed-local-media-path", metavar="DIR", help=text)
+
+
+def _add_lora_flags(add: Any) -> None:
+    add("--enable-lora", action="store_true", help="compute requests with the LoRA adapters that they name")
+    text = "LoRA adapters to load at the start, each NAME=PATH or JSON with name and path"
+    add("--lora-modules", action=Extend, nargs="+", default=(), metavar="NAME=PATH", help=text)
+    text = "LoRA adapters that a step can use; others stay in host memory (default: %(default)s)"
+    add("--max-loras", type=int, default=1, metavar="N", help=text)
+    text = "maximum rank of LoRA adapters (default: 16, or the largest of --lora-modules)"
+    add("--max-lora-rank", type=int, metavar="N", help=text)
+    add("--merge-lora", metavar="NAME=PATH", help="add a LoRA adapter to the weights as they load (default: none)")
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:

@@ -247,8 +247,9 @@ class EngineConfig:
         names = [lora.name for lora in self.loras]
         if len({*names}) < len(names):
             raise ConfigError(f"--lora-modules must have names that differ, got {', '.join(names)}")
-        if names and not self.enable_lora:
-            raise ConfigError("--lora-modules needs --enable-lora")
+        given = {"lora_modules": names, "max_loras": self.max_loras > 1, "max_lora_rank": self.max_lora_rank}
+        for name in (name for name, value in given.items() if value and not self.enable_lora):
+            raise ConfigError(f"{flag(name)} needs --enable-lora")
         if self.merged_lora is not None and self.load_format == "dummy":
             raise ConfigError(
                 "--merge-lora needs the weights that the adapter was trained on; drop --load-format dummy"

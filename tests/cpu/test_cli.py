@@ -61,7 +61,7 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
             "--data-parallel-size: only 'strandline serve' runs several engines\n",
         ),
         (["serve", "--quantization=fp8"], "--quantization: quantised weights are detected"),
-        (["serve", "--max-loras", "2"], "unknown argument --max-loras\n"),
+        (["serve", "--max-cpu-loras", "2"], "unknown argument --max-cpu-loras"),
         (["serv", "demo"], "; did you mean 'serve'?\n"),
         (["serve", "--tool-call-parser", "qwen3_code"], "; did you mean 'qwen3_coder'?\n"),
         (["serve", "--model", "demo"], "--model: the model is an argument without a flag: strandline serve MODEL\n"),

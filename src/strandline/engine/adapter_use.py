@@ -3,6 +3,7 @@
 from strandline.device.executor import Executor
 from strandline.engine.request import adapters_of
 from strandline.engine.scheduler import Scheduler
+from strandline.errors import RequestError
 from strandline.records.adapters import LoadedAdapter
 
 
@@ -15,6 +16,7 @@ class AdapterUse:
 
     def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
         self._executor, self._scheduler = executor, scheduler
+        self._loaded = set[str]()
         self._leaving = set[str]()
         """Those that are to be forgotten once no request uses them."""
 
@@ -23,6 +25,7 @@ class AdapterUse:
         self._forget()
         adapter = self._executor.load_adapter(name, path)
         self._leaving.discard(adapter.digest)
+        self._loaded.add(adapter.digest)
         return adapter
 
     def unload(self, digest: str) -> None:
@@ -30,8 +33,14 @@ class AdapterUse:
         self._leaving.add(digest)
         self._forget()
 
+    def require(self, digest: str) -> None:
+        """Raise a RequestError if an adapter is not loaded; "" names none."""
+        if digest and digest not in self._loaded:
+            raise RequestError("the LoRA adapter is not loaded any more")
+
     def _forget(self) -> None:
         used = adapters_of([*self._scheduler.running, *self._scheduler.waiting])
         for digest in sorted(self._leaving - used):
             self._executor.unload_adapter(digest)
             self._leaving.remove(digest)
+            self._loaded.discard(digest)

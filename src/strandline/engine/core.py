@@ -101,8 +101,8 @@ class EngineCore:
                 with self._timed("graphs"):
                     executor.capture_graphs()
         self.adapters = AdapterUse(executor, self.scheduler)
-        self.first_adapters = [self.adapters.load(lora.name, lora.path) for lora in config.loras]
-        """LoRA adapters that were loaded at the start."""
+        loaded = tuple(self.adapters.load(lora.name, lora.path) for lora in config.loras)
+        self.limits = replace(self.limits, adapters=loaded)
         self.hand_over = _new_hand_over(config, executor, self.scheduler)
         """Gives prefixes to other engines and fetches them; None: that is not asked for."""
         is_cpu = facts.device_type == "cpu"
@@ -134,11 +134,12 @@ class EngineCore:
                 sequence may have to compile its grammar.
 
         Raises:
-            RequestError: a sequence of that id is unfinished.
+            RequestError: a sequence of that id is unfinished, or its LoRA adapter is not loaded.
             EngineError: the core has been flushed or closed.
         """
         if self._is_closing:
             raise EngineError("the engine has been closed")
+        self.adapters.require(submission.new.adapter)
         request = Request(submission)
         request.grammar = grammar
         if self.hand_over is None or not self.hand_over.add(request):

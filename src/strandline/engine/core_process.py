@@ -29,11 +29,13 @@ from strandline.errors import ConfigError, RequestError
 from strandline.events.wire import encode_batch
 from strandline.gc_policy import freeze_gc
 from strandline.ids import NO_TOKEN
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.events import CoreStats, FinishReason, StepEvents, Submission, TokenEvent
 from strandline.records.heartbeat import BEAT_INTERVAL_S, Heartbeat
 from strandline.records.messages import (
     ENCODER,
     TO_CORE,
+    AdapterLoaded,
     AskCache,
     AskStats,
     AskWhy,
@@ -45,6 +47,7 @@ from strandline.records.messages import (
     Flush,
     Flushed,
     FromCore,
+    LoadAdapter,
     Ready,
     Refused,
     Start,
@@ -52,6 +55,7 @@ from strandline.records.messages import (
     Stepped,
     Submit,
     ToCore,
+    UnloadAdapter,
 )
 from strandline.text.pending_grammars import PendingGrammars
 
@@ -133,7 +137,7 @@ class CoreLoop:
                 if isinstance(grammar, RequestError):
                     self._send(Stepped(_failure(submission, grammar)))
                 else:
-                    self._core.add(submission, grammar)
+                    self._add(submission, grammar)
         while self._socket in ready and not self._is_stopped:
             try:
                 self._handle(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
@@ -153,7 +157,7 @@ class CoreLoop:
             case Submit():
                 for submission in message.complete():
                     if submission.new.params.structured_outputs is None:
-                        self._core.add(submission)
+                        self._add(submission)
                     else:
                         self._pending_grammars.put(submission)
             case Finish(request_ids):
@@ -167,8 +171,25 @@ class CoreLoop:
                 self._send(CacheShown(number, self._core.watch.state(salt, self._stats())))
             case AskWhy(number, question):
                 self._send(Explained(number, self._core.watch.answer(question)))
+            case LoadAdapter(number, name, path):
+                self._send(AdapterLoaded(number, self._load_adapter(name, path)))
+            case UnloadAdapter(digest):
+                self._core.adapters.unload(digest)
             case Flush(number):
                 self._send(Flushed(number, self._core.flush(self._has_lost_lifeline)))
+
+    def _add(self, submission: Submission, grammar: object = None) -> None:
+        try:
+            self._core.add(submission, grammar)
+        except RequestError as error:
+            # Its adapter has been unloaded since it was checked, or could not be loaded again after a restart.
+            self._send(Stepped(_failure(submission, error)))
+
+    def _load_adapter(self, name: str, path: str) -> LoadedAdapter | str:
+        try:
+            return self._core.adapters.load(name, path)
+        except (ConfigError, RequestError) as error:
+            return str(error)
 
     def _send_cache_events(self) -> None:
         if self._feed is not None and (events := self._feed.take()):
@@ -186,9 +207,9 @@ class CoreLoop:
 
 
 def _failure(submission: Submission, error: RequestError) -> StepEvents:
-    """Return the end of a sequence whose grammar cannot be compiled here, though it could where it was tried."""
+    """Return the end of a sequence that cannot be run here, though it was checked."""
     name = submission.new.request_id
-    LOGGER.warning("the grammar of %s cannot be compiled: %s", name, error)
+    LOGGER.warning("%s cannot be run: %s", name, error)
     return StepEvents(tokens=[TokenEvent(name, NO_TOKEN, None, FinishReason.ERROR, None, None)])
 
 

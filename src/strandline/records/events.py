@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from strandline.ids import RequestId
 from strandline.records.account import Account
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.pictures import Picture, PictureSpan
 from strandline.records.plan import NewRequest, TokenLogprobs
 from strandline.records.transfer_params import TransferParams
@@ -126,6 +127,8 @@ class Limits:
     max_model_len: int
     max_picture_tokens: int = 0
     """Tokens of the largest picture; 0: the model reads none."""
+    adapters: tuple[LoadedAdapter, ...] = ()
+    """LoRA adapters that were loaded at the start."""
 
 
 @dataclass(frozen=True, slots=True)

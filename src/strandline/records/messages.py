@@ -8,6 +8,7 @@ import msgspec
 
 from strandline.config import EngineConfig
 from strandline.ids import RequestId
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
 from strandline.records.pictures import Picture
@@ -66,6 +67,20 @@ class Flush(msgspec.Struct, tag=True):
     """Write entries only in memory to the disk cache; answer with ``Flushed`` of the same number. No step follows."""
 
     number: int
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Read a LoRA adapter; answer with ``AdapterLoaded`` of the same number."""
+
+    number: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """Forget a LoRA adapter once no request uses it."""
+
+    digest: str
 
 
 class FlushReport(msgspec.Struct, frozen=True):
@@ -159,6 +174,14 @@ class Flushed(msgspec.Struct, tag=True):
     """None: there is no disk cache."""
 
 
+class AdapterLoaded(msgspec.Struct, tag=True):
+    """The answer to ``LoadAdapter``."""
+
+    number: int
+    adapter: LoadedAdapter | str
+    """Or why it cannot be served."""
+
+
 class CacheChanged(msgspec.Struct, tag=True):
     """What the cache can resume has changed. With several engines only; sent before the step that changed it."""
 
@@ -172,8 +195,8 @@ class Died(msgspec.Struct, tag=True):
     message: str
 
 
-ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy | Flush
-FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Flushed | CacheChanged | Died
+ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy | Flush | LoadAdapter | UnloadAdapter
+FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Flushed | AdapterLoaded | CacheChanged | Died
 
 FLUSH_S: Final = 20.0
 """How long a flush takes at most, and what it has begun to write after that."""

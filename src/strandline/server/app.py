@@ -8,13 +8,14 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from strandline.errors import RequestError
+from strandline.server.adapters import add_adapters
 from strandline.server.cache_page import add_cache_page
 from strandline.server.chat_api import chat
 from strandline.server.completions_api import complete
 from strandline.server.cross_origin import CrossOrigin
 from strandline.server.cross_origin_access import CrossOriginAccess
 from strandline.server.error_responses import ERRORS, add_error_handlers, error_response
-from strandline.server.gate import Gate, salt_of
+from strandline.server.gate import Gate
 from strandline.server.host_check import HostCheck
 from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
 from strandline.server.request_bodies import (
@@ -60,6 +61,7 @@ def build_app(
     _add_generation(app, service)
     add_stored_responses(app, service)
     _add_models(app, service)
+    add_adapters(app, service.adapters)
     _add_tokenizer(app, service)
     _add_operation(app, service)
     add_cache_page(app, service, cache_page)
@@ -97,19 +99,21 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def card(name: str) -> dict[str, Any]:
+        adapter = service.adapters.get(name)
         return {
             "id": name,
             "object": "model",
             "created": service.created_s,
             "owned_by": "strandline",
-            "root": service.model_names[0],
-            "parent": None,
+            "root": service.model_names[0] if adapter is None else adapter.path,
+            "parent": None if adapter is None else service.model_names[0],
             "max_model_len": service.client.frontend.limits.max_model_len,
         }
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
+        names = (*service.model_names, *(adapter.name for adapter in service.adapters))
+        return json_response({"object": "list", "data": [card(name) for name in names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -133,7 +137,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
                 continue_final_message=check_continuation(body.continue_final_message, body.add_generation_prompt),
                 tools=toolbox(body.tools, None).tools,
                 template_options=body.chat_template_kwargs,
-                salt=salt_of(request, body.cache_salt),
+                salt=service.salt_of(request, body.cache_salt, body.model),
             )
         max_model_len = service.client.frontend.limits.max_model_len
         tokens = prompt.token_ids

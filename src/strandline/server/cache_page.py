@@ -21,7 +21,6 @@ from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
 from strandline.records.pictures import with_virtual_ids
 from strandline.server.engine_client import Prompt
-from strandline.server.gate import salt_of
 from strandline.server.host_check import host_of
 from strandline.server.host_names import is_local
 from strandline.server.messages_api import CountBody, render
@@ -228,11 +227,11 @@ def add_cache_page(app: FastAPI, service: Service, mode: str) -> None:
     async def show_state(
         request: Request, x_cache_salt: Annotated[str, Header()] = "", engine: int | None = None
     ) -> Response:
-        return _fresh(await page.state(salt_of(request, unquote(x_cache_salt)), text_of(request), engine))
+        return _fresh(await page.state(service.salt_of(request, unquote(x_cache_salt), None), text_of(request), engine))
 
     @app.post("/cache/explain")
     async def explain(request: Request, body: ExplainBody) -> Response:
-        return _fresh(await page.explain(body, salt_of(request, body.cache_salt), text_of(request)))
+        return _fresh(await page.explain(body, service.salt_of(request, body.cache_salt, body.model), text_of(request)))
 
 
 def _no_text(_: Sequence[int]) -> None:

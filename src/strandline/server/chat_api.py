@@ -11,7 +11,6 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_client import Prompt
-from strandline.server.gate import salt_of
 from strandline.server.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
 from strandline.server.request_bodies import ChatBody, sent_as
 from strandline.server.service import Service
@@ -54,7 +53,7 @@ class Chat:
             "id": f"chatcmpl-{uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": service.model_names[0],
+            "model": service.name_of(body.model),
         }
         self._echo = prompt.continued if body.echo else ""
         given = ("", box.schemas) if self._echo else (prompt.text or "", box.schemas, prompt.continued)
@@ -167,7 +166,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     with sent_as(sent):
         params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
-    salt = salt_of(request, body.cache_salt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     with service.client.expect(params.n):
         prompt = await service.render(
             body.messages,

@@ -13,7 +13,6 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_client import Prompt
-from strandline.server.gate import salt_of
 from strandline.server.request_bodies import CompletionBody, Truncation
 from strandline.server.service import Service, truncated_ids
 from strandline.server.sse import EventStream, json_response, plain_events
@@ -66,7 +65,7 @@ class Completion:
             "id": self._name,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model_names[0],
+            "model": service.name_of(body.model),
         }
         self._num_outputs = params.params.n
         self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
@@ -171,7 +170,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
         truncation = body.truncation(service.client.frontend.limits.max_model_len)
         prompts = [await _prompt(service, body, each, truncation) for each in given]
         checked = await service.check(params)
-    salt = salt_of(request, body.cache_salt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch, transfer=transfer)
     if body.stream:
         return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))

@@ -66,6 +66,8 @@ class ServerConfig:
     """Time limit for a client to send a request's head, a part of its body, or read a part of its response; 0: none."""
     stream_ping_interval_s: float = 5.0
     """Silence after which a stream gets a comment, or Anthropic's event ``ping``; 0: none."""
+    allow_runtime_lora: str | None = None
+    """Directory that ``/v1/load_lora_adapter`` may load adapters from; None: nothing is loaded at runtime."""
     restart: bool = False
     """Restart the engine when its process has exited."""
     cache_page: str = "auto"
@@ -110,12 +112,15 @@ class ServerConfig:
         """Return the valid keys, the environment's included, each with the prefix of its requests' salts.
 
         Raises:
-            ConfigError: ``salt_per_key`` is set and there is no key, or the environment's is blank.
+            ConfigError: ``salt_per_key`` or ``allow_runtime_lora`` is set and there is no key, or the environment's is
+                blank.
         """
         key = read_api_key()
         if key is not None:
             _require_texts(API_KEY, [key])
         keys = [*self.api_key, *([key] if key else [])]
+        if self.allow_runtime_lora is not None and not keys:
+            raise ConfigError(f"--allow-runtime-lora lets requests name paths; add --api-key or {API_KEY}")
         if self.salt_per_key and not keys:
             raise ConfigError(
                 f"--salt-per-key gives each API key a salt, and there is none; add --api-key or {API_KEY}"

@@ -10,9 +10,19 @@ from typing import Final
 from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
-from strandline.records.messages import CacheChanged, Died, Finish, FlushReport, Stepped, Submit
+from strandline.records.messages import (
+    CacheChanged,
+    Died,
+    Finish,
+    FlushReport,
+    LoadAdapter,
+    Stepped,
+    Submit,
+    UnloadAdapter,
+)
 from strandline.records.pictures import PlacedPicture
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engine_link import CoreSocket, EngineLink, HangDetector, encode
@@ -94,6 +104,8 @@ class EngineClient:
         self._max_unfinished = max_unfinished
         self._timeout_s = timeout_s
         self._requests: dict[str, _Request] = {}
+        self._adapters = dict[str, LoadedAdapter]()
+        """LoRA adapters that were loaded since the start, by their digests."""
         self._num_expected = 0
 
     # Jobs
@@ -269,9 +281,38 @@ class EngineClient:
     def reconnect(self, engine: EngineLink, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
         """Use a new process of an engine; all jobs of the old one have failed."""
         engine.reconnect(socket, limits, heartbeat)
+        for adapter in self._adapters.values():
+            engine.send(encode(LoadAdapter(0, adapter.name, adapter.path)))
         self.frontend.limits = least_limits(self.engines)
         if self._router is not None:
             self._router.add(engine.number)
+
+    @property
+    def first_adapters(self) -> tuple[LoadedAdapter, ...]:
+        """The LoRA adapters that the engines have loaded at the start."""
+        return self.engines[0].limits.adapters
+
+    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Have all engines that run read a LoRA adapter; those that are restarted do so, too.
+
+        Raises:
+            RequestError: it cannot be served, or was rewritten meanwhile.
+            EngineError: an engine does not answer.
+        """
+        self.require_running()
+        running = [engine for engine in self.engines if engine.failure is None]
+        loaded = await asyncio.gather(*(engine.load_adapter(name, path) for engine in running))
+        if len({adapter.digest for adapter in loaded}) > 1:
+            raise RequestError(f"{path} was changed while it was read; load it again", param="lora_path")
+        self._adapters[loaded[0].digest] = loaded[0]
+        return loaded[0]
+
+    def unload_adapter(self, adapter: LoadedAdapter) -> None:
+        """Have all engines forget a LoRA adapter once no request uses it."""
+        self._adapters.pop(adapter.digest, None)
+        for engine in self.engines:
+            if engine.failure is None:
+                engine.send(encode(UnloadAdapter(adapter.digest)))
 
     async def ask_stats(self) -> list[CoreStats | None]:
         """Return the state of each engine; None: it has exited or does not respond.

@@ -5,12 +5,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
 from strandline.errors import EngineError, RequestError
+from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
 from strandline.records.events import CoreStats, Limits
 from strandline.records.messages import (
     ENCODER,
     FLUSH_S,
     FROM_CORE,
+    AdapterLoaded,
     AskCache,
     AskStats,
     AskWhy,
@@ -20,11 +22,14 @@ from strandline.records.messages import (
     Flushed,
     FlushReport,
     FromCore,
+    LoadAdapter,
     Stats,
     ToCore,
 )
 
 ANSWER_TIMEOUT_S: Final = 5.0
+LOAD_TIMEOUT_S: Final = 120.0
+"""Of an adapter, which is read between two steps."""
 STATS_TIMEOUT_S: Final = 2.0
 """Shorter, since Prometheus gives up after 10 s by default."""
 
@@ -131,7 +136,12 @@ class EngineLink:
                     if not future.done():
                         future.set_result(stats)
                 self._stats_wanted.clear()
-            case CacheShown(number, found) | Explained(number, found) | Flushed(number, found):
+            case (
+                CacheShown(number, found)
+                | Explained(number, found)
+                | Flushed(number, found)
+                | AdapterLoaded(number, found)
+            ):
                 asked = self._questions.get(number)
                 if asked is not None and not asked.done():
                     asked.set_result(found)
@@ -166,6 +176,17 @@ class EngineLink:
         """Return why a request missed, or what a prompt would hit. Raises as ``ask_stats``."""
         answer: CacheAnswer = await self._ask(lambda number: AskWhy(number, question))
         return answer
+
+    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Have the engine read a LoRA adapter.
+
+        Raises:
+            RequestError: it cannot be served; else as ``ask_stats``.
+        """
+        loaded: LoadedAdapter | str = await self._ask(lambda number: LoadAdapter(number, name, path), LOAD_TIMEOUT_S)
+        if isinstance(loaded, str):
+            raise RequestError(loaded, param="lora_path")
+        return loaded
 
     async def flush(self) -> FlushReport | None:
         """Have the engine write entries that are only in memory to the disk cache; it accepts no more requests.

@@ -51,6 +51,10 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served."""
 
 
+class UnknownAdapterError(RequestError):
+    """The request names a LoRA adapter that is not there."""
+
+
 def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
     """Return an error in the shape that a path's clients expect."""
     is_anthropic = path.startswith(ANTHROPIC_PATH)
@@ -83,7 +87,7 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 429, "queue_full"
         case UnknownModelError():
             return 404, "model_not_found"
-        case UnknownResponseError():
+        case UnknownAdapterError() | UnknownResponseError():
             return 404, None
         case UnknownPreviousResponseError():
             return 400, "previous_response_not_found"

@@ -49,6 +49,8 @@ def _add_access_flags(add: Any) -> None:
         help="API keys, one of them required in each request",
     )
     add("--salt-per-key", action="store_true", help="share cached prefixes only among requests with the same API key")
+    text = "let requests load and unload LoRA adapters from below a directory, or from anywhere"
+    add("--allow-runtime-lora", nargs="?", const="/", metavar="DIR", help=text)
     _add_cross_origin_flags(add)
 
 

@@ -23,6 +23,7 @@ from strandline.pictures.loader import new_loader
 from strandline.reasoning_config import CLOSE
 from strandline.records.events import Limits
 from strandline.records.messages import FLUSH_S
+from strandline.server.adapters import Adapters
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
 from strandline.server.engine_client import EngineClient, least_limits
@@ -58,6 +59,11 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
         ConfigError: the address is taken, or model, weights, tokenizer or memory do not allow a start.
     """
     _keep_torch_out()
+    if server.allow_runtime_lora is not None and not engine.enable_lora:
+        raise ConfigError("--allow-runtime-lora needs --enable-lora")
+    taken = {lora.name for lora in engine.loras} & {*(server.served_model_name or (engine.model_name,))}
+    if taken:
+        raise ConfigError(f"--lora-modules: {taken.pop()!r} is the model's own name")
     engine_configs(engine)  # wrong values are found before anything is loaded
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("strandline").setLevel(logging.INFO)
@@ -154,6 +160,9 @@ def make_service(
         pictures=new_loader(engine, find_model(engine.model)),
         try_grammar=try_grammar,
         responses=ResponseStore(server.response_store_bytes),
+        adapters=Adapters(
+            client, names, None if server.allow_runtime_lora is None else Path(server.allow_runtime_lora)
+        ),
     )
 
 

@@ -12,7 +12,6 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
-from strandline.server.gate import salt_of
 from strandline.server.messages_blocks import Blocks
 from strandline.server.messages_content import BlockTexts
 from strandline.server.messages_history import History, read_history
@@ -168,12 +167,14 @@ class MessagesBody(CountBody):
 class Message:
     """A request and its response."""
 
-    def __init__(self, service: Service, box: Toolbox, prompt: Prompt, params: CheckedParams, salt: str) -> None:
+    def __init__(
+        self, service: Service, body: MessagesBody, box: Toolbox, prompt: Prompt, params: CheckedParams, salt: str
+    ) -> None:
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": service.model_names[0],
+            "model": service.name_of(body.model),
         }
         self._parser = service.output_format.parser(prompt.text or "", box.schemas, prompt.continued)
         self._blocks = Blocks()
@@ -229,12 +230,12 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults, has_budgets=service.client.frontend.has_thinking_end)
-    salt = salt_of(request, body.cache_salt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     conversation = body.conversation(service.picture_placeholders())
     with service.client.expect(params.n):
         prompt = await render(service, body, conversation, salt)
         checked = await service.bind(params, conversation.box, prompt)
-    message = Message(service, conversation.box, prompt, checked, salt)
+    message = Message(service, body, conversation.box, prompt, checked, salt)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
     return json_response(await message.answer())
@@ -244,7 +245,7 @@ async def count_tokens(service: Service, body: CountBody, request: Request) -> R
     """Count the tokens of a request's prompt."""
     service.require_model(body.model)
     conversation = body.conversation(service.picture_placeholders())
-    prompt = await render(service, body, conversation, salt_of(request, body.cache_salt))
+    prompt = await render(service, body, conversation, service.salt_of(request, body.cache_salt, body.model))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

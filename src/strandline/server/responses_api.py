@@ -14,7 +14,7 @@ from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engine_client import Prompt
 from strandline.server.error_responses import status_of
-from strandline.server.gate import owner_of, salt_of
+from strandline.server.gate import owner_of
 from strandline.server.input_items import read_items, with_ids
 from strandline.server.reasoning_seal import ReasoningSeal
 from strandline.server.request_bodies import (
@@ -204,7 +204,7 @@ class ModelResponse:
             "created_at": int(time.time()),
             "completed_at": None,
             "background": False,
-            "model": service.model_names[0],
+            "model": service.name_of(body.model),
             "error": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -324,7 +324,7 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     conversation = Conversation(body, owner_of(request), service.responses, placeholders)
     box = conversation.box
     body.require_plain_text(service, box)
-    salt = salt_of(request, body.cache_salt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     with service.client.expect(params.n):
         with sent_as({"messages": "input"}):
             options = effort_options(body.effort, EFFORT)

@@ -11,17 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
+from fastapi import Request
+
 from strandline.errors import RequestError
 from strandline.kv_transfer_config import KVTransferConfig
 from strandline.pictures.loader import PictureLoader
 from strandline.reasoning_config import CLOSE
+from strandline.records.adapters import salt_with
 from strandline.records.pictures import Picture
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
 from strandline.records.transfer_params import TransferParams, read_transfer_params
+from strandline.server.adapters import Adapters
 from strandline.server.callable_tools import CallableTools
 from strandline.server.engine_client import EngineClient, Prompt
 from strandline.server.error_responses import UnknownModelError
+from strandline.server.gate import salt_of
 from strandline.server.output_parser import REASONING_FIELDS, OutputFormat
 from strandline.server.request_bodies import Truncation
 from strandline.server.response_store import ResponseStore
@@ -66,6 +71,8 @@ class Service:
     """Loads pictures; None: the model reads none."""
     try_grammar: TryGrammar | None = None
     """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
+    adapters: Adapters = field(default_factory=Adapters)
+    """LoRA adapters, which requests name as models."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
     """Responses that later requests continue."""
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -105,8 +112,17 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         """Raise an UnknownModelError unless the name is served, or None."""
-        if name is not None and name not in self.model_names:
-            raise UnknownModelError(f"the model {name[:200]!r} does not exist; served: {', '.join(self.model_names)}")
+        if name is not None and name not in self.model_names and self.adapters.get(name) is None:
+            served = (*self.model_names, *(adapter.name for adapter in self.adapters))
+            raise UnknownModelError(f"the model {name[:200]!r} does not exist; served: {', '.join(served)}")
+
+    def name_of(self, model: str | None) -> str:
+        """Return what answers call the model that a request names."""
+        return self.model_names[0] if (adapter := self.adapters.get(model)) is None else adapter.name
+
+    def salt_of(self, request: Request, given: str | None, model: str | None) -> str:
+        """Return the salt of a request: the prefixes of its model's LoRA adapter and of its key, and its own."""
+        return salt_with(self.adapters.get(model), salt_of(request, given))
 
     async def in_thread(self, work: Callable[[], T], num_characters: int = 0) -> T:
         """Run work in a thread.

@@ -202,6 +202,8 @@ def test_what_an_engine_cannot_serve_is_refused_by_name(models: Models, make: Ma
     ("options", "message"),
     [
         ({"lora_modules": ["a=x"]}, "--lora-modules needs --enable-lora"),
+        ({"max_loras": 2}, "--max-loras needs --enable-lora"),
+        ({"max_lora_rank": 8}, "--max-lora-rank needs --enable-lora"),
         ({"enable_lora": True, "lora_modules": ["a=x", "a=y"]}, "names that differ"),
         ({"enable_lora": True, "max_loras": 0}, "--max-loras must be"),
         ({"enable_lora": True, "max_lora_rank": 0}, "--max-lora-rank must be"),
