@@ -71,9 +71,15 @@ def long_lines(text: str) -> list[int]:
     ]
 
 
+ANY_AVOIDED = re.compile(rf"\b(?:{'|'.join(f'(?:{phrase})' for phrase in AVOIDED)})\b", re.IGNORECASE)
+"""Matches where any of the phrases does, in one search instead of one for each."""
+
+
 def avoided_phrases(text: str) -> list[str]:
     """Return the phrases of a text that have a plainer form."""
     prose = " ".join(re.sub(r"^\s*#", "", text, flags=re.MULTILINE).split())
+    if ANY_AVOIDED.search(prose) is None:
+        return []
     return [
         f"{found[0]!r}: write {better}"
         for phrase, better in AVOIDED.items()

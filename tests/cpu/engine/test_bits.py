@@ -200,8 +200,8 @@ def test_the_demo_model_gives_the_same_bits(weights: str, monkeypatch: pytest.Mo
             pytest.skip("this CPU does not multiply with weights in float16")
         monkeypatch.setattr(loading, "lay_out", lay_out_in_half)
     rng = random.Random(3)
-    head = rng.choices(range(4000), k=150)
-    prompts = [head[: rng.randint(64, 150)] + rng.choices(range(4000), k=20) for _ in range(3)]
+    head = rng.choices(range(4000), k=110)
+    prompts = [head[: rng.randint(64, 110)] + rng.choices(range(4000), k=20) for _ in range(2)]
     options = {"dtype": "float32" if weights == "half" else weights, "device": "cpu", "memory": "64MiB"}
     cold = LLM("demo", deterministic=True, enable_prefix_caching=False, **options)
     expected = [trace for prompt in prompts for trace in traces(cold, [prompt], SHORT)]

@@ -51,8 +51,11 @@ def listens(server: ServerProcess) -> bool:
 
 def lives(pid: int) -> bool:
     """Return whether a process runs; a zombie does not."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_sigterm_finishes_what_runs_and_takes_nothing_new(executed: ServerProcess) -> None:
