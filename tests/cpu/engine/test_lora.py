@@ -11,7 +11,7 @@ from strandline import LLM, LoRARequest, SamplingParams
 from strandline.config import EngineConfig
 from strandline.device import draft_layer
 from strandline.device.uni_executor import UniExecutor
-from strandline.errors import ConfigError, EngineError, RequestError
+from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with
 from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
@@ -144,7 +144,7 @@ def test_a_rewritten_directory_hits_nothing_old(models: Models, make: MakeLLM, t
 def test_unloaded_adapters_end_with_the_requests_that_use_them(models: Models, make: MakeLLM) -> None:
     llm = make(lora_modules=[f"a={models.requests[0].lora_path}"])
     core = llm.engine.core
-    (loaded,) = core.first_adapters
+    (loaded,) = core.limits.adapters
     assert (loaded.name, loaded.rank) == ("a", adapters.RANK)
     params = SamplingParams(temperature=0, max_tokens=4)
     request = llm.engine.frontend.check(PROMPTS[2], llm.engine.frontend.check_params(params))
@@ -158,9 +158,8 @@ def test_unloaded_adapters_end_with_the_requests_that_use_them(models: Models, m
     assert greedy_tokens(models.merged[0], [PROMPTS[2]], [list(tokens)]) == [list(tokens)]
     core.adapters.unload("unknown")
     request = llm.engine.frontend.check(PROMPTS[3], llm.engine.frontend.check_params(params))
-    llm.engine.add_checked("late", request, salt=salt_with(loaded, ""))
-    with pytest.raises(EngineError, match="is not loaded"):
-        llm.engine.step()
+    with pytest.raises(RequestError, match="is not loaded any more"):
+        llm.engine.add_checked("late", request, salt=salt_with(loaded, ""))
 
 
 def test_audits_replay_with_the_same_adapter(models: Models, make: MakeLLM) -> None:
@@ -185,7 +184,7 @@ def test_salts_of_requests_cannot_name_an_adapter(salt: str) -> None:
 def test_what_an_engine_cannot_serve_is_refused_by_name(models: Models, make: MakeLLM, tmp_path: Path) -> None:
     first = models.requests[0]
     with pytest.raises(RequestError, match="start it with --enable-lora"):
-        answers(make(enable_lora=False), [PROMPTS[0]], [first])
+        answers(make(enable_lora=False, max_loras=1), [PROMPTS[0]], [first])
     with pytest.raises(ConfigError, match="has rank 3, more than --max-lora-rank 2"):
         answers(make(max_lora_rank=2), [PROMPTS[0]], [first])
     head = adapters.write(tmp_path / "head", adapters.draw({"lm_head": (97, 32)}))
