@@ -75,7 +75,7 @@ class Chosen:
     failures: dict[RequestId, str] = field(default_factory=dict)
     """Why no token could be chosen: an exception concerned the request alone."""
     token_ids: list[list[int]] | None = None
-    """Of each sequence, the drafts that agree and the token after them, which may be a stop token or complete a stop
+    """For each sequence, the drafts that agree and the token after them, which may be a stop token or complete a stop
     string; None: the device alone knows them."""
     host_tokens_R: Tensor | None = None
     """``tokens_R`` on the host, once the device is done; None: they are not on their way there."""

@@ -52,7 +52,7 @@ class HostStep:
     stored: Sequence[int]
     """Indices of the sequences whose stored hidden states are needed: to choose from, or to repeat a pair."""
     candidates: Sequence[Candidates]
-    """Of the sequences that are sampled, in the plan's order."""
+    """Those of the sequences that are sampled, in the plan's order."""
     follows_drafts: bool
     """Whether it continues a step whose accepted drafts the host did not know: a graph has to complete it."""
     is_plain: bool

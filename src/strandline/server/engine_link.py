@@ -29,7 +29,7 @@ from strandline.records.messages import (
 
 ANSWER_TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 120.0
-"""Of an adapter, which is read between two steps."""
+"""Time for an adapter, which is read between two steps."""
 STATS_TIMEOUT_S: Final = 2.0
 """Shorter, since Prometheus gives up after 10 s by default."""
 

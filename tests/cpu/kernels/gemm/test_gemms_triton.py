@@ -78,7 +78,7 @@ MIN_NUMBERS, MIN_NUMBERS_GATED = 1_000, 10_000
 DTYPES = [torch.float32, torch.bfloat16]
 
 GATED_SIZE = 0.02
-"""Of rows in front of a gate, so that no exponential overflows."""
+"""Size of rows in front of a gate, so that no exponential overflows."""
 
 SKINNY = Launch(16, 16, 32, 1, 1)
 

@@ -356,7 +356,7 @@ def test_conversion_does_not_change_its_input(format: str) -> None:
 @example(5.0)
 @example(-0.0)
 @given(st.floats(-8, 8, width=32))
-def test_fp4_rounds_to_the_nearest_number_and_ties_to_even_codes(x: float) -> None:
+def test_fp4_rounds_to_nearest_and_ties_to_even_codes(x: float) -> None:
     code = int(nearest_codes(torch.tensor(x)))
     numbers = fp4.NUMBERS.tolist()
     distances = [abs(abs(x) - number) for number in numbers]

@@ -46,7 +46,7 @@ MODELS = [(1, 2048, 12288), (4, 4096, 2048), (16, 2048, 4096), (33, 5120, 1280),
 """Rows, inputs and outputs."""
 
 LIMITS = [(2, 2048, 512), (2, 2048, 20000), (3, 2048, 512), (3, 2048, 8192), (4, 2048, 512), (4, 2048, 8192)]
-"""Of few rows, on both sides of the size at which tiles take over."""
+"""Shapes of few rows, on both sides of the size at which tiles take over."""
 
 SHAPES = [(2560, 12352), (4096, 2560), (2560, 9216), (9216, 2560), (2048, 12352), (4096, 2048), (2048, 1288)]
 """Inputs and outputs of the projections of Qwen3.5-4B and 35B-A3B."""

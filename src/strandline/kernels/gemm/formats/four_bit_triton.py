@@ -31,7 +31,7 @@ PIECE_WORDS = tl.constexpr(4)
 PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
 
 LARGEST_POWER = tl.constexpr(2.0**127)
-"""Of two, in bfloat16."""
+"""The largest power of two in bfloat16."""
 
 UNIT = tl.constexpr(64.0)
 """A code's bits are a number in bfloat16, ``2 ** -133`` times as large. ``LARGEST_POWER`` times that lacks this."""
