@@ -8,8 +8,8 @@ For few rows of x, a thread loads four numbers of a row, a piece. Every code bec
 conversion: its bits are put into the mantissa of 128. The excess of such a sum depends on the inputs alone; it is
 subtracted once for all of the weight's rows.
 
-Shape suffixes: as in ``dense_triton.py``; W numbers of a block or of a piece, J pieces, P inputs of a piece in a plane; in
-tiles K inputs of a plane.
+Shape suffixes: as in ``dense_triton.py``; W numbers of a block or of a piece, J pieces, P inputs of a piece in a plane;
+in tiles K inputs of a plane.
 """
 # mypy: ignore-errors
 
