@@ -352,7 +352,7 @@ class ToyModel:
 
     vocab_size, max_position = VOCAB_SIZE, 4096
     operations = ()
-    adapters = None
+    adapters = tower = None
 
     def __init__(self, *, keeps_logs: bool, seed: int = 0) -> None:
         random = Random(seed)
