@@ -293,7 +293,7 @@ def test_offline_chat_renders_the_prompt_of_the_server(offline_llm: LLM, templat
         "tool_calls": [{"id": "1", "type": "function", "function": function}],
     }
     messages = [*QUESTION, answer, {"role": "tool", "tool_call_id": "1", "content": "Sun."}]
-    client: Any = SimpleNamespace(frontend=offline_llm.engine.frontend)
+    client: Any = SimpleNamespace(frontend=offline_llm.engine.frontend, first_adapters=())
     service = make_service(client, offline_llm.config, ServerConfig(), template, {})
     expected = asyncio.run(service.render(messages, tools=[WEATHER]))
     found: Any = offline_llm.render(messages, template, tools=[WEATHER])

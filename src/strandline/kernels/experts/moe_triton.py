@@ -54,8 +54,6 @@ def mixture(
     their sum.
     """
     x_TD = flat_rows(x_TD if FORMATS[type(experts.up)].multiplies_fp8 else plain_rows(x_TD))
-    if isinstance(shared, SharedExpert) and experts.activation.limit is not None:
-        shared = _output(shared, experts.activation, launches)  # kernels of few rows do not clamp what they read
     if launches is Launches.MEASURED and len(x_TD) <= MAX_TOKENS_FEW:
         hidden = shared if isinstance(shared, SharedExpert) else None
         pair = choose_few(experts, hidden, len(x_TD), router.routing.top_k)

@@ -74,7 +74,7 @@ class Case:
         self.experts = ExpertWeights(up, down, activation)
         self.shared: SharedExpert | None = None
         self.shared_down = fp4_weight(channels, max(1, shared_size), **options)
-        if shared_size and activation.limit is None:  # kernels of few rows do not clamp
+        if shared_size:
             projected = torch.randn(num_tokens, parts * shared_size, device=device).to(dtype)
             self.shared = SharedExpert(projected, self.shared_down)
         self.chosen = route.reference(self.logits_TE, None, self.routing)
