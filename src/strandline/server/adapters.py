@@ -92,7 +92,7 @@ class Adapters:
         """Let no further request use an adapter; those that have begun go on.
 
         Raises:
-            UnknownAdapterError: there is none of that name.
+            UnknownAdapterError: no adapter has that name.
         """
         if name not in self._by_name:
             raise UnknownAdapterError(f"the LoRA adapter {name[:200]!r} is not loaded", param="lora_name")

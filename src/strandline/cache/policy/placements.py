@@ -143,19 +143,14 @@ class WithoutStates:
 
 
 @dataclass(frozen=True, slots=True)
-class OutsidePictures:
-    """Moves the positions of another placement that are strictly inside a picture to its start."""
+class _Moved:
+    """A base of placements that move the positions of another one in the prompt."""
 
     inner: Placement
 
     @property
     def is_stepwise(self) -> bool:
         return self.inner.is_stepwise
-
-    def on_admission(self, admission: Admission) -> SnapshotPositions:
-        chosen = self.inner.on_admission(admission)
-        positions = {resumable_end(admission.data, position): kind for position, kind in chosen.items()}
-        return {position: kind for position, kind in positions.items() if position > admission.start}
 
     def in_step(self, start: int, end: int) -> int | None:
         return self.inner.in_step(start, end)
@@ -167,38 +162,39 @@ class OutsidePictures:
         return self.inner.takes_branches()
 
 
-@dataclass(frozen=True, slots=True)
-class OnGrid:
+class OutsidePictures(_Moved):
+    """Moves the positions of another placement that are strictly inside a picture to its start."""
+
+    __slots__ = ()
+
+    def on_admission(self, admission: Admission) -> SnapshotPositions:
+        return _moved(self.inner.on_admission(admission), admission, 1)
+
+
+class OnGrid(_Moved):
     """Rounds the positions of another placement down to whole blocks of the prompt.
 
     For deterministic engines, where every snapshot must be the state of a prefill that began and ended on the 64-token
     grid. The end of the prompt becomes its last multiple of 64, and generated tokens get no snapshots.
     """
 
-    inner: Placement
-
-    @property
-    def is_stepwise(self) -> bool:
-        return self.inner.is_stepwise
+    __slots__ = ()
 
     def on_admission(self, admission: Admission) -> SnapshotPositions:
-        chosen = self.inner.on_admission(admission)
-        positions = {
-            resumable_end(admission.data, position, BLOCK_TOKENS): chosen[position] for position in sorted(chosen)
-        }
+        positions = _moved(self.inner.on_admission(admission), admission, BLOCK_TOKENS)
         last = resumable_end(admission.data, admission.end, BLOCK_TOKENS)
-        if self.keeps(SnapshotKind.PROMPT_END) and last < admission.end:
+        if self.keeps(SnapshotKind.PROMPT_END) and admission.start < last < admission.end:
             positions[last] = SnapshotKind.PROMPT_END
-        return {position: kind for position, kind in positions.items() if position > admission.start}
-
-    def in_step(self, start: int, end: int) -> int | None:
-        return self.inner.in_step(start, end)
+        return positions
 
     def keeps(self, kind: SnapshotKind) -> bool:
         return kind is SnapshotKind.PROMPT_END and self.inner.keeps(kind)
 
-    def takes_branches(self) -> bool:
-        return self.inner.takes_branches()
+
+def _moved(chosen: SnapshotPositions, admission: Admission, multiple: int) -> dict[int, SnapshotKind]:
+    """Return positions moved back to multiples of a number of tokens outside pictures; the last kind stays."""
+    moved = {resumable_end(admission.data, position, multiple): chosen[position] for position in sorted(chosen)}
+    return {position: kind for position, kind in moved.items() if position > admission.start}
 
 
 AUTO: Final = Auto()

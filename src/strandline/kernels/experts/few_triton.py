@@ -1,7 +1,7 @@
 """The experts of a few tokens on a GPU, in two launches, whatever the weights' format: every product is a GEMV.
 
 Both kernels take each token's experts from the router's logits by themselves, which costs less than a launch between
-would. The first also activates the shared expert's projections, in programs of its own, and the second computes that
+would. The first also activates the shared expert's projections, in separate programs, and the second computes that
 expert's output. The second reads weights before the first has ended: only the hidden features depend on that.
 
 Invariants: as in ``moe_triton.py``.

@@ -35,7 +35,7 @@ class ModelMemory:
     draft: Any = None
     """What the draft layer's ``bind`` returned; None: there is none."""
     pictures: Tensor | None = None
-    """The memory of encoded pictures: an embedding in each row; None: there is none."""
+    """The memory of encoded pictures: an embedding in each row; None without a vision tower."""
     replays: tuple[Replay, ...] = ()
     """Functions that together advance the states of all layers over logged drafts; empty: drafts are not logged."""
 

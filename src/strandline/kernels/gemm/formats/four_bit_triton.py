@@ -1,8 +1,8 @@
 """Weights in 4 bits in kernels.
 
 A plane is 32 neighbouring inputs of a block: the codes of all its numbers at one position of their two halves. In tiles
-the two codes of a number are put into the mantissas of 128 in bfloat16 at once, and the zero point is subtracted. The
-result is exact, and is what a register of a tensor core's operand holds.
+one mask leaves the two codes of a number, which are denormal numbers in bfloat16. They are multiplied with a power of
+two, and the zero point is subtracted. The result is exact, and is what a register of a tensor core's operand holds.
 
 For few rows of x, a thread loads four numbers of a row, a piece. Every code becomes a float32 number without a
 conversion: its bits are put into the mantissa of 128. The excess of such a sum depends on the inputs alone; it is
