@@ -18,7 +18,7 @@ HOMES = re.compile(r"(models|architectures)/.*|kernels/recurrences/(gdn|kda|ligh
 ALLOWED: Mapping[str, str] = {
     "model_config.py": "the nearest of unsupported architectures",
     "text/tool_formats.py": "wire formats of tool calls are named after the models that brought them",
-    "server/output_parser.py": "wire formats of reasoning, named likewise",
+    "server/requests/output_parser.py": "wire formats of reasoning, named likewise",
     "bench/known_models.py": "a table of known models, and the default of flags",
     "bench/cost.py": "times measured of known models",
     "demo/words.py": "what the demo model is taught about itself",

@@ -15,7 +15,7 @@ import pytest
 import strandline
 from strandline import version
 from strandline.server.app import build_app
-from strandline.server.service import Service
+from strandline.server.requests.service import Service
 
 NEEDS_GIT = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 

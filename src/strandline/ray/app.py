@@ -20,10 +20,10 @@ from strandline.ray.options import RayOptions, read_options
 from strandline.records.events import Limits
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
-from strandline.server.engine_client import EngineClient
-from strandline.server.engine_link import EngineLink
+from strandline.server.engines.engine_client import EngineClient
+from strandline.server.engines.engine_link import EngineLink
+from strandline.server.engines.metrics import Metrics
 from strandline.server.launch import make_service, read_template
-from strandline.server.metrics import Metrics
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 

@@ -32,7 +32,7 @@ from strandline.records.messages import (
     Stepped,
     Submit,
 )
-from strandline.server.supervisor import EngineProcess, engine_process
+from strandline.server.engines.supervisor import EngineProcess, engine_process
 
 LOGGER: Final = logging.getLogger("ray.serve.strandline")  # to the log files of Ray Serve
 LATE_S: Final = 5.0

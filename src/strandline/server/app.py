@@ -8,17 +8,19 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from strandline.errors import RequestError
-from strandline.server.adapters import add_adapters
 from strandline.server.cache_page import add_cache_page
-from strandline.server.chat_api import chat
-from strandline.server.completions_api import complete
-from strandline.server.cross_origin import CrossOrigin
-from strandline.server.cross_origin_access import CrossOriginAccess
-from strandline.server.error_responses import ERRORS, add_error_handlers, error_response
-from strandline.server.gate import Gate
-from strandline.server.host_check import HostCheck
-from strandline.server.messages_api import CountBody, MessagesBody, count_tokens, create_message
-from strandline.server.request_bodies import (
+from strandline.server.completions.chat_api import chat
+from strandline.server.completions.completions_api import complete
+from strandline.server.http.cross_origin import CrossOrigin
+from strandline.server.http.cross_origin_access import CrossOriginAccess
+from strandline.server.http.error_responses import ERRORS, add_error_handlers, error_response
+from strandline.server.http.gate import Gate
+from strandline.server.http.host_check import HostCheck
+from strandline.server.http.sse import json_response, while_connected
+from strandline.server.http.stream_pings import StreamPings
+from strandline.server.messages.api import CountBody, MessagesBody, count_tokens, create_message
+from strandline.server.requests.adapters import add_adapters
+from strandline.server.requests.request_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -26,12 +28,10 @@ from strandline.server.request_bodies import (
     check_continuation,
     check_extra,
 )
-from strandline.server.responses_api import ResponsesBody, create_response
-from strandline.server.service import Service
-from strandline.server.sse import json_response, while_connected
-from strandline.server.stored_responses import add_stored_responses
-from strandline.server.stream_pings import StreamPings
-from strandline.server.tools import toolbox
+from strandline.server.requests.service import Service
+from strandline.server.requests.tools import toolbox
+from strandline.server.responses.api import ResponsesBody, create_response
+from strandline.server.responses.stored_responses import add_stored_responses
 from strandline.version import VERSION, find_commit
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}

@@ -20,13 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
 from strandline.records.pictures import with_virtual_ids
-from strandline.server.engine_client import Prompt
-from strandline.server.host_check import host_of
-from strandline.server.host_names import is_local
-from strandline.server.messages_api import CountBody, render
-from strandline.server.request_bodies import Objects, Tokens, chat_options
-from strandline.server.service import Service
-from strandline.server.sse import json_response
+from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.host_check import host_of
+from strandline.server.http.host_names import is_local
+from strandline.server.http.sse import json_response
+from strandline.server.messages.api import CountBody, render
+from strandline.server.requests.request_bodies import Objects, Tokens, chat_options
+from strandline.server.requests.service import Service
 from strandline.text.cache_report import Json, TextOf, account_data, answer_data, excerpt_text
 
 PAGE: Final = Path(__file__).parent / "static" / "cache.html"

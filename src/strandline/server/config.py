@@ -10,8 +10,8 @@ from typing import Final
 from strandline.config import parse_bytes
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
-from strandline.server.cross_origin import ORIGIN, TOKEN, CrossOrigin
-from strandline.server.host_names import is_local, parse_host
+from strandline.server.http.cross_origin import ORIGIN, TOKEN, CrossOrigin
+from strandline.server.http.host_names import is_local, parse_host
 
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 MAX_BODY_BYTES: Final = 8 * 2**20

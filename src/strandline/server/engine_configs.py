@@ -12,7 +12,7 @@ from strandline.kv_events_config import FLAG as EVENTS_FLAG
 from strandline.kv_events_config import KVEventsConfig
 from strandline.kv_transfer_config import FLAG as TRANSFER_FLAG
 from strandline.kv_transfer_config import KVTransferConfig
-from strandline.server.host_names import MAX_PORT, is_local
+from strandline.server.http.host_names import MAX_PORT, is_local
 
 WILDCARDS: Final = ("*", "0.0.0.0", "::")
 """Hosts that stand for every address of this machine."""

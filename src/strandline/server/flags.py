@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from strandline.server.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from strandline.server.requests.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
 class Extend(argparse.Action):

@@ -23,22 +23,22 @@ from strandline.pictures.loader import new_loader
 from strandline.reasoning_config import CLOSE
 from strandline.records.events import Limits
 from strandline.records.messages import FLUSH_S
-from strandline.server.adapters import Adapters
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
-from strandline.server.engine_client import EngineClient, least_limits
 from strandline.server.engine_configs import engine_configs
-from strandline.server.engine_link import EngineLink
-from strandline.server.engine_router import EngineRouter
-from strandline.server.grammar_trials import GrammarTrials
-from strandline.server.http_protocol import HttpProtocol
-from strandline.server.listener import Listener, log_loop_error
-from strandline.server.metrics import Metrics
-from strandline.server.output_parser import REASONING_FIELDS, choose_output_format
-from strandline.server.response_store import ResponseStore
-from strandline.server.service import Service, TryGrammar
-from strandline.server.slow_client_timeout import SlowClientTimeout
-from strandline.server.supervisor import EngineProcess, engine_process, keep_restarting
+from strandline.server.engines.engine_client import EngineClient, least_limits
+from strandline.server.engines.engine_link import EngineLink
+from strandline.server.engines.engine_router import EngineRouter
+from strandline.server.engines.grammar_trials import GrammarTrials
+from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.supervisor import EngineProcess, engine_process, keep_restarting
+from strandline.server.http.http_protocol import HttpProtocol
+from strandline.server.http.listener import Listener, log_loop_error
+from strandline.server.http.slow_client_timeout import SlowClientTimeout
+from strandline.server.requests.adapters import Adapters
+from strandline.server.requests.output_parser import REASONING_FIELDS, choose_output_format
+from strandline.server.requests.response_store import ResponseStore
+from strandline.server.requests.service import Service, TryGrammar
 from strandline.text.model_files import STRICT_TEMPLATE, default_sampling_params, find_model
 from strandline.text.prompts import check_template, template_text
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary

@@ -158,7 +158,8 @@ def prepare_engine() -> None:
 
 def prepare_front_end(engines: str) -> None:
     """Import what a server's HTTP process imports. It has its engines forked, by the template at an address."""
-    from strandline.server import launch, supervisor
+    from strandline.server import launch
+    from strandline.server.engines import supervisor
 
     launch._keep_torch_out()
     assert import_module("transformers").PreTrainedTokenizerFast

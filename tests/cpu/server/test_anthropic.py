@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.server.messages_blocks import Blocks
+from strandline.server.messages.blocks import Blocks
 from strandline.text.segments import Segment, SegmentKind
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream
 

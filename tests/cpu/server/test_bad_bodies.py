@@ -10,7 +10,7 @@ import pytest
 
 from strandline.errors import RequestError
 from strandline.records.events import Limits
-from strandline.server.service import LONG_CHARACTERS, Service
+from strandline.server.requests.service import LONG_CHARACTERS, Service
 from strandline.text.frontend import Frontend
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from strandline.errors import RequestError
 from strandline.records.events import Limits
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
-from strandline.server import callable_tools
-from strandline.server.callable_tools import MAX_TRIALS, CallableTools
-from strandline.server.engine_client import Prompt
-from strandline.server.output_parser import OutputFormat
-from strandline.server.service import Service
-from strandline.server.structured_fields import structure_of_format
-from strandline.server.tools import toolbox
+from strandline.server.engines.engine_client import Prompt
+from strandline.server.requests import callable_tools
+from strandline.server.requests.callable_tools import MAX_TRIALS, CallableTools
+from strandline.server.requests.output_parser import OutputFormat
+from strandline.server.requests.service import Service
+from strandline.server.requests.structured_fields import structure_of_format
+from strandline.server.requests.tools import toolbox
 from strandline.text import schema_parts
 from strandline.text.frontend import Frontend
 from tests.cpu.engine.tokenizers import CALLS_IN_JSON, byte_tokenizer, chat_template

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from strandline import LLM, SamplingParams
 from strandline.records.outputs import Logprob
-from strandline.server.usage_and_logprobs import completion_logprobs, text_name
+from strandline.server.requests.usage_and_logprobs import completion_logprobs, text_name
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream
 
 PAGE = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()

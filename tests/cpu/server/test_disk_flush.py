@@ -12,7 +12,7 @@ import pytest
 from strandline.errors import EngineError
 from strandline.records.messages import FROM_CORE, Flush, Flushed, FlushReport
 from strandline.server import launch
-from strandline.server.engine_client import EngineClient
+from strandline.server.engines.engine_client import EngineClient
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE

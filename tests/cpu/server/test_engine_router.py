@@ -8,8 +8,8 @@ import pytest
 from strandline.cache.announcing.announcer import take_events
 from strandline.events.wire import encode_batch
 from strandline.routing.router import NoReplicaError
-from strandline.server import engine_router
-from strandline.server.engine_router import EngineRouter
+from strandline.server.engines import engine_router
+from strandline.server.engines.engine_router import EngineRouter
 from tests.cpu.cache.driver import Driver
 
 LONG = range(1000)

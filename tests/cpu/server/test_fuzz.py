@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strandline.server.cache_page import ExplainBody
-from strandline.server.messages_api import MessagesBody
-from strandline.server.request_bodies import ChatBody, CompletionBody, TokenizeBody
-from strandline.server.responses_api import ResponsesBody
+from strandline.server.messages.api import MessagesBody
+from strandline.server.requests.request_bodies import ChatBody, CompletionBody, TokenizeBody
+from strandline.server.responses.api import ResponsesBody
 from tests.cpu.server.process import ServerProcess, http_post
 
 SCALARS = (

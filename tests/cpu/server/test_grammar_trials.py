@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from strandline.server.grammar_trials import MAX_CPU_S
+from strandline.server.engines.grammar_trials import MAX_CPU_S
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 SLOW: dict[str, Any] = {

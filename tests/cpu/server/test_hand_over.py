@@ -15,7 +15,7 @@ import uvicorn
 
 from strandline.errors import RequestError
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
-from strandline.server.service import Service
+from strandline.server.requests.service import Service
 from tests.cpu.server.prefill_decode_proxy import build_proxy
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_post
 

@@ -14,11 +14,11 @@ import pytest
 from strandline.config import EngineConfig
 from strandline.records import heartbeat as heartbeats
 from strandline.records.events import StepEvents
-from strandline.server import engine_link
 from strandline.server.app import build_app
 from strandline.server.config import ServerConfig
+from strandline.server.engines import engine_link
 from strandline.server.launch import start_core
-from strandline.server.service import Service
+from strandline.server.requests.service import Service
 from strandline.text.structured import Grammars
 from strandline.text.vocabulary import load_vocabulary
 from tests.cpu.engine.tokenizers import byte_tokenizer

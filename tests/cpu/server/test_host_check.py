@@ -15,9 +15,9 @@ from strandline.records.events import CoreStats
 from strandline.records.tree_view import TreeView
 from strandline.server.cache_page import add_cache_page
 from strandline.server.config import ServerConfig
-from strandline.server.host_check import HostCheck
-from strandline.server.host_names import is_local, parse_host
-from strandline.server.service import Service
+from strandline.server.http.host_check import HostCheck
+from strandline.server.http.host_names import is_local, parse_host
+from strandline.server.requests.service import Service
 from tests.cpu.server.process import ServerProcess
 
 LOCAL: Final = ("localhost", "LocalHost:80", "localhost.", "127.0.0.1", "127.0.0.2:8000", "127.0.0.1.", "[::1]:65535")

@@ -14,11 +14,11 @@ from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskWhy, Explained, Submit
 from strandline.records.sampling_params import SamplingParams
 from strandline.server import launch
-from strandline.server.engine_client import EngineClient, Prompt, QueueFullError
-from strandline.server.engine_link import EngineDeadError, EngineLink
-from strandline.server.engine_router import EngineRouter
-from strandline.server.jobs import Job
-from strandline.server.metrics import Metrics
+from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
+from strandline.server.engines.engine_link import EngineDeadError, EngineLink
+from strandline.server.engines.engine_router import EngineRouter
+from strandline.server.engines.jobs import Job
+from strandline.server.engines.metrics import Metrics
 from strandline.text.frontend import Frontend
 
 LIMITS = Limits(1000, 100)

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from strandline.server import gate
+from strandline.server.http import gate
 from tests.cpu.server.process import ServerProcess, http_post, http_stream, running_server
 
 FLAGS = ["--api-key", "secret-one", "secret-two", "--max-num-seqs", "1", "--max-queue", "1"]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.errors import RequestError
-from strandline.server.messages_content import BlockTexts
-from strandline.server.messages_history import read_history
-from strandline.server.messages_tools import read_tools
+from strandline.server.messages.content import BlockTexts
+from strandline.server.messages.history import read_history
+from strandline.server.messages.tools import read_tools
 
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {"x": {"type": "string"}}}}
 MARK = {"cache_control": {"type": "ephemeral"}}

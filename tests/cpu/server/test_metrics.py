@@ -12,7 +12,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.records.account import Reason
 from strandline.records.events import CoreStats, HandOverStats, KernelFallback, SpeculationStats
-from strandline.server.metrics import RECOMPUTED, Metrics
+from strandline.server.engines.metrics import RECOMPUTED, Metrics
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana-dashboard.json").read_text())

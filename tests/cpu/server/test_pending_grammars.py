@@ -12,7 +12,7 @@ from strandline.ids import RequestId
 from strandline.records.events import FinishReason, Limits
 from strandline.records.messages import FROM_CORE, Finish, Stepped
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
-from strandline.server.service import Service
+from strandline.server.requests.service import Service
 from strandline.text import structured
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars

@@ -14,12 +14,12 @@ from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskStats, FromCore, Stats, Submit
 from strandline.records.pictures import Picture, PictureSpan, PlacedPicture
 from strandline.records.sampling_params import SamplingParams
-from strandline.server import engine_client
 from strandline.server.app import build_app
-from strandline.server.engine_client import EngineClient, Prompt, QueueFullError
-from strandline.server.engine_link import EngineLink
-from strandline.server.metrics import Metrics
-from strandline.server.service import Service
+from strandline.server.engines import engine_client
+from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
+from strandline.server.engines.engine_link import EngineLink
+from strandline.server.engines.metrics import Metrics
+from strandline.server.requests.service import Service
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import TEMPLATE, byte_tokenizer

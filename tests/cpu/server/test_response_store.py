@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.server.response_store import ResponseStore, UnknownPreviousResponseError, UnknownResponseError
+from strandline.server.http.error_responses import UnknownPreviousResponseError, UnknownResponseError
+from strandline.server.requests.response_store import ResponseStore
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_get, http_post, running_server
 
 KEYS = ("first-key", "second-key")

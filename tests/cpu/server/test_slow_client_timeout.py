@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from strandline.server.error_responses import add_error_handlers
-from strandline.server.request_bodies import DetokenizeBody
-from strandline.server.slow_client_timeout import SlowClientTimeout
+from strandline.server.http.error_responses import add_error_handlers
+from strandline.server.http.slow_client_timeout import SlowClientTimeout
+from strandline.server.requests.request_bodies import DetokenizeBody
 from tests.cpu.server.process import ServerProcess
 
 HTTP: Scope = {"type": "http"}

@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from strandline.errors import EngineError
 from strandline.server import launch
-from strandline.server.sse import EventStream, named_events, plain_events
+from strandline.server.http.sse import EventStream, named_events, plain_events
 
 
 class WatchedJob:

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
-from strandline.server.stream_pings import ANTHROPIC_EVENT, COMMENT, StreamPings
+from strandline.server.http.stream_pings import ANTHROPIC_EVENT, COMMENT, StreamPings
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream, running_server
 
 START: Final[Message] = {

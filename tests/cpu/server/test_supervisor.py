@@ -14,7 +14,7 @@ import zmq
 
 from strandline.config import EngineConfig
 from strandline.errors import EngineError
-from strandline.server import supervisor
+from strandline.server.engines import supervisor
 
 TIMEOUT_S = 60.0
 EXHAUSTED = (errno.EMFILE, os.strerror(errno.EMFILE))

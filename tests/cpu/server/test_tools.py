@@ -13,11 +13,11 @@ import pytest
 from strandline import LLM, SamplingParams, StructuredOutputsParams
 from strandline.records.events import Limits
 from strandline.server.config import ServerConfig
-from strandline.server.engine_client import Prompt
+from strandline.server.engines.engine_client import Prompt
 from strandline.server.launch import make_service
-from strandline.server.output_parser import OutputFormat
-from strandline.server.service import Service
-from strandline.server.tools import toolbox
+from strandline.server.requests.output_parser import OutputFormat
+from strandline.server.requests.service import Service
+from strandline.server.requests.tools import toolbox
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import CALLS_IN_JSON, CHAT_SPECIALS, byte_tokenizer, chat_template

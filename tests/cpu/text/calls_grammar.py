@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from strandline.server.tools import toolbox
+from strandline.server.requests.tools import toolbox
 from strandline.text.reasoning_grammar import Tag
 
 

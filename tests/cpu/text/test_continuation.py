@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from strandline.errors import RequestError
-from strandline.server.output_parser import OutputFormat
+from strandline.server.requests.output_parser import OutputFormat
 from strandline.text.conversations import ChatRenderer
 from strandline.text.model_files import STRICT_TEMPLATE
 from strandline.text.reasoning import ThinkParser

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strandline import SamplingParams, StructuredOutputsParams
 from strandline.records.reasoning_rules import CallTag, ReasoningRules
-from strandline.server.output_parser import OutputFormat, OutputParser
+from strandline.server.requests.output_parser import OutputFormat, OutputParser
 from strandline.text.detokenizer import Detokenizer
 from strandline.text.reasoning import ThinkParser
 from strandline.text.structured import Grammars

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from strandline import StructuredOutputsParams
 from strandline.errors import ConfigError, RequestError
-from strandline.server.output_parser import (
+from strandline.server.requests.output_parser import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     OutputParser,

@@ -1,0 +1,196 @@
+"""``/v1/completions``."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from strandline.errors import RequestError
+from strandline.records.outputs import OutputDelta, RequestDelta
+from strandline.records.transfer_params import TransferParams
+from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.sse import EventStream, json_response, plain_events
+from strandline.server.requests.request_bodies import CompletionBody, Truncation
+from strandline.server.requests.service import Service, truncated_ids
+from strandline.server.requests.usage_and_logprobs import (
+    Entry,
+    Json,
+    completion_logprobs,
+    handed_over,
+    id_name,
+    most_likely,
+    num_prompt_top,
+    prompt_logprobs,
+    text_name,
+    usage,
+    usage_so_far,
+)
+from strandline.text.frontend import CheckedParams
+from strandline.text.output_streams import RequestStream
+
+
+@dataclass(slots=True)
+class _Shown:
+    """The part of one output that has been sent to the client."""
+
+    is_empty: bool = True
+    num_characters: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Token ids that have not been sent yet."""
+
+
+class Completion:
+    """A request and its response."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        prompts: Sequence[Prompt],
+        params: CheckedParams,
+        salt: str,
+        *,
+        is_batch: bool,
+        transfer: TransferParams | None = None,
+    ) -> None:
+        self._body = body
+        self._service = service
+        self._is_batch = is_batch
+        self._name = f"cmpl-{uuid4().hex}"
+        self._head = {
+            "id": self._name,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.name_of(body.model),
+        }
+        self._num_outputs = params.params.n
+        self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
+        self.job = service.client.submit(self._name, prompts, params, salt, transfer)
+
+    async def answer(self) -> Json:
+        """Return the complete response."""
+        with self.job:
+            deltas = await self.job.whole()
+        choices = [self._choice(place, output) for place, delta in enumerate(deltas) for output in delta.outputs]
+        return {**self._head, "choices": choices, "usage": self._usage(), **handed_over(self.job.streams)}
+
+    async def chunks(self) -> AsyncIterator[Json]:
+        """Yield the response as it is generated."""
+        shown = [[_Shown() for _ in range(self._num_outputs)] for _ in self.job.streams]
+        async for place, delta in self.job.deltas():
+            for output in delta.outputs:
+                state = shown[place][output.index]
+                state.token_ids += output.token_ids
+                if not output.is_visible:
+                    continue
+                part = self._part(place, output, self._body.echo and state.is_empty, state.num_characters)
+                if self._body.return_token_ids:
+                    part["prompt_token_ids"] = list(self.job.streams[place].prompt_ids) if state.is_empty else None
+                    part["token_ids"] = state.token_ids
+                state.is_empty, state.token_ids = False, []
+                state.num_characters += len(output.text)
+                yield {**self._head, "choices": [part], **self._usage_so_far(place, delta, output)}
+        if self._body.wants_usage():
+            yield {**self._head, "choices": [], "usage": self._usage()}
+
+    def _choice(self, place: int, output: OutputDelta) -> Json:
+        choice = self._part(place, output, self._body.echo, 0)
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.job.streams[place], self._num_prompt_top)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(self.job.streams[place].prompt_ids)
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def _part(self, place: int, output: OutputDelta, echo: bool, offset: int) -> Json:
+        """Return one choice, or a part of it.
+
+        Args:
+            echo: begin with the prompt.
+            offset: characters of the output before this part.
+        """
+        stream = self.job.streams[place]
+        prompt = stream.prompt or "" if self._body.echo else ""
+        logprobs = None
+        if self._body.logprobs is not None:
+            pairs = [(_text(entry), entry) for entry in output.logprobs or []]
+            before = self._prompt_pairs(stream, self._body.logprobs) if echo else []
+            name = id_name if self._body.return_tokens_as_token_ids else text_name
+            start = 0 if echo else len(prompt) + offset
+            logprobs = completion_logprobs([*before, *pairs], start, name=name)
+        return {
+            "index": place * self._num_outputs + output.index,
+            "text": prompt + output.text if echo else output.text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _prompt_pairs(self, stream: RequestStream, num_top: int) -> list[tuple[str, Entry | None]]:
+        entries = stream.prompt_logprobs or []
+        first = self._service.tokenizer.decode([stream.prompt_ids[0]]) if entries else ""
+        return [(_text(entry), most_likely(entry, num_top)) if entry else (first, None) for entry in entries]
+
+    def _usage_so_far(self, place: int, delta: RequestDelta, output: OutputDelta) -> Json:
+        if not self._body.wants_continuous_usage():
+            return {}
+        return {"usage": usage_so_far(self.job.streams[place], delta, output)}
+
+    def _usage(self) -> Json:
+        with_account = self._body.include_cache_account
+        return usage(self.job.streams, is_batch=self._is_batch, with_account=with_account)
+
+
+def _num_prompt_logprobs(body: CompletionBody) -> int | None:
+    """Return the number of log-probabilities per prompt token. A prompt that is only echoed is also run for them."""
+    wanted = body.prompt_logprobs
+    if not body.echo or wanted == -1:
+        return wanted
+    is_only_echoed = body.max_tokens is not None and body.max_tokens < 1
+    echoed = 0 if is_only_echoed and body.logprobs is None else body.logprobs
+    return max((count for count in (wanted, echoed) if count is not None), default=None)
+
+
+def _text(entry: Entry) -> str:
+    return next(iter(entry.values())).decoded_token or ""
+
+
+async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
+    """Handle a request."""
+    service.require_model(body.model)
+    num_logprobs = _num_prompt_logprobs(body)
+    params = body.sampling_params(service.defaults, max_tokens=body.max_tokens, prompt_logprobs=num_logprobs)
+    given, is_batch = _given(body)
+    transfer = service.transfer_params(body.kv_transfer_params, len(given))
+    with service.client.expect(len(given) * params.n):
+        truncation = body.truncation(service.client.frontend.limits.max_model_len)
+        prompts = [await _prompt(service, body, each, truncation) for each in given]
+        checked = await service.check(params)
+    salt = service.salt_of(request, body.cache_salt, body.model)
+    completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch, transfer=transfer)
+    if body.stream:
+        return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))
+    return json_response(await completion.answer())
+
+
+def _given(body: CompletionBody) -> tuple[list[str | list[int]], bool]:
+    """Return the prompts as they were given, and whether they came in a list."""
+    given: Any = body.prompt
+    if not given:
+        raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
+    is_batch = isinstance(given, list) and not isinstance(given[0], int)
+    return given if is_batch else [given], is_batch
+
+
+async def _prompt(
+    service: Service, body: CompletionBody, given: str | list[int], truncation: Truncation | None
+) -> Prompt:
+    if isinstance(given, str):
+        return await service.encode(given, add_special_tokens=body.add_special_tokens, truncation=truncation)
+    if truncation is not None:
+        given = truncated_ids(given, truncation)
+    return Prompt(given, await service.decode(given)) if body.echo else Prompt(given)

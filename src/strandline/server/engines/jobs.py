@@ -1,0 +1,113 @@
+"""Jobs: the requests of one HTTP request, and their outputs as they arrive."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from strandline.errors import EngineError
+from strandline.records.events import FinishReason
+from strandline.records.outputs import RequestDelta
+from strandline.server.engines.engine_link import EngineDeadError, RequestTimeoutError
+from strandline.text.output_streams import RequestStream
+
+
+class NoTokenError(EngineError):
+    """No token could be sampled for a request."""
+
+
+class OutputFailedError(EngineError):
+    """An exception ended a single output."""
+
+
+class Job:
+    """One HTTP request: prompts with the same parameters. Leaving its context aborts what is unfinished.
+
+    Args:
+        close: aborts what is unfinished.
+    """
+
+    def __init__(
+        self, close: Callable[["Job"], None], streams: Sequence[RequestStream], timeout_s: float | None
+    ) -> None:
+        self.streams = list(streams)
+        """One per prompt."""
+        self._close = close
+        self._places = {stream.request_id: place for place, stream in enumerate(streams)}
+        self._changed = asyncio.Event()
+        self._dirty: dict[str, None] = {}
+        self._failure: str | None = None
+        self._timeout_s = timeout_s
+        self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(self)
+
+    def note(self, request_id: str) -> None:
+        """Record that a request has new output."""
+        self._dirty[request_id] = None
+        self._changed.set()
+
+    def fail(self, reason: str) -> None:
+        """Fail the job: an engine that runs a part of it has exited."""
+        self._failure = reason
+        self._changed.set()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, RequestDelta]]:
+        """Yield each prompt's index and the new output of its sequences, as it arrives, until all are finished.
+
+        Raises:
+            EngineDeadError: the engine has exited.
+            RequestTimeoutError: the job has timed out.
+            NoTokenError: an output ended because no token could be sampled.
+            OutputFailedError: an output ended by an exception.
+        """
+        num_unfinished = len(self.streams)
+        while num_unfinished:
+            await self._wait()
+            dirty, self._dirty = self._dirty, {}
+            for request_id in dirty:
+                place = self._places[request_id]
+                delta = _checked(self.streams[place].take())
+                num_unfinished -= delta.finished
+                yield place, delta
+
+    async def whole(self) -> list[RequestDelta]:
+        """Wait for all outputs and return them, one delta per prompt. Raises as ``deltas``."""
+        while not self.is_finished:
+            await self._wait()
+        return [_checked(stream.take()) for stream in self.streams]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(stream.is_finished for stream in self.streams)
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._changed.wait()
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or raise --request-timeout-s"
+            ) from error
+        self._changed.clear()
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+
+
+def _checked(delta: RequestDelta) -> RequestDelta:
+    for output in delta.outputs:
+        if output.finish_reason != FinishReason.ERROR:
+            continue
+        if output.stop_reason is not None:
+            raise OutputFailedError(f"the output has failed and cannot be continued: {output.stop_reason}")
+        raise NoTokenError(
+            "no token could be sampled, as the logits have no finite maximum: every token is banned, a parameter is "
+            "too extreme for this model, its grammar has become too complex, or the model's weights produce NaN"
+        )
+    return delta

@@ -1,0 +1,159 @@
+"""Error responses: a status, and ``{"error": {"message", "type", "param", "code"}}``.
+
+On Anthropic's paths the error has Anthropic's types, and the body ``"type": "error"`` beside it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from strandline.errors import EngineError, PromptTooLongError, RequestError, cause_of
+from strandline.server.engines.engine_client import QueueFullError
+from strandline.server.engines.engine_link import EngineDeadError, RequestTimeoutError
+from strandline.server.engines.jobs import NoTokenError, OutputFailedError
+from strandline.server.http.body_faults import fault_of
+
+MAX_MESSAGE: Final = 1000
+RETRY_AFTER_S: Final = 1
+TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH: Final = "/v1/messages"
+_TEXT: Final = {"type": "string"}
+_TEXT_OR_NULL: Final = {"anyOf": [_TEXT, {"type": "null"}]}
+_FIELDS: Final = {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
+_SCHEMA: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}},
+}
+ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"description": "The request is rejected", "content": {"application/json": {"schema": _SCHEMA}}},
+    "5XX": {"description": "The engine cannot answer", "content": {"application/json": {"schema": _SCHEMA}}},
+}
+"""OpenAPI documentation of errors."""
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served."""
+
+
+class UnknownResponseError(RequestError):
+    """No such response is stored."""
+
+
+class UnknownPreviousResponseError(RequestError):
+    """The response to be continued, or one before it, is not stored."""
+
+
+class UnknownAdapterError(RequestError):
+    """The request names a LoRA adapter that is not there."""
+
+
+def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """Return an error in the shape that a path's clients expect."""
+    is_anthropic = path.startswith(ANTHROPIC_PATH)
+    kind = (ANTHROPIC_TYPES if is_anthropic else TYPES).get(status, "invalid_request_error")
+    if status >= 500 and kind == "invalid_request_error":
+        kind = "api_error" if is_anthropic else "server_error"
+    text = message[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
+    error = {"message": text, "type": kind, "param": param, "code": code}
+    return msgspec.json.encode({**({"type": "error"} if is_anthropic else {}), "error": error})
+
+
+def error_response(
+    path: str,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Return an error as a response."""
+    body = error_body(path, status, message, param=param, code=code)
+    return Response(body, status, dict(headers or {}), media_type="application/json")
+
+
+def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
+    """Return the HTTP status and OpenAI's code of an error."""
+    match error:
+        case QueueFullError():
+            return 429, "queue_full"
+        case UnknownModelError():
+            return 404, "model_not_found"
+        case UnknownAdapterError() | UnknownResponseError():
+            return 404, None
+        case UnknownPreviousResponseError():
+            return 400, "previous_response_not_found"
+        case PromptTooLongError():
+            return 400, "context_length_exceeded"
+        case RequestError():
+            return 400, None
+        case EngineDeadError():
+            return 503, "engine_dead"
+        case NoTokenError():
+            return 500, "no_token"
+        case OutputFailedError():
+            return 500, "output_failed"
+        case RequestTimeoutError():
+            return 504, "timeout"
+        case _:
+            return 500, None
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Respond to every error of the application in the shape that clients expect."""
+    app.add_exception_handler(RequestError, _ours)
+    app.add_exception_handler(EngineError, _ours)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError | EngineError)
+    status, code = status_of(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
+    param = error.param if isinstance(error, RequestError) else None
+    path, message = request.url.path, str(error)
+    if path.startswith(ANTHROPIC_PATH) and isinstance(error, PromptTooLongError) and error.num_tokens is not None:
+        # Anthropic's wording: clients read the numbers, to shorten the conversation by as much as is needed.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+    return error_response(path, status, message, param=param, code=code, headers=headers)
+
+
+async def _malformed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    message, field = fault_of(error, request.headers.get("content-type"))
+    return error_response(request.url.path, 400, message, param=field)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path, status, message = request.url.path, error.status_code, error.detail
+    if status == 404:
+        message = f"there is no path {path[:200]}; GET /openapi.json describes all paths"
+    elif status == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} is not allowed for {path[:200]}; use {allowed}"
+    elif status == 400 and isinstance(error.__cause__, Exception):
+        message = f"the body cannot be parsed: {cause_of(error.__cause__)}"
+    return error_response(path, status, message, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    path = request.url.path
+    return error_response(path, 500, f"internal error: {type(error).__name__}; see the server's log")

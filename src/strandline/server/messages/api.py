@@ -1,0 +1,269 @@
+"""``/v1/messages``: Anthropic's API for text, reasoning and client tools."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from strandline.errors import RequestError
+from strandline.records.outputs import OutputDelta, RequestDelta
+from strandline.records.sampling_params import SamplingParams
+from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.sse import (
+    EventStream,
+    json_response,
+    named_events,
+)
+from strandline.server.messages.blocks import Blocks
+from strandline.server.messages.content import BlockTexts
+from strandline.server.messages.history import History, read_history
+from strandline.server.messages.tools import read_tools
+from strandline.server.requests.request_bodies import Objects, Strings, check_extra, effort_options, sent_as
+from strandline.server.requests.service import Service
+from strandline.server.requests.structured_fields import structure_of
+from strandline.server.requests.tools import Toolbox
+from strandline.server.requests.usage_and_logprobs import Json
+from strandline.text.chat_messages import MessageError
+from strandline.text.frontend import CheckedParams
+from strandline.text.picture_placeholders import PicturePlaceholders
+from strandline.text.segments import merge_segments
+
+THINKING: Mapping[str, dict[str, Any]] = {
+    "enabled": {"enable_thinking": True},
+    "disabled": {"enable_thinking": False},
+    "adaptive": {},  # the template's default
+}
+"""Types of ``thinking``, and the template's options."""
+STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
+
+
+class Conversation(NamedTuple):
+    """A request's conversation and tools, in OpenAI's form."""
+
+    history: History
+    box: Toolbox
+    placeholders: PicturePlaceholders | None = None
+    """Those of the pictures in its messages; None: the model reads none."""
+
+
+class CountBody(BaseModel):
+    """Body of ``/v1/messages/count_tokens``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    messages: Annotated[Objects, Field(min_length=1)]
+    system: str | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+    def conversation(self, placeholders: PicturePlaceholders | None) -> "Conversation":
+        """Return the conversation and its tools.
+
+        Args:
+            placeholders: take the pictures' place; None: the model reads none.
+
+        Raises: as ``PicturePlaceholders.insert``, ``read_tools``, ``read_history`` and ``toolbox``.
+        """
+        system: Any = self.system
+        messages: Sequence[Any] = self.messages
+        if placeholders is not None:
+            system, messages = placeholders.insert(system, "system"), placeholders.insert(messages, "messages")
+        tools = read_tools(self.tools)
+        texts = BlockTexts(tools.definitions)
+        history = read_history(system, messages, texts)
+        return Conversation(history, tools.toolbox(self.tool_choice, texts.added), placeholders)
+
+    def continues(self, history: History) -> bool:
+        """Return whether the output continues the last message, because it is an answer.
+
+        Raises:
+            RequestError: Anthropic's API would not continue it either.
+        """
+        last = history.messages[-1]
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            return False
+        content = last.get("content") or ""
+        text = "".join(part["text"] for part in content) if isinstance(content, list) else str(content)
+        if text != text.rstrip():
+            raise RequestError(
+                f"{history.paths[-1]}: final assistant content cannot end with trailing whitespace", param="messages"
+            )
+        if (self.thinking or {}).get("type") == "enabled":
+            raise RequestError(
+                f"{history.paths[-1]}: with thinking enabled, an answer cannot be continued; end the messages with a "
+                "question, or disable thinking",
+                param="messages",
+            )
+        return True
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the chat template's options: the effort and whether to think, if the body sets them.
+
+        Raises:
+            RequestError: the effort, or the type of ``thinking``, is unknown.
+        """
+        effort = effort_options((self.output_config or {}).get("effort"), "output_config.effort")
+        effort.pop("enable_thinking", None)  # without thinking, an effort is that of the answer
+        if self.thinking is None:
+            return effort
+        kind = self.thinking.get("type")
+        if not isinstance(kind, str) or kind not in THINKING:
+            raise RequestError(
+                f"thinking.type must be one of {', '.join(THINKING)}; got {kind!r:.100}", param="thinking.type"
+            )
+        return effort | THINKING[kind]
+
+
+class MessagesBody(CountBody):
+    """Body of ``/v1/messages``."""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: Strings | None = None
+    stream: bool = False
+    output_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def sampling_params(self, defaults: Mapping[str, Any], *, has_budgets: bool) -> SamplingParams:
+        """Return the sampling parameters: the model's defaults, overridden by the body's fields.
+
+        Args:
+            has_budgets: budgets of reasoning can be enforced; others are ignored, since clients send them always.
+
+        Raises:
+            RequestError: a value is out of range, or the body asks for what is not supported.
+        """
+        check_extra(self.model_extra)
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        name, wanted = "output_format", self.output_format
+        if not wanted:
+            name, wanted = "output_config.format", (self.output_config or {}).get("format")
+        structure = structure_of({"structured_outputs": self.structured_outputs, name: wanted}, name)
+        with sent_as({"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}):
+            return SamplingParams(
+                **{**defaults, **given},
+                max_tokens=self.max_tokens,
+                stop=self.stop_sequences,
+                structured_outputs=structure,
+                thinking_token_budget=self._budget() if has_budgets else None,
+            )
+
+    def _budget(self) -> Any:
+        """Return the budget of reasoning; None: the request sets no limit."""
+        thinking = self.thinking or {}
+        return thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
+
+
+class Message:
+    """A request and its response."""
+
+    def __init__(
+        self, service: Service, body: MessagesBody, box: Toolbox, prompt: Prompt, params: CheckedParams, salt: str
+    ) -> None:
+        self._head = {
+            "id": f"msg_{uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": service.name_of(body.model),
+        }
+        self._parser = service.output_format.parser(prompt.text or "", box.schemas, prompt.continued)
+        self._blocks = Blocks()
+        self.job = service.client.submit(self._head["id"], [prompt], params, salt)
+
+    async def answer(self) -> Json:
+        """Return the complete response."""
+        with self.job:
+            [delta] = await self.job.whole()
+        [output] = delta.outputs
+        self._blocks.append(
+            merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
+        )
+        self._blocks.finish()
+        return {**self._head, "content": self._blocks.blocks, **self._end(output), "usage": self._usage(delta)}
+
+    async def events(self) -> AsyncIterator[Json]:
+        """Yield the response as it is generated."""
+        is_started = False
+        async for _, delta in self.job.deltas():
+            [output] = delta.outputs
+            if not is_started:
+                is_started = True
+                empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+                yield {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
+            for event in self._blocks.append(self._parser.feed(output.text, output.call_marks)):
+                yield event
+            if delta.finished:
+                for event in self._blocks.append(self._parser.finish()) + self._blocks.finish():
+                    yield event
+                yield {"type": "message_delta", "delta": self._end(output), "usage": self._usage(delta)}
+                yield {"type": "message_stop"}
+
+    def _end(self, last: OutputDelta) -> Json:
+        """Return why the answer ended, in Anthropic's terms."""
+        if isinstance(last.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+        reason = STOP_REASONS.get(last.finish_reason or "")
+        is_call = last.finish_reason == "stop" and self._blocks.has_calls
+        return {"stop_reason": "tool_use" if is_call else reason, "stop_sequence": None}
+
+    def _usage(self, delta: RequestDelta) -> Json:
+        """Count tokens up to a delta; cached tokens are counted separately, as in Anthropic's API."""
+        return {
+            "input_tokens": len(self.job.streams[0].prompt_ids) - delta.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": delta.num_cached_tokens,
+            "output_tokens": sum(output.num_tokens for output in delta.outputs),
+        }
+
+
+async def create_message(service: Service, body: MessagesBody, request: Request) -> Response:
+    """Handle a request."""
+    service.require_model(body.model)
+    params = body.sampling_params(service.defaults, has_budgets=service.client.frontend.has_thinking_end)
+    salt = service.salt_of(request, body.cache_salt, body.model)
+    conversation = body.conversation(service.picture_placeholders())
+    with service.client.expect(params.n):
+        prompt = await render(service, body, conversation, salt)
+        checked = await service.bind(params, conversation.box, prompt)
+    message = Message(service, body, conversation.box, prompt, checked, salt)
+    if body.stream:
+        return EventStream(message.job, named_events(request.url.path, message.events()))
+    return json_response(await message.answer())
+
+
+async def count_tokens(service: Service, body: CountBody, request: Request) -> Response:
+    """Count the tokens of a request's prompt."""
+    service.require_model(body.model)
+    conversation = body.conversation(service.picture_placeholders())
+    prompt = await render(service, body, conversation, service.salt_of(request, body.cache_salt, body.model))
+    return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def render(service: Service, body: CountBody, conversation: Conversation, salt: str) -> Prompt:
+    """Return a request's prompt under a salt.
+
+    Raises:
+        RequestError: the conversation cannot be rendered; the error has the path of the message at fault.
+    """
+    history, box, placeholders = conversation
+    try:
+        return await service.render(
+            history.messages,
+            tools=box.tools,
+            template_options=body.template_options(),
+            salt=salt,
+            continue_final_message=body.continues(history),
+            placeholders=placeholders,
+        )
+    except MessageError as error:
+        raise RequestError(f"{history.paths[error.index]}: {error.reason}", param=error.param) from error

@@ -1,0 +1,372 @@
+"""Request bodies: OpenAI's fields, and vLLM's where OpenAI has none.
+
+Types are strict: ``"5"`` is not a number. Unknown fields are ignored, as OpenAI's clients expect of older servers, and
+logged once. Unsupported fields that would change the answer are rejected.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from strandline.errors import RequestError
+from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
+from strandline.server.http.request_log import warn_once
+from strandline.server.requests.structured_fields import GUIDED, structure_of
+
+NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "mcp_servers": ([],),
+    "functions": ([],),
+    "use_beam_search": (False,),
+    "audio": (),
+    "modalities": ([], ["text"]),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "documents": ([],),
+    "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients
+}
+"""Unsupported fields that would change the answer, and the values (besides null) that do not."""
+
+WITHOUT_EFFECT: Final = frozenset(
+    {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
+    | {"spaces_between_special_tokens"}
+    | {"service_tier", "store", "tool_choice", "user"}
+    | {"container", "context_management", "diagnostics", "speed"}  # of Anthropic's API
+)
+"""Fields that are accepted and have no effect."""
+
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of ``reasoning_effort``, as in vLLM."""
+
+STRUCTURED: Final = "structured_outputs"
+STRUCTURE_FIELDS: Final = ("response_format", STRUCTURED, *GUIDED, "guided_whitespace_pattern")
+
+Count = Annotated[int, Field(ge=0)]
+
+
+def _list_of(kind: type, what: str) -> Callable[[Any], Any]:
+    """Return a validator of lists that runs in C and reports one error however many items are wrong."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not list or not set(map(type, value)) <= {kind}:
+            raise ValueError(f"must be a list of {what}")
+        return value
+
+    return check
+
+
+def _check_prompt(value: Any) -> Any:
+    kinds = {type(value)} if type(value) is not list else set(map(type, value)) or {int}
+    if type(value) is list and kinds == {list}:
+        kinds = {kind for tokens in value for kind in map(type, tokens)} or {int}
+    if len(kinds) > 1 or kinds - {str, int} or type(value) is int:
+        raise ValueError("must be a text, a list of token ids, or a list of texts or of lists of token ids")
+    return value
+
+
+_TEXT: Final = {"type": "string"}
+_TEXTS: Final = {"type": "array", "items": _TEXT}
+_IDS: Final = {"type": "array", "items": {"type": "integer"}}
+_PROMPT: Final = {"anyOf": [_TEXT, _IDS, _TEXTS, {"type": "array", "items": _IDS}]}
+
+Tokens = Annotated[list[int], PlainValidator(_list_of(int, "token ids")), WithJsonSchema(_IDS)]
+Strings = Annotated[list[str], PlainValidator(_list_of(str, "strings")), WithJsonSchema(_TEXTS)]
+Objects = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(_list_of(dict, "objects")),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}}),
+]
+Prompts = Annotated[
+    str | list[int] | list[str] | list[list[int]], PlainValidator(_check_prompt), WithJsonSchema(_PROMPT)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a prompt that is too long is cut."""
+
+    max_tokens: int
+    from_left: bool
+    """The last tokens are kept, not the first."""
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With ``include_usage``: every chunk carries the usage so far."""
+
+
+class SamplingFields(BaseModel):
+    """How tokens are chosen, in OpenAI's requests for generation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: Strings | None = None
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: Tokens | None = None
+    priority: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    skip_special_tokens: bool = True
+    thinking_token_budget: int | None = None
+    thinking_budget_tokens: int | None = None
+    """llama.cpp's name for the same."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the sampling parameters that the body has. Raises ``RequestError``: a token id is not a number."""
+        names = SamplingParams.__dataclass_fields__.keys() & self.__class__.model_fields.keys() - {STRUCTURED}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.thinking_budget_tokens is not None:
+            given.setdefault("thinking_token_budget", self.thinking_budget_tokens)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        return given
+
+
+class SamplingBody(SamplingFields):
+    """Fields that requests for completions share, of texts and of chats."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    """In log-probabilities, tokens are ``token_id:ID`` instead of texts."""
+    logprob_token_ids: Tokens | None = None
+    """Tokens reported at every position of the output instead of the most likely ones."""
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    cache_salt: str | None = None
+    include_cache_account: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """Return the structure that the output must have. Raises as ``structure_of``."""
+        return structure_of({name: getattr(self, name) for name in STRUCTURE_FIELDS})
+
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """Return the sampling parameters: the model's defaults, overridden by the body and ``more``.
+
+        Raises:
+            RequestError: a value is out of range, or the body asks for what is not supported.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
+        check_extra(self.model_extra)
+        values = {STRUCTURED: self.structure(), **defaults, **self.given(), **more}
+        if self.logprob_token_ids is not None and values.get("logprobs") is None:
+            raise RequestError("logprob_token_ids needs logprobs, which is not set", param="logprob_token_ids")
+        return SamplingParams(**values)
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        """Return how the prompt is truncated; None: not at all.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        limit, side = self.truncate_prompt_tokens, self.truncation_side or "left"
+        if side not in ("left", "right"):
+            raise RequestError(f"truncation_side must be left or right, got {side!r:.100}", param="truncation_side")
+        if limit is None:
+            return None
+        if limit == -1:
+            limit = max_model_len - 1  # at least one token of output needs room
+        if not 1 <= limit <= max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, the maximum context length, got "
+                f"{limit}",
+                param="truncate_prompt_tokens",
+            )
+        return Truncation(limit, from_left=side == "left")
+
+    def wants_usage(self) -> bool:
+        """Return whether a stream ends with the usage."""
+        return self.include_cache_account or (self.stream_options is not None and self.stream_options.include_usage)
+
+    def wants_continuous_usage(self) -> bool:
+        """Return whether every chunk of a stream carries the usage so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+
+class CompletionBody(SamplingBody):
+    """Body of ``/v1/completions``."""
+
+    prompt: Prompts
+    max_tokens: int | None = 16
+    logprobs: Count | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class ChatBody(SamplingBody):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[Objects, Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: Count | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: bool = False
+    """With a message that is continued: return its beginning too."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def continues(self) -> bool:
+        """Return whether the output continues the last message. Raises as ``check_continuation``."""
+        last = self.messages[-1]
+        if last.get("role") == "assistant" and last.get("prefix") is True:  # as in DeepSeek's and Mistral's APIs
+            return True
+        return check_continuation(self.continue_final_message, self.add_generation_prompt)
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the chat template's variables. Raises as ``effort_options``."""
+        return chat_options(self.reasoning_effort, self.chat_template_kwargs)
+
+
+class TokenizeBody(BaseModel):
+    """Body of ``/tokenize``: a text or a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Objects | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+    cache_salt: str | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """Body of ``/detokenize``."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: Tokens
+
+
+def check_extra(fields: Mapping[str, Any] | None) -> None:
+    """Reject unsupported fields that would change the answer; log unknown ones.
+
+    Raises:
+        RequestError: such a field is set.
+    """
+    for name, value in (fields or {}).items():
+        if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
+            raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
+        if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
+            warn_once("request field %s is unknown and ignored", name)
+
+
+def check_unicode(fields: Mapping[str, Any]) -> None:
+    """Raise a RequestError unless all texts in fields that a response repeats are valid Unicode."""
+    for name, value in fields.items():
+        try:
+            msgspec.json.encode(value)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{name} is not valid Unicode: {error.reason}", param=name) from error
+
+
+def check_continuation(continues: bool, adds_generation_prompt: bool) -> bool:
+    """Return whether the output continues the last message.
+
+    Raises:
+        RequestError: it is to begin a message too.
+    """
+    if continues and adds_generation_prompt:
+        raise RequestError(
+            "continue_final_message needs add_generation_prompt: false; the output cannot also begin a message",
+            param="continue_final_message",
+        )
+    return continues
+
+
+def effort_options(effort: Any, param: str) -> dict[str, Any]:
+    """Return the chat template's variables for an effort of reasoning; None: its defaults.
+
+    Args:
+        param: the request's field.
+
+    Raises:
+        RequestError: the effort is unknown.
+    """
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise RequestError(f"{param} must be one of {', '.join(EFFORTS)}; got {effort!r:.100}", param=param)
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def chat_options(effort: str | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the chat template's variables: those of an effort, unless they are given. Raises as ``effort_options``."""
+    return effort_options(effort, "reasoning_effort") | dict(given or {})
+
+
+@contextmanager
+def sent_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the field of a RequestError as the client did.
+
+    Args:
+        names: sampling parameters, each with the request's field, where that has another name.
+    """
+    try:
+        yield
+    except RequestError as error:
+        param, sent = error.param, names.get(error.param or "")
+        if param is None or sent is None:
+            raise
+        raise RequestError(re.sub(rf"\b{param}\b", sent, str(error), count=1), param=sent) from error
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 20):
+        raise RequestError(f"logit_bias must map token ids to numbers, got the key {key[:50]!r}", param="logit_bias")
+    return int(key)

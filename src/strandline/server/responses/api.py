@@ -1,0 +1,338 @@
+"""``/v1/responses``: OpenAI's Responses API."""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Final
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from strandline.errors import EngineError, RequestError
+from strandline.records.outputs import OutputDelta
+from strandline.records.sampling_params import SamplingParams
+from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.error_responses import status_of
+from strandline.server.http.gate import owner_of
+from strandline.server.http.sse import EventStream, json_response, named_events
+from strandline.server.requests.request_bodies import (
+    Count,
+    Objects,
+    SamplingFields,
+    Strings,
+    check_extra,
+    check_unicode,
+    effort_options,
+    sent_as,
+)
+from strandline.server.requests.response_store import ResponseStore
+from strandline.server.requests.service import Service
+from strandline.server.requests.structured_fields import structure_of
+from strandline.server.requests.tools import Toolbox
+from strandline.server.requests.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
+from strandline.server.responses.history import History
+from strandline.server.responses.input_items import read_items, with_ids
+from strandline.server.responses.items import Items
+from strandline.server.responses.reasoning_seal import ReasoningSeal
+from strandline.server.responses.tools import DeclaredTools
+from strandline.text.frontend import CheckedParams
+from strandline.text.picture_placeholders import PicturePlaceholders
+from strandline.text.segments import merge_segments
+from strandline.text.thinking import ReasoningCount
+
+NOT_SERVED: Final[Mapping[str, str]] = {
+    "background": "a response is generated while its request is open",
+    "conversation": "send previous_response_id, or the whole conversation as input",
+    "prompt": "no prompts are stored; send the prompt as instructions and input",
+}
+"""Fields that are not served, and why or what to send instead."""
+TEXT_FORMAT: Final = "text.format"
+EFFORT: Final = "reasoning.effort"
+LOGPROBS: Final = "message.output_text.logprobs"
+"""Value of ``include`` that requests log-probabilities."""
+SEALED: Final = "reasoning.encrypted_content"
+"""Value of ``include`` that requests reasoning in a form that clients send back."""
+REPEATED: Final = ("instructions", "metadata", "text", "tool_choice", "tools")
+"""Fields that the response repeats."""
+LABELS: Final = ("prompt_cache_key", "safety_identifier", "user")
+"""Fields without effect that the response repeats."""
+
+WITHOUT_RESULT: Final = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Values of ``include`` that request what no response has."""
+
+
+class ResponsesBody(SamplingFields):
+    """Body of ``/v1/responses``."""
+
+    model: str | None = None
+    input: str | Objects
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = False
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    truncation: str | None = None
+    include: Strings | None = None
+    top_logprobs: Count | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    include_cache_account: bool = False
+
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters: the model's defaults, overridden by the body's fields.
+
+        Raises:
+            RequestError: a value is out of range, or the body asks for what is not supported.
+        """
+        check_extra(self.model_extra)
+        for name, why in NOT_SERVED.items():
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported: {why}", param=name)
+        if self.n not in (None, 1):
+            raise RequestError(f"n must be 1 for /v1/responses, got {self.n}", param="n")
+        for value in self.include or ():
+            if value not in (LOGPROBS, SEALED, *WITHOUT_RESULT):
+                known = ", ".join((LOGPROBS, SEALED, *WITHOUT_RESULT))
+                raise RequestError(f"include must be among {known}; got {value!r:.100}", param="include")
+        if self.top_logprobs and not self.wants_logprobs:
+            raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
+        wanted = {"structured_outputs": self.structured_outputs, TEXT_FORMAT: (self.text or {}).get("format")}
+        with sent_as({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
+            return SamplingParams(
+                **{**defaults, **self.given()},
+                max_tokens=self.max_output_tokens,
+                logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+                structured_outputs=structure_of(wanted, TEXT_FORMAT),
+            )
+
+    @property
+    def effort(self) -> Any:
+        """Effort of reasoning; None: the chat template's default."""
+        return (self.reasoning or {}).get("effort")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def require_plain_text(self, service: Service, box: Toolbox) -> None:
+        """Reject log-probabilities if tokens may belong to reasoning or calls rather than to the text."""
+        if self.wants_logprobs and (box.schemas is not None or service.output_format.reasoning != "none"):
+            raise RequestError(
+                f"{LOGPROBS} is served for models without reasoning and requests without tools; use "
+                "/v1/chat/completions with logprobs",
+                param="include",
+            )
+
+
+class Conversation:
+    """What a request asks, in the server's terms.
+
+    Args:
+        owner: the client, whose stored responses the request may name.
+        placeholders: take the pictures' place; None: the model reads none.
+
+    Raises:
+        RequestError: an item or a tool is malformed, the choice of a tool cannot be served, or something that the
+            request names is not stored.
+    """
+
+    def __init__(
+        self, body: ResponsesBody, owner: str, store: ResponseStore, placeholders: PicturePlaceholders | None = None
+    ) -> None:
+        self.is_stored = store.is_on and body.store is not False
+        repeated = (*REPEATED, "input") if self.is_stored else REPEATED
+        check_unicode({**(body.model_extra or {}), **{name: getattr(body, name) for name in repeated}})
+        self._seal = ReasoningSeal(owner)
+        self.tools = DeclaredTools()
+        self.tools.add(body.tools or (), "tools")
+        earlier = store.conversation(owner, body.previous_response_id) if body.previous_response_id else ()
+        self._own_items = read_items(body.input, lambda item_id: store.item(owner, item_id))
+        items: Sequence[Any] = self._own_items
+        if placeholders is not None:
+            earlier, items = placeholders.insert(earlier, "previous_response_id"), placeholders.insert(items, "input")
+        self.messages = History(self.tools, self._seal.unseal).read(body.instructions, items, earlier)
+        self.box = self.tools.toolbox(body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+        self._wants_sealed = SEALED in (body.include or ())
+        self._store, self._owner = store, owner
+
+    def keep(self, response: Json) -> None:
+        """Store a finished response if the request asks for that, which is the default."""
+        if self.is_stored:
+            self._store.add(self._owner, response, with_ids(self._own_items))
+
+    def items(self) -> Items:
+        """Return the response's items."""
+        return Items(self.tools.tool, self._seal.seal if self._wants_sealed else None)
+
+
+class ModelResponse:
+    """A request and its response."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesBody,
+        conversation: Conversation,
+        prompt: Prompt,
+        checked: CheckedParams,
+        salt: str,
+    ) -> None:
+        params = checked.params
+        self._body = body
+        self._conversation = conversation
+        self._head: Json = {
+            "id": f"resp_{uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "background": False,
+            "model": service.name_of(body.model),
+            "error": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.effort, "summary": None},
+            "store": conversation.is_stored,
+            "temperature": params.temperature,
+            "frequency_penalty": params.frequency_penalty,
+            "presence_penalty": params.presence_penalty,
+            "service_tier": "default",
+            **{name: (body.model_extra or {}).get(name) for name in LABELS},
+            "text": {"format": {"type": "text"}, **(body.text or {})},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+        }
+        self._parser = service.output_format.parser(prompt.text or "", conversation.box.schemas)
+        self._items = conversation.items()
+        rules, tokenizer = checked.reasoning, service.tokenizer
+        self._reasoning = None if rules is None else ReasoningCount(tokenizer, rules, checked.hidden_ids)
+        self.job = service.client.submit(self._head["id"], [prompt], checked, salt)
+
+    async def answer(self) -> Json:
+        """Return the complete response."""
+        with self.job:
+            [delta] = await self.job.whole()
+        [output] = delta.outputs
+        self._count_reasoning(output)
+        segments = merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
+        self._items.append(segments, self._logprobs(output))
+        self._items.finish(_status(output))
+        return self._finish(output)
+
+    async def events(self) -> AsyncIterator[Json]:
+        """Yield the response as it is generated."""
+        numbers = count()
+        try:
+            async for event in self._events():
+                yield {**event, "sequence_number": next(numbers)}
+        except (RequestError, EngineError) as error:
+            fault = {"code": status_of(error)[1] or "server_error", "message": str(error)}
+            failed = {**self._head, "status": "failed", "error": fault, "incomplete_details": None, "usage": None}
+            event = {"type": "response.failed", "response": {**failed, "output": self._items.items}}
+            yield {**event, "sequence_number": next(numbers)}
+            raise
+
+    async def _events(self) -> AsyncIterator[Json]:
+        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+        async for _, delta in self.job.deltas():
+            [output] = delta.outputs
+            self._count_reasoning(output)
+            for event in self._items.append(self._parser.feed(output.text, output.call_marks), self._logprobs(output)):
+                yield event
+            if delta.finished:
+                for event in self._items.append(self._parser.finish()) + self._items.finish(_status(output)):
+                    yield event
+                yield {"type": f"response.{_status(output)}", "response": self._finish(output)}
+
+    def _logprobs(self, output: OutputDelta) -> list[Json]:
+        entries: list[Json] = chat_logprobs(output.logprobs or (), self._body.top_logprobs or 0)["content"]
+        return entries
+
+    def _finish(self, last: OutputDelta) -> Json:
+        """Store the response, as the request asks, and return it."""
+        status = _status(last)
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        response = {
+            **self._head,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": details,
+            "output": self._items.items,
+            "usage": self._usage(),
+        }
+        self._conversation.keep(response)
+        return response
+
+    def _usage(self) -> Json:
+        [stream] = self.job.streams
+        num_prompt, num_output = len(stream.prompt_ids), stream.num_output_tokens
+        usage: Json = {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": stream.account.hit if stream.account is not None else 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {
+                "reasoning_tokens": self._reasoning.num_tokens if self._reasoning is not None else 0,
+                **draft_counts(stream.speculation),
+            },
+            "total_tokens": num_prompt + num_output,
+        }
+        if self._body.include_cache_account:
+            usage["cache"] = cache_account(stream)
+        return usage
+
+    def _count_reasoning(self, output: OutputDelta) -> None:
+        if self._reasoning is not None:
+            for token in output.token_ids:
+                self._reasoning.append(token)
+
+
+def _status(last: OutputDelta) -> str:
+    return "incomplete" if last.finish_reason == "length" else "completed"
+
+
+async def create_response(service: Service, body: ResponsesBody, request: Request) -> Response:
+    """Handle a request."""
+    service.require_model(body.model)
+    params = body.sampling_params(service.defaults)
+    placeholders = service.picture_placeholders()
+    conversation = Conversation(body, owner_of(request), service.responses, placeholders)
+    box = conversation.box
+    body.require_plain_text(service, box)
+    salt = service.salt_of(request, body.cache_salt, body.model)
+    with service.client.expect(params.n):
+        with sent_as({"messages": "input"}):
+            options = effort_options(body.effort, EFFORT)
+            prompt = await service.render(
+                conversation.messages, tools=box.tools, template_options=options, salt=salt, placeholders=placeholders
+            )
+        checked = await service.bind(params, box, prompt)
+    response = ModelResponse(service, body, conversation, prompt, checked, salt)
+    if body.stream:
+        return EventStream(response.job, named_events(request.url.path, response.events()))
+    return json_response(await response.answer())

@@ -1,0 +1,165 @@
+"""Output items of OpenAI's Responses API, and their events."""
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from typing import Final
+from uuid import uuid4
+
+from strandline.server.requests.usage_and_logprobs import Json
+from strandline.server.responses.custom_input import CustomInput
+from strandline.server.responses.tools import SEARCH, ToolName
+from strandline.text.json_calls import parse_json
+from strandline.text.segments import Segment, SegmentKind
+
+FUNCTION_CALL: Final = "function_call"
+CUSTOM_CALL: Final = "custom_tool_call"
+SEARCH_CALL: Final = "tool_search_call"
+CALLS: Final = (FUNCTION_CALL, CUSTOM_CALL, SEARCH_CALL)
+
+
+class Items:
+    """Builds a response's output items and their events.
+
+    Args:
+        tool_of: returns the client's name of a function that the model calls.
+        seal: encrypts reasoning for clients that send it back; None: the client has not asked for it.
+    """
+
+    def __init__(self, tool_of: Callable[[str], ToolName], seal: Callable[[str], str] | None = None) -> None:
+        self.items: list[Json] = []
+        self._tool_of = tool_of
+        self._seal = seal
+        self._custom_input = CustomInput()
+        self._search = ""
+        """Arguments of the search that is open."""
+        self._is_open = False
+        self._logprobs: list[Json] = []
+        """Log-probabilities of tokens whose text is not part of a message yet."""
+
+    def append(self, segments: Iterable[Segment], logprobs: Sequence[Json] = ()) -> list[Json]:
+        """Append segments; return their events.
+
+        Args:
+            logprobs: log-probabilities of the tokens that came with them.
+        """
+        self._logprobs += logprobs
+        events: list[Json] = []
+        for kind, text, call_id in segments:
+            if kind is SegmentKind.CALL:
+                events += self._open_call(self._tool_of(text), call_id or _name("call"))
+                continue
+            if kind is SegmentKind.CONTENT:
+                events += self._need("message")
+            elif kind is SegmentKind.REASONING:
+                events += self._need("reasoning")
+            events += self._grow(text)
+        return events
+
+    def finish(self, status: str) -> list[Json]:
+        """Close the last item and return its events. A response has at least one item.
+
+        Args:
+            status: status of the last item.
+        """
+        events = self._need("message") if not self.items else []
+        if self._is_open and self._last["type"] == "message":
+            self._take_logprobs()  # of the end token
+        return events + self._close(status)
+
+    @property
+    def _last(self) -> Json:
+        return self.items[-1]
+
+    def _place(self) -> Json:
+        place: Json = {"item_id": self._last["id"], "output_index": len(self.items) - 1}
+        return place if self._last["type"] in CALLS else {**place, "content_index": 0}
+
+    def _need(self, kind: str) -> list[Json]:
+        """Open an item of a kind unless it is open."""
+        if self._is_open and self._last["type"] == kind:
+            return []
+        if kind == "message":
+            item: Json = {"id": _name("msg"), "type": kind, "status": "in_progress", "role": "assistant", "content": []}
+            part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"id": _name("rs"), "type": kind, "status": "in_progress", "summary": [], "content": []}
+            part = {"type": "reasoning_text", "text": ""}
+        events = self._open(item)
+        item["content"].append(part)
+        return [*events, {"type": "response.content_part.added", **self._place(), "part": deepcopy(part)}]
+
+    def _open(self, item: Json) -> list[Json]:
+        events = self._close("completed")
+        self.items.append(item)
+        self._is_open = True
+        shown = {**item, "content": []} if "content" in item else dict(item)
+        return [*events, {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}]
+
+    def _open_call(self, tool: ToolName, call_id: str) -> list[Json]:
+        self._custom_input, self._search = CustomInput(), ""
+        called: Json = {"status": "in_progress", "call_id": call_id}
+        if tool.kind == SEARCH:
+            return self._open(
+                {"id": _name("tsc"), "type": SEARCH_CALL, **called, "execution": "client", "arguments": {}}
+            )
+        called |= {"name": tool.name, **({} if tool.namespace is None else {"namespace": tool.namespace})}
+        if tool.kind == "custom":
+            return self._open({"id": _name("ctc"), "type": CUSTOM_CALL, **called, "input": ""})
+        return self._open({"id": _name("fc"), "type": FUNCTION_CALL, **called, "arguments": ""})
+
+    def _grow(self, text: str) -> list[Json]:
+        item = self._last
+        if item["type"] == FUNCTION_CALL:
+            item["arguments"] += text
+            return [{"type": "response.function_call_arguments.delta", **self._place(), "delta": text}]
+        if item["type"] == CUSTOM_CALL:
+            return self._grow_input(self._custom_input.feed(text))
+        if item["type"] == SEARCH_CALL:
+            self._search += text
+            return []
+        part = item["content"][0]
+        part["text"] += text
+        more: Json = {"logprobs": self._take_logprobs()} if part["type"] == "output_text" else {}
+        return [{"type": f"response.{part['type']}.delta", **self._place(), "delta": text, **more}]
+
+    def _grow_input(self, text: str) -> list[Json]:
+        if not text:
+            return []
+        self._last["input"] += text
+        return [{"type": "response.custom_tool_call_input.delta", **self._place(), "delta": text}]
+
+    def _take_logprobs(self) -> list[Json]:
+        """Move the log-probabilities into the message that is open; return them."""
+        taken, self._logprobs = self._logprobs, []
+        self._last["content"][0]["logprobs"] += taken
+        return taken
+
+    def _close(self, status: str) -> list[Json]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._last
+        item["status"] = status
+        events: list[Json] = []
+        if item["type"] == FUNCTION_CALL:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            events.append({"type": "response.function_call_arguments.done", **self._place(), **done})
+        elif item["type"] == CUSTOM_CALL:
+            events += self._grow_input(self._custom_input.finish())
+            events.append({"type": "response.custom_tool_call_input.done", **self._place(), "input": item["input"]})
+        elif item["type"] == SEARCH_CALL:
+            arguments = parse_json(self._search)
+            item["arguments"] = arguments if isinstance(arguments, dict) else {}
+        else:
+            part = item["content"][0]
+            if part["type"] == "reasoning_text" and self._seal is not None:
+                item["encrypted_content"] = self._seal(part["text"])
+            more: Json = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
+            done = {"text": part["text"], **more}
+            events.append({"type": f"response.{part['type']}.done", **self._place(), **done})
+            events.append({"type": "response.content_part.done", **self._place(), "part": part})
+        return [*events, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
+
+
+def _name(prefix: str) -> str:
+    return f"{prefix}_{uuid4().hex}"
