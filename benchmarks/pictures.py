@@ -3,10 +3,11 @@
     python benchmarks/pictures.py --model benchmarks/configs/qwen3.5-35b-a3b-vision
     python benchmarks/pictures.py --model benchmarks/configs/tiny-qwen3.5-vision --only first,agent --repeats 3
 
-Encode: pictures of several sizes, alone and eight at once; time per picture, the step that follows included. First: a
-screenshot of 1,280 × 720 pixels and 2,000 tokens, then 100 more tokens about it; and text of the same lengths. Agent:
-20 turns of a new screenshot and 200 tokens after a system prompt of 4,000, and answers of 50; the time to the first
-token of each turn, and what was hit. Weights are random. All times are in milliseconds, medians of ``--repeats``.
+First: a screenshot of 1,280 × 720 pixels and 2,000 tokens, then 100 more tokens about it; and text of the same lengths.
+Agent: ``--turns`` of a new screenshot and 200 tokens after a system prompt of 4,000, and answers of 50; the time to the
+first token of each turn, and what was hit. Encode: pictures of several sizes, alone and eight at once; how much longer
+they take than text of their length. Weights are random. All times are in milliseconds, medians of ``--repeats`` after
+one that is not measured. Figures are printed as they come: a run that is ended early has those before it.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from itertools import count
 from random import Random
 from statistics import median
@@ -26,6 +28,8 @@ from strandline.records.account import Account
 from strandline.records.events import Submission
 from strandline.records.pictures import Picture, PictureSpan, picture_digest
 from strandline.records.plan import NewRequest
+
+say = partial(print, flush=True)
 
 SIDE = 32
 """Pixels of a token's side."""
@@ -46,21 +50,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="benchmarks/configs/qwen3.5-35b-a3b-vision")
     parser.add_argument("--load-format", default="dummy")
-    parser.add_argument("--only", default="encode,first,agent")
+    parser.add_argument("--only", default="first,agent,encode")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=20, help="of the agent")
     parser.add_argument("--memory", help="of the cache, such as 20GiB; default: the engine's")
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--enforce-eager", action="store_true")
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(
-        f"{date.today()} · {device} · torch {torch.__version__} · Python {platform.python_version()} · {options.model}"
-    )
+    say(f"{date.today()} · {device} · torch {torch.__version__} · Python {platform.python_version()} · {options.model}")
     parts: dict[str, Callable[[LLM, int], None]] = {
-        "encode": measure_encoding,
         "first": measure_first_tokens,
-        "agent": measure_agent,
+        "agent": partial(measure_agent, options.turns),
+        "encode": measure_encoding,
     }
     with LLM(
         options.model,
@@ -72,7 +75,7 @@ def main() -> None:
         enforce_eager=options.enforce_eager,
     ) as llm:
         for line in llm.engine.describe():
-            print(f"  {line}")
+            say(f"  {line}")
         for name in options.only.split(","):
             parts[name](llm, options.repeats)
 
@@ -119,6 +122,55 @@ def answer(llm: LLM, parts: Parts, num_tokens: int) -> tuple[float, list[int], A
     return first_s * 1e3, tokens, account
 
 
+def measure_first_tokens(llm: LLM, repeats: int) -> None:
+    found: dict[str, list[float]] = {"cold picture": [], "cold text": [], "next about it": [], "next of text": []}
+    for repeat in range(1 + repeats):
+        picture, prompt, more = new_picture(*SCREENSHOT), words(2000), words(100)
+        for kind, part in (("picture", picture), ("text", words(num_tokens_of(picture) + 2))):
+            cold_ms, said, _ = answer(llm, [prompt, part], 8)
+            next_ms, _, account = answer(llm, [prompt, part, said, more], 1)
+            assert account.hit > account.queried - len(more) - 9
+            found[f"cold {kind}"].append(cold_ms)
+            found["next about it" if kind == "picture" else "next of text"].append(next_ms)
+        say(f"  {repeat} of {repeats}: " + ", ".join(f"{name} {times[-1]:.1f}" for name, times in found.items()))
+    for name, times in found.items():
+        say(f"first token, {name}: {median(times[1:]):.1f} ms")
+    for picture_name, text_name in (("cold picture", "cold text"), ("next about it", "next of text")):
+        ratio = median(found[picture_name][1:]) / median(found[text_name][1:])
+        say(f"first token, {picture_name} / {text_name}: {ratio:.2f}")
+
+
+def measure_agent(num_turns: int, llm: LLM, repeats: int) -> None:
+    for kind in ("screenshots", "text of their length"):
+        times, num_hit, num_queried = list[float](), 0, 0
+        for repeat in range(1 + repeats):
+            first, *later = run_agent(llm, num_turns, kind)
+            say(
+                f"  {repeat} of {repeats}: first tokens of {kind} " + " ".join(f"{ms:.0f}" for ms, _ in (first, *later))
+            )
+            if repeat:
+                times += [ms for ms, _ in later]
+                num_hit += sum(account.hit for _, account in later)
+                num_queried += sum(account.queried for _, account in later)
+        say(
+            f"agent with {kind}: {median(times):.1f} ms to the first token from the second turn on, "
+            f"{num_hit / num_queried:.1%} hit"
+        )
+
+
+def run_agent(llm: LLM, num_turns: int, kind: str) -> list[tuple[float, Account]]:
+    """Return the time to the first token and the account of each turn."""
+    turns, parts = list[tuple[float, Account]](), list[list[int] | Picture]()
+    parts.append(words(4000))
+    for _ in range(num_turns):
+        picture = new_picture(*SCREENSHOT)
+        parts += [picture if kind == "screenshots" else words(num_tokens_of(picture) + 2), words(200)]
+        first_ms, said, account = answer(llm, parts, 50)
+        parts.append(said)
+        turns.append((first_ms, account))
+    return turns
+
+
 def measure_encoding(llm: LLM, repeats: int) -> None:
     for height, width in SIZES:
         for num_pictures in (1, FEW):
@@ -130,41 +182,10 @@ def measure_encoding(llm: LLM, repeats: int) -> None:
                 read_ms, *_ = answer(llm, [words(20 + num_words)], 1)
                 times.append((seen_ms - read_ms) / num_pictures)
             encoded_ms = median(times[1:])
-            print(
+            say(
                 f"encode {width}x{height}, {num_pictures} at once: {encoded_ms:.1f} ms more than text, per picture; "
                 f"{1e3 / max(encoded_ms, 1e-3):.0f} a second"
             )
-
-
-def measure_first_tokens(llm: LLM, repeats: int) -> None:
-    found: dict[str, list[float]] = {"cold picture": [], "cold text": [], "next about it": [], "next of text": []}
-    for _ in range(1 + repeats):
-        picture, prompt, more = new_picture(*SCREENSHOT), words(2000), words(100)
-        for kind, part in (("picture", picture), ("text", words(num_tokens_of(picture) + 2))):
-            cold_ms, said, _ = answer(llm, [prompt, part], 8)
-            next_ms, _, account = answer(llm, [prompt, part, said, more], 1)
-            assert account.hit > account.queried - len(more) - 9
-            found[f"cold {kind}"].append(cold_ms)
-            found["next about it" if kind == "picture" else "next of text"].append(next_ms)
-    for name, times in found.items():
-        print(f"first token, {name}: {median(times[1:]):.1f} ms")
-
-
-def measure_agent(llm: LLM, repeats: int) -> None:
-    for kind in ("screenshots", "text of their length"):
-        times, accounts = list[float](), list[Account]()
-        for is_measured in (False, *[True] * repeats):
-            parts: list[list[int] | Picture] = [words(4000)]
-            for turn in range(20):
-                picture = new_picture(*SCREENSHOT)
-                parts += [picture if kind == "screenshots" else words(num_tokens_of(picture) + 2), words(200)]
-                first_ms, said, account = answer(llm, parts, 50)
-                parts.append(said)
-                if is_measured and turn:
-                    times.append(first_ms)
-                    accounts.append(account)
-        share = sum(account.hit for account in accounts) / sum(account.queried for account in accounts)
-        print(f"agent with {kind}: {median(times):.1f} ms to the first token from the second turn on, {share:.1%} hit")
 
 
 if __name__ == "__main__":
