@@ -74,7 +74,8 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "completions": frozenset({"engines", "http", "requests"}),
         "messages": frozenset({"engines", "http", "requests"}),
         "responses": frozenset({"engines", "http", "requests"}),
-        "": frozenset({"engines", "http", "requests", "completions", "messages", "responses"}),
+        "generate": frozenset({"engines", "http", "requests"}),
+        "": frozenset({"engines", "http", "requests", "completions", "messages", "responses", "generate"}),
     },
 }
 """Each folder of a room, and which others of that room it may import; "": the files at the top."""

@@ -11,6 +11,7 @@ from strandline.errors import RequestError
 from strandline.server.cache_page import add_cache_page
 from strandline.server.completions.chat_api import chat
 from strandline.server.completions.completions_api import complete
+from strandline.server.generate.api import GenerateBody, generate
 from strandline.server.http.cross_origin import CrossOrigin
 from strandline.server.http.cross_origin_access import CrossOriginAccess
 from strandline.server.http.error_responses import ERRORS, add_error_handlers, error_response
@@ -91,6 +92,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", responses=STREAMED)
     async def messages(body: MessagesBody, request: Request) -> Response:
         return await while_connected(request, create_message(service, body, request))
+
+    @app.post("/inference/v1/generate", responses=STREAMED)
+    async def generate_tokens(body: GenerateBody, request: Request) -> Response:
+        return await while_connected(request, generate(service, body, request))
 
     @app.post("/v1/messages/count_tokens")
     async def message_tokens(body: CountBody, request: Request) -> Response:

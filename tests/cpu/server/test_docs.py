@@ -1,4 +1,4 @@
-"""The examples of docs/server.md run as printed, and the page names every flag and metric."""
+"""The examples of docs/server.md and docs/rollouts.md run as printed, and the former names every flag and metric."""
 
 import contextlib
 import io
@@ -7,17 +7,26 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strandline.cli import build_parser
 from tests.cpu.server.process import ServerProcess
 
-PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "server.md").read_text()
 
 
-def examples(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def examples(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def run_in_shell(example: str, server: ServerProcess) -> object:
+    """Return what an example prints, as JSON."""
+    command = example.replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 def test_the_python_examples_run_and_the_second_turn_hits(demo_server: ServerProcess) -> None:
@@ -35,11 +44,16 @@ def test_the_python_examples_run_and_the_second_turn_hits(demo_server: ServerPro
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_shell_examples_run(demo_server: ServerProcess) -> None:
     for example in examples("sh"):
-        command = example.replace("http://127.0.0.1:8000", demo_server.url)
-        done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True)
-        answer = json.loads(done.stdout)
+        answer: Any = run_in_shell(example, demo_server)
         assert "Ada" in answer["choices"][0]["message"]["content"]
         assert answer["usage"]["cache"]["queried"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_shell_examples_of_rollouts_run(demo_server: ServerProcess) -> None:
+    for example in examples("sh", (DOCS / "rollouts.md").read_text()):
+        answer: Any = run_in_shell(example, demo_server)
+        assert "error" not in answer
 
 
 def test_every_flag_and_metric_is_on_the_page(demo_server: ServerProcess) -> None:

@@ -132,6 +132,7 @@ class MessagesBody(CountBody):
     stream: bool = False
     output_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    return_token_ids: bool | None = False
 
     def sampling_params(self, defaults: Mapping[str, Any], *, has_budgets: bool) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
@@ -178,6 +179,8 @@ class Message:
         }
         self._parser = service.output_format.parser(prompt.text or "", box.schemas, prompt.continued)
         self._blocks = Blocks()
+        self._returns_token_ids = bool(body.return_token_ids)
+        self._token_ids: list[int] = []
         self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
     async def answer(self) -> Json:
@@ -189,24 +192,36 @@ class Message:
             merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
         )
         self._blocks.finish()
-        return {**self._head, "content": self._blocks.blocks, **self._end(output), "usage": self._usage(delta)}
+        self._token_ids += output.token_ids
+        end = {**self._end(output), "usage": self._usage(delta), **self._prompt_ids(), **self._output_ids()}
+        return {**self._head, "content": self._blocks.blocks, **end}
 
     async def events(self) -> AsyncIterator[Json]:
         """Yield the response as it is generated."""
         is_started = False
         async for _, delta in self.job.deltas():
             [output] = delta.outputs
+            self._token_ids += output.token_ids
             if not is_started:
                 is_started = True
-                empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+                empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, **self._prompt_ids()}
                 yield {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
             for event in self._blocks.append(self._parser.feed(output.text, output.call_marks)):
                 yield event
             if delta.finished:
                 for event in self._blocks.append(self._parser.finish()) + self._blocks.finish():
                     yield event
-                yield {"type": "message_delta", "delta": self._end(output), "usage": self._usage(delta)}
+                end = {"delta": self._end(output), "usage": self._usage(delta), **self._output_ids()}
+                yield {"type": "message_delta", **end}
                 yield {"type": "message_stop"}
+
+    def _prompt_ids(self) -> Json:
+        """Return the prompt's tokens, if they are asked for."""
+        return {"prompt_token_ids": list(self.job.streams[0].prompt_ids)} if self._returns_token_ids else {}
+
+    def _output_ids(self) -> Json:
+        """Return the answer's tokens, if they are asked for."""
+        return {"token_ids": self._token_ids} if self._returns_token_ids else {}
 
     def _end(self, last: OutputDelta) -> Json:
         """Return why the answer ended, in Anthropic's terms."""

@@ -5,7 +5,7 @@ logged once. Unsupported fields that would change the answer are rejected.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -293,16 +293,24 @@ class DetokenizeBody(BaseModel):
     tokens: Tokens
 
 
-def check_extra(fields: Mapping[str, Any] | None) -> None:
+def check_extra(
+    fields: Mapping[str, Any] | None,
+    not_served: Mapping[str, tuple[Any, ...]] = NOT_SERVED,
+    without_effect: Collection[str] = WITHOUT_EFFECT,
+) -> None:
     """Reject unsupported fields that would change the answer; log unknown ones.
+
+    Args:
+        not_served: unsupported fields, and the values (besides null) that do not change the answer.
+        without_effect: fields that are accepted and have no effect.
 
     Raises:
         RequestError: such a field is set.
     """
     for name, value in (fields or {}).items():
-        if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
+        if name in not_served and value is not None and value not in not_served[name]:
             raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
-        if name not in NOT_SERVED and name not in WITHOUT_EFFECT:
+        if name not in not_served and name not in without_effect:
             warn_once("request field %s is unknown and ignored", name)
 
 

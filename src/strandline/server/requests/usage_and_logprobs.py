@@ -151,6 +151,24 @@ def chat_logprobs(entries: Iterable[Entry], num_top: int | None, *, name: TokenN
     return {"content": content, "refusal": None}
 
 
+def token_logprobs(entries: Iterable[Entry], num_top: int | None) -> Json:
+    """Return log-probabilities by token ids, in the shape of ``/inference/v1/generate``.
+
+    Args:
+        num_top: most likely tokens per position; None: all that are reported, and the sampled one.
+    """
+    content = []
+    for entry in entries:
+        named = [(found.rank, _token_logprob(token, found)) for token, found in entry.items()]
+        top = [shown for rank, shown in named if num_top is None or rank <= num_top]
+        content.append({**named[0][1], "top_logprobs": top})
+    return {"content": content}
+
+
+def _token_logprob(token: int, entry: Logprob) -> Json:
+    return {"token_id": token, "token": id_name(token, entry), "logprob": _finite(entry.logprob), "rank": entry.rank}
+
+
 def _chat_logprob(name: str, entry: Logprob) -> Json:
     value = (entry.decoded_token or "").encode() if entry.token_bytes is None else entry.token_bytes
     return {"token": name, "logprob": _finite(entry.logprob), "bytes": list(value)}

@@ -95,6 +95,7 @@ class ResponsesBody(SamplingFields):
     structured_outputs: dict[str, Any] | None = None
     cache_salt: str | None = None
     include_cache_account: bool = False
+    return_token_ids: bool | None = False
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
@@ -228,6 +229,7 @@ class ModelResponse:
         }
         self._parser = service.output_format.parser(prompt.text or "", conversation.box.schemas)
         self._items = conversation.items()
+        self._token_ids: list[int] = []
         rules, tokenizer = checked.reasoning, service.tokenizer
         self._reasoning = None if rules is None else ReasoningCount(tokenizer, rules, checked.hidden_ids)
         self.job = service.client.submit(self._head["id"], [prompt], checked, salt)
@@ -237,7 +239,7 @@ class ModelResponse:
         with self.job:
             [delta] = await self.job.whole()
         [output] = delta.outputs
-        self._count_reasoning(output)
+        self._note_tokens(output)
         segments = merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
         self._items.append(segments, self._logprobs(output))
         self._items.finish(_status(output))
@@ -262,7 +264,7 @@ class ModelResponse:
         yield {"type": "response.in_progress", "response": begun}
         async for _, delta in self.job.deltas():
             [output] = delta.outputs
-            self._count_reasoning(output)
+            self._note_tokens(output)
             for event in self._items.append(self._parser.feed(output.text, output.call_marks), self._logprobs(output)):
                 yield event
             if delta.finished:
@@ -286,6 +288,8 @@ class ModelResponse:
             "output": self._items.items,
             "usage": self._usage(),
         }
+        if self._body.return_token_ids:
+            response |= {"prompt_token_ids": list(self.job.streams[0].prompt_ids), "token_ids": self._token_ids}
         self._conversation.keep(response)
         return response
 
@@ -306,7 +310,8 @@ class ModelResponse:
             usage["cache"] = cache_account(stream)
         return usage
 
-    def _count_reasoning(self, output: OutputDelta) -> None:
+    def _note_tokens(self, output: OutputDelta) -> None:
+        self._token_ids += output.token_ids
         if self._reasoning is not None:
             for token in output.token_ids:
                 self._reasoning.append(token)
