@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from strandline.device.sampler import SamplingState
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
-from strandline.kernels.gemm.low_rank import NO_SLOT
+from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.models.layers.protocol import AdapterMemory
 from strandline.models.storage.adapter_files import read_adapter
 from strandline.records.adapters import LoadedAdapter
@@ -24,7 +26,8 @@ class AdapterPool:
 
     def __init__(self, slots: AdapterMemory | None) -> None:
         self._slots = slots
-        self._changes = dict[str, Mapping[str, Any]]()
+        self._images = dict[str, Any]()
+        """Loaded adapters as slots take them."""
         self._slot_of = OrderedDict[str, int]()
         """Adapters that slots hold, those used last at the end."""
 
@@ -38,35 +41,40 @@ class AdapterPool:
         if self._slots is None:
             raise RequestError("the engine takes no LoRA adapters: start it with --enable-lora")
         files = read_adapter(Path(path).expanduser())
-        changes = self._slots.changes(files)
-        self._changes[files.digest] = changes
-        return LoadedAdapter(name, path, files.digest, max(change.rank for change in changes.values()))
+        self._images[files.digest] = image = self._slots.read(files)
+        return LoadedAdapter(name, path, files.digest, image.rank)
 
     def unload(self, digest: str) -> None:
         """Forget an adapter that no request uses. An unknown one is ignored."""
-        self._changes.pop(digest, None)
+        self._images.pop(digest, None)
         self._slot_of.pop(digest, None)
 
-    def begin_step(self, sequences: Sequence[SequencePlan], states: Mapping[RequestId, SamplingState]) -> bool:
-        """Put the adapters of a step into slots, and note which rows have which; return whether there are any.
+    def begin_step(
+        self, sequences: Sequence[SequencePlan], states: Mapping[RequestId, SamplingState]
+    ) -> np.ndarray | None:
+        """Put the adapters of a step into slots; return the slot of each sequence, or None: no sequence has one.
 
         Args:
-            sequences: in the order of their rows.
             states: of all requests.
         """
         if self._slots is None:
-            return False
+            return None
         adapters = [states[sequence.request_id].new.adapter for sequence in sequences]
-        num_rows = [sequence.end - sequence.start for sequence in sequences]
+        if not any(adapters):
+            return None
         slots = {"": NO_SLOT} | {digest: self._slot(digest, adapters) for digest in sorted({*adapters} - {""})}
-        self._slots.rows.begin_step([slots[digest] for digest in adapters], num_rows, self._slots.device)
-        return any(adapters)
+        return np.array([slots[digest] for digest in adapters], dtype=np.int64)
+
+    def compute_with(self, tiled: TiledRows | None) -> None:
+        """Let the model compute with the adapters of these rows; None: no row has one."""
+        if self._slots is not None:
+            self._slots.rows.tiled = tiled
 
     def _slot(self, digest: str, used: Sequence[str]) -> int:
         """Return the slot of an adapter, which is filled if it has none, instead of the one that was used first."""
         assert self._slots is not None
         if digest not in self._slot_of:
-            if digest not in self._changes:
+            if digest not in self._images:
                 raise EngineError(f"a request came with the adapter {digest}, which is not loaded")
             slot = len(self._slot_of)
             if slot >= self._slots.num_slots:
@@ -74,7 +82,7 @@ class AdapterPool:
                 if victim is None:
                     raise EngineError(f"a step was planned with more than {self._slots.num_slots} adapters")
                 slot = self._slot_of.pop(victim)
-            self._slots.fill(slot, self._changes[digest])
+            self._slots.fill(slot, self._images[digest])
             self._slot_of[digest] = slot
         self._slot_of.move_to_end(digest)
         return self._slot_of[digest]

@@ -23,6 +23,7 @@ from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
+from strandline.kernels.gemm.low_rank import NO_SLOT
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.step import locate_rows
 from strandline.records.actions import FoldLog
@@ -84,6 +85,8 @@ class HostBatch:
     """Room for drafts in a log."""
     picture_offsets: np.ndarray | None
     """``StepBatch.picture_offsets``, flat; None: all rows are of text."""
+    adapter_slots_N: np.ndarray | None = None
+    """The slot of each sequence's adapter; None: no sequence has one."""
     is_verification: bool = False
     """Whether all sequences of the step compute certain tokens and drafts alone, and one has drafts or follows some."""
 
@@ -98,6 +101,12 @@ class HostBatch:
         return block_tables(
             self.sequences, [len(sequence.block_table) // BLOCK_ID_BYTES for sequence in self.sequences]
         )
+
+    @property
+    def adapter_slots_T(self) -> np.ndarray:
+        """The slot of each row's adapter."""
+        slots_N = np.full(self.num_sequences, NO_SLOT) if self.adapter_slots_N is None else self.adapter_slots_N
+        return slots_N.repeat(np.diff(self.query_starts_N1))
 
     @cached_property
     def replay(self) -> "HostReplay | None":

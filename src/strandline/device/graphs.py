@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from strandline.device.adapter_pool import AdapterPool
 from strandline.device.batch import HostBatch, build_host_batch
 from strandline.device.choice import Chosen
 from strandline.device.divided_sampling import likeliest
@@ -134,6 +135,7 @@ class StepGraphs:
         arena: ArenaTensors,
         pending: PendingTokens,
         drafts: DraftLayer | None,
+        adapters: AdapterPool,
         kernels: Kernels,
         *,
         sizes: Iterable[StepSize],
@@ -141,7 +143,7 @@ class StepGraphs:
         progress: bool = False,
     ) -> None:
         """Capture."""
-        self._model, self._memory, self._drafts = model, memory, drafts
+        self._model, self._memory, self._drafts, self._adapters = model, memory, drafts, adapters
         self._arena, self._pending, self._kernels = arena, pending, kernels
         self._store_hidden, self._fetch = kernels[store_hidden], kernels[fetch_integers]
         self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
@@ -194,6 +196,7 @@ class StepGraphs:
         step.batch = self._batch(step, tables)
         if not size.has_drafts:
             pending.resolve(step.batch, columns)
+        self._adapters.compute_with(step.padded.tiled(step.buffer_I))
         step.hidden_TE = self._forward(step.batch)
         if not size.has_drafts:
             self._store_hidden(step.hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)

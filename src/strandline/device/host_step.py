@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from strandline.device.adapter_pool import AdapterPool
 from strandline.device.batch import HostBatch, batch_order, build_host_batch
 from strandline.device.choice import Candidates, draw_verdicts
 from strandline.device.draft_layer import repeats_pair
@@ -104,6 +105,7 @@ class Layout:
 
     Args:
         states: of its requests.
+        adapters: are put into slots as steps need them.
         log_tokens: drafts that a log has room for.
         repeats_pairs: whether sequences repeat pairs of a draft layer.
         synthetic_rates: as of ``draw_verdicts``.
@@ -112,13 +114,14 @@ class Layout:
     def __init__(
         self,
         states: Mapping[RequestId, SamplingState],
+        adapters: AdapterPool,
         pending: PendingTokens,
         log_tokens: int,
         synthetic_rates: Sequence[float] | None,
         *,
         repeats_pairs: bool,
     ) -> None:
-        self._states, self._pending, self._log_tokens = states, pending, log_tokens
+        self._states, self._adapters, self._pending, self._log_tokens = states, adapters, pending, log_tokens
         self._synthetic_rates, self._repeats_pairs = synthetic_rates, repeats_pairs
 
     def lay_out(self, sequences: Sequence[SequencePlan], *, has_graphs: bool) -> HostStep:
@@ -139,7 +142,8 @@ class Layout:
             ordered = [sequences[index] for index in order]
             pending = self._locate(ordered, is_verification) if is_pending or is_verification else None
             batch = build_host_batch(ordered, num_decodes, pending, self._log_tokens)
-            batch = replace(batch, is_verification=is_verification)
+            slots_N = self._adapters.begin_step(ordered, self._states)
+            batch = replace(batch, is_verification=is_verification, adapter_slots_N=slots_N)
         return HostStep(
             sequences,
             order,

@@ -7,7 +7,7 @@ is smaller than the size,
 - *prompts* are empty;
 - unused rows of prompts, or of drafts, belong to one more sequence, the *filler*, after all others: it starts from
   zeros, attends to the null block, and is stored nowhere. So no row that a later operation reads is left unwritten;
-- *chunks* are empty.
+- *chunks* are empty, and tiles of rows with adapters have no slot.
 
 A decode with drafts computes its certain token, and drafts after it. The host says of each what it knows; the tables of
 rows and chunks are made of that on the device, where the step before may have to correct it first
@@ -23,12 +23,14 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
+from strandline.device.adapter_tiles import HostTiles, most_tiles
 from strandline.device.batch import HostBatch, HostReplay, SequenceColumns
 from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks
+from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, TiledRows
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
@@ -57,6 +59,8 @@ class StepSize:
     """Tokens of prompts in all; 0: none are computed."""
     takes_pictures: bool = False
     """Whether tokens of pictures may be among those of prompts."""
+    num_adapters: int = 0
+    """Slots of adapters; 0: no row has an adapter, else some must."""
     draft_tokens: int = 0
     """Drafts of each decode."""
     log_tokens: int = 0
@@ -111,6 +115,8 @@ class StepSize:
         """Whether a step fits in. One without prompts fits where there is no room for any, and only there."""
         if host.picture_offsets is not None and not self.takes_pictures:
             return False
+        if (host.adapter_slots_N is None) != (self.num_adapters == 0):
+            return False
         if self.has_drafts:
             columns = host.columns
             most_drafts = max(columns.num_drafts.max(), columns.next_drafts.max())
@@ -141,6 +147,8 @@ class PaddedStep:
             "verdicts": size.num_rows if size.has_drafts else 0,
             "token_address": 0 if size.has_filler else 1,
             "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
+            "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
+            "adapter_slots": num_tiles,
         }
         self._places = dict[str, slice]()
         start = 0
@@ -163,6 +171,11 @@ class PaddedStep:
         whole = ("token_ids", "verdicts", "query_starts")
         names = PlannedVerification._fields
         return PlannedVerification(*(named[name] if name in whole else named[name][:count] for name in names))
+
+    def tiled(self, buffer_I: Tensor) -> TiledRows | None:
+        """Return the rows that have adapters; None: no row can."""
+        named = self.named(buffer_I)
+        return TiledRows(named["adapter_rows"], named["adapter_slots"]) if self.size.num_adapters else None
 
     def batch(
         self,
@@ -263,6 +276,16 @@ class PaddedStep:
             offsets_3T, own_3T = named["picture_offsets"].reshape(3, -1), host.picture_offsets.reshape(3, -1)
             offsets_3T[:, :num_decode_rows] = own_3T[:, :num_decode_rows]
             offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_decode_rows:]
+
+        if size.num_adapters:
+            slots_T = np.full(size.num_rows, NO_SLOT)
+            own_T = host.adapter_slots_T
+            slots_T[:num_decode_rows] = own_T[:num_decode_rows]
+            slots_T[size.num_decode_rows :][: len(own_T) - num_decode_rows] = own_T[num_decode_rows:]
+            tiles = HostTiles.of(slots_T)
+            named["adapter_slots"].fill(NO_SLOT)
+            for name, values in zip(("adapter_rows", "adapter_slots"), tiles, strict=True):
+                named[name][: len(values)] = values
 
     def gap(self, host: HostBatch) -> int:
         """Return how many free rows there are between those of decodes and of prompts."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.adapter_pool import AdapterPool
+from strandline.device.adapter_tiles import HostTiles
 from strandline.device.allowed_tokens import AllowedMatcher
 from strandline.device.batch import HostBatch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
@@ -145,7 +146,12 @@ class Runner:
         self._graphs: StepGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
         self._layout = Layout(
-            self._states, self._pending, draft_tokens, synthetic_rates, repeats_pairs=self._drafts is not None
+            self._states,
+            self.adapters,
+            self._pending,
+            draft_tokens,
+            synthetic_rates,
+            repeats_pairs=self._drafts is not None,
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -208,6 +214,7 @@ class Runner:
                 self.arena,
                 self._pending,
                 self._drafts,
+                self.adapters,
                 self._kernels,
                 sizes=sizes,
                 max_model_len=max_model_len,
@@ -238,8 +245,7 @@ class Runner:
     def _replay(self, step: HostStep, batch: HostBatch) -> StepHidden | None:
         """Replay the step; None: no graph has room."""
         graphs = self._graphs
-        has_adapters = self.adapters.begin_step([step.sequences[index] for index in step.order], self._states)
-        captured = None if graphs is None or has_adapters else graphs.find(batch)  # captured without adapters
+        captured = None if graphs is None else graphs.find(batch)
         has_drafts = captured is not None and captured.padded.size.has_drafts
         if step.follows_drafts and not has_drafts:
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
@@ -373,6 +379,8 @@ class Runner:
         batch = to_device(host, self.device, self._kernels)
         if host.has_pending:
             self._pending.resolve(batch.step, batch.columns)
+        has_adapters = host.adapter_slots_N is not None
+        self.adapters.compute_with(HostTiles.of(host.adapter_slots_T).to_device(self.device) if has_adapters else None)
         hidden_TE, arena, recurrent = self._forward(batch.step), self.arena, batch.step.recurrent
         self._store(hidden_TE, batch.columns.last_row, arena.hidden_SE, batch.columns.state_dst)
         if any(host.chunks.cut_slots):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
@@ -114,9 +115,7 @@ class UniExecutor:
             fallbacks=kernels.fallbacks,
             lower=lower,
             draft_tokens=draft_tokens,
-            corrects_lengths=draft_tokens > 0
-            and kernels.is_compiled_on_gpu
-            and not (config.enforce_eager or config.enable_lora),
+            corrects_lengths=draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager,
             picture_config=None if model.tower is None else model.tower.pictures,
             encoder_tokens=encoder_tokens,
             num_ranks=ranks.size,
@@ -203,6 +202,8 @@ class UniExecutor:
         )
         if drafts := self.facts.draft_tokens:
             sizes += verification_sizes(self._config.max_num_seqs, drafts)
+        if self._config.enable_lora:
+            sizes += [replace(size, num_adapters=self._config.max_loras) for size in sizes]
         self.runner.capture_graphs(sizes, self.facts.max_model_len, progress=self._progress)
 
     @property

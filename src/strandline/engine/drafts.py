@@ -241,8 +241,7 @@ class Drafts:
         drafts.
         """
         is_complete = _are_known(spans) or _are_independent(span[0] for span in spans)
-        # Graphs are captured without adapters.
-        return is_complete and all(map(self._is_verified, spans)) and not any(span[0].new.adapter for span in spans)
+        return is_complete and all(map(self._is_verified, spans))
 
     def _is_verified(self, span: Span) -> bool:
         """Whether a graph can verify a sequence's drafts, none included, and draft behind it."""

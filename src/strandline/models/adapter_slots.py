@@ -1,17 +1,19 @@
 """Adapters of a loaded model that its steps can compute with.
 
-A slot holds what one adapter adds to every projection. A projection of several published weights has ranks of its own
+A slot holds what one adapter adds to every projection, in memory that stays where it is: CUDA graphs that were captured
+before an adapter is put into a slot compute with it. A projection of several published weights has factors of its own
 for each of them, so that any fused matrix takes any adapter.
 
-Shape suffixes: S slots, R ranks of all parts of a projection, I inputs, O outputs.
+Shape suffixes: S slots, P published weights of a projection (its parts), Q those of all projections, R ranks, I inputs,
+O outputs.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.gemm.low_rank import AdapterRows, AdapterWeights
@@ -39,28 +41,55 @@ class Part(NamedTuple):
     piece: Piece
 
 
+class Factors(NamedTuple):
+    """What an adapter adds to a projection, on the host, in the dtype of slots."""
+
+    down_PRI: Tensor
+    up_OR: Tensor
+
+
+class AdapterImage(NamedTuple):
+    """An adapter as slots take it, in pinned memory where these are on a GPU."""
+
+    factors: Mapping["AdaptedProjection", Factors]
+    rank_Q: Tensor
+    """int32 ranks of all parts; 0: it does not change the part."""
+
+    @property
+    def rank(self) -> int:
+        return int(self.rank_Q.max())
+
+
 @dataclass(eq=False)
 class AdaptedProjection:
     """A projection, and the published weights that it consists of."""
 
     weights: AdapterWeights
-    max_rank: int
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[Part]]
 
-    def fill(self, slot: int, changes: Mapping[str, LowRank]) -> None:
-        """Write the changes of an adapter."""
-        down_RI, up_OR = self.weights.down_SRI[slot], self.weights.up_SOR[slot]
-        down_RI.zero_()
-        up_OR.zero_()
+    def factors(self, changes: Mapping[str, LowRank]) -> Factors | None:
+        """Return what changes of published weights add; None: nothing."""
+        rank = max((changes[name].rank for name in self.parts if name in changes), default=0)
+        if not rank:
+            return None
+        _, num_parts, _, num_inputs = self.weights.down_SPRI.shape
+        dtype = self.weights.up_SOR.dtype
+        down_PRI = torch.zeros(num_parts, rank, num_inputs, dtype=dtype)
+        up_OR = torch.zeros(self.weights.up_SOR.shape[1], rank, dtype=dtype)
         for index, (name, parts) in enumerate(self.parts.items()):
-            change = changes.get(name)
-            if change is None:
+            if (change := changes.get(name)) is None:
                 continue
-            ranks = slice(index * self.max_rank, index * self.max_rank + change.rank)
             for part in parts:
                 rows, columns = (*part.piece.index, slice(None), slice(None))[:2]
-                down_RI[ranks] = change.down_RI[:, columns].to(down_RI)
-                up_OR[part.rows, ranks] = change.up_OR[rows][part.sources].to(up_OR)
+                down_PRI[index, : change.rank] = change.down_RI[:, columns].to(dtype)
+                up_OR[part.rows, : change.rank] = change.up_OR[rows][part.sources].to(dtype)
+        return Factors(down_PRI, up_OR)
+
+    def fill(self, slot: int, factors: Factors) -> None:
+        """Write what an adapter adds, without waiting for the device."""
+        rank = factors.up_OR.shape[1]
+        self.weights.down_SPRI[slot, :, :rank].copy_(factors.down_PRI, non_blocking=True)
+        self.weights.up_SOR[slot, :, :rank].copy_(factors.up_OR, non_blocking=True)
 
 
 class AdapterSlots:
@@ -89,27 +118,40 @@ class AdapterSlots:
             if owner is not None:
                 placed = [Part(*rows_and_sources(piece, shape, len(owner.weight_OI)), piece) for piece in pieces]
                 by_owner.setdefault(owner, {})[name] = placed
-        self._projections = [self._attach(owner, parts) for owner, parts in by_owner.items()]
-        self._served = {name for projection in self._projections for name in projection.parts}
+        num_parts = sum(map(len, by_owner.values()))
+        self._rank_SQ = torch.zeros(self.num_slots, num_parts, dtype=torch.int32, device=device)
+        self._projections = list[AdaptedProjection]()
+        for owner, parts in by_owner.items():
+            self._attach(owner, parts)
+        self._names = [name for projection in self._projections for name in projection.parts]
 
-    def _attach(self, owner: Projection, parts: dict[str, list[Part]]) -> AdaptedProjection:
+    def _attach(self, owner: Projection, parts: Mapping[str, Sequence[Part]]) -> None:
         num_outputs, num_inputs = owner.weight_OI.shape
-        num_slots, num_ranks, dtype = self.sizes.num, len(parts) * self.sizes.max_rank, owner.weight_OI.dtype
-        down_SRI = torch.zeros(num_slots, num_ranks, num_inputs, dtype=dtype, device=self.device)
-        up_SOR = torch.zeros(num_slots, num_outputs, num_ranks, dtype=dtype, device=self.device)
-        weights = AdapterWeights(down_SRI, up_SOR)
+        num_slots, max_rank = self.sizes
+        start, device = sum(len(projection.parts) for projection in self._projections), self.device
+        part_O = torch.full((num_outputs,), -1, dtype=torch.int32)
+        for index, placed in enumerate(parts.values()):
+            for part in placed:
+                part_O[part.rows] = index
+        dtype = owner.weight_OI.dtype
+        weights = AdapterWeights(
+            torch.empty(num_slots, len(parts), max_rank, num_inputs, dtype=dtype, device=device),
+            torch.empty(num_slots, num_outputs, max_rank, dtype=dtype, device=device),
+            self._rank_SQ[:, start : start + len(parts)],
+            part_O.to(device),
+        )
         owner.take_adapters(weights, self.rows)
-        return AdaptedProjection(weights, self.sizes.max_rank, parts)
+        self._projections.append(AdaptedProjection(weights, parts))
 
-    def changes(self, adapter: AdapterFiles) -> dict[str, LowRank]:
-        """Return what an adapter adds to published weights.
+    def read(self, adapter: AdapterFiles) -> AdapterImage:
+        """Return an adapter as slots take it.
 
         Raises:
             WeightsError: as ``place_adapter``, or it changes a weight that adapters can only be merged into.
             ConfigError: its rank is too large.
         """
         changes = place_adapter(adapter, self._shapes)
-        merged = sorted(changes.keys() - self._served)
+        merged = sorted(changes.keys() - {*self._names})
         if merged:
             raise WeightsError(
                 f"{adapter.directory} changes {merged[0]}"
@@ -119,9 +161,18 @@ class AdapterSlots:
         rank = max(change.rank for change in changes.values())
         if rank > self.sizes.max_rank:
             raise ConfigError(f"{adapter.directory} has rank {rank}, more than --max-lora-rank {self.sizes.max_rank}")
-        return changes
+        found = ((projection, projection.factors(changes)) for projection in self._projections)
+        ranks = torch.tensor([changes[name].rank if name in changes else 0 for name in self._names], dtype=torch.int32)
+        return AdapterImage(
+            {projection: Factors(*map(self._pinned, factors)) for projection, factors in found if factors is not None},
+            self._pinned(ranks),
+        )
 
-    def fill(self, slot: int, changes: Mapping[str, LowRank]) -> None:
-        """Write an adapter's changes to a slot."""
-        for projection in self._projections:
-            projection.fill(slot, changes)
+    def _pinned(self, values: Tensor) -> Tensor:
+        return values.pin_memory() if self._rank_SQ.is_cuda else values
+
+    def fill(self, slot: int, image: AdapterImage) -> None:
+        """Put an adapter into a slot. Steps that have been launched compute with the one before."""
+        self._rank_SQ[slot].copy_(image.rank_Q, non_blocking=True)
+        for projection, factors in image.factors.items():
+            projection.fill(slot, factors)

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from strandline.device.adapter_tiles import HostTiles
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.graphs import CapturedStep, StepGraphs
 from strandline.device.padded_step import StepSize, single_rows
 from strandline.device.runner import Runner
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS
 from strandline.records.plan import SequencePlan
 
 PROMPT_ROWS = (16, 64, 128)
@@ -138,6 +141,12 @@ class EagerGraphs(StepGraphs):
         compact = to_device(host, captured.buffer_I.device, self._kernels).step
         if batch.picture_offsets is not None:
             compact = replace(compact, picture_offsets=batch.picture_offsets[:, rows].contiguous())
+        if (tiled := captured.padded.tiled(captured.buffer_I)) is not None:
+            slots_T = np.full(size.num_rows, NO_SLOT)
+            tile_slots_M = tiled.slots_U.numpy().repeat(TILE_ROWS)
+            is_used_M = (tile_slots_M != NO_SLOT) & (tiled.rows_M.numpy() != NO_ROW)
+            slots_T[tiled.rows_M.numpy()[is_used_M]] = tile_slots_M[is_used_M]
+            self._adapters.compute_with(HostTiles.of(slots_T[rows]).to_device(captured.buffer_I.device))
         compact_TE = super()._forward(compact)
         hidden_TE = compact_TE.new_full((size.num_rows, compact_TE.shape[1]), float("nan"))
         hidden_TE[rows] = compact_TE
@@ -168,12 +177,15 @@ def replay_eagerly(
         takes_pictures = runner.model.tower is not None
         mixed = [(count, rows) for count in (0, 2, max_num_seqs) for rows in PROMPT_ROWS if count <= rows]
         sizes += [StepSize(count, rows, takes_pictures) for count, rows in mixed]
+    if (slots := runner.model.adapters) is not None:
+        sizes += [replace(size, num_adapters=slots.num_slots) for size in sizes]
     runner._graphs = graphs = EagerGraphs(
         runner.model,
         runner._memory,
         runner.arena,
         runner._pending,
         runner._drafts,
+        runner.adapters,
         runner._kernels,
         sizes=sizes,
         max_model_len=max_model_len,

@@ -13,6 +13,7 @@ from strandline.device import draft_layer
 from strandline.device.uni_executor import UniExecutor
 from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with
+from tests.cpu.engine import eager_graphs
 from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.tiny import greedy_tokens, save_tiny_model
@@ -93,30 +94,41 @@ def test_several_adapters_and_none_share_steps(models: Models, make: MakeLLM, op
     assert len({tuple(tokens) for tokens in found[:4]}) == 4
 
 
-def test_steps_with_adapters_draft_nothing_where_graphs_verify_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("speculation", [None, {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}])
+def test_graphs_with_adapters_give_the_tokens_of_eager_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any] | None
 ) -> None:
-    """CUDA graphs are replaced (``eager_graphs.py``); they are captured without adapters."""
+    """CUDA graphs are replaced (``eager_graphs.py``)."""
     monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)
     tensors = load_file(Path(small_demo()) / "model.safetensors")
     shapes = {name.removesuffix(".weight"): tuple(x.shape) for name, x in tensors.items() if x.ndim == 2}
     factors = adapters.draw({name: shape for name, shape in shapes.items() if name.startswith("model.layers")}, seed=1)
-    request = LoRARequest("adapter", 1, str(adapters.write(tmp_path / "adapter", factors)))
+    first, second = (
+        LoRARequest(
+            "adapter", number, str(adapters.write(tmp_path / f"{number}", factors, config={"lora_alpha": alpha}))
+        )
+        for number, alpha in enumerate((6, -2))
+    )
+    options = {"enable_lora": True, "max_loras": 2, "dtype": "float32", "async_scheduling": True, "max_num_seqs": 4}
+    options["max_num_batched_tokens"] = max(eager_graphs.PROMPT_ROWS)
 
-    def serve(speculation: dict[str, Any] | None) -> tuple[list[list[int]], int]:
-        options = {"speculative_config": speculation, "enable_lora": True, "dtype": "float32", "async_scheduling": True}
-        with LLM(small_demo(), memory="64MiB", device="cpu", **options) as llm:
-            if speculation is not None:
-                executor = llm.engine.core.executor
-                assert isinstance(executor, UniExecutor)
-                replay_eagerly(executor.runner, num_drafts=2, max_num_seqs=4, max_model_len=512)
-                llm.engine.scheduler.drafts.corrects_lengths = True
-            found = [*answers(llm, PROMPTS, [request, None] * 2), *answers(llm, PROMPTS, [None] * 4)]
-            return found, llm.engine.core.stats().speculation.num_accepted_tokens
+    def serve(llm: LLM) -> list[list[int]]:
+        some = [[first, None, second, first], [None] * 4, [second] * 4, [None, first, None, None]]
+        return [tokens for requests in some for tokens in answers(llm, PROMPTS, requests)]
 
-    found, num_accepted = serve({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
-    assert found == serve(None)[0]
-    assert num_accepted > 5
+    with LLM(small_demo(), memory="64MiB", device="cpu", **options) as llm:
+        expected = serve(llm)
+    with LLM(small_demo(), memory="64MiB", device="cpu", speculative_config=speculation, **options) as llm:
+        executor = llm.engine.core.executor
+        assert isinstance(executor, UniExecutor)
+        num_drafts = 0 if speculation is None else 2
+        graphs = replay_eagerly(executor.runner, num_drafts, max_num_seqs=4, max_model_len=512, replays_plain=True)
+        llm.engine.scheduler.drafts.corrects_lengths = num_drafts > 0
+        monkeypatch.setattr(executor.runner, "_run_eagerly", None)
+        assert serve(llm) == expected
+        assert all(graphs.num_replayed.values())
+        num_accepted = llm.engine.core.stats().speculation.num_accepted_tokens
+    assert num_accepted > 20 if num_drafts else num_accepted == 0
 
 
 def test_prefixes_are_shared_within_an_adapter_and_not_across(models: Models, make: MakeLLM) -> None:

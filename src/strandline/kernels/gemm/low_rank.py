@@ -1,66 +1,86 @@
 """What LoRA adapters add to products: each row of a step may have another adapter, or none.
 
-Shape suffixes: T rows of the step, I inputs, O outputs, S slots of adapters, R ranks of all parts of a weight, N
-rows of one adapter.
+An adapter's factors are in a *slot*. A weight that consists of several published ones has factors for each of these,
+its *parts*, whose outputs may be any rows of the weight.
+
+Shape suffixes: T rows of the step, M rows of all tiles, U tiles, I inputs, O outputs, S slots, P parts, R ranks, N rows
+of one adapter.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-import torch
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import Linear
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 from strandline.kernels.rowwise.quantized_rows import plain_rows
 
-NO_SLOT = -1
-"""The slot of rows without an adapter."""
+NO_SLOT: Final = -1
+"""The slot of rows without an adapter, and of unused tiles."""
+
+NO_ROW: Final = -1
+"""Fills up tiles."""
+
+TILE_ROWS: Final = 16
+"""As many as the smallest operand of a tensor core has."""
+
+
+class TiledRows(NamedTuple):
+    """The rows of a step that have adapters, in tiles of rows with one adapter each; int64."""
+
+    rows_M: Tensor
+    """``TILE_ROWS`` for each tile."""
+    slots_U: Tensor
 
 
 class AdapterRows:
-    """The rows of the step that is being computed which have each adapter. All projections of a model share one."""
+    """The rows of the step that is being computed which have adapters. All projections of a model share one."""
 
     def __init__(self) -> None:
-        self.groups: tuple[tuple[int, Tensor | None], ...] = ()
-        """Slots, each with the numbers of its rows; None: all rows. Empty: no row has an adapter."""
-
-    def begin_step(self, slots: Sequence[int], num_rows: Sequence[int], device: torch.device | str) -> None:
-        """Note which rows have which adapter.
-
-        Args:
-            slots: of the step's sequences, in the order of their rows.
-            num_rows: of each of them.
-        """
-        used = set(slots) - {NO_SLOT}
-        if not used or len(set(slots)) == 1:
-            self.groups = tuple((slot, None) for slot in used)
-            return
-        slot_T = torch.tensor(slots).repeat_interleave(torch.tensor(num_rows))
-        self.groups = tuple((slot, (slot_T == slot).nonzero().flatten().to(device)) for slot in sorted(used))
+        self.tiled: TiledRows | None = None
+        """None: no row has an adapter. In a CUDA graph: memory that later steps fill in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
     """The changes that adapters make to one weight, by slot."""
 
-    down_SRI: Tensor
+    down_SPRI: Tensor
     up_SOR: Tensor
+    """Each row holds the factors of its part."""
+    rank_SP: Tensor
+    """int32 ranks in use; 0: the adapter does not change the part. What the factors hold beyond is not read."""
+    part_O: Tensor
+    """int32 part of each output; -1: no adapter can change it."""
+
+    def outputs(self, part: int) -> Tensor:
+        """Return the rows of the weight that a part consists of."""
+        return (self.part_O == part).nonzero().flatten()
 
 
-@operation()
-def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, rows: AdapterRows) -> Tensor:
-    """Add to every row what its adapter changes, in place; return the sum."""
-    for slot, rows_N in rows.groups:
-        down_RI, up_OR = weights.down_SRI[slot], weights.up_SOR[slot]
-        if rows_N is None:
-            return out_TO.addmm_(x_TI @ down_RI.mT, up_OR.mT)
-        out_TO.index_add_(0, rows_N, x_TI[rows_N] @ down_RI.mT @ up_OR.mT)
+@operation(triton("gemm.low_rank_triton"))
+def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: TiledRows) -> Tensor:
+    """Add to every row what its adapter changes, in place, computed in float32; return the sum.
+
+    A kernel may read ``x`` before the launch just before this one has ended: that must be of the product, not of ``x``.
+    """
+    tiles_U = tiled.rows_M.view(-1, TILE_ROWS)
+    for slot in sorted({*tiled.slots_U.tolist()} - {NO_SLOT}):
+        rows_N = tiles_U[tiled.slots_U == slot].flatten()
+        rows_N = rows_N[rows_N != NO_ROW]
+        x_NI, changed_NO = x_TI[rows_N].float(), out_TO[rows_N].float()
+        for part, rank in enumerate(weights.rank_SP[slot].tolist()):
+            if rank:
+                outputs, down_RI = weights.outputs(part), weights.down_SPRI[slot, part, :rank].float()
+                up_OR = weights.up_SOR[slot, outputs, :rank].float()
+                changed_NO[:, outputs] += x_NI @ down_RI.mT @ up_OR.mT
+        out_TO[rows_N] = changed_NO.to(out_TO.dtype)
     return out_TO
 
 
 def with_adapters(kernels: Kernels, multiply: Linear, weights: AdapterWeights, rows: AdapterRows) -> Linear:
     """Return a product to which adapters add their changes; without any in the step, it is the same."""
     add = kernels[add_low_rank]
-    return lambda x: add(multiply(x), plain_rows(x), weights, rows) if rows.groups else multiply(x)
+    return lambda x: multiply(x) if rows.tiled is None else add(multiply(x), plain_rows(x), weights, rows.tiled)

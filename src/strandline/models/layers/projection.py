@@ -149,7 +149,7 @@ class GatedProjection(Projection):
         if self._adapters is None:
             return fused
         activate, (_, rows) = kernels[reader.fed_by(swiglu)], self._adapters
-        return lambda x: activate(self.multiply(x)) if rows.groups else fused(x)
+        return lambda x: activate(self.multiply(x)) if rows.tiled is not None else fused(x)
 
 
 class SummedProjection(Projection):

@@ -61,11 +61,15 @@ class AdapterMemory(Protocol):
     rows: AdapterRows
     """Which rows of a step have which adapter."""
 
-    def changes(self, adapter: Any) -> Mapping[str, Any]:
-        """Return what an adapter (``AdapterFiles``) changes; raises ConfigError if the model cannot serve it."""
+    def read(self, adapter: Any) -> Any:
+        """Return an adapter (``AdapterFiles``) as slots take it, which has a ``rank``.
 
-    def fill(self, slot: int, changes: Mapping[str, Any]) -> None:
-        """Write an adapter's changes to a slot."""
+        Raises:
+            ConfigError: the model cannot serve it.
+        """
+
+    def fill(self, slot: int, image: Any) -> None:
+        """Put an adapter into a slot. Steps that have been launched compute with the one before."""
 
 
 class LanguageModel(Protocol):
