@@ -1,6 +1,7 @@
 """Configuration of the HTTP server: the flags of ``strandline serve`` that do not concern the engine."""
 
 import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -12,6 +13,7 @@ from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
 from strandline.server.http.cross_origin import ORIGIN, TOKEN, CrossOrigin
 from strandline.server.http.host_names import is_local, parse_host
+from strandline.server.http.tls import TlsFiles
 
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 MAX_BODY_BYTES: Final = 8 * 2**20
@@ -70,6 +72,16 @@ class ServerConfig:
     """Directory that ``/v1/load_lora_adapter`` may load adapters from; None: nothing is loaded at runtime."""
     restart: bool = False
     """Restart the engine when its process has exited."""
+    ssl_certfile: str | None = None
+    """The server's certificate, in PEM format; None: no TLS."""
+    ssl_keyfile: str | None = None
+    """Its key; None: it is in ``ssl_certfile``."""
+    ssl_ca_certs: str | None = None
+    """Certificates of the authorities that sign those of clients."""
+    ssl_cert_reqs: int = ssl.CERT_NONE
+    """Whether clients need a certificate: 0 no, 1 one that is sent is checked, 2 yes."""
+    enable_ssl_refresh: bool = False
+    """Read these files again when they change."""
     cache_page: str = "auto"
     """Content of ``/cache``. ``auto``: prompts' text if the server listens on this machine only, else counts."""
 
@@ -92,6 +104,7 @@ class ServerConfig:
         if not 0 <= self.stream_ping_interval_s < inf:
             raise ConfigError(f"--stream-ping-interval-s must be at least 0, got {self.stream_ping_interval_s:g}")
         self.cross_origin()
+        self.tls()
         if self.cache_page not in CACHE_PAGES:
             raise ConfigError(f"--cache-page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 
@@ -144,6 +157,22 @@ class ServerConfig:
                 "--allow-credentials, --allowed-methods and --allowed-headers need --allowed-origins: without it, "
                 "pages of other origins may do nothing"
             )
+        return None
+
+    def tls(self) -> TlsFiles | None:
+        """Return the files for TLS; None: the server speaks plain HTTP.
+
+        Raises:
+            ConfigError: flags are missing that others need.
+        """
+        if self.ssl_cert_reqs not in tuple(ssl.VerifyMode):
+            raise ConfigError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs} needs --ssl-ca-certs, to check certificates with")
+        if self.ssl_certfile is not None:
+            return TlsFiles(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
+        if self.ssl_keyfile is not None or self.ssl_ca_certs is not None or self.enable_ssl_refresh:
+            raise ConfigError("--ssl-keyfile, --ssl-ca-certs and --enable-ssl-refresh need --ssl-certfile")
         return None
 
     def allowed_names(self, address: str) -> frozenset[str]:

@@ -18,6 +18,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to a parser."""
     add = parser.add_argument_group("server").add_argument
     _add_access_flags(add)
+    _add_tls_flags(add)
     _add_format_flags(add)
     _add_limit_flags(add)
     add("--restart", action="store_true", help="restart the engine if its process dies")
@@ -52,6 +53,16 @@ def _add_access_flags(add: Any) -> None:
     text = "let requests load and unload LoRA adapters from below a directory, or from anywhere"
     add("--allow-runtime-lora", nargs="?", const="/", metavar="DIR", help=text)
     _add_cross_origin_flags(add)
+
+
+def _add_tls_flags(add: Any) -> None:
+    add("--ssl-certfile", metavar="FILE", help="certificate of the server, in PEM format (default: none, plain HTTP)")
+    add("--ssl-keyfile", metavar="FILE", help="its key (default: in the same file)")
+    text = "certificates of the authorities that sign those of clients"
+    add("--ssl-ca-certs", metavar="FILE", help=text)
+    text = "whether clients need a certificate: 0 no, 1 check one that is sent, 2 yes (default: %(default)s)"
+    add("--ssl-cert-reqs", type=int, default=0, metavar="N", help=text)
+    add("--enable-ssl-refresh", action="store_true", help="read these files again when they change")
 
 
 def _add_format_flags(add: Any) -> None:

@@ -9,12 +9,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any, Final
-
-import uvicorn
-from starlette.types import ASGIApp
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, cause_of
@@ -32,9 +29,9 @@ from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.grammar_trials import GrammarTrials
 from strandline.server.engines.metrics import Metrics
 from strandline.server.engines.supervisor import EngineProcess, engine_process, keep_restarting
-from strandline.server.http.http_protocol import HttpProtocol
-from strandline.server.http.listener import Listener, log_loop_error
-from strandline.server.http.slow_client_timeout import SlowClientTimeout
+from strandline.server.http.listener import Listener
+from strandline.server.http.serving import http_config, serve_http
+from strandline.server.http.tls import RefreshedContext
 from strandline.server.requests.adapters import Adapters
 from strandline.server.requests.output_parser import REASONING_FIELDS, choose_output_format
 from strandline.server.requests.response_store import ResponseStore
@@ -45,11 +42,6 @@ from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabular
 
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
-
-LOOK_S: Final = 0.5
-"""How often a server that drains looks whether an engine hangs."""
-ANSWER_S: Final = 1.0
-"""How long a server that is stopped at once takes to tell its clients."""
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
@@ -93,7 +85,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
     defaults = default_sampling_params(find_model(engine.model))
     vocabulary = load_vocabulary(engine)
     trials = GrammarTrials(vocabulary.grammars, server.request_timeout_s)  # before there are threads
-    async with trials, start_core(engine, server, vocabulary) as client:
+    async with _tls_context(server) as tls, trials, start_core(engine, server, vocabulary) as client:
         service = make_service(client, engine, server, template, defaults, trials.check)
         host, port = listener.getsockname()[:2]
         mode = server.page_mode(host)
@@ -108,12 +100,12 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         )
         freeze_gc()
         listener.listen()  # before the address is logged
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        address = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
         if mode != "off":
             shown_as = "without prompt text" if mode == "counts" else "with prompt text"
             LOGGER.info("cache page (%s): %s/cache", shown_as, address)
         LOGGER.info("serving %s on %s", service.model_names[0], address)
-        if await _run_http(app, listener, client, server.client_timeout_s or None):
+        if await serve_http(http_config(app, server.client_timeout_s or None, tls), listener, client):
             LOGGER.info("stopped at once")
             return INTERRUPTED
         if engine.disk_cache is not None and any(each.failure is None for each in client.engines):
@@ -124,6 +116,25 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         else:
             LOGGER.info("stopped; every request was answered")
         return 0
+
+
+@asynccontextmanager
+async def _tls_context(server: ServerConfig) -> AsyncIterator[SSLContext | None]:
+    """Yield the context of TLS connections, kept fresh if that is configured; None: the server speaks plain HTTP.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    files = server.tls()
+    if files is None or not server.enable_ssl_refresh:
+        yield None if files is None else files.context()
+        return
+    refreshed = RefreshedContext(files)
+    refreshing = asyncio.ensure_future(refreshed.refresh_forever())
+    try:
+        yield refreshed.context
+    finally:
+        refreshing.cancel()
 
 
 def make_service(
@@ -177,36 +188,6 @@ def _cancel_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, cancel)
 
 
-async def _run_http(
-    app: ASGIApp, listener: socket.socket, client: EngineClient, client_timeout_s: float | None
-) -> bool:
-    """Serve until a signal; return whether a second Ctrl-C ended unfinished requests."""
-    asyncio.get_running_loop().set_exception_handler(log_loop_error)
-    http = uvicorn.Server(http_config(app, client_timeout_s))
-    # At shutdown uvicorn raises the signals that it handled again, for the handlers that were installed before.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    watching = asyncio.ensure_future(_fail_hung(http, client))
-    try:
-        await http.serve(sockets=[listener])
-    finally:
-        watching.cancel()
-    if http.force_exit:
-        for engine in client.engines:
-            client.fail(engine, "the server was stopped")
-        if http.server_state.tasks:
-            await asyncio.wait(http.server_state.tasks, timeout=ANSWER_S)
-    return http.force_exit
-
-
-async def _fail_hung(http: uvicorn.Server, client: EngineClient) -> None:
-    """Once the server drains, do not let it wait for engines that hang."""
-    while True:
-        await asyncio.sleep(LOOK_S)
-        if http.should_exit:
-            client.fail_hung()
-
-
 async def _flush(client: EngineClient) -> None:
     """Have the engine write entries that are only in memory to the disk cache, until another signal arrives."""
     text = "writing entries that are only in memory to the disk cache, for at most %g s; another signal stops this"
@@ -221,19 +202,6 @@ async def _flush(client: EngineClient) -> None:
         LOGGER.warning("the disk cache may lack entries that were only in memory: %s", error)
     else:
         LOGGER.info("%s", flushing.result())
-
-
-def http_config(app: ASGIApp, client_timeout_s: float | None) -> uvicorn.Config:
-    """Return uvicorn's configuration for an application whose clients have a time limit; None: no limit."""
-    protocol: Any = partial(HttpProtocol, client_timeout_s=client_timeout_s)
-    return uvicorn.Config(
-        SlowClientTimeout(app, client_timeout_s),
-        http=protocol,
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-    )
 
 
 def read_template(given: str | None) -> str | None:

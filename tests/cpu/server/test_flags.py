@@ -19,7 +19,8 @@ FLAGS = [
     "--data-parallel-size",
     "--dequantize", "--deterministic", "--device", "--disk-cache", "--disk-cache-size",
     "--distributed-executor-backend", "--dtype",
-    "--enable-auto-tool-choice", "--enable-lora", "--enable-prefix-caching", "--enforce-eager",
+    "--enable-auto-tool-choice", "--enable-lora", "--enable-prefix-caching", "--enable-ssl-refresh",
+    "--enforce-eager",
     "--gpu-memory-utilization", "--host", "--host-memory", "--keep-client-telemetry",
     "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--language-model-only",
     "--limit-mm-per-prompt", "--load-format", "--long-prefill-token-threshold",
@@ -31,7 +32,8 @@ FLAGS = [
     "--parse-special-tokens", "--port", "--reasoning-config", "--reasoning-field", "--reasoning-parser",
     "--remembered-answers", "--request-timeout-s", "--response-store", "--restart", "--salt-per-key",
     "--scheduling-policy", "--seed",
-    "--served-model-name", "--snapshot-dtype", "--speculative-config", "--stream-ping-interval-s",
+    "--served-model-name", "--snapshot-dtype", "--speculative-config",
+    "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile", "--stream-ping-interval-s",
     "--tensor-parallel-size", "--tokenizer",
     "--tool-call-parser",
     "-dp", "-tp",
@@ -51,6 +53,7 @@ OF_VLLM = {
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
     "--kv-transfer-config": '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "10.0.0.1"}',
     "--reasoning-config": '{"reasoning_start_str": "<think>", "reasoning_end_str": "So.</think>"}',
+    "--ssl-certfile": "cert.pem", "--ssl-keyfile": "key.pem", "--ssl-ca-certs": "ca.pem", "--ssl-cert-reqs": "2",
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',
 }  # fmt: skip
 """Flags that mean what they mean in vLLM, with a value each."""

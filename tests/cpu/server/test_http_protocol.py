@@ -10,7 +10,8 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from strandline.server.launch import http_config, listen
+from strandline.server.http.serving import http_config
+from strandline.server.launch import listen
 
 TIMEOUT_S: Final = 60.0
 CLIENT_TIMEOUT_S: Final = 0.2
