@@ -37,6 +37,7 @@ def paged_attention(
     *,
     scale: float,
     window_tokens: int | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
     """Attend every token to its sequence's tokens up to itself; return ``out_THD``.
 
@@ -45,11 +46,13 @@ def paged_attention(
     Args:
         num_decodes: how many sequences, from the first, have one token each.
         window_tokens: a token sees itself and the ``window_tokens - 1`` tokens before it; None: all before it.
+        is_causal: if false, a token also sees the tokens after it, to the end of its sequence.
     """
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
     for rows, k_LGD, v_LGD in gathered_sequences(memory, batch, 0, window_tokens, q_THD.dtype):
-        attend_sequence(q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale * memory.k_scale, window_tokens)
+        inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale * memory.k_scale, window_tokens)
+        attend_sequence(*inputs, is_causal=is_causal)
     return out_THD if memory.v_scale == 1 else out_THD.mul_(memory.v_scale)
 
 
@@ -118,8 +121,10 @@ def attend_sequence(
     out_TGRD: Tensor,
     scale: float,
     window_tokens: int | None,
+    *,
+    is_causal: bool = True,
 ) -> None:
-    """Attend the last T of a sequence's L tokens, each to those up to itself, into ``out_TGRD``."""
+    """Attend the last T of a sequence's L tokens, as ``paged_attention`` does, into ``out_TGRD``."""
     num_queries, num_keys = len(q_TGRD), len(k_LGD)
     offset = num_keys - num_queries
     heads_per_key = q_TGRD.shape[2]
@@ -130,14 +135,14 @@ def attend_sequence(
         return
     k_GRLD, v_GRLD = (by_query_head(x, heads_per_key) for x in (k_LGD, v_LGD))
     q_GRTD, out_GRTD = q_TGRD.permute(1, 2, 0, 3), out_TGRD.permute(1, 2, 0, 3)
-    if offset == 0 and (window_tokens is None or num_keys <= window_tokens):
-        out_GRTD.copy_(F.scaled_dot_product_attention(q_GRTD, k_GRLD, v_GRLD, is_causal=True, scale=scale))
+    if (offset == 0 or not is_causal) and (window_tokens is None or num_keys <= window_tokens):
+        out_GRTD.copy_(F.scaled_dot_product_attention(q_GRTD, k_GRLD, v_GRLD, is_causal=is_causal, scale=scale))
         return
     for start in range(0, num_queries, QUERY_TOKENS):
         end = min(start + QUERY_TOKENS, num_queries)
         first = 0 if window_tokens is None else max(0, offset + start - window_tokens + 1)
-        last = offset + end
-        mask_TL = _mask((offset + start, last), (first, last), window_tokens, q_TGRD)
+        last = offset + end if is_causal else num_keys
+        mask_TL = _mask((offset + start, offset + end), (first, last), window_tokens, q_TGRD, is_causal=is_causal)
         out_GRTD[:, :, start:end] = F.scaled_dot_product_attention(
             q_GRTD[:, :, start:end], k_GRLD[:, :, first:last], v_GRLD[:, :, first:last], attn_mask=mask_TL, scale=scale
         )
@@ -153,11 +158,13 @@ def by_query_head(x_LGD: Tensor, heads_per_key: int) -> Tensor:
     return x_GRLD if x_LGD.device.type == "cpu" else x_GRLD.contiguous()
 
 
-def _mask(queries: tuple[int, int], keys: tuple[int, int], window_tokens: int | None, like: Tensor) -> Tensor:
+def _mask(
+    queries: tuple[int, int], keys: tuple[int, int], window_tokens: int | None, like: Tensor, *, is_causal: bool
+) -> Tensor:
     """Return what is added to the scores of queries against keys at these positions: 0 or minus infinity."""
     query_T1 = torch.arange(*queries, device=like.device).unsqueeze(-1)
     key_L = torch.arange(*keys, device=like.device)
-    hidden_TL = key_L > query_T1
+    hidden_TL = (key_L > query_T1) & is_causal
     if window_tokens is not None:
         hidden_TL |= key_L <= query_T1 - window_tokens
     return torch.zeros(hidden_TL.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden_TL, -torch.inf)

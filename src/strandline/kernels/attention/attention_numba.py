@@ -72,6 +72,7 @@ def paged_attention(
     *,
     scale: float,
     window_tokens: int | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.attention.attention.paged_attention`."""
     if q_THD.shape[2] % 2:
@@ -86,8 +87,8 @@ def paged_attention(
         inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale * memory.k_scale, window_tokens)
         query_tokens = min(MAX_QUERY_TOKENS, SCORE_BYTES // (4 * q_THD.shape[1] * len(k_LGD)))
         num_queries = rows.stop - rows.start
-        if num_queries * len(k_LGD) < MIN_SCORES or query_tokens < MIN_QUERY_TOKENS:
-            attend_sequence(*inputs)
+        if num_queries * len(k_LGD) < MIN_SCORES or query_tokens < MIN_QUERY_TOKENS or not is_causal:
+            attend_sequence(*inputs, is_causal=is_causal)
         else:
             _attend_prefill(*inputs, min(query_tokens, num_queries))
         if memory.v_scale != 1:

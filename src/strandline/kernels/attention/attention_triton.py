@@ -104,6 +104,7 @@ def _attend(
     first_key,
     last_key,
     position_M,
+    last_seen_M,
     window_tokens,
     scale_log2,
     stride_block,
@@ -119,7 +120,8 @@ def _attend(
 ):
     """Take in the tiles ``[first_tile, last_tile)`` of keys; maxima are in units of log2.
 
-    Masked, keys outside ``[first_key, last_key)`` are not read, and rows may see none of a tile's keys.
+    Masked, keys outside ``[first_key, last_key)`` are not read, and rows may see none of a tile's keys. A row sees keys
+    up to ``last_seen``; the window ends at its own position.
     """
     row_K = tl.arange(0, BLOCK_K)
     channel_D = tl.arange(0, BLOCK_D)
@@ -153,7 +155,7 @@ def _attend(
         k_KD, v_KD = widened(k_KD, q_MD.dtype), widened(v_KD, q_MD.dtype)
         score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
         if IS_MASKED:
-            is_seen_MK = key_K[None, :] <= position_M[:, None]
+            is_seen_MK = key_K[None, :] <= last_seen_M[:, None]
             if IS_WINDOWED:
                 is_seen_MK = is_seen_MK & (key_K[None, :] > position_M[:, None] - window_tokens)
             score_MK = tl.where(is_seen_MK, score_MK, float("-inf"))
@@ -282,6 +284,7 @@ def _decode_kernel(
         first_key,
         context_len,
         tl.zeros([BLOCK_M], dtype=tl.int32) + (context_len - 1),
+        tl.zeros([BLOCK_M], dtype=tl.int32) + (context_len - 1),
         window_tokens,
         scale_log2,
         stride_block,
@@ -378,6 +381,7 @@ def _prefill_kernel(
     IS_SPLIT: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
     IS_CONTINUED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # Programs start in the order of their index: a sequence's last tiles, which see most keys, go first.
@@ -403,9 +407,14 @@ def _prefill_kernel(
     first_position = context_len - num_queries + (tile * BLOCK_M) // GROUP
     last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
     last_position = context_len - num_queries + last_query
+    # What the first row, the last row and each row see last.
+    first_seen, last_seen, last_seen_M = first_position, last_position, position_M
+    if not IS_CAUSAL:
+        first_seen, last_seen = context_len - 1, context_len - 1
+        last_seen_M = tl.zeros([BLOCK_M], dtype=tl.int32) + (context_len - 1)
 
     # Tiles of keys: [first_tile, first_whole) are cut by the window, [first_whole, last_whole) are seen whole by all
-    # rows, [last_whole, end_tile) are cut by the diagonal.
+    # rows, [last_whole, end_tile) are cut by the diagonal, or by the end of the context.
     first_key = 0
     first_whole_key = 0
     if IS_WINDOWED:
@@ -414,12 +423,12 @@ def _prefill_kernel(
     first_tile = first_key // BLOCK_K
     if IS_CONTINUED:
         first_tile = num_prefix_keys // BLOCK_K
-    end_tile = last_position // BLOCK_K + 1
+    end_tile = last_seen // BLOCK_K + 1
     tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
     first_tile = first_tile + split * tiles_per_split
     end_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
     first_whole = tl.minimum(tl.maximum(tl.cdiv(first_whole_key, BLOCK_K), first_tile), end_tile)
-    last_whole = tl.minimum(tl.maximum((first_position + 1) // BLOCK_K, first_whole), end_tile)
+    last_whole = tl.minimum(tl.maximum((first_seen + 1) // BLOCK_K, first_whole), end_tile)
 
     channel_D = tl.arange(0, BLOCK_D)
     q_ptr_MD = q_ptr + (row_M * stride_q_row + head_M * stride_q_head)[:, None] + channel_D[None, :]
@@ -440,18 +449,18 @@ def _prefill_kernel(
     # fmt: off
     if IS_WINDOWED:
         acc_MD, max_M, sum_M = _attend(
-            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, first_whole, first_key, last_position + 1,
-            position_M, window_tokens, scale_log2, stride_block, stride_row,
+            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, first_whole, first_key, last_seen + 1,
+            position_M, last_seen_M, window_tokens, scale_log2, stride_block, stride_row,
             PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, True, False, PRECISION,
         )
     acc_MD, max_M, sum_M = _attend(
-        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, last_whole, first_key, last_position + 1,
-        position_M, window_tokens, scale_log2, stride_block, stride_row,
+        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, last_whole, first_key, last_seen + 1,
+        position_M, last_seen_M, window_tokens, scale_log2, stride_block, stride_row,
         PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, False, False, False, PRECISION,
     )
     acc_MD, max_M, sum_M = _attend(
-        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, last_whole, end_tile, first_key, last_position + 1,
-        position_M, window_tokens, scale_log2, stride_block, stride_row,
+        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, last_whole, end_tile, first_key, last_seen + 1,
+        position_M, last_seen_M, window_tokens, scale_log2, stride_block, stride_row,
         PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, IS_WINDOWED, False, PRECISION,
     )
     store_rows(
@@ -539,6 +548,7 @@ class _Call(NamedTuple):
     out_THD: Tensor
     scale_log2: float
     window_tokens: int | None
+    is_causal: bool = True
 
     @property
     def num_kv_heads(self) -> int:
@@ -568,9 +578,10 @@ def paged_attention(
     *,
     scale: float,
     window_tokens: int | None = None,
+    is_causal: bool = True,
     launches: Launches = Launches.MEASURED,
 ) -> Tensor:
-    """Attend every token to its sequence's tokens up to itself; return ``out_THD``, contiguous.
+    """Attend every token to its sequence's tokens, as the reference does; return ``out_THD``, contiguous.
 
     The step's own keys and values must have been written before. Decodes read no host tuple of the batch. Needs
     ``scale > 0`` and contiguous channels; rows, heads and blocks may have any stride. With fixed launches, length and
@@ -582,7 +593,7 @@ def paged_attention(
     if memory.k_BPGD.stride() != memory.v_BPGD.stride():
         raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    call = _Call(q_THD, memory, batch, out_THD, scale * memory.k_scale * log2(torch.e), window_tokens)
+    call = _Call(q_THD, memory, batch, out_THD, scale * memory.k_scale * log2(torch.e), window_tokens, is_causal)
     if num_decodes:
         _attend_decodes(call, num_decodes, launches)
     if q_THD.shape[0] > num_decodes:
@@ -592,7 +603,7 @@ def paged_attention(
 
 def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows of the decodes."""
-    q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
+    q_THD, memory, batch, out_THD, scale_log2, window_tokens, _ = call
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads, is_fixed = call.num_kv_heads, launches is Launches.FIXED
     tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
@@ -648,7 +659,7 @@ def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
     num_sequences = len(batch.query_starts) - 1
     first = num_decodes
     # In a padded step it is not known on the host which sequences have prefixes.
-    has_prompts = batch.most_rows is None and not batch.is_padded and call.window_tokens is None
+    has_prompts = batch.most_rows is None and not batch.is_padded and call.window_tokens is None and call.is_causal
     if has_prompts and launches is Launches.MEASURED and _has_prefix_kernel(call):
         for sequence in range(num_decodes, num_sequences):
             if num_blocks := _num_prefix_blocks(batch, sequence):
@@ -758,7 +769,7 @@ def _launch_prefills(
         max_prefills: what the kernel is compiled for.
     """
     first, end = prefills
-    q_THD, memory, batch, out_THD, scale_log2, window_tokens = call
+    q_THD, memory, batch, out_THD, scale_log2, window_tokens, is_causal = call
     _, num_heads, head_dim = q_THD.shape
     tile = call.prefill_tile
     _prefill_kernel[(num_tiles * call.num_kv_heads, num_splits)](
@@ -795,6 +806,7 @@ def _launch_prefills(
         IS_SPLIT=num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         IS_CONTINUED=num_prefix_keys > 0,
+        IS_CAUSAL=is_causal,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -35,10 +35,9 @@ class Case:
     ranges: list[tuple[int, int]]
     num_decodes: int
 
-    def run(self, window_tokens: int | None = None) -> Tensor:
-        return paged_attention(
-            self.q_THD, self.memory, self.batch, self.num_decodes, scale=0.3, window_tokens=window_tokens
-        )
+    def run(self, window_tokens: int | None = None, *, is_causal: bool = True) -> Tensor:
+        rows = (self.q_THD, self.memory, self.batch, self.num_decodes)
+        return paged_attention(*rows, scale=0.3, window_tokens=window_tokens, is_causal=is_causal)
 
     def alone(self, i: int) -> "Case":
         """Return the step of one of the decodes, on the same memory."""
@@ -55,7 +54,7 @@ class Case:
         only = slice(i, i + 1)
         return Case(self.q_THD[only], self.memory, batch, self.keys[only], self.values[only], self.ranges[only], 1)
 
-    def oracle(self, window_tokens: int | None = None) -> Tensor:
+    def oracle(self, window_tokens: int | None = None, *, is_causal: bool = True) -> Tensor:
         """Attend one token at a time."""
         rows = []
         q_rows = iter(self.q_THD.float())
@@ -65,7 +64,7 @@ class Case:
             v_LHD = v.float().repeat_interleave(heads_per_key, 1)
             for position in range(start, end):
                 first = 0 if window_tokens is None else max(0, position - window_tokens + 1)
-                seen = slice(first, position + 1)
+                seen = slice(first, position + 1 if is_causal else end)
                 scores_HL = torch.einsum("hd,lhd->hl", next(q_rows), k_LHD[seen]) * 0.3
                 rows.append(torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LHD[seen]))
         return torch.stack(rows)
@@ -246,3 +245,11 @@ def test_e4m3_memory_stays_within_its_precision() -> None:
     rounded = make_case([*decodes(400, 1, 70), (0, 200)], 3, scales=(1.0, 1.0))
     difference = (rounded.run() - exact.run()).norm() / exact.run().norm()
     assert 0.005 < difference < 0.05
+
+
+@pytest.mark.parametrize("window_tokens", [None, 1, 9, 64, 300])
+def test_rows_that_see_to_the_end_equal_the_oracle(window_tokens: int | None) -> None:
+    ranges = [*decodes(70, 3), (130, 147), (0, 5), (60, 66), (10, 400)]
+    case = make_case(ranges, 2, window_tokens=window_tokens)
+    found, expected = (function(window_tokens, is_causal=False) for function in (case.run, case.oracle))
+    torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT32_TOLERANCE)

@@ -59,12 +59,13 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float(difference.norm() / expected.double().norm())
 
 
-def check(case: Case, device: str, window_tokens: int | None = None) -> None:
-    expected = case.oracle(window_tokens)
+def check(case: Case, device: str, window_tokens: int | None = None, *, is_causal: bool = True) -> None:
+    expected = case.oracle(window_tokens, is_causal=is_causal)
     moved = to_device(case, device)
+    rows = (moved.q_THD, moved.memory, moved.batch, moved.num_decodes)
     with poisoned_memory():
         actual = attention_triton.paged_attention(
-            moved.q_THD, moved.memory, moved.batch, moved.num_decodes, scale=0.3, window_tokens=window_tokens
+            *rows, scale=0.3, window_tokens=window_tokens, is_causal=is_causal
         )
     assert actual.shape == case.q_THD.shape
     assert actual.dtype == case.q_THD.dtype
@@ -127,6 +128,18 @@ def test_decodes_equal_the_oracle_and_see_no_nan(dtype: torch.dtype, window_toke
 @pytest.mark.parametrize("ranges", [[(0, 1)], [(0, 63), (90, 128)], [(63, 65), (130, 150)]])
 def test_prefills_equal_the_oracle_and_see_no_nan(ranges: list[tuple[int, int]], window_tokens: int | None) -> None:
     check(make_case(ranges, heads=(1, 2, 8), window_tokens=window_tokens), "cpu", window_tokens)
+
+
+BLOCKS_OF_DRAFTS = [(129, 146), (0, 3), (62, 70), (300, 304)]
+"""Sequences of an anchor and drafts."""
+
+
+@pytest.mark.parametrize("most_rows", [None, 17])
+@pytest.mark.parametrize("window_tokens", [None, 1, 5, 64])
+def test_rows_that_see_to_the_end_equal_the_oracle(window_tokens: int | None, most_rows: int | None) -> None:
+    case = make_case(BLOCKS_OF_DRAFTS, heads=(2, 2, 16), window_tokens=window_tokens)
+    case = replace(case, batch=replace(case.batch, most_rows=most_rows))
+    check(case, "cpu", window_tokens, is_causal=False)
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 4), (1, 5, 16), (2, 2, 12)])
