@@ -42,6 +42,11 @@ class Fields:
     ) -> None:
         self._config, self._prefix, self._spelled = config, prefix, spelled or {}
 
+    @property
+    def prefix(self) -> str:
+        """What messages put before a name."""
+        return self._prefix
+
     def name_in_file(self, name: str) -> str:
         """Return what the file calls a field."""
         return self._spelled.get(name, name)

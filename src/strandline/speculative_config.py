@@ -9,7 +9,9 @@ from typing import Any, Final
 from strandline.errors import ConfigError
 from strandline.json_options import read_json_option
 
-METHODS: Final = ("mtp", "ngram", "suffix")
+METHODS: Final = ("dflash", "mtp", "ngram", "suffix")
+WITH_OWN_FILES: Final = ("dflash",)
+"""Methods whose drafter has its own directory."""
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_MATCH: Final = 5
 MIN_TREE_DEPTH: Final = 4
@@ -30,11 +32,14 @@ class SpeculativeConfig:
     """
 
     method: str
-    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``ngram``:
+    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``dflash``: from
+    a drafter of blocks, a model that is published separately. ``ngram``:
     drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the output.
     ``suffix``: those that followed most often, there or in earlier answers under the request's salt."""
     num_speculative_tokens: int
     """Maximum number of drafts of a request per step."""
+    model: str | None = None
+    """With ``dflash``: the drafter, a directory or a name on the hub."""
     prompt_lookup_max: int | None = None
     """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5. With ``mtp``,
     matches replace the layer's drafts; if both are None, there is no search."""
@@ -50,8 +55,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     """With ``suffix``: the least probability of a draft and those before it, by how often they followed the match."""
     draft_vocab_size: int | None = None
-    """With ``mtp``: draft only tokens whose ids are below this, which takes less time; None, or the vocabulary's size
-    and more: any token."""
+    """With ``mtp`` and ``dflash``: draft only tokens whose ids are below this, which takes less time; None, or the
+    vocabulary's size and more: any token."""
     rejection_sample_method: str = "standard"
     """``standard``, or for benchmarks ``synthetic``: drafts are accepted by chance, whatever the model samples."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -68,10 +73,17 @@ class SpeculativeConfig:
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), None)
         self._check_suffix_fields()
+        if (self.model is None) == (self.method in WITH_OWN_FILES):
+            raise ConfigError(
+                f"{FLAG}: method dflash and model, its drafter, go together; got method {self.method!r}, model "
+                f"{self.model!r}"
+            )
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError(f"{FLAG}: model must be a directory or a name on the hub, got {self.model!r}")
         if self.draft_vocab_size is not None:
             _require_count("draft_vocab_size", self.draft_vocab_size, None)
-            if not self.has_draft_layer:
-                raise ConfigError(f"{FLAG}: draft_vocab_size is for method mtp; got method {self.method!r}")
+            if not self.has_drafter:
+                raise ConfigError(f"{FLAG}: draft_vocab_size is for methods mtp and dflash; got method {self.method!r}")
         if self.rejection_sample_method not in SAMPLE_METHODS:
             names = ", ".join(SAMPLE_METHODS)
             raise ConfigError(
@@ -92,7 +104,7 @@ class SpeculativeConfig:
             return
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"{FLAG}: {name} is for methods ngram and mtp; got method {self.method!r}")
+                raise ConfigError(f"{FLAG}: {name} is for methods ngram, mtp and dflash; got method {self.method!r}")
         depth = self.suffix_decoding_max_tree_depth
         _require_count(f"{prefix}max_tree_depth", depth, MAX_TREE_DEPTH, at_least=MIN_TREE_DEPTH)
         _require_count(f"{prefix}max_cached_requests", self.suffix_decoding_max_cached_requests, None, at_least=0)
@@ -118,9 +130,22 @@ class SpeculativeConfig:
         return self.method == "mtp"
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether drafts come from layers, which draft after a step for the next one."""
+        return self.has_draft_layer or self.model is not None
+
+    @property
+    def tokens_kept_ahead(self) -> int:
+        """Positions of a drafter's keys and values after a step's last token, beyond one for each draft.
+
+        A block has the newest token and all drafts; a draft layer keeps nothing of its last two tokens.
+        """
+        return 1 if self.method == "dflash" else -1
+
+    @property
     def looks_up(self) -> bool:
         """Whether drafts are looked up in the prompt and the output."""
-        return not self.has_draft_layer or bool(self.prompt_lookup_max or self.prompt_lookup_min)
+        return not self.has_drafter or bool(self.prompt_lookup_max or self.prompt_lookup_min)
 
     @property
     def max_match(self) -> int:

@@ -14,7 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 VOCABULARY = frozenset(
-    {"ids", "specs", "errors", "config", "model_config", "speculative_config", "kv_events_config", "json_options"}
+    {
+        "ids",
+        "specs",
+        "errors",
+        "config",
+        "model_config",
+        "speculative_config",
+        "drafter_config",
+        "kv_events_config",
+        "json_options",
+    }
     | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields"}
     | {"architectures", "picture_config", "lora_config"}
 )

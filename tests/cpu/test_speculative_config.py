@@ -11,7 +11,7 @@ FAULTS = {
     "[1]": "must be a mapping such as",
     '{"method": "ngram"}': "num_speculative_tokens is missing",
     '{"num_speculative_tokens": 1}': "method is missing",
-    '{"method": "eagle", "num_speculative_tokens": 1}': "method must be one of mtp, ngram, suffix; got 'eagle'",
+    '{"method": "eagle", "num_speculative_tokens": 1}': "method must be one of dflash, mtp, ngram, .*got 'eagle'",
     '{"method": "mtp", "num_speculative_tokens": 0}': "at least 1 and at most 16, got 0",
     '{"method": "mtp", "num_speculative_tokens": true}': "at least 1 and at most 16, got True",
     '{"method": "mtp", "num_speculative_tokens": 17}': "at least 1 and at most 16, got 17",
@@ -28,12 +28,15 @@ FAULTS = {
     },
     '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 0}': "at least 1, got 0",
     '{"method": "mtp", "num_speculative_tokens": 1, "draft_vocab_size": 0}': "draft_vocab_size .* at least 1, got 0",
-    '{"method": "ngram", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "draft_vocab_size is for method mtp",
-    '{"method": "suffix", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "draft_vocab_size is for method mtp",
-    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': "max is for methods ngram and mtp",
-    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_min": 4}': "min is for methods ngram and mtp",
+    '{"method": "ngram", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp and dflash",
+    '{"method": "suffix", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp and dflash",
+    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': "max is for methods ngram, mtp and",
+    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_min": 4}': "min is for methods ngram, mtp and",
     '{"method": "ngram", "num_speculative_tokens": 1, "suffix_decoding_max_tree_depth": 9}': "is for method suffix",
     '{"method": "mtp", "num_speculative_tokens": 1, "suffix_decoding_min_token_prob": 0}': "prob is for method suffix",
+    '{"method": "dflash", "num_speculative_tokens": 1}': "and model, its drafter, go together; got .* None",
+    '{"method": "mtp", "model": "x", "num_speculative_tokens": 1}': "go together; got method 'mtp', model 'x'",
+    '{"method": "dflash", "model": 3, "num_speculative_tokens": 1}': "model must be a directory or a name .*, got 3",
     **{
         f'{{"method": "suffix", "num_speculative_tokens": 1, "suffix_decoding_{field}}}': message
         for field, message in {

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from strandline.device.batch import block_tables, build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
+from strandline.device.drafter import Drafts, StepRows, Verified
+from strandline.device.host_step import reads_stored
 from strandline.device.padded_step import single_rows
 from strandline.device.picture_rows import add_earlier_pictures, picture_offsets
 from strandline.device.upload import upload, upload_together
@@ -31,7 +33,7 @@ from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import plan_chunks
-from strandline.kernels.sampling.verification import AcceptedDrafts, LastStep
+from strandline.kernels.sampling.verification import LastStep
 from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
@@ -60,14 +62,6 @@ class Pairs:
         if self.stored_row is None:
             return np.arange(self.first_row, self.first_row + length)
         return np.concatenate(([self.stored_row], np.arange(self.first_row, self.first_row + length - 1)))
-
-
-def repeats_pair(sequence: SequencePlan) -> bool:
-    """Whether a sequence makes the pair again that ends with its first token.
-
-    It does after a shared snapshot, unless that token is pending: then the step before has made the pair.
-    """
-    return not sequence.has_own_state and not sequence.pending
 
 
 def _pairs(
@@ -108,7 +102,7 @@ def pairs_of_step(
             sequence,
             ((SAMPLED,) if sequence.is_sampled else ()) if sampled is None else sampled.get(index, ()),
             first_rows.get(index, 0),
-            stored_row_of[index] if repeats_pair(sequence) else None,
+            stored_row_of[index] if reads_stored(sequence) else None,
         )
         for index, sequence in enumerate(sequences)
     ]
@@ -173,7 +167,7 @@ def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], np.ndarray | Non
 
 
 class DraftLayer:
-    """The draft layer of one model.
+    """A ``StepDrafter``: the draft layer of one model.
 
     Args:
         memory: an arena as bound by the model.
@@ -183,8 +177,18 @@ class DraftLayer:
     def __init__(self, model: DraftingModel, memory: ModelMemory, last: LastStep, kernels: Kernels) -> None:
         self._model, self._memory, self._last, self._kernels = model, memory, last, kernels
 
+    reads_stored = keeps_decoded = True
+
+    def keep_resumed(self, rows: StepRows) -> None:
+        """Store the pairs that end with the first tokens of sequences that resume."""
+        self.keep_pairs(repeated_pairs(rows.sequences, rows.stored_rows), rows.hidden_XE)
+
+    def keep(self, rows: StepRows) -> None:
+        """Store the pairs of a step that drafts nothing."""
+        self.keep_pairs(pairs_of_step(rows.sequences, None, rows.first_rows, rows.stored_rows), rows.hidden_XE)
+
     @torch.no_grad()
-    def keep(self, pairs: Sequence[Pairs], hidden_XE: Tensor) -> None:
+    def keep_pairs(self, pairs: Sequence[Pairs], hidden_XE: Tensor) -> None:
         """Store keys and values of pairs. Does not wait for the device.
 
         What the last step sampled is in the order of the pairs that end with it.
@@ -217,8 +221,9 @@ class DraftLayer:
         pairs = replace(batch, token_ids_T=self._last.tokens_P[: len(hidden_TE)].clamp_min(0))
         self._model.keep_for_drafts(pairs, hidden_TE, self._memory)
 
-    def draft(self, pairs: Sequence[Pairs], hidden_XE: Tensor) -> dict[int, tuple[int, ...]]:
-        """Make pairs; return the drafts of sequences by their indices in the plan. Waits for the device."""
+    def draft(self, rows: StepRows, sampled: Mapping[int, Sequence[int]]) -> Drafts:
+        """Make pairs; return the drafts of sequences by their indices in the plan."""
+        pairs, hidden_XE = pairs_of_step(rows.sequences, sampled, rows.first_rows, rows.stored_rows), rows.hidden_XE
         drafts: dict[int, list[int]] = {}
         while pairs:
             ordered = sorted(pairs, key=lambda pair: not pair.plan.is_decode)
@@ -249,17 +254,13 @@ class DraftLayer:
         (rows_T,) = upload_together([np.concatenate([pair.rows() for pair in ordered])], hidden_XE.device)
         return self._model.draft(batch.step, hidden_XE[rows_T], self._memory), host.columns.last_row.tolist()
 
-    def draft_accepted(
-        self, batch: StepBatch, accepted: AcceptedDrafts, hidden_TE: Tensor, starts_N1: Tensor, num_drafts: int
-    ) -> Tensor:
+    def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Make the pairs of all rows of a padded step, and draft after the last of each sequence; return the drafts.
 
         The layer's feed-forward part computes those last rows alone: it may be a mixture of experts. Pairs after
         rejected drafts are made, too; the next step overwrites their keys and values.
-
-        Args:
-            starts_N1: the integers from 0 to the number of sequences.
         """
+        batch, _, _, accepted, hidden_TE, starts_N1 = verified
         pairs = replace(batch, token_ids_T=accepted.next_tokens_T)
         hidden_NE = self._model.draft(pairs, hidden_TE, self._memory, accepted.last_row_N)
         drafts = list[Tensor]()

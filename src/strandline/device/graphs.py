@@ -7,9 +7,8 @@ must not need the host.
 
 The first graph of a step fills in what the host did not know yet, and runs the model up to the final hidden states; of
 decodes without drafts, up to the most likely tokens. Then tokens are chosen. The second graph, the *tail*, does what
-needs these: with drafts, it counts which of them agree and stores hidden states; with a draft layer, it stores that
-layer's keys and values or, in a step with drafts, drafts for the next one. So the next step may be launched before the
-host knows what this one found.
+needs these: with drafts, it counts which of them agree, stores hidden states, and drafts for the next step; without, it
+stores the keys and values of a draft layer. So the next step may be launched before the host knows what this one found.
 
 Shape suffixes as in ``kernels/batch.py`` and ``choice.py``; I integers of a buffer, E hidden size.
 """
@@ -27,7 +26,7 @@ from strandline.device.adapter_pool import AdapterPool
 from strandline.device.batch import HostBatch, build_host_batch
 from strandline.device.choice import Chosen
 from strandline.device.divided_sampling import likeliest
-from strandline.device.draft_layer import DraftLayer
+from strandline.device.drafter import StepDrafter, Verified
 from strandline.device.graph_sizes import MAX_CAPTURED_PREFIX, PROMPT_ROWS
 from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.device.pending import PendingTokens
@@ -124,7 +123,7 @@ class StepGraphs:
 
     Args:
         memory: the arena as bound by the model.
-        drafts: the model's draft layer; None: it has none.
+        drafter: drafts after a step; None: nothing does.
         max_model_len: of the longest request, in tokens.
     """
 
@@ -134,7 +133,7 @@ class StepGraphs:
         memory: ModelMemory,
         arena: ArenaTensors,
         pending: PendingTokens,
-        drafts: DraftLayer | None,
+        drafter: StepDrafter | None,
         adapters: AdapterPool,
         kernels: Kernels,
         *,
@@ -143,7 +142,7 @@ class StepGraphs:
         progress: bool = False,
     ) -> None:
         """Capture."""
-        self._model, self._memory, self._drafts, self._adapters = model, memory, drafts, adapters
+        self._model, self._memory, self._drafter, self._adapters = model, memory, drafter, adapters
         self._arena, self._pending, self._kernels = arena, pending, kernels
         self._store_hidden, self._fetch = kernels[store_hidden], kernels[fetch_integers]
         self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
@@ -164,8 +163,10 @@ class StepGraphs:
             if not size.has_filler:
                 step.named["token_address"].fill_(pending.last.tokens_P.data_ptr())
             step.graph = self._captured(partial(self._step, step))
-            if size.has_drafts or (drafts is not None and not size.num_prompts):
-                step.tail = self._captured(partial(self._verify if size.has_drafts else self._keep, step))
+            if size.has_drafts:
+                step.tail = self._captured(partial(self._verify, step))
+            elif drafter is not None and drafter.keeps_decoded and not size.num_prompts:
+                step.tail = self._captured(partial(self._keep, step, drafter))
         self._plain = [step for step in captured[::-1] if not step.padded.size.has_drafts]
         self._with_drafts = [step for step in captured[::-1] if step.padded.size.has_drafts]
 
@@ -214,10 +215,9 @@ class StepGraphs:
     def _forward(self, batch: StepBatch) -> Tensor:
         return self._model.forward(batch, self._memory)
 
-    def _keep(self, step: CapturedStep) -> None:
-        """Store the draft layer's keys and values of decodes."""
-        if self._drafts is not None:
-            self._drafts.keep_decoded(step.batch, step.hidden_TE)
+    def _keep(self, step: CapturedStep, drafter: StepDrafter) -> None:
+        """Store what the drafter keeps of decodes."""
+        drafter.keep_decoded(step.batch, step.hidden_TE)
 
     def _verify(self, step: CapturedStep) -> None:
         """Count the drafts that agree, store hidden states, and draft for the next step."""
@@ -230,9 +230,10 @@ class StepGraphs:
         self._store_hidden(step.hidden_TE, first_rows_N, arena.hidden_SE, planned.state_dst)
         if arena.hidden_drafts_JE is not None and replay is not None:
             self._store_hidden(step.hidden_TE, replay.draft_rows_K, arena.hidden_drafts_JE, replay.draft_places_K)
-        if self._drafts is not None and (num_drafts := step.padded.size.draft_tokens):
-            drafting = (step.batch, accepted, step.hidden_TE, step.single_starts_N1)
-            step.drafts_ND = self._drafts.draft_accepted(*drafting, num_drafts)
+        if self._drafter is not None and (num_drafts := step.padded.size.draft_tokens):
+            table_NM, starts_N1 = step.block_table_NM, step.single_starts_N1
+            verified = Verified(step.batch, table_NM, planned, accepted, step.hidden_TE, starts_N1)
+            step.drafts_ND = self._drafter.draft_verified(verified, num_drafts)
             pending.last.drafts_PD[: len(step.drafts_ND), :num_drafts].copy_(step.drafts_ND)
 
     # Replaying

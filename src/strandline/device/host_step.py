@@ -13,7 +13,6 @@ from torch import Tensor
 from strandline.device.adapter_pool import AdapterPool
 from strandline.device.batch import HostBatch, batch_order, build_host_batch
 from strandline.device.choice import Candidates, draw_verdicts
-from strandline.device.draft_layer import repeats_pair
 from strandline.device.graphs import CapturedStep
 from strandline.device.pending import NO_STOPS, PendingTokens
 from strandline.device.sampler import SamplingState
@@ -51,7 +50,7 @@ class HostStep:
     batch: HostBatch | None
     """None: nothing is computed."""
     stored: Sequence[int]
-    """Indices of the sequences whose stored hidden states are needed: to choose from, or to repeat a pair."""
+    """Indices of the sequences whose stored hidden states are needed: to choose from, or for a drafter."""
     candidates: Sequence[Candidates]
     """Those of the sequences that are sampled, in the plan's order."""
     follows_drafts: bool
@@ -100,6 +99,14 @@ class HostStep:
         return rows
 
 
+def reads_stored(sequence: SequencePlan) -> bool:
+    """Whether a draft layer reads the stored hidden state of a sequence, whose next token is the sequence's first.
+
+    It does after a shared snapshot, unless that token is pending: then the step before has read it.
+    """
+    return not sequence.has_own_state and not sequence.pending
+
+
 class Layout:
     """Lays out the steps of a runner.
 
@@ -107,7 +114,7 @@ class Layout:
         states: of its requests.
         adapters: are put into slots as steps need them.
         log_tokens: drafts that a log has room for.
-        repeats_pairs: whether sequences repeat pairs of a draft layer.
+        reads_stored: whether stored hidden states of sequences that resume are read.
         synthetic_rates: as of ``draw_verdicts``.
     """
 
@@ -119,10 +126,10 @@ class Layout:
         log_tokens: int,
         synthetic_rates: Sequence[float] | None,
         *,
-        repeats_pairs: bool,
+        reads_stored: bool,
     ) -> None:
         self._states, self._adapters, self._pending, self._log_tokens = states, adapters, pending, log_tokens
-        self._synthetic_rates, self._repeats_pairs = synthetic_rates, repeats_pairs
+        self._synthetic_rates, self._reads_stored = synthetic_rates, reads_stored
 
     def lay_out(self, sequences: Sequence[SequencePlan], *, has_graphs: bool) -> HostStep:
         """Lay out a step.
@@ -148,9 +155,7 @@ class Layout:
             sequences,
             order,
             batch,
-            stored=[
-                i for i, x in enumerate(sequences) if x.end == x.start or (self._repeats_pairs and repeats_pair(x))
-            ],
+            stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._reads_stored and reads_stored(x))],
             candidates=self._candidates(sequences, self._synthetic_rates if has_drafts else None),
             follows_drafts=follows_drafts,
             is_plain=is_plain,

@@ -10,7 +10,7 @@ host after the step.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from strandline.device.batch import HostBatch, split_by_blocks, to_device
 from strandline.device.cache_actions import CacheActions
 from strandline.device.choice import Candidates, Chosen, choose
 from strandline.device.divided_sampling import SAMPLING_OPERATIONS
-from strandline.device.draft_layer import DraftLayer, pairs_of_step, repeated_pairs
+from strandline.device.drafter import StepDrafter, StepRows
+from strandline.device.drafters import new_step_drafter
 from strandline.device.encoded_pictures import MAX_SHARED_TOKENS, EncodedPictures
 from strandline.device.grammar_mask import GuardedMatcher
 from strandline.device.graphs import StepGraphs
@@ -47,7 +48,7 @@ from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import accept_drafts, complete_verification
 from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, resolve_pending, store_hidden
-from strandline.models.layers.protocol import DraftingModel, LanguageModel
+from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action
 from strandline.records.constraints import OutputConstraints
 from strandline.records.plan import NewRequest, PictureToEncode, SequencePlan, StepPlan, StepResult, num_tokens_ahead
@@ -136,10 +137,7 @@ class Runner:
             self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens, kernels.ranks)
         self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=poison)
         self._pending = PendingTokens(max_num_seqs, draft_tokens, device, kernels)
-        self._drafts: DraftLayer | None = None
-        """The model's draft layer; None: it has none."""
-        if self._memory.draft is not None:
-            self._drafts = DraftLayer(cast(DraftingModel, model), self._memory, self._pending.last, kernels)
+        self._drafter = new_step_drafter(model, self._memory, self._pending.last, kernels)
         self._kernels, self._store = kernels, kernels[store_hidden]
         self._columns = columns_of(model.vocab_size, kernels.ranks.rank, kernels.ranks.size)
         self._is_exact_on_cpu = device.type == "cpu" and kernels.workload.is_deterministic
@@ -151,7 +149,7 @@ class Runner:
             self._pending,
             draft_tokens,
             synthetic_rates,
-            repeats_pairs=self._drafts is not None,
+            reads_stored=self._drafter is not None and self._drafter.reads_stored,
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -213,7 +211,7 @@ class Runner:
                 self._memory,
                 self.arena,
                 self._pending,
-                self._drafts,
+                self._drafter,
                 self.adapters,
                 self._kernels,
                 sizes=sizes,
@@ -303,14 +301,14 @@ class Runner:
             self._pending.forget()
 
     def _draft(self, step: HostStep, hidden: StepHidden, chosen: Chosen, launched: StepInFlight) -> None:
-        """Fetch the tokens; store the draft layer's keys and values, or draft with it for the next step."""
+        """Fetch the tokens; let the drafter store what it needs, or draft for the next step."""
         verification = hidden.verification
         if verification is None:
             launched.take(chosen)
         captured = hidden.graph_of_decodes(step) if verification is None else verification
         tail = None if captured is None else captured.tail
-        if self._drafts is not None:
-            self._make_pairs(self._drafts, step, hidden, chosen, launched)
+        if self._drafter is not None:
+            self._draft_eagerly(self._drafter, step, hidden, chosen, launched)
         if tail is not None:
             tail.replay()
         if verification is not None:
@@ -320,21 +318,18 @@ class Runner:
             launched.take(chosen)
             launched.take_drafts(verification.drafts_ND[:count], [x.next_drafts for x in step.sequences])
 
-    def _make_pairs(
-        self, drafts: DraftLayer, step: HostStep, hidden: StepHidden, chosen: Chosen, launched: StepInFlight
+    def _draft_eagerly(
+        self, drafter: StepDrafter, step: HostStep, hidden: StepHidden, chosen: Chosen, launched: StepInFlight
     ) -> None:
-        """Make the pairs of the step, but for those that a captured tail makes."""
-        stored_rows = step.stored_rows(hidden)
+        """Do the drafter's part of a step, but for what a captured tail does."""
+        rows = StepRows(step.sequences, hidden.hidden_XE, step.first_rows(hidden), step.stored_rows(hidden))
         if hidden.verification is not None or hidden.graph_of_decodes(step) is not None:
-            drafts.keep(repeated_pairs(step.sequences, stored_rows), hidden.hidden_XE)
-            return
-        first_rows = step.first_rows(hidden)
-        if step.is_plain:
-            drafts.keep(pairs_of_step(step.sequences, None, first_rows, stored_rows), hidden.hidden_XE)
-            return
-        sampled = dict(zip((each.plan_index for each in chosen.candidates), chosen.compare(), strict=True))
-        pairs = pairs_of_step(step.sequences, sampled, first_rows, stored_rows)
-        launched.drafts = drafts.draft(pairs, hidden.hidden_XE)
+            drafter.keep_resumed(rows)
+        elif step.is_plain:
+            drafter.keep(rows)
+        else:
+            sampled = dict(zip((each.plan_index for each in chosen.candidates), chosen.compare(), strict=True))
+            launched.drafts = drafter.draft(rows, sampled)
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.

@@ -437,6 +437,7 @@ def new_scheduler(
         new_drafter(config.speculation),
         facts.draft_tokens,
         new_draft_depth(config.speculation),
+        tokens_kept_ahead=-1 if config.speculation is None else config.speculation.tokens_kept_ahead,
         corrects_lengths=facts.corrects_lengths,
     )
     fixed_step_tokens = 0 if fills_steps else choose_fixed_step_tokens(facts.device_type)

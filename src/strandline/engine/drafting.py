@@ -43,7 +43,7 @@ class NgramDrafter:
 
 
 class DraftLayerDrafter:
-    """Hands on what the model's draft layer drafted behind the last step."""
+    """Hands on what layers, the model's draft layer or a drafter's, drafted after the last step."""
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
         """Return the drafts behind the request's last token."""
@@ -93,11 +93,11 @@ def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
     if not config.looks_up:
         return DraftLayerDrafter()
     ngrams = NgramDrafter(config.max_match, config.min_match)
-    return DraftLayerOrNgramDrafter(ngrams) if config.has_draft_layer else ngrams
+    return DraftLayerOrNgramDrafter(ngrams) if config.has_drafter else ngrams
 
 
 def new_draft_depth(config: SpeculativeConfig | None) -> DraftDepth | None:
     """Return what chooses the number of drafts; None: it is fixed."""
     if config is None or not config.adaptive:
         return None
-    return DraftDepth(config.num_speculative_tokens, has_draft_layer=config.has_draft_layer)
+    return DraftDepth(config.num_speculative_tokens, has_draft_layer=config.has_drafter)

@@ -29,6 +29,7 @@ class Drafts:
         drafter: proposes tokens that decoding requests may generate next; None: no drafts.
         draft_tokens: most drafts of a request in a step.
         chooser: chooses how many; None: always as many.
+        tokens_kept_ahead: as of ``SpeculativeConfig``.
         corrects_lengths: whether the executor completes sequences that are planned before it is known how many of
             their drafts are accepted.
     """
@@ -40,9 +41,11 @@ class Drafts:
         draft_tokens: int = 0,
         chooser: DraftDepth | None = None,
         *,
+        tokens_kept_ahead: int = -1,
         corrects_lengths: bool = False,
     ) -> None:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
+        self._tokens_kept_ahead = tokens_kept_ahead
         # N-grams and suffixes are looked up in tokens that have reached the host.
         self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
         self._is_plain = drafter is None
@@ -226,11 +229,12 @@ class Drafts:
         before = self._unsettled.get(request.request_id)
         num_unsettled = 0 if before is None else before.num_drafts
         remaining = request.max_total - num_unsettled
-        # The layer's keys and values lie up to one position before the last draft: within the longest request's blocks.
-        most = min(self.depth, remaining - request.num_tokens - 2, remaining - end + 1)
+        # The drafter's keys and values are within the longest request's blocks.
+        end_without_drafts = end + self._tokens_kept_ahead
+        most = min(self.depth, remaining - request.num_tokens - 2, remaining - end_without_drafts)
         if end - len(drafts) < request.num_tokens or most < 1:
             return 0
-        return most if self._cache.extend(lease, end + num_unsettled + most - 1) else 0
+        return most if self._cache.extend(lease, end_without_drafts + num_unsettled + most) else 0
 
     def _are_verified(self, spans: Sequence[Span]) -> bool:
         """Whether graphs can verify and make drafts in a step, and the device complete what the host does not know.

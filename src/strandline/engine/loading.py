@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from strandline.device.gpu_limits import require_shared_memory
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
+from strandline.drafter_config import BlockDrafterConfig, read_drafter_config
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.model_identity import disk_cache_weights
@@ -30,6 +31,8 @@ from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import read_model_config
 from strandline.models.adapter_slots import SlotSizes
+from strandline.models.causal_lm import CausalLM
+from strandline.models.drafter_weights import load_drafter
 from strandline.models.layers.shard import Shard
 from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.weights import load_model, published_dtype
@@ -100,6 +103,7 @@ def load_uni_executor(
     choice = choose_dtype(config, model_config, device)
     storage = choose_storage(config, model_config, device, choice.dtype)
     has_drafts = config.speculation is not None and config.speculation.has_draft_layer
+    drafter, kv_cache_dtype = choose_drafter(config), choose_kv_cache_dtype(config, device)
     need = (choice.dtype, device, shard)
     require_room_for_weights(model_config, *need, with_draft_layer=has_drafts, pictures=pictures, bits=storage.bits)
     notes = [choice.note, storage.note]
@@ -120,13 +124,22 @@ def load_uni_executor(
         seed=config.seed,
         progress=progress,
         with_draft_layer=has_drafts,
-        kv_cache_dtype=choose_kv_cache_dtype(config, device),
+        kv_cache_dtype=kv_cache_dtype,
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
         keeps_quantized=storage.keeps_quantized,
         pictures=pictures,
         adapter=None if lora is None else read_adapter(Path(lora.path)),
         adapter_slots=choose_adapter_slots(config),
     )
+    if drafter is not None:
+        load_drafter(
+            cast(CausalLM, model),
+            drafter,
+            device,
+            load_format=config.load_format,
+            seed=config.seed,
+            kv_cache_dtype=kv_cache_dtype,
+        )
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
     notes = [unused_note(model.weights_report)] if shard.is_first else []
@@ -148,6 +161,24 @@ def load_uni_executor(
         weights_s=weights_s,
         progress=progress,
     )
+
+
+def choose_drafter(config: EngineConfig) -> BlockDrafterConfig | None:
+    """Return the configuration of the drafter that has its own files; None: there is none.
+
+    Raises:
+        ConfigError: it is not supported, or drafts fewer tokens than are wanted.
+    """
+    speculation = config.speculation
+    if speculation is None or speculation.model is None:
+        return None
+    drafter = read_drafter_config(find_model(speculation.model))
+    if speculation.num_speculative_tokens >= drafter.block_tokens:
+        raise ConfigError(
+            f"--speculative-config: num_speculative_tokens is {speculation.num_speculative_tokens}; the drafter's "
+            f"blocks have {drafter.block_tokens} tokens, of which at most {drafter.block_tokens - 1} are drafts"
+        )
+    return drafter
 
 
 def choose_adapter_slots(config: EngineConfig) -> SlotSizes | None:

@@ -1,6 +1,6 @@
 """A loadable language model around a decoder, as built by all families.
 
-Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
+Shape suffixes: T tokens of the step, N rows whose logits are wanted, L layers that a drafter reads, E hidden size.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,12 @@ from strandline.kernels.binding import Kernels, UsesKernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.models.adapter_slots import AdapterSlots
+from strandline.models.block_drafter import BlockDrafter
 from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.protocol import ModelMemory
+from strandline.models.layers.residual import ReadableStream
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
 from strandline.models.vision.tower import VISUAL, VisionTower
@@ -57,7 +59,7 @@ class CausalLM(nn.Module):
         self._kernels: Kernels | None = None
         self._build_draft_layer = build_draft_layer
         self._build_tower = build_tower
-        self.draft_layer: DraftLayer | None = None
+        self.drafter: DraftLayer | BlockDrafter | None = None
         self.adapters: AdapterSlots | None = None
         """Adapters that requests name; None: the model takes none. To be set before ``use_kernels``."""
         self.tower: VisionTower | None = None
@@ -72,7 +74,18 @@ class CausalLM(nn.Module):
             raise ConfigError(
                 '--speculative-config: this model has no layer for multi-token prediction; try {"method": "ngram"}'
             )
-        self.draft_layer = self._build_draft_layer()
+        self.drafter = self._build_draft_layer()
+        self.spec = self._whole_spec()
+
+    def add_drafter(self, drafter: BlockDrafter) -> None:
+        """Add a drafter that has its own files; its keys and values become part of the model's spec.
+
+        Raises:
+            ConfigError: the model's layers pass on several streams, and drafters read one.
+        """
+        if not isinstance(self.decoder.ends, ReadableStream):
+            raise ConfigError("--speculative-config: layers of this model have several outputs, which no drafter reads")
+        self.drafter = drafter
         self.spec = self._whole_spec()
 
     def add_tower(self, pictures: PictureConfig) -> None:
@@ -91,8 +104,8 @@ class CausalLM(nn.Module):
         self.decoder.num_draftable = min(num_tokens, self.vocab_size)
 
     def _whole_spec(self) -> ModelSpec:
-        spec, draft_layer = self.decoder.spec, self.draft_layer
-        return spec if draft_layer is None else replace(spec, layers=(*spec.layers, draft_layer.spec))
+        spec, drafter = self.decoder.spec, self.drafter
+        return spec if drafter is None else replace(spec, layers=(*spec.layers, *drafter.specs))
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -121,11 +134,20 @@ class CausalLM(nn.Module):
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
         memory = self.decoder.bind(arena)
-        return memory if self.draft_layer is None else replace(memory, draft=self.draft_layer.bind(arena.layers[-1]))
+        if self.drafter is None:
+            return memory
+        return replace(memory, draft=self.drafter.bind(arena.layers[len(self.decoder.layers) :]))
 
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
-        hidden_TE: Tensor = self.decoder(batch, memory)
+        drafter = self.drafter
+        if not isinstance(drafter, BlockDrafter):
+            hidden_TE: Tensor = self.decoder(batch, memory)
+            return hidden_TE
+        shape = (len(batch.token_ids_T), len(drafter.target_layers), self.decoder.embed_ZE.shape[1])
+        features_TLE = torch.empty(shape, dtype=self.decoder.dtype, device=batch.token_ids_T.device)
+        hidden_TE = self.decoder(batch, memory, dict(zip(drafter.target_layers, features_TLE.unbind(1), strict=True)))
+        drafter.keep(features_TLE.flatten(1), batch, memory.draft)
         return hidden_TE
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
@@ -156,9 +178,21 @@ class CausalLM(nn.Module):
         self._drafting_layer().keep(embedded_TE, hidden_TE, Step(batch, rotary), memory.draft)
 
     def _drafting_layer(self) -> DraftLayer:
-        if self.draft_layer is None:
+        if not isinstance(self.drafter, DraftLayer):
             raise EngineError("the model has no draft layer")
-        return self.draft_layer
+        return self.drafter
+
+    @torch.no_grad()
+    def draft_block(self, batch: StepBatch, memory: ModelMemory, rows_N: Tensor) -> Tensor:
+        """Return hidden states whose logits predict the token in the position of each row, by a drafter of blocks.
+
+        Args:
+            batch: of each sequence the last known token, and masks after it, whose keys and values are overwritten.
+            rows_N: rows of the batch whose hidden states are returned.
+        """
+        if not isinstance(self.drafter, BlockDrafter):
+            raise EngineError("the model has no drafter of blocks")
+        return self.drafter.draft(self.decoder.embedding(batch.token_ids_T), batch, memory.draft, rows_N)
 
     def use_kv_cache_dtype(self, dtype: str) -> None:
         """Keep keys and values in another dtype than that of activations; called before ``bind``.
@@ -188,13 +222,13 @@ class CausalLM(nn.Module):
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of the weights; they cannot be loaded or moved afterwards."""
         self.decoder.lay_out(layout)
-        if self.draft_layer is not None:
-            self.draft_layer.lay_out(layout)
+        if self.drafter is not None:
+            self.drafter.lay_out(layout)
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield the required published tensors with their targets, given the published ``names``."""
         yield from self._published(names)
-        if self.draft_layer is not None:
-            yield from self.draft_layer.targets(names)
+        if isinstance(self.drafter, DraftLayer):
+            yield from self.drafter.targets(names)
         if self.tower is not None:
             yield from self.tower.targets(VISUAL)

@@ -9,14 +9,14 @@ beside the model there is never more than one of them.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from strandline.config_fields import DTYPES, Fields
@@ -151,7 +151,14 @@ def can_stay(formats: Collection[WeightFormat]) -> bool:
     return any(format.can_stay for format in formats)
 
 
-def fill_with_random_weights(model: LoadableModel, seed: int, dtype: torch.dtype) -> None:
+class Parameters(Protocol):
+    """What has parameters, as ``torch.nn.Module`` does."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``torch.nn.Module``."""
+
+
+def fill_with_random_weights(model: Parameters, seed: int, dtype: torch.dtype) -> None:
     """Fill every parameter with values that keep activations and decays in a realistic range.
 
     All shards of a parameter get the same values.
@@ -388,15 +395,16 @@ def _check_names(
     faults = []
     if missing:
         wanted = [f"{name} {list(targets[name].shape)}" for name in missing]
-        faults.append(f"{_first(wanted)} missing")
+        faults.append(f"{first_names(wanted)} missing")
         if all(name.startswith(VISUAL) for name in missing):
             faults.append("--language-model-only serves text without the vision tower")
     if unexpected:
-        faults.append(f"{_first(unexpected)} not known to this architecture")
+        faults.append(f"{first_names(unexpected)} not known to this architecture")
     if faults:
         raise WeightsError(f"{directory}: {'; '.join(faults)}")
 
 
-def _first(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """Return some names, and how many more there are."""
     shown = ", ".join(names[:MAX_NAMES])
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.device.batch import build_host_batch, to_device
-from strandline.device.draft_layer import DraftLayer, pairs_of_step, repeated_pairs, repeats_pair
+from strandline.device.draft_layer import DraftLayer, pairs_of_step, repeated_pairs
+from strandline.device.host_step import reads_stored
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_BLOCK, NULL_SLOT
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import reference_kernels
@@ -83,7 +84,7 @@ def keep(*args: Any) -> Recorder:
     pairs, hidden_XE, sampled_P = args
     last = LastStep.empty(len(sampled_P), 0, hidden_XE.device)
     last.tokens_P.copy_(sampled_P)
-    DraftLayer(cast(DraftingModel, recorder), cast(ModelMemory, None), last, reference_kernels([])).keep(
+    DraftLayer(cast(DraftingModel, recorder), cast(ModelMemory, None), last, reference_kernels([])).keep_pairs(
         pairs, hidden_XE
     )
     return recorder
@@ -109,7 +110,7 @@ def test_kept_pairs_are_those_that_drafts_follow(sequences: list[SequencePlan]) 
 
 @given(steps())
 def test_pairs_that_are_repeated_alone_are_the_same(sequences: list[SequencePlan]) -> None:
-    repeating = [plan for plan in sequences if repeats_pair(plan) and plan.end > plan.start]
+    repeating = [plan for plan in sequences if reads_stored(plan) and plan.end > plan.start]
     num_rows, first_rows, stored_row_of = rows_of(repeating)
     hidden_XE, sampled_P = torch.arange(num_rows)[:, None], torch.zeros(10, dtype=torch.int64)
     everything = keep(pairs_of_step(repeating, None, first_rows, stored_row_of), hidden_XE, sampled_P).kept
@@ -120,9 +121,9 @@ def test_pairs_that_are_repeated_alone_are_the_same(sequences: list[SequencePlan
 
 def test_pair_that_ends_with_a_pending_token_is_not_repeated() -> None:
     plan = sequence(0, 70, 71)
-    assert repeats_pair(plan)
-    assert not repeats_pair(sequence(0, 70, 71, pending=2))
-    assert not repeats_pair(plan._replace(state_src=plan.state_dst))
+    assert reads_stored(plan)
+    assert not reads_stored(sequence(0, 70, 71, pending=2))
+    assert not reads_stored(plan._replace(state_src=plan.state_dst))
 
 
 def test_nothing_is_launched_for_no_pairs() -> None:

@@ -100,7 +100,7 @@ def test_weights_of_the_draft_layer_count_where_it_is_loaded(tmp_path: Path) -> 
     model = builder_for(config)(config, Site(torch.float32, "meta"))
     num_weights = sum(weight.numel() for weight in model.parameters())
     model.add_draft_layer()
-    num_drafting = sum(weight.numel() for weight in model.draft_layer.parameters())
+    num_drafting = sum(weight.numel() for weight in model.drafter.parameters())
     assert num_drafting > 0
     assert count_weights(config) == num_weights
     assert count_weights(config, with_draft_layer=True) == num_weights + num_drafting

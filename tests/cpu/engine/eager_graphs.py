@@ -184,7 +184,7 @@ def replay_eagerly(
         runner._memory,
         runner.arena,
         runner._pending,
-        runner._drafts,
+        runner._drafter,
         runner.adapters,
         runner._kernels,
         sizes=sizes,

@@ -325,14 +325,14 @@ def test_graphs_draft_behind_pairs_that_are_made_again(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, made = make(2, async_scheduling=False), list[int]()
-    steps, keep = Steps(monkeypatch), DraftLayer.keep
+    steps, keep = Steps(monkeypatch), DraftLayer.keep_pairs
 
     def noted_keep(layer: DraftLayer, pairs: Sequence[Pairs], hidden_XE: torch.Tensor) -> None:
         if all(sequence.next_drafts for sequence in steps.plans[-1].sequences):
             made.extend(each.plan.start for each in pairs)
         keep(layer, pairs, hidden_XE)
 
-    monkeypatch.setattr(DraftLayer, "keep", noted_keep)
+    monkeypatch.setattr(DraftLayer, "keep_pairs", noted_keep)
     prompt = [5] * 30
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
     # The first step behind the prompt is planned when its token is known, and reads a shared snapshot.

@@ -69,7 +69,7 @@ def test_logits_are_those_of_the_published_layer(directory: Path, name: str, end
 
 def test_a_wrong_tensor_of_the_layer_shows_in_logits(directory: Path, name: str) -> None:
     model, expected = load(directory), expected_logits(name)
-    for parameter_name, parameter in model.draft_layer.named_parameters():
+    for parameter_name, parameter in model.drafter.named_parameters():
         right = parameter.clone()
         parameter.copy_(right.flip(0))
         found = logits_in_parts(Driver(model), name, [LENGTH - 1])
@@ -171,8 +171,8 @@ def test_a_converted_draft_layer_drafts_within_the_precision_of_e4m3(
 ) -> None:
     convert(directory, tmp_path / "fp8")
     model, exact = load(tmp_path / "fp8", keeps_quantized=keeps_quantized), load(directory)
-    assert torch.equal(model.draft_layer.fc.weight_OI, exact.draft_layer.fc.weight_OI)
-    attention = model.draft_layer.layer.mixer
+    assert torch.equal(model.drafter.fc.weight_OI, exact.drafter.fc.weight_OI)
+    attention = model.drafter.layer.mixer
     assert isinstance(attention.in_proj.weight, ScaledWeight if keeps_quantized else DenseWeight)
     found, expected = logits_in_parts(Driver(model), name, [LENGTH - 1]), expected_logits(name)
     # Three binary places, in a layer of few products: some per cent of the logits' spread. A wrong layer gives 100 %.

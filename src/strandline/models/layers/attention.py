@@ -64,6 +64,8 @@ class AttentionConfig:
     """Whether the output projection has a bias; None: as the others."""
     window_tokens: int | None = None
     """Number of last tokens that each token attends to, itself included; None: all."""
+    is_causal: bool = True
+    """Whether a token attends to none after it; else to all tokens of the sequence that the step computes."""
 
     @classmethod
     def read(
@@ -165,10 +167,13 @@ class Attention(nn.Module):
         """Return the heads' results side by side, and the gate's rows."""
         q_THD, gate_TO = self._prepared(hidden_TE, step, memory)
         config = self.config
-        window = {} if config.window_tokens is None else {"window_tokens": config.window_tokens}
-        out_THD = self._attend(
-            q_THD, memory, step.batch.attention, step.batch.num_decodes, scale=config.scale, **window
-        )
+        options: dict[str, Any] = {}
+        if config.window_tokens is not None:
+            options["window_tokens"] = config.window_tokens
+        if not config.is_causal:
+            options["is_causal"] = False
+        rows = (q_THD, memory, step.batch.attention, step.batch.num_decodes)
+        out_THD = self._attend(*rows, scale=config.scale, **options)
         return out_THD.flatten(1), gate_TO
 
     def keep(self, hidden_TE: Tensor, step: Step, memory: KVMemory) -> None:

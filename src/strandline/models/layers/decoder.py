@@ -6,8 +6,9 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 encoded tokens of pictures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -28,7 +29,14 @@ from strandline.kernels.rowwise.embedding import embed_held
 from strandline.kernels.rowwise.rotary import interleaved_dimensions, rotary_table, rotary_table_3d
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.protocol import ModelMemory
-from strandline.models.layers.residual import NormedResidual, PreNorm, Residual, ResidualNorm, StreamEnds
+from strandline.models.layers.residual import (
+    NormedResidual,
+    PreNorm,
+    ReadableStream,
+    Residual,
+    ResidualNorm,
+    StreamEnds,
+)
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -294,12 +302,20 @@ class Decoder(nn.Module):
         return embedded_TE if self.shard.count == 1 else self._ranks.sum(embedded_TE)
 
     @torch.no_grad()
-    def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
-        """Return the final, normalised hidden state of every row of the step, and advance the memory."""
+    def forward(
+        self, batch: StepBatch, memory: ModelMemory, readers: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> Tensor:
+        """Return the final, normalised hidden state of every row of the step, and advance the memory.
+
+        Args:
+            readers: by layer, a tensor ``[T, E]`` that takes the residual stream after it.
+        """
         embedded_TE, rotary = self.embed(batch, memory)
         stream, step = self.ends.begin(embedded_TE), Step(batch, rotary)
-        for layer, layer_memory in zip(self._layers, memory.layers, strict=True):
+        for index, (layer, layer_memory) in enumerate(zip(self._layers, memory.layers, strict=True)):
             stream = layer(stream, step, layer_memory)
+            if index in readers:
+                stream = cast(ReadableStream, self.ends).read(stream, readers[index])
         return self.ends.leave(stream)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ Source: ``mtp.*`` as Qwen and NVIDIA (Nemotron 3) publish it; DeepSeek-AI, "Deep
 Shape suffixes: T tokens of the step, N of these, E hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,12 +36,15 @@ class KeepingMixer(Mixer, Protocol):
 
 
 class DraftLayer(nn.Module):
-    """Norms of its two inputs, a projection of both, a decoder layer, and a norm.
+    """A ``Drafter``: norms of its two inputs, a projection of both, a decoder layer, and a norm.
 
     Args:
         layer: whose mixer is a ``KeepingMixer`` on a ``Stream``.
         published: as ``targets``, given this layer: the family's names.
     """
+
+    target_layers = ()
+    mask_token_id = None
 
     def __init__(
         self,
@@ -68,11 +71,12 @@ class DraftLayer(nn.Module):
         self.final.connect(kernels)
 
     @property
-    def spec(self) -> LayerSpec:
-        return self.layer.spec
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return (self.layer.spec,)
 
-    def bind(self, memory: LayerMemory) -> Any:
+    def bind(self, memories: Sequence[LayerMemory]) -> Any:
         """Return the layer's memory as ``forward`` takes it."""
+        [memory] = memories
         return self.layer.bind(memory)
 
     def forward(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.low_rank import AdapterRows
@@ -21,7 +21,7 @@ from strandline.kernels.recurrences.replay import Replay
 from strandline.models.layers.attention import KVScales
 from strandline.models.layers.targets import NamedTargets
 from strandline.picture_config import PictureConfig
-from strandline.specs import ModelSpec
+from strandline.specs import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModelMemory:
     folds: tuple[Fold, ...]
     """Functions that together fold the logs of all layers."""
     draft: Any = None
-    """What the draft layer's ``bind`` returned; None: there is none."""
+    """What the drafter's ``bind`` returned; None: there is none."""
     pictures: Tensor | None = None
     """The memory of encoded pictures: an embedding in each row; None without a vision tower."""
     replays: tuple[Replay, ...] = ()
@@ -72,6 +72,29 @@ class AdapterMemory(Protocol):
         """Put an adapter into a slot. Steps that have been launched compute with the one before."""
 
 
+class Drafter(Protocol):
+    """Layers that draft tokens from hidden states of the model; a module.
+
+    What they keep of a token are streams in the model's own blocks, which depend on tokens up to it and, in a draft
+    layer, on the next one. So a prefix that is resumed, moved or shared brings along what drafts attend to.
+    """
+
+    target_layers: tuple[int, ...]
+    """Layers of the model whose outputs it reads in every step; empty: it reads the final hidden states."""
+    mask_token_id: int | None
+    """The token in the position of each draft of a block; None: it drafts one token after the other."""
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """What its layers keep."""
+
+    def bind(self, memories: Sequence[LayerMemory]) -> Any:
+        """Return its layers' memory as its functions take it."""
+
+    def lay_out(self, layout: Layout) -> None:
+        """Choose the layout of its weights; they cannot be loaded or moved afterwards."""
+
+
 class LanguageModel(Protocol):
     """A causal language model."""
 
@@ -83,6 +106,10 @@ class LanguageModel(Protocol):
     @property
     def adapters(self) -> "AdapterMemory | None":
         """Memory for LoRA adapters that requests name; None: the model takes none."""
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts tokens; None: the model has none."""
 
     @property
     def tower(self) -> PictureEncoder | None:
@@ -106,7 +133,7 @@ class LanguageModel(Protocol):
 
 
 class DraftingModel(LanguageModel, Protocol):
-    """A language model with a layer that drafts tokens."""
+    """A language model with a drafter."""
 
     def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory, rows_N: Tensor | None = None) -> Tensor:
         """Return hidden states whose logits predict the token after each of the batch's, by the draft layer.
@@ -120,6 +147,14 @@ class DraftingModel(LanguageModel, Protocol):
 
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
         """Store the keys and values that ``draft`` would, without drafting."""
+
+    def draft_block(self, batch: StepBatch, memory: ModelMemory, rows_N: Tensor) -> Tensor:
+        """Return hidden states whose logits predict the token in the position of each row, by a drafter of blocks.
+
+        Args:
+            batch: of each sequence the last known token, and masks after it, whose keys and values are overwritten.
+            rows_N: rows of the batch whose hidden states are returned.
+        """
 
 
 class LoadableModel(LanguageModel, Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
@@ -103,6 +104,14 @@ class StreamEnds(Protocol):
         """Yield the published tensors, unless the family names them."""
 
 
+@runtime_checkable
+class ReadableStream(Protocol):
+    """Ends of a stream that is one tensor, which others can read between layers."""
+
+    def read(self, stream: Any, out_TE: Tensor) -> Any:
+        """Copy the stream to a tensor, and return it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResidualNorm:
     """How a family normalises its residual stream."""
@@ -179,6 +188,15 @@ class PreNorm(NormedResidual):
     def begin(self, embedded_TE: Tensor) -> Stream:
         """Return the stream before the first layer."""
         return Stream(embedded_TE)
+
+    def read(self, stream: Stream, out_TE: Tensor) -> Stream:
+        """Copy the stream to a tensor, and return it."""
+        if stream.added is None:
+            out_TE.copy_(stream.residual_TE)
+            return stream
+        added_TE = stream.output(self._sum)
+        torch.add(stream.residual_TE, added_TE, out=out_TE)
+        return Stream(stream.residual_TE, added_TE)
 
     def leave(self, stream: Stream) -> Tensor:
         """Return the final, normalised hidden state."""

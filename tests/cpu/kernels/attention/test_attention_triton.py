@@ -64,9 +64,7 @@ def check(case: Case, device: str, window_tokens: int | None = None, *, is_causa
     moved = to_device(case, device)
     rows = (moved.q_THD, moved.memory, moved.batch, moved.num_decodes)
     with poisoned_memory():
-        actual = attention_triton.paged_attention(
-            *rows, scale=0.3, window_tokens=window_tokens, is_causal=is_causal
-        )
+        actual = attention_triton.paged_attention(*rows, scale=0.3, window_tokens=window_tokens, is_causal=is_causal)
     assert actual.shape == case.q_THD.shape
     assert actual.dtype == case.q_THD.dtype
     assert error(actual, expected) < TOLERANCES[case.q_THD.dtype]

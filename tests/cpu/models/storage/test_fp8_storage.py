@@ -96,5 +96,5 @@ def test_draft_layers_stay_in_fp8(tmp_path: Path) -> None:
     model: Any = load_model(
         "nowhere", config=read_model_config(directory), load_format="dummy", keeps_quantized=True, with_draft_layer=True
     )
-    assert isinstance(model.draft_layer.layer.mlp.down.weight, ScaledWeight)
-    assert isinstance(model.draft_layer.fc.weight, DenseWeight)
+    assert isinstance(model.drafter.layer.mlp.down.weight, ScaledWeight)
+    assert isinstance(model.drafter.fc.weight, DenseWeight)

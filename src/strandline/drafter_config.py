@@ -1,0 +1,150 @@
+"""The ``config.json`` of a drafter: a small model with its own directory, which drafts for another model.
+
+Source: DFlash drafters as published (``DFlashDraftModel``): Qwen3's fields, and ``dflash_config``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from strandline.config_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, Fields, read_layer_types
+from strandline.errors import ConfigError
+from strandline.model_config import parse_model_config, read_json_object
+
+DFLASH: Final = "DFlashDraftModel"
+UNSUPPORTED: Final = {
+    "DFlash2DraftModel": "its layers have convolutions, and candidates are selected along a path",
+    "DSparkDraftModel": "its drafts depend on the draft before them",
+    "Qwen3DSparkModel": "its drafts depend on the draft before them",
+}
+"""Architectures of drafters that are known, and why they are not supported."""
+
+LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+
+DFLASH_FIELDS: Final = frozenset(
+    {
+        "attention_sink_bias",
+        "attention_value_scale",
+        "block_size",
+        "causal",
+        "mask_token_id",
+        "sample_from_anchor",
+        "swa_window_size",
+        "target_layer_ids",
+        "use_swa",
+    }
+)
+
+MASK_EMBEDDING: Final = "mask_embedding.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDrafterConfig:
+    """What the configuration of a drafter of blocks says."""
+
+    directory: Path
+    text: Fields
+    """All fields of its decoder, by Qwen3's names, with defaults."""
+    dtype: Any
+    """Dtype of the weights, as the file names it; None: it does not."""
+    mask_token_id: int
+    """Token in the position of each draft."""
+    target_layers: tuple[int, ...]
+    """Layers of the other model whose outputs it reads, in the order of the inputs of its first projection."""
+    num_target_layers: int | None
+    """Number of layers of that model; None: not given."""
+    block_tokens: int
+    """Tokens of a block in training, the last known token included."""
+    windows: tuple[int | None, ...]
+    """Per layer, the number of last tokens that a token attends to; None: all."""
+    is_causal: tuple[bool, ...]
+    """Per layer, whether a token of a block attends to no later ones."""
+
+
+def read_drafter_config(directory: Path) -> BlockDrafterConfig:
+    """Read the configuration of a drafter.
+
+    Raises:
+        ConfigError: it is missing, or the drafter or a setting is not supported.
+    """
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"--speculative-config: {directory} has no config.json: is it the directory of a drafter?")
+    values = read_json_object(file)
+    _check_architecture(values, file)
+    outer = Fields(values, prefix=f"{file}: ")
+    if values.get("quantization_config"):
+        outer.reject("quantization_config", "null: drafters are supported with weights that are not quantised")
+    if (directory / MASK_EMBEDDING).is_file():
+        raise ConfigError(f"{directory / MASK_EMBEDDING} is not supported: drafts use the model's own embedding")
+    try:
+        config = parse_model_config({**values, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+        kinds = read_layer_types(config.text, LAYER_TYPES)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from error
+    block = _read_block(outer)
+    window = None
+    if "sliding_attention" in kinds:
+        window = outer.size("sliding_window", at_most=MAX_SIZE)
+    return BlockDrafterConfig(
+        directory=directory,
+        text=config.text,
+        dtype=config.dtype,
+        mask_token_id=block.size("mask_token_id", at_least=0, at_most=MAX_VOCAB),
+        target_layers=_read_target_layers(block),
+        num_target_layers=_read_num_target_layers(outer),
+        block_tokens=(outer if outer.value("block_size") is not None else block).size("block_size", at_least=2),
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        is_causal=_read_causality(outer, block, kinds),
+    )
+
+
+def _check_architecture(values: Mapping[str, Any], file: Path) -> None:
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name == DFLASH:
+        return
+    reason = UNSUPPORTED.get(name) if isinstance(name, str) else None
+    if reason is None and "speculators_model_type" in values:
+        reason = "it is in the format of the library speculators"
+    because = "" if reason is None else f": {reason}"
+    raise ConfigError(f"{file}: a drafter with architectures {names!r} is not supported{because}; supported: {DFLASH}")
+
+
+def _read_block(outer: Fields) -> Fields:
+    """Return the fields of ``dflash_config``; those that change what is computed must have values that are known."""
+    part = outer.value("dflash_config")
+    if not isinstance(part, Mapping):
+        outer.reject("dflash_config", "an object")
+    unknown = sorted(part.keys() - DFLASH_FIELDS)
+    block = Fields(part, prefix=f"{outer.prefix}dflash_config.")
+    if unknown:
+        block.reject(unknown[0], f"absent: known fields are {', '.join(sorted(DFLASH_FIELDS))}")
+    for name in ("attention_sink_bias", "sample_from_anchor", "use_swa"):
+        if block.flag(name, default=False):
+            block.reject(name, "false")
+    if block.number("attention_value_scale", at_least=0, at_most=1e6, default=1.0) != 1.0:
+        block.reject("attention_value_scale", "1")
+    if not outer.flag("is_neox_style", default=True):
+        outer.reject("is_neox_style", "true")
+    return block
+
+
+def _read_target_layers(block: Fields) -> tuple[int, ...]:
+    layers = block.list_of("target_layer_ids", lambda entries, name: entries.size(name, at_least=0, at_most=MAX_LAYERS))
+    if not layers or len(set(layers)) != len(layers):
+        block.reject("target_layer_ids", "one layer or more, each of them once")
+    return layers
+
+
+def _read_num_target_layers(outer: Fields) -> int | None:
+    return None if outer.value("num_target_layers") is None else outer.size("num_target_layers", at_most=MAX_LAYERS)
+
+
+def _read_causality(outer: Fields, block: Fields, kinds: tuple[str, ...]) -> tuple[bool, ...]:
+    """Return each layer's causality: of all layers if the file says so; else sliding ones are causal."""
+    for fields, name in ((outer, "is_causal"), (block, "causal")):
+        if fields.value(name) is not None:
+            return (fields.flag(name),) * len(kinds)
+    return tuple(kind == "sliding_attention" for kind in kinds)
