@@ -103,7 +103,7 @@ def load_uni_executor(
     choice = choose_dtype(config, model_config, device)
     storage = choose_storage(config, model_config, device, choice.dtype)
     has_drafts = config.speculation is not None and config.speculation.has_draft_layer
-    drafter, kv_cache_dtype = choose_drafter(config), choose_kv_cache_dtype(config, device)
+    drafter = choose_drafter(config)
     need = (choice.dtype, device, shard)
     require_room_for_weights(model_config, *need, with_draft_layer=has_drafts, pictures=pictures, bits=storage.bits)
     notes = [choice.note, storage.note]
@@ -124,24 +124,14 @@ def load_uni_executor(
         seed=config.seed,
         progress=progress,
         with_draft_layer=has_drafts,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=choose_kv_cache_dtype(config, device),
         rounded_to=published_dtype(model_config) if choice.is_widened else None,
         keeps_quantized=storage.keeps_quantized,
         pictures=pictures,
         adapter=None if lora is None else read_adapter(Path(lora.path)),
         adapter_slots=choose_adapter_slots(config),
     )
-    if drafter is not None:
-        load_drafter(
-            cast(CausalLM, model),
-            drafter,
-            device,
-            load_format=config.load_format,
-            seed=config.seed,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-    if config.speculation is not None and config.speculation.draft_vocab_size is not None:
-        model.limit_drafts(config.speculation.draft_vocab_size)
+    _complete_drafter(cast(CausalLM, model), drafter, config, device)
     notes = [unused_note(model.weights_report)] if shard.is_first else []
     if storage.keeps_quantized:
         notes += [kept_note(model.weights_report), peak_note(device)]
@@ -161,6 +151,17 @@ def load_uni_executor(
         weights_s=weights_s,
         progress=progress,
     )
+
+
+def _complete_drafter(
+    model: CausalLM, drafter: BlockDrafterConfig | None, config: EngineConfig, device: torch.device
+) -> None:
+    """Load a drafter that has its own files, and limit what is drafted."""
+    if drafter is not None:
+        kv_cache_dtype = choose_kv_cache_dtype(config, device)
+        load_drafter(model, drafter, device, config.load_format, config.seed, kv_cache_dtype)
+    if config.speculation is not None and config.speculation.draft_vocab_size is not None:
+        model.limit_drafts(config.speculation.draft_vocab_size)
 
 
 def choose_drafter(config: EngineConfig) -> BlockDrafterConfig | None:

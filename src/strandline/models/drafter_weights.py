@@ -20,7 +20,6 @@ def load_drafter(
     model: CausalLM,
     config: BlockDrafterConfig,
     device: torch.device | str,
-    *,
     load_format: str = "auto",
     seed: int = 0,
     kv_cache_dtype: str | None = None,
