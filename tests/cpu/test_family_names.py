@@ -17,6 +17,7 @@ HOMES = re.compile(r"(models|architectures)/.*|kernels/recurrences/(gdn|kda|ligh
 
 ALLOWED: Mapping[str, str] = {
     "model_config.py": "the nearest of unsupported architectures",
+    "drafter_config.py": "published drafters describe their layers as Qwen3 does",
     "text/tool_formats.py": "wire formats of tool calls are named after the models that brought them",
     "server/requests/output_parser.py": "wire formats of reasoning, named likewise",
     "bench/known_models.py": "a table of known models, and the default of flags",
