@@ -176,8 +176,8 @@ def choose_drafter(config: EngineConfig) -> BlockDrafterConfig | None:
     drafter = read_drafter_config(find_model(speculation.model))
     if speculation.num_speculative_tokens >= drafter.block_tokens:
         raise ConfigError(
-            f"--speculative-config: num_speculative_tokens is {speculation.num_speculative_tokens}; the drafter makes at "
-            f"most {drafter.block_tokens - 1} drafts, one less than its block_size"
+            f"--speculative-config: num_speculative_tokens is {speculation.num_speculative_tokens}; the drafter makes "
+            f"at most {drafter.block_tokens - 1} drafts, one less than its block_size"
         )
     return drafter
 
