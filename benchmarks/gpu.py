@@ -9,13 +9,15 @@
     python benchmarks/gpu.py --model demo --load-format auto --only beside --beside-tokens 6000 --max-model-len 8192
     python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-35b-a3b --only decode,prefill --tensor-parallel-size 2
     python benchmarks/gpu.py --model benchmarks/configs/qwen3-next-80b-a3b --only decode,prefill -tp 2
+    python benchmarks/gpu.py --model benchmarks/configs/qwen3.5-4b --only adapters --batch-sizes 1,64
 
 Decode: prompts of 1,024 tokens, 256 tokens out; the time per token of a sequence and its tokens per step, while all
 decode; with ``--depths``, for each number of drafts in turn. Prefill: prompts that share nothing, one token out.
 Serving: one shared prefix of 4,096 tokens, 128 more each, 512 out, 16 requests under way at any time, 128 in all.
 Turns: 128 and 500 new tokens behind 4,096 cached ones, alone and while 15 sequences decode; the time to the first
 token. Long: one cold prompt of each length, the decode steps of one and of four sequences behind it. Beside: the gaps
-between the tokens of one and of four decodes beside the prefill of a long prompt (``--beside-tokens``). Weights are
+between the tokens of one and of four decodes beside the prefill of a long prompt (``--beside-tokens``). Adapters: the
+decodes without and with a random adapter, and prefill with it. Weights are
 random unless ``--load-format`` says otherwise. Everything is greedy; decode, prefill and serving run once before they
 are measured.
 """
@@ -26,16 +28,26 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from random import Random
 from statistics import mean, median
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 from strandline import LLM, SamplingParams
 from strandline.config import KV_CACHE_DTYPES
+from strandline.device.uni_executor import UniExecutor
+from strandline.models.adapter_slots import AdapterSlots
+from strandline.records.adapters import LoadedAdapter, salt_with
 
 PROFILED_STEPS = 20
+ADAPTED = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
 FIRST_TOKENS = 4
 """Tokens of a sequence before its steps are measured."""
 
@@ -54,6 +66,7 @@ def main() -> None:
         "turns": measure_turns,
         "long": measure_long,
         "beside": measure_beside,
+        "adapters": measure_adapters,
     }
     with load(options) as llm:
         for name, measure in parts.items():
@@ -75,6 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--memory", help="of the cache and of running requests, such as 4GiB; default: the engine's")
     parser.add_argument("--host-memory", help="for evicted entries; default: none")
@@ -86,6 +100,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
+    parser.add_argument("--lora-rank", type=int, default=16, help="of the adapter")
+    parser.add_argument("--max-loras", type=int, default=1)
+    parser.add_argument("--lora-target-modules", nargs="+", default=ADAPTED, help="linear layers that it changes")
     parser.add_argument("--profile", metavar="FILE", help="write a table of a decode step's kernels here")
     return parser.parse_args()
 
@@ -97,6 +114,7 @@ def load(options: argparse.Namespace) -> LLM:
         load_format=options.load_format,
         skip_tokenizer_init=True,
         max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         tensor_parallel_size=options.tensor_parallel_size,
@@ -109,11 +127,19 @@ def load(options: argparse.Namespace) -> LLM:
         dequantize=options.dequantize,
         kv_cache_dtype=options.kv_cache_dtype,
         speculative_config=options.speculative_config,
+        **adapter_options(options),
     )
     print(f"loaded in {time.perf_counter() - start_s:.1f} s")
     for line in llm.engine.describe():
         print(f"  {line}")
     return llm
+
+
+def adapter_options(options: argparse.Namespace) -> dict[str, Any]:
+    if "adapters" not in options.only.split(","):
+        return {}
+    names = {"max_loras": options.max_loras, "max_lora_rank": options.lora_rank}
+    return {"enable_lora": True, "lora_target_modules": options.lora_target_modules, **names}
 
 
 def synchronize() -> None:
@@ -164,7 +190,7 @@ class Window(NamedTuple):
     """Of one sequence, where every step has all of them."""
 
 
-def measure_window(llm: LLM, rng: Random, batch_size: int, output_tokens: int) -> Window:
+def measure_window(llm: LLM, rng: Random, batch_size: int, output_tokens: int, salt: str = "") -> Window:
     """Serve prompts, and measure the steps from where all have four tokens until the first one is about to end.
 
     With drafts sequences end at different steps: the last steps have fewer of them, and fewer drafts.
@@ -172,7 +198,7 @@ def measure_window(llm: LLM, rng: Random, batch_size: int, output_tokens: int) -
     engine, speculation = llm.engine, llm.config.speculation
     most_per_step = 1 if speculation is None else 1 + speculation.num_speculative_tokens
     for index in range(batch_size):
-        engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(output_tokens))
+        engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(output_tokens), salt=salt)
     while engine.scheduler.waiting or any(len(r.output_ids) < FIRST_TOKENS for r in engine.scheduler.running):
         engine.step()
     requests = list(engine.scheduler.running)
@@ -192,6 +218,55 @@ def measure_window(llm: LLM, rng: Random, batch_size: int, output_tokens: int) -
     while engine.has_unfinished:
         engine.step()
     return Window(elapsed_s / num_tokens * batch_size * 1000, num_tokens / num_steps / batch_size)
+
+
+def measure_adapters(llm: LLM, options: argparse.Namespace) -> None:
+    salt = salt_with(load_random_adapter(llm, options.lora_rank), "")
+    rng = Random(1)
+    for batch_size in map(int, options.batch_sizes.split(",")):
+        plain, adapted = (
+            [measure_window(llm, rng, batch_size, options.output_tokens, each).ms_per_token for _ in range(3)]
+            for each in ("", salt)
+        )
+        ratio = median(adapted) / median(plain)
+        print(
+            f"decode at {batch_size}: {median(plain):.3f} ms per token without adapter, {median(adapted):.3f} with one "
+            f"({ratio:.3f} of it; runs {', '.join(f'{ms:.3f}' for ms in (*plain, *adapted))})",
+            flush=True,
+        )
+    num_tokens = min(8192, llm.engine.core.limits.max_model_len - 1)
+    for each in ("", salt):
+        prompts_s = []
+        for index in range(3):
+            synchronize()
+            start_s = time.perf_counter()
+            llm.engine.add_request(str(index), some_tokens(llm, rng, num_tokens), params_for(1), salt=each)
+            while llm.engine.has_unfinished:
+                llm.engine.step()
+            prompts_s.append(time.perf_counter() - start_s)
+        shown = "with" if each else "without"
+        print(f"prompt of {num_tokens:,} tokens {shown} adapter: {min(prompts_s) * 1000:.1f} ms", flush=True)
+
+
+def load_random_adapter(llm: LLM, rank: int) -> LoadedAdapter:
+    """Write an adapter of all linear layers that adapters may change, and load it."""
+    executor = llm.engine.core.executor
+    assert isinstance(executor, UniExecutor)
+    slots = executor.runner.model.adapters
+    assert isinstance(slots, AdapterSlots)
+    tensors = dict[str, torch.Tensor]()
+    for name, (num_outputs, num_inputs) in slots.shapes.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, num_inputs) * num_inputs**-0.5
+        tensors[f"{module}.lora_B.weight"] = torch.randn(num_outputs, rank) * 0.01
+    with TemporaryDirectory() as directory:
+        save_file(tensors, f"{directory}/adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+        Path(directory, "adapter_config.json").write_text(json.dumps(config))
+        loaded = llm.engine.core.adapters.load("random", directory)
+    num_weights = sum(tensor.numel() for tensor in tensors.values())
+    print(f"adapter of {len(tensors) // 2} linear layers, {num_weights:,} weights of rank {rank}", flush=True)
+    return loaded
 
 
 def measure_prefill(llm: LLM, options: argparse.Namespace) -> None:

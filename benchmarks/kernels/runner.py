@@ -32,7 +32,17 @@ from report import Row, bytes_per_s, compare, load, save
 from timing import checksum, cpu_times_us, gpu_time_us, recorded_kernels, relative_error, tensors_of
 from torch import Tensor
 
-CASE_FILES = ("linear", "experts", "attention", "recurrences", "recurrence_peers", "logs", "norms", "sampling")
+CASE_FILES = (
+    "linear",
+    "adapters",
+    "experts",
+    "attention",
+    "recurrences",
+    "recurrence_peers",
+    "logs",
+    "norms",
+    "sampling",
+)
 """Modules that register cases."""
 
 RETRIES = 2

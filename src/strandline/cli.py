@@ -327,6 +327,8 @@ def _add_lora_flags(add: Any) -> None:
     add("--max-loras", type=int, default=1, metavar="N", help=text)
     text = "maximum rank of LoRA adapters (default: 16, or the largest of --lora-modules)"
     add("--max-lora-rank", type=int, metavar="N", help=text)
+    text = "linear layers that LoRA adapters may change (default: those that --lora-modules change, or all)"
+    add("--lora-target-modules", action=Extend, nargs="+", default=(), metavar="NAME", help=text)
     add("--merge-lora", metavar="NAME=PATH", help="add a LoRA adapter to the weights as they load (default: none)")
 
 

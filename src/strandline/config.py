@@ -161,6 +161,9 @@ class EngineConfig:
     """Adapters that a step can use; further ones that are loaded stay in host memory meanwhile."""
     max_lora_rank: int | None = None
     """Maximum rank of an adapter; None: 16, or more if one of ``lora_modules`` has more."""
+    lora_target_modules: Sequence[str] = ()
+    """Names of the linear layers that adapters may change, such as ``q_proj``; empty: those that ``lora_modules``
+    change, or all if there are none."""
     seed: int = 0
     """Seed for requests without a seed, and for dummy weights."""
 
@@ -248,6 +251,7 @@ class EngineConfig:
         if len({*names}) < len(names):
             raise ConfigError(f"--lora-modules must have names that differ, got {', '.join(names)}")
         given = {"lora_modules": names, "max_loras": self.max_loras > 1, "max_lora_rank": self.max_lora_rank}
+        given["lora_target_modules"] = self.lora_target_modules
         for name in (name for name, value in given.items() if value and not self.enable_lora):
             raise ConfigError(f"{flag(name)} needs --enable-lora")
         if self.merged_lora is not None and self.load_format == "dummy":

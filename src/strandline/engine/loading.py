@@ -190,10 +190,12 @@ def choose_adapter_slots(config: EngineConfig) -> SlotSizes | None:
     """
     if not config.enable_lora:
         return None
+    adapters = [read_adapter(Path(lora.path)) for lora in config.loras]
     rank = config.max_lora_rank
     if rank is None:
-        rank = max(DEFAULT_MAX_LORA_RANK, *(read_adapter(Path(lora.path)).rank for lora in config.loras), 0)
-    return SlotSizes(config.max_loras, rank)
+        rank = max(DEFAULT_MAX_LORA_RANK, *(adapter.rank for adapter in adapters), 0)
+    changed = (module.rpartition(".")[2] for adapter in adapters for module in adapter.modules)
+    return SlotSizes(config.max_loras, rank, frozenset(config.lora_target_modules or changed))
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:

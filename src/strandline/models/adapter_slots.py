@@ -26,10 +26,16 @@ from strandline.models.storage.stored_rows import Rows, base_of, rows_and_source
 
 
 class SlotSizes(NamedTuple):
-    """How many adapters steps can use at once, and up to which rank."""
+    """How many adapters steps can use at once, up to which rank, and what they may change."""
 
     num: int
     max_rank: int
+    modules: frozenset[str] = frozenset()
+    """Last parts of modules' names; empty: all modules."""
+
+    def may_change(self, name: str) -> bool:
+        """Return whether adapters may change a published weight."""
+        return not self.modules or name.removesuffix(".weight").rpartition(".")[2] in self.modules
 
 
 class Part(NamedTuple):
@@ -111,7 +117,7 @@ class AdapterSlots:
             if isinstance(module, Projection) and id(module) not in fused
         }
         by_owner = dict[Projection, dict[str, list[Part]]]()
-        for name in self._shapes:
+        for name in filter(sizes.may_change, self._shapes):
             pieces, shape = targets[name].pieces, targets[name].shape
             found = {owners.get(id(base_of(view))) for piece in pieces for view in piece.parts}
             owner = found.pop() if len(found) == 1 else None
@@ -127,7 +133,7 @@ class AdapterSlots:
 
     def _attach(self, owner: Projection, parts: Mapping[str, Sequence[Part]]) -> None:
         num_outputs, num_inputs = owner.weight_OI.shape
-        num_slots, max_rank = self.sizes
+        num_slots, max_rank, _ = self.sizes
         start, device = sum(len(projection.parts) for projection in self._projections), self.device
         part_O = torch.full((num_outputs,), -1, dtype=torch.int32)
         for index, placed in enumerate(parts.values()):
@@ -148,9 +154,15 @@ class AdapterSlots:
 
         Raises:
             WeightsError: as ``place_adapter``, or it changes a weight that adapters can only be merged into.
-            ConfigError: its rank is too large.
+            ConfigError: its rank is too large, or it changes a weight that adapters may not change.
         """
         changes = place_adapter(adapter, self._shapes)
+        other = next((name for name in changes if not self.sizes.may_change(name)), None)
+        if other is not None:
+            raise ConfigError(
+                f"{adapter.directory} changes {other}; adapters may change {', '.join(sorted(self.sizes.modules))}: "
+                "add it to --lora-target-modules"
+            )
         merged = sorted(changes.keys() - {*self._names})
         if merged:
             raise WeightsError(
@@ -170,6 +182,11 @@ class AdapterSlots:
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self._rank_SQ.is_cuda else values
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the published weights that adapters may change, by name."""
+        return {name: self._shapes[name] for name in self._names}
 
     def fill(self, slot: int, image: AdapterImage) -> None:
         """Put an adapter into a slot. Steps that have been launched compute with the one before."""

@@ -153,6 +153,19 @@ def test_a_rewritten_directory_hits_nothing_old(models: Models, make: MakeLLM, t
     assert llm.engine.cache.stats().hit_tokens > before
 
 
+def test_modules_that_no_adapter_changes_at_the_start_are_refused_later(
+    models: Models, make: MakeLLM, tmp_path: Path
+) -> None:
+    query, value = (
+        adapters.write(tmp_path / name, adapters.draw({f"model.layers.1.self_attn.{name}": (rows, 32)}))
+        for name, rows in (("q_proj", 128), ("v_proj", 32))
+    )
+    llm = make(lora_modules=[f"query={query}"])
+    assert answers(llm, [PROMPTS[0]], [LoRARequest("query", 1, str(query))]) != answers(llm, [PROMPTS[0]], [None])
+    with pytest.raises(ConfigError, match=r"v_proj\.weight; adapters may change q_proj"):
+        answers(llm, [PROMPTS[0]], [LoRARequest("value", 2, str(value))])
+
+
 def test_unloaded_adapters_end_with_the_requests_that_use_them(models: Models, make: MakeLLM) -> None:
     llm = make(lora_modules=[f"a={models.requests[0].lora_path}"])
     core = llm.engine.core
@@ -199,6 +212,8 @@ def test_what_an_engine_cannot_serve_is_refused_by_name(models: Models, make: Ma
         answers(make(enable_lora=False, max_loras=1), [PROMPTS[0]], [first])
     with pytest.raises(ConfigError, match="has rank 3, more than --max-lora-rank 2"):
         answers(make(max_lora_rank=2), [PROMPTS[0]], [first])
+    with pytest.raises(ConfigError, match="adapters may change k_proj, q_proj: add it to --lora-target-modules"):
+        answers(make(lora_target_modules=["q_proj", "k_proj"]), [PROMPTS[0]], [first])
     head = adapters.write(tmp_path / "head", adapters.draw({"lm_head": (97, 32)}))
     llm = make()
     with pytest.raises(ConfigError, match=r"changes lm_head\.weight, which adapters can only be merged into"):
@@ -216,6 +231,7 @@ def test_what_an_engine_cannot_serve_is_refused_by_name(models: Models, make: Ma
         ({"max_loras": 2}, "--max-loras needs --enable-lora"),
         ({"max_lora_rank": 8}, "--max-lora-rank needs --enable-lora"),
         ({"enable_lora": True, "lora_modules": ["a=x", "a=y"]}, "names that differ"),
+        ({"lora_target_modules": ["q_proj"]}, "--lora-target-modules needs --enable-lora"),
         ({"enable_lora": True, "max_loras": 0}, "--max-loras must be"),
         ({"enable_lora": True, "max_lora_rank": 0}, "--max-lora-rank must be"),
         ({"enable_lora": 1}, "--enable-lora must be"),

@@ -24,7 +24,7 @@ FLAGS = [
     "--gpu-memory-utilization", "--host", "--host-memory", "--keep-client-telemetry",
     "--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config", "--language-model-only",
     "--limit-mm-per-prompt", "--load-format", "--long-prefill-token-threshold",
-    "--lora-modules",
+    "--lora-modules", "--lora-target-modules",
     "--mamba-block-size", "--mamba-cache-mode", "--max-body-bytes", "--max-image-tokens",
     "--max-lora-rank", "--max-loras", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-seqs", "--max-queue", "--memory", "--merge-lora", "--no-async-scheduling",

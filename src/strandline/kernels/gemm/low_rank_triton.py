@@ -164,6 +164,11 @@ def _expand_kernel(
     tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=mask_MN)
 
 
+def block_outputs(num_outputs: int) -> int:
+    """Return how many outputs a program adds to."""
+    return 128 if num_outputs >= WIDE_OUTPUTS else 64
+
+
 def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: TiledRows) -> Tensor:
     """Triton version of :func:`strandline.kernels.gemm.low_rank.add_low_rank`. Sums are rounded before they are
     multiplied with the second factors, as those are."""
@@ -197,7 +202,7 @@ def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: T
         **common,
         **overlap_options(x_TI),
     )
-    block_n = 128 if num_outputs >= WIDE_OUTPUTS else 64
+    block_n = block_outputs(num_outputs)
     _expand_kernel[(num_tiles, cdiv(num_outputs, block_n))](
         hidden_XMR,
         weights.up_SOR,
