@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
@@ -77,43 +78,47 @@ class BlockDrafts:
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""
-        batch = self._block_batch(verified, num_drafts)
-        starts_N = batch.attention.query_starts_N1[: len(verified.planned.start), None]
+        newest_N = self._last.tokens_P[: len(verified.planned.start)]
+        batch = padded_blocks(verified, newest_N, num_drafts, self._mask_token_id, self._kernels)
+        starts_N = batch.attention.query_starts_N1[: len(newest_N), None]
         draft_D = torch.arange(1, num_drafts + 1, device=starts_N.device)
         rows_ND = (starts_N + draft_D).clamp_max(len(batch.token_ids_T) - 1)
         return self._likeliest(batch, rows_ND.flatten()).view(rows_ND.shape)
 
-    def _block_batch(self, verified: Verified, num_drafts: int) -> StepBatch:
-        """Return the blocks of all sequences, padded as the step is: unused rows are the filler's."""
-        planned = verified.planned
-        count = len(planned.start)
-        num_rows = count * (1 + num_drafts)
-        newest_N = planned.start + verified.accepted.num_accepted_N + 1
-        lengths_N = (planned.next_drafts + 1) * (planned.next_drafts > 0)
-        ends_N = lengths_N.cumsum(0)
-        starts_N2 = torch.nn.functional.pad(ends_N, (1, 1))
-        starts_N2[-1] = num_rows
-        start_N1 = torch.nn.functional.pad(newest_N, (0, 1))
-        length_N1 = torch.nn.functional.pad(lengths_N, (0, 1))
-        length_N1[-1] = num_rows - ends_N[-1]
-        nothing_N1 = torch.zeros_like(start_N1)
-        end_N1 = start_N1 + length_N1
-        ranges = (start_N1, end_N1, nothing_N1, nothing_N1)
-        places = self._kernels[locate_rows](starts_N2, *ranges, verified.block_table_NM, num_rows)
-        row_T = torch.arange(num_rows, device=starts_N2.device)
-        sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
-        newest_T = torch.nn.functional.pad(self._last.tokens_P[:count].clamp_min(0), (0, 1))[sequence_T]
-        tokens_T = torch.where(row_T == starts_N2[sequence_T], newest_T, self._mask_token_id)
-        attention = replace(
-            verified.batch.attention,
-            query_starts_N1=starts_N2,
-            context_lens_N=end_N1,
-            block_table_NM=verified.block_table_NM,
-            write_blocks_T=places.write_blocks_T,
-            write_offsets_T=places.write_offsets_T,
-            gathers={},
-        )
-        return StepBatch(tokens_T, places.positions_T, 0, 0, attention, verified.batch.recurrent)
+
+def padded_blocks(
+    verified: Verified, newest_N: Tensor, num_drafts: int, mask_token_id: int, kernels: Kernels
+) -> StepBatch:
+    """Return the blocks of all sequences of a padded step, padded as it is: unused rows are the filler's.
+
+    Args:
+        newest_N: each sequence's last sampled token.
+        num_drafts: most of a sequence.
+    """
+    planned, table_NM = verified.planned, verified.block_table_NM
+    num_rows = len(newest_N) * (1 + num_drafts)
+    lengths_N = (planned.next_drafts + 1) * (planned.next_drafts > 0)
+    ends_N = lengths_N.cumsum(0)
+    start_N1 = pad(planned.start + verified.accepted.num_accepted_N + 1, (0, 1))
+    end_N1 = start_N1 + torch.cat((lengths_N, num_rows - ends_N[-1:]))
+    starts_N2 = pad(ends_N, (1, 1))
+    starts_N2[-1] = num_rows
+    none_N1 = torch.zeros_like(start_N1)
+    places = kernels[locate_rows](starts_N2, start_N1, end_N1, none_N1, none_N1, table_NM, num_rows)
+    row_T = torch.arange(num_rows, device=newest_N.device)
+    sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
+    is_newest_T = row_T == starts_N2[sequence_T]
+    attention = replace(
+        verified.batch.attention,
+        query_starts_N1=starts_N2,
+        context_lens_N=end_N1,
+        block_table_NM=table_NM,
+        write_blocks_T=places.write_blocks_T,
+        write_offsets_T=places.write_offsets_T,
+        gathers={},
+    )
+    tokens_T = torch.where(is_newest_T, pad(newest_N.clamp_min(0), (0, 1))[sequence_T], mask_token_id)
+    return StepBatch(tokens_T, places.positions_T, 0, 0, attention, verified.batch.recurrent)
 
 
 def _block_plan(sequence: SequencePlan, sampled: Sequence[int], mask_token_id: int) -> SequencePlan:

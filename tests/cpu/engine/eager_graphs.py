@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strandline.device.adapter_tiles import HostTiles
 from strandline.device.batch import build_host_batch, to_device
+from strandline.device.block_drafts import padded_blocks
 from strandline.device.graphs import CapturedStep, StepGraphs
 from strandline.device.padded_step import StepSize, single_rows
 from strandline.device.runner import Runner
@@ -158,6 +159,21 @@ def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
     single = single_rows(batch, *args)
     lengths = tuple(single.attention.context_lens_N.tolist())
     return replace(single, attention=replace(single.attention, context_lens=lengths, gathers={}))
+
+
+def padded_blocks_on_the_host(*args: Any) -> StepBatch:
+    """Return what kernels that look for lengths on the host need."""
+    blocks = padded_blocks(*args)
+    attention = blocks.attention
+    starts = attention.query_starts_N1.tolist()
+    used = [n for n in range(len(starts) - 1) if starts[n + 1] > starts[n]]
+    on_host = replace(
+        attention,
+        query_starts=(0, *(starts[n + 1] for n in used)),
+        context_lens=tuple(attention.context_lens_N[used].tolist()),
+        block_table_NM=attention.block_table_NM[used],
+    )
+    return replace(blocks, attention=on_host)
 
 
 def replay_eagerly(

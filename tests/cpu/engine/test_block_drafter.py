@@ -1,15 +1,18 @@
 """A drafter of blocks drafts what its reference implementation does, also behind hits, and changes no token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.drafting import DraftLayerDrafter
+from strandline.device import block_drafts
+from strandline.device.uni_executor import UniExecutor
 from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
-from tests.cpu.engine.test_exactness import tokens
+from strandline.ids import RequestId
+from tests.cpu.engine.eager_graphs import padded_blocks_on_the_host, replay_eagerly
+from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tiny_drafter import Reference, save_drafter
 
@@ -51,33 +54,34 @@ def make(model: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM
     return make
 
 
-class Spy(DraftLayerDrafter):
-    """Notes what was drafted, by the prompt and the number of tokens before."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
-
-    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
-        drafts = super().propose(request, max_tokens)
-        self.seen.setdefault(request.prompt_ids, {})[request.num_tokens] = request.drafts
-        return drafts
+Drafted = dict[RequestId, tuple[Request, dict[int, tuple[int, ...]]]]
+"""By request, what was drafted after how many tokens."""
 
 
-def spy_on(llm: LLM) -> Spy:
-    spy = llm.engine.scheduler.drafts.drafter = Spy()
-    return spy
+def note_drafts(llm: LLM) -> Drafted:
+    """Return what will hold all drafts of an LLM."""
+    drafts, drafted = llm.engine.scheduler.drafts, Drafted()
+    look_up = drafts.look_up
+
+    def noted(advanced: Sequence[Request], num_running: int) -> None:
+        for request in advanced:
+            _, seen = drafted.setdefault(request.request_id, (request, {}))
+            if request.drafts:
+                seen[len(request.prompt_ids) + len(request.output_ids)] = request.drafts
+        look_up(advanced, num_running)
+
+    drafts.look_up = noted  # type: ignore[method-assign]
+    return drafted
 
 
-def check_drafts(reference: Reference, spy: Spy, prompt: list[int], answer: list[int]) -> int:
-    """Compare all drafts of a request with the reference; return how often it drafted."""
-    whole, seen = prompt + answer, spy.seen[tuple(prompt)]
-    features = reference.features(whole)
-    found = {count: list(drafts) for count, drafts in seen.items() if drafts}
-    expected = {
-        count: reference.drafts(features[: count - 1], whole[count - 1], len(drafts)) for count, drafts in found.items()
-    }
-    assert found == expected
-    return len(found)
+def check_drafts(reference: Reference, drafted: Drafted) -> None:
+    """Compare all drafts with the reference; each request must have some."""
+    for request, seen in drafted.values():
+        whole = [*request.prompt_ids, *request.output_ids]
+        features = reference.features(whole)
+        assert len(seen) > 2
+        for count, drafts in seen.items():
+            assert list(drafts) == reference.drafts(features[: count - 1], whole[count - 1], len(drafts)), count
 
 
 @pytest.mark.parametrize("speculation", [{}, SYNTHETIC], ids=["standard", "synthetic"])
@@ -86,8 +90,37 @@ def test_drafts_are_those_of_the_reference(
     make: MakeLLM, reference: Reference, speculation: dict[str, object], step_tokens: int
 ) -> None:
     llm = make(speculation, max_num_batched_tokens=step_tokens)
-    spy = spy_on(llm)
-    for count in (1, 9, 63, 64, 130):
-        prompt = tokens(count, seed=count)
-        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
-        assert check_drafts(reference, spy, prompt, list(output.outputs[0].token_ids)) >= 3
+    drafted = note_drafts(llm)
+    answers(llm, [tokens(count, seed=count) for count in (1, 9, 63, 64, 130)], GREEDY)
+    check_drafts(reference, drafted)
+
+
+def in_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Verify and draft as CUDA graphs do, and plan steps ahead."""
+    monkeypatch.setattr(block_drafts, "padded_blocks", padded_blocks_on_the_host)
+    executor = llm.engine.core.executor
+    assert isinstance(executor, UniExecutor)
+    replay_eagerly(executor.runner, NUM_DRAFTS, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
+    llm.engine.scheduler.drafts.corrects_lengths = True
+    return llm
+
+
+MIXED = [
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=13, top_k=20),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=21, top_p=0.9),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=20, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("speculation", [{}, SYNTHETIC], ids=["standard", "synthetic"])
+def test_drafts_of_captured_steps_are_those_of_the_reference(
+    make: MakeLLM, reference: Reference, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, object]
+) -> None:
+    llm = in_graphs(make(speculation, async_scheduling=True, max_num_seqs=3), monkeypatch)
+    drafted = note_drafts(llm)
+    prompts = [tokens(count, seed=count) for count in (5, 63, 64, 100)]
+    found = answers(llm, prompts, MIXED)
+    check_drafts(reference, drafted)
+    if not speculation:
+        assert found == answers(make(speculative_config=None), prompts, MIXED)

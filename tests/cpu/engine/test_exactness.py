@@ -19,7 +19,9 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
 
 
-def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+def answers(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] = GREEDY
+) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
