@@ -14,13 +14,16 @@ def disk_cache_weights(config: EngineConfig) -> str:
 
 
 def weights_digest(config: EngineConfig) -> str:
-    """Return a digest of a model's weights, and of the adapter that is added to them.
+    """Return a digest of a model's weights, of the adapter that is added to them, and of a drafter's weights.
 
     Raises:
         ConfigError: they cannot be read.
     """
     if config.load_format == "dummy":
         return f"random {config.seed}"
-    weights = fingerprint(find_model(config.model))
-    lora = config.merged_lora
-    return weights if lora is None else f"{weights} {read_adapter(Path(lora.path)).digest}"
+    digests = [fingerprint(find_model(config.model))]
+    if config.merged_lora is not None:
+        digests.append(read_adapter(Path(config.merged_lora.path)).digest)
+    if config.speculation is not None and config.speculation.model is not None:
+        digests.append(fingerprint(find_model(config.speculation.model)))
+    return " ".join(digests)

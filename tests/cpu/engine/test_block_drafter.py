@@ -1,20 +1,26 @@
 """A drafter of blocks drafts what its reference implementation does, also behind hits, and changes no token."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.device import block_drafts
+from strandline.device.sizing import slabs_for
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
+from strandline.errors import ConfigError
 from strandline.ids import RequestId
+from tests.cpu.engine.conftest import llm_maker
 from tests.cpu.engine.eager_graphs import padded_blocks_on_the_host, replay_eagerly
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tiny_drafter import Reference, save_drafter
+from tests.cpu.engine.tiny_drafter import Reference, load_oracle, save_drafter
+from tests.cpu.models import families
 
 NUM_DRAFTS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -22,6 +28,8 @@ SYNTHETIC = {
     "rejection_sample_method": "synthetic",
     "synthetic_acceptance_rates": [0.8, 0.6, 0.5, 0.4, 0.3],
 }
+SEVERAL_STREAMS = ("glm5_next", "qwen4_exp")
+"""Families whose layers pass on several residual streams."""
 MakeLLM = Callable[..., LLM]
 
 
@@ -37,7 +45,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path, drafter: Path) -> Reference:
-    return Reference(model, drafter)
+    return Reference(load_oracle(model), drafter)
 
 
 @pytest.fixture
@@ -124,3 +132,87 @@ def test_drafts_of_captured_steps_are_those_of_the_reference(
     check_drafts(reference, drafted)
     if not speculation:
         assert found == answers(make(speculative_config=None), prompts, MIXED)
+
+
+def test_drafts_after_hits_at_any_position_are_those_of_the_reference(make: MakeLLM, reference: Reference) -> None:
+    llm, cold = make(max_num_batched_tokens=100), make(enable_prefix_caching=False)
+    prompt = tokens(150)
+    [expected] = answers(cold, [prompt], GREEDY)
+    positions = [1, 20, 63, 64, 65, 128, 149]
+    prefixes: list[Any] = [{"prompt_token_ids": prompt[:count], "cache_salt": str(count)} for count in positions]
+    llm.generate(prefixes, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    drafted = note_drafts(llm)
+    for count in [*positions, *positions]:
+        # The second time, nothing is left to compute but tokens of the answer.
+        whole: Any = {"prompt_token_ids": prompt, "cache_salt": str(count)}
+        [output] = llm.generate(whole, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected
+        assert output.num_cached_tokens >= count
+    check_drafts(reference, drafted)
+
+
+def test_drafts_of_forked_and_preempted_requests_are_those_of_the_reference(
+    make: MakeLLM, reference: Reference
+) -> None:
+    spec = make().engine.core.spec
+    llm = make(memory=(slabs_for(spec, 140) + 2) * spec.slab_bytes, max_model_len=140)
+    drafted = note_drafts(llm)
+    prompts = [tokens(60, seed=seed) for seed in range(3)]
+    answers(llm, prompts, SamplingParams(temperature=0, max_tokens=70))
+    assert llm.engine.scheduler.num_preemptions > 0
+    [forked] = llm.generate([prompts[0]], SamplingParams(n=3, seed=11, max_tokens=12), use_tqdm=False)
+    plain = make(speculative_config=None)
+    [expected] = plain.generate([prompts[0]], SamplingParams(n=3, seed=11, max_tokens=12), use_tqdm=False)
+    assert [x.token_ids for x in forked.outputs] == [x.token_ids for x in expected.outputs]
+    check_drafts(reference, drafted)
+
+
+def test_drafts_after_loads_from_host_memory_and_disk_are_those_of_the_reference(
+    make: MakeLLM, reference: Reference, tmp_path: Path
+) -> None:
+    prompts = [tokens(count, seed=count) for count in (300, 257, 256, 191, 130, 65)]
+    slab_bytes = make().engine.core.spec.slab_bytes
+    tiers = {"host_memory": "8MiB", "disk_cache": str(tmp_path), "disk_cache_size": "64MiB"}
+    options: dict[str, Any] = {"memory": 14 * slab_bytes, "max_model_len": 512, **tiers}
+    llm = make(**options)
+    expected = [answers(llm, [prompt], GREEDY) for prompt in prompts]
+    for is_restarted in (False, True):
+        if is_restarted:
+            llm.close()
+            llm = make(**options)
+        drafted = note_drafts(llm)
+        assert [answers(llm, [prompt], GREEDY) for prompt in prompts] == expected
+        check_drafts(reference, drafted)
+        assert llm.engine.core.cache.stats().loads.num_done > 0
+    llm.close()
+
+
+def test_other_drafters_do_not_reuse_a_disk_cache(make: MakeLLM, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"disk_cache": str(tmp_path / "cache"), "disk_cache_size": "64MiB"}
+    other = save_drafter(tmp_path / "other", seed=6)
+    prompt = tokens(130)
+    for model, num_cached in (({}, 0), ({}, 130), ({"model": str(other)}, 0)):
+        with make(model, **options) as llm:
+            [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+            assert output.num_cached_tokens == num_cached
+
+
+@pytest.mark.parametrize("name", families.REPRESENTATIVES)
+def test_every_family_drafts_what_the_reference_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = families.save(name, tmp_path / "model")
+    sizes = json.loads((directory / "config.json").read_text())
+    hidden_size = sizes.get("text_config", sizes)["hidden_size"]
+    drafter = save_drafter(tmp_path / "drafter", hidden_size=hidden_size)
+    config = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    make = llm_maker(directory, monkeypatch, device="cpu", memory="32MiB")
+    prompts = [tokens(count, seed=count) for count in (1, 64, 100)]
+    if name in SEVERAL_STREAMS:
+        with pytest.raises(ConfigError, match="several outputs"):
+            make(speculative_config=config)
+        return
+    llm, params = make(speculative_config=config), MIXED[:3]
+    drafted = note_drafts(llm)
+    assert answers(llm, prompts, params) == answers(make(), prompts, params)
+    check_drafts(Reference(families.oracle(name), drafter), drafted)

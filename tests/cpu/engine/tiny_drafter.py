@@ -67,19 +67,26 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     }
 
 
-class Reference:
-    """What a drafter drafts for a model in a directory."""
+def load_oracle(directory: Path) -> Any:
+    """Load a model with transformers."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
-    def __init__(self, model: Path, drafter: Path) -> None:
+
+class Reference:
+    """What a drafter drafts for a model of transformers."""
+
+    def __init__(self, model: Any, drafter: Path) -> None:
         self.config = json.loads((drafter / "config.json").read_text())
         self.weights = load_file(drafter / "model.safetensors")
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = model
 
     @torch.no_grad()
     def features(self, tokens: list[int]) -> Tensor:
         """Return ``hidden_norm(fc(outputs of the target layers))`` of every token, each row on its own."""
         outputs = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
-        layers = [outputs[1 + index][0] for index in self.config["dflash_config"]["target_layer_ids"]]
+        # Others begin with the embedding.
+        first = 0 if self.model.config.model_type.startswith("mamba") else 1
+        layers = [outputs[first + index][0] for index in self.config["dflash_config"]["target_layer_ids"]]
         return self._norm(torch.cat(layers, -1) @ self.weights["fc.weight"].T, "hidden_norm.weight")
 
     @torch.no_grad()
