@@ -1,11 +1,14 @@
 """A drafter of blocks drafts what its reference implementation does, also behind hits, and changes no token."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from strandline import LLM, SamplingParams
 from strandline.device import block_drafts
@@ -13,11 +16,12 @@ from strandline.device.sizing import slabs_for
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.request import Request
 from strandline.env import DEBUG_CACHE
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, WeightsError
 from strandline.ids import RequestId
 from tests.cpu.engine.conftest import llm_maker
 from tests.cpu.engine.eager_graphs import padded_blocks_on_the_host, replay_eagerly
 from tests.cpu.engine.test_exactness import answers, tokens
+from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tiny_drafter import Reference, load_oracle, save_drafter
 from tests.cpu.models import families
@@ -216,3 +220,47 @@ def test_every_family_drafts_what_the_reference_does(
     drafted = note_drafts(llm)
     assert answers(llm, prompts, params) == answers(make(), prompts, params)
     check_drafts(Reference(families.oracle(name), drafter), drafted)
+
+
+def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: Reference) -> None:
+    config = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    prompts = [tokens(count, seed=count) for count in (1, 64, 100)]
+    with making(model, 2, memory="32MiB", speculative_config=config) as make:
+        llm = make()
+        drafted = note_drafts(llm)
+        assert answers(llm, prompts, MIXED[:3]) == answers(make(divided=False), prompts, MIXED[:3])
+    check_drafts(reference, drafted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_target_layers": 5}, "num_target_layers is 5; the model has 3 layers"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [3]}},
+            r"are \[3\].* has 3 layers",
+        ),
+        ({"dflash_config": {"mask_token_id": 97, "target_layer_ids": [1]}}, "mask_token_id is 97; the model has 97"),
+        ({"hidden_size": 64}, "hidden_size is 64; it must be the model's, 32"),
+        ({"block_size": 5}, "num_speculative_tokens is 5; the drafter makes at most 4 drafts"),
+        ({"intermediate_size": 41, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}, "missing"),
+    ],
+    ids=str,
+)
+def test_drafters_of_other_models_are_refused(
+    make: MakeLLM, drafter: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(drafter, tmp_path / "other")
+    config = json.loads((drafter / "config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        make({"model": str(tmp_path / "other")})
+
+
+def test_unknown_tensors_are_refused(make: MakeLLM, drafter: Path, tmp_path: Path) -> None:
+    shutil.copytree(drafter, tmp_path / "other")
+    tensors = load_file(drafter / "model.safetensors")
+    name = "layers.0.attention_conv.base_kernel"
+    save_file({**tensors, name: torch.ones(2, 2, 32)}, tmp_path / "other/model.safetensors")
+    with pytest.raises(WeightsError, match=rf"{name} not known to this drafter"):
+        make({"model": str(tmp_path / "other")})

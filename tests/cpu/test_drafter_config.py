@@ -1,0 +1,112 @@
+"""What the configuration of a drafter may say, and what is said of anything else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline.drafter_config import read_drafter_config
+from strandline.errors import ConfigError
+
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "sliding_window": 2048,
+    "vocab_size": 248320,
+}
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    """Write the configuration; a change to None removes a field."""
+    values = {name: value for name, value in {**PUBLISHED, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+def block(**changes: Any) -> dict[str, Any]:
+    return {"dflash_config": {**PUBLISHED["dflash_config"], **changes}}
+
+
+def test_published_configuration_is_read(tmp_path: Path) -> None:
+    config = read_drafter_config(write(tmp_path))
+    assert (config.mask_token_id, config.target_layers) == (248070, (1, 16, 31, 46, 61))
+    assert (config.block_tokens, config.num_target_layers, config.dtype) == (16, 64, "bfloat16")
+    assert config.windows == (2048, 2048, 2048, 2048, None)
+    assert config.is_causal == (True, True, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (block(causal=False), [False] * 5),
+        ({**block(causal=False), "is_causal": True}, [True] * 5),
+        ({"layer_types": ["full_attention"] * 5}, [False] * 5),
+    ],
+)
+def test_causality_may_be_given_for_all_layers(tmp_path: Path, changes: dict[str, Any], expected: list[bool]) -> None:
+    assert [*read_drafter_config(write(tmp_path, **changes)).is_causal] == expected
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel.*its layers have convolutions.*supported: DFlash"),
+    ({"architectures": ["Qwen3DSparkModel"]}, "Qwen3DSparkModel.*not supported"),
+    ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM.*not supported; supported: DFlashDraftModel"),
+    ({"architectures": None}, "architectures None is not supported"),
+    ({"architectures": 3}, "architectures 3 is not supported"),
+    ({"architectures": None, "speculators_model_type": "dflash"}, "format of the library speculators"),
+    ({"dflash_config": None}, "dflash_config is missing; it must be an object"),
+    ({"dflash_config": []}, "dflash_config is \\[\\]; it must be an object"),
+    (block(mask_token_id=-1), "dflash_config.mask_token_id is -1"),
+    (block(mask_token_id=None), "dflash_config.mask_token_id is missing"),
+    (block(target_layer_ids=[]), "dflash_config.target_layer_ids is \\[\\]"),
+    (block(target_layer_ids=[1, 1]), "target_layer_ids is \\[1, 1\\]; it must be one layer or more, each of them once"),
+    (block(target_layer_ids=[1, "a"]), "target_layer_ids\\[1\\] is 'a'"),
+    (block(attention_sink_bias=True), "dflash_config.attention_sink_bias is True; it must be false"),
+    (block(attention_value_scale=0.5), "dflash_config.attention_value_scale is 0.5; it must be 1"),
+    (block(sample_from_anchor=True), "dflash_config.sample_from_anchor is True"),
+    (block(use_swa=True), "dflash_config.use_swa is True"),
+    (block(markov_rank=256), "dflash_config.markov_rank is 256; it must be absent: known fields are"),
+    ({"is_causal": 1}, "is_causal is 1; it must be true or false"),
+    ({"is_neox_style": False}, "is_neox_style is False; it must be true"),
+    ({"block_size": 1}, "block_size is 1; it must be a whole number from 2"),
+    ({"sliding_window": None}, "sliding_window is missing"),
+    ({"layer_types": ["linear_attention"] * 5}, "layer_types\\[0\\] 'linear_attention' is not supported"),
+    ({"num_hidden_layers": 4}, "num_hidden_layers is 4; it must be the number of layer_types, 5"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*must be null"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), FAULTS, ids=str)
+def test_faults_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_drafter_config(write(tmp_path, **changes))
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json: is it the directory of a drafter"):
+        read_drafter_config(tmp_path)
+
+
+def test_own_embedding_of_the_mask_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mask_embedding.pt").touch()
+    with pytest.raises(ConfigError, match=r"mask_embedding\.pt is not supported"):
+        read_drafter_config(write(tmp_path))
