@@ -8,6 +8,7 @@ import pytest
 
 from strandline.drafter_config import read_drafter_config
 from strandline.errors import ConfigError
+from strandline.model_config import read_model_config
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -110,3 +111,11 @@ def test_own_embedding_of_the_mask_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(ConfigError, match=r"mask_embedding\.pt is not supported"):
         read_drafter_config(write(tmp_path))
+
+
+def test_configuration_of_benchmarks_goes_with_its_model() -> None:
+    configs = Path(__file__).parents[2] / "benchmarks" / "configs"
+    config = read_drafter_config(configs / "qwen3.5-35b-a3b-dflash")
+    target = read_model_config(configs / "qwen3.5-35b-a3b-fp8").text
+    assert config.text.size("hidden_size") == target.size("hidden_size")
+    assert config.num_target_layers == target.size("num_hidden_layers")

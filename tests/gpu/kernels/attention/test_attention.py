@@ -1,5 +1,6 @@
 """Attention in Triton on a GPU: the steps of the CPU's tests, and some at the shapes of published models."""
 
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -36,6 +37,19 @@ def test_steps_at_the_shapes_of_models_equal_the_oracle(
 ) -> None:
     ranges = [*decodes(1152, 1, 200), (900, 1028), (0, 70), (5, 6)]
     check(make_case(ranges, 3, heads=heads, dtype=dtype, window_tokens=window_tokens), "cuda", window_tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", MODEL_HEADS)
+@pytest.mark.parametrize("window_tokens", [None, 300])
+@pytest.mark.parametrize("most_rows", [None, 17])
+def test_rows_that_see_to_the_end_equal_the_oracle(
+    heads: tuple[int, int, int], dtype: torch.dtype, window_tokens: int | None, most_rows: int | None
+) -> None:
+    ranges = [(900, 917), (0, 4), (1136, 1153), (60, 70)]
+    case = make_case(ranges, heads=heads, dtype=dtype, window_tokens=window_tokens)
+    case = replace(case, batch=replace(case.batch, most_rows=most_rows))
+    check(case, "cuda", window_tokens, is_causal=False)
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="no conversions from e4m3")
