@@ -85,7 +85,8 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "messages": frozenset({"engines", "http", "requests"}),
         "responses": frozenset({"engines", "http", "requests"}),
         "generate": frozenset({"engines", "http", "requests"}),
-        "": frozenset({"engines", "http", "requests", "completions", "messages", "responses", "generate"}),
+        "labels": frozenset({"engines", "http", "requests"}),
+        "": frozenset({"engines", "http", "requests", "completions", "messages", "responses", "generate", "labels"}),
     },
 }
 """Each folder of a room, and which others of that room it may import; "": the files at the top."""

@@ -19,6 +19,16 @@ from strandline.server.http.gate import Gate
 from strandline.server.http.host_check import HostCheck
 from strandline.server.http.sse import json_response, while_connected
 from strandline.server.http.stream_pings import StreamPings
+from strandline.server.labels.decisions_api import DecisionsBody, decide
+from strandline.server.labels.scoring_api import (
+    GenerativeBody,
+    RerankBody,
+    ScoreBody,
+    rerank,
+    score,
+    score_generatively,
+)
+from strandline.server.labels.systemone_api import SystemOneBody, decide_state
 from strandline.server.messages.api import CountBody, MessagesBody, count_tokens, create_message
 from strandline.server.requests.adapters import add_adapters
 from strandline.server.requests.request_bodies import (
@@ -60,6 +70,7 @@ def build_app(
     """
     app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None, responses=ERRORS)
     _add_generation(app, service)
+    _add_label_reads(app, service)
     add_stored_responses(app, service)
     _add_models(app, service)
     add_adapters(app, service.adapters)
@@ -100,6 +111,31 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def message_tokens(body: CountBody, request: Request) -> Response:
         return await count_tokens(service, body, request)
+
+
+def _add_label_reads(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/decisions")
+    async def decisions(body: DecisionsBody, request: Request) -> Response:
+        return await while_connected(request, decide(service, body, request))
+
+    @app.post("/v1/systemone")
+    async def systemone(body: SystemOneBody, request: Request) -> Response:
+        return await while_connected(request, decide_state(service, body, request))
+
+    @app.post("/generative_scoring")
+    async def generative_scoring(body: GenerativeBody, request: Request) -> Response:
+        return await while_connected(request, score_generatively(service, body, request))
+
+    @app.post("/score")
+    @app.post("/v1/score")
+    async def scores(body: ScoreBody, request: Request) -> Response:
+        return await while_connected(request, score(service, body, request))
+
+    @app.post("/rerank")
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    async def reranked(body: RerankBody, request: Request) -> Response:
+        return await while_connected(request, rerank(service, body, request))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

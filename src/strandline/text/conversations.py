@@ -76,6 +76,18 @@ class RenderedChat:
     pictures: tuple[PlacedPicture, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedEndings:
+    """Prompts that differ in the end of the last message."""
+
+    head_ids: list[int]
+    """Tokens that all share."""
+    tails_ids: list[list[int]]
+    """Tokens that follow them, for each ending."""
+    closing: str
+    """The template's text after the last message, with which every prompt ends."""
+
+
 class ChatRenderer:
     """Renders conversations with one template.
 
@@ -188,10 +200,7 @@ class ChatRenderer:
                 param="tools",
             )
         check_template_options(template_options or {})
-        marked = read_messages(messages)
-        self._check_roles(marked)
-        if self._telemetry is not None:
-            marked = self._telemetry.drop(marked)
+        marked = self._read(messages)
         continued = ""
         if continue_final_message:
             marked, continued = read_continued(marked)
@@ -238,6 +247,55 @@ class ChatRenderer:
         places = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
         chat = RenderedChat(text, token_ids, places, self._recollection(whole, salt), continued)
         return self._with_pictures(chat, plain, pictures) if pictures else chat
+
+    def render_endings(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        endings: Sequence[str],
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        max_characters: int | None = None,
+    ) -> RenderedEndings:
+        """Return prompts that differ in the end of the last message alone.
+
+        What they share is rendered and tokenized once, apart from the endings.
+
+        Args:
+            messages: the conversation without an ending of its last message, whose content is a text.
+
+        Raises:
+            RequestError: messages are malformed, or the template cannot render them or alters the last message.
+        """
+        check_template_options(template_options or {})
+
+        def rendered(ending: str) -> tuple[str, str]:
+            last = {**messages[-1], "content": str(messages[-1]["content"]) + ending}
+            marked = repaired(self._with_known_roles(self._read([*messages[:-1], last])), self._traits)
+            split, mark = self._control_tokens.split(check_messages([entry.message for entry in marked]))
+            text = self._render(split, True, template_options=template_options)
+            check_length(text, max_characters)
+            check_text(text)
+            return text, mark
+
+        def tokens(text: str, mark: str) -> list[int]:
+            return SplitText(self._tokenizer, text, mark).token_ids
+
+        probe, mark = rendered(SENTINEL)
+        head, _, closing = probe.partition(SENTINEL)
+        tails = []
+        for ending in endings:
+            text, ending_mark = rendered(ending)
+            own_head = head.replace(mark, ending_mark) if mark else head  # an ending may have the mark's character
+            if not text.startswith(own_head):
+                raise RequestError("the chat template renders what questions share in a way that depends on them")
+            tails.append(tokens(text[len(head) :], ending_mark))
+        return RenderedEndings(tokens(head, mark), tails, closing)
+
+    def _read(self, messages: Iterable[Any]) -> list[MarkedMessage]:
+        """Return messages that were checked, without clients' telemetry."""
+        marked = read_messages(messages)
+        self._check_roles(marked)
+        return marked if self._telemetry is None else self._telemetry.drop(marked)
 
     def _with_pictures(self, chat: RenderedChat, messages: Messages, pictures: Sequence[Picture]) -> RenderedChat:
         """Return a prompt with as many tokens for each picture as it has.

@@ -1,4 +1,4 @@
-"""The examples of docs/server.md and docs/rollouts.md run as printed, and the former names every flag and metric."""
+"""The examples of the pages on the server run as printed, and docs/server.md names every flag and metric."""
 
 import contextlib
 import io
@@ -50,8 +50,9 @@ def test_the_shell_examples_run(demo_server: ServerProcess) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_shell_examples_of_rollouts_run(demo_server: ServerProcess) -> None:
-    for example in examples("sh", (DOCS / "rollouts.md").read_text()):
+@pytest.mark.parametrize("page", ["rollouts.md", "label-reads.md"])
+def test_shell_examples_of_other_pages_run(demo_server: ServerProcess, page: str) -> None:
+    for example in examples("sh", (DOCS / page).read_text()):
         answer: Any = run_in_shell(example, demo_server)
         assert "error" not in answer
 
