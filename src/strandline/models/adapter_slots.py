@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.gemm.low_rank import AdapterRows, AdapterWeights
+from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.targets import Piece, Target
 from strandline.models.storage.adapter_files import AdapterFiles
@@ -106,16 +107,13 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, decoder: nn.Module, targets: Mapping[str, Target], sizes: SlotSizes, device: torch.device | str
+        self, decoder: Decoder, targets: Mapping[str, Target], sizes: SlotSizes, device: torch.device | str
     ) -> None:
         self.sizes, self.num_slots, self.device, self.rows = sizes, sizes.num, device, AdapterRows()
         self._shapes = {name: target.shape for name, target in targets.items() if is_matrix(target.shape)}
-        fused = {id(inner) for module in decoder.modules() for inner in getattr(module, "fused_projections", ())}
-        owners = {
-            id(module.weight_OI): module
-            for module in decoder.modules()
-            if isinstance(module, Projection) and id(module) not in fused
-        }
+        # The head multiplies other rows than those of the step.
+        projections = (x for x in decoder.modules() if isinstance(x, Projection) and x is not decoder.head)
+        owners = {id(projection.weight_OI): projection for projection in projections}
         by_owner = dict[Projection, dict[str, list[Part]]]()
         for name in filter(sizes.may_change, self._shapes):
             pieces, shape = targets[name].pieces, targets[name].shape

@@ -235,11 +235,6 @@ class Decoder(nn.Module):
         self._layers = tuple(layers)
 
     @property
-    def fused_projections(self) -> tuple[Projection, ...]:
-        """The head, which multiplies other rows than those of the step."""
-        return () if self.head is None else (self.head,)
-
-    @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
         return (*self.ends.operations, linear, embed_held, rotary_table, rotary_table_3d)
 

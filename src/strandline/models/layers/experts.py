@@ -141,21 +141,24 @@ class Experts(nn.Module):
         self._mixture, self._parts = kernels[mixture], self.parts
 
     def mix(
-        self, x_TE: Rows, logits_TX: Tensor, bias_X: Tensor | None = None, shared: SharedExpert | Tensor | None = None
+        self,
+        x_TE: Rows,
+        logits_TX: Tensor,
+        bias_X: Tensor | None = None,
+        shared: SharedExpert | SharedOutput | None = None,
     ) -> Summand:
         """Return the weighted sum of each token's experts, and the shared one.
 
         Args:
             logits_TX: of the router; may be columns of a larger tensor. A choice beyond the experts adds nothing.
             bias_X: as in ``route``.
-            shared: a shared expert before its activation, or its output.
+            shared: is added.
         """
         router = Router(logits_TX, bias_X, self.config.routing)
-        added = SharedOutput(shared) if isinstance(shared, Tensor) else shared
         *others, last = self._parts
         for part in others:
-            added = SharedOutput(added_up(self._mixture(x_TE, self._weights(part, router), router, added)))
-        return self._mixture(x_TE, self._weights(last, router), router, added)
+            shared = SharedOutput(added_up(self._mixture(x_TE, self._weights(part, router), router, shared)))
+        return self._mixture(x_TE, self._weights(last, router), router, shared)
 
     def _weights(self, part: ExpertsPart, router: Router) -> ExpertWeights:
         """Return the experts of a part. Tokens may choose others, also such that no rank holds."""

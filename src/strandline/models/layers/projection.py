@@ -72,6 +72,11 @@ class Projection(nn.Module):
         """Add what adapters change to every product; called before ``use_kernels``."""
         self._adapters = weights, rows
 
+    @property
+    def has_adapted_rows(self) -> bool:
+        """Whether rows of the step that is being computed have adapters, and these may change it."""
+        return self._adapters is not None and self._adapters[1].tiled is not None
+
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors, where all rows are published as one matrix."""
         for kind, rows in {"weight": self.weight_OI, "bias": self.bias_O}.items():
@@ -148,8 +153,8 @@ class GatedProjection(Projection):
         fused = (bind_gated_linear_quantized if reader.is_fed_quantized else bind_gated_linear)(kernels, self.weight)
         if self._adapters is None:
             return fused
-        activate, (_, rows) = kernels[reader.fed_by(swiglu)], self._adapters
-        return lambda x: activate(self.multiply(x)) if rows.tiled is not None else fused(x)
+        activate = kernels[reader.fed_by(swiglu)]
+        return lambda x: activate(self.multiply(x)) if self.has_adapted_rows else fused(x)
 
 
 class SummedProjection(Projection):

@@ -90,11 +90,6 @@ class ReluSquaredMoe(nn.Module):
         self.experts = Experts(experts, site)
         self.shared = ReluSquaredMlp(hidden_size, config.shared_size, site, has_bias=has_bias)
 
-    @property
-    def fused_projections(self) -> tuple[Projection, ...]:
-        """Projections that it multiplies with as parts of other operations, to which adapters cannot be added."""
-        return self.router, self.shared.up, self.shared.down
-
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._relu_squared, up, down = kernels[relu_squared], self.shared.up, self.shared.down
@@ -102,8 +97,13 @@ class ReluSquaredMoe(nn.Module):
         self._down = down.weight if self.to_latent is None else None
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        up_TS, logits_TX = self._project(hidden_TE)
-        if self._down is not None:
+        router, up, down = self.router, self.shared.up, self.shared.down
+        is_adapted = any(projection.has_adapted_rows for projection in (router, up, down))
+        if is_adapted:
+            up_TS, logits_TX = up.multiply(hidden_TE), router.multiply(hidden_TE.float())
+        else:
+            up_TS, logits_TX = self._project(hidden_TE)
+        if self._down is not None and not is_adapted:
             shared = SharedExpert(up_TS, self._down)
             out_TE = added_up(self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared))
             bias_E = self.shared.down.bias_O

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.experts.moe import SWIGLU, SharedExpert
+from strandline.kernels.experts.moe import SWIGLU, SharedExpert, SharedOutput
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
@@ -112,11 +112,6 @@ class SigmoidMoe(nn.Module):
             self.shared = GatedMlp(config.shared, site)
 
     @property
-    def fused_projections(self) -> tuple[Projection, ...]:
-        """Projections that it multiplies with as parts of other operations, to which adapters cannot be added."""
-        return (self.router,) if self.shared is None else (self.router, self.shared.gate_up, self.shared.down)
-
-    @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
         return self.experts.takes_quantized
@@ -131,12 +126,19 @@ class SigmoidMoe(nn.Module):
 
     def forward(self, hidden_TE: Rows) -> Summand:
         plain_TE, shared = plain_rows(hidden_TE), self.shared
-        if self._project is not None:
+        if self._project is not None and not self._has_adapted_rows:
             shared_TO, logits_TX = self._project(plain_TE)
             return self.experts.mix(hidden_TE, logits_TX, self.bias_X, SharedExpert(shared_TO, self._down))
         logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
-        shared_TE = None if shared is None else shared(hidden_TE if shared.takes_quantized else plain_TE)
-        return self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared_TE)
+        if shared is None:
+            return self.experts.mix(hidden_TE, logits_TX, self.bias_X)
+        output = SharedOutput(shared(hidden_TE if shared.takes_quantized else plain_TE))
+        return self.experts.mix(hidden_TE, logits_TX, self.bias_X, output)
+
+    @property
+    def _has_adapted_rows(self) -> bool:
+        shared = [] if self.shared is None else [self.shared.gate_up, self.shared.down]
+        return any(projection.has_adapted_rows for projection in (self.router, *shared))
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -1,0 +1,66 @@
+"""Rows of one step have several adapters or none, and each is computed as the merged weights of its own compute it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from strandline.device.adapter_tiles import HostTiles
+from strandline.kernels.gemm.low_rank import NO_SLOT
+from strandline.models.adapter_slots import SlotSizes
+from strandline.models.storage.adapter_files import AdapterFiles, read_adapter
+from strandline.models.weights import load_model
+from tests.cpu.models import adapters, families
+from tests.cpu.models.adapters import RANK, Factors
+from tests.cpu.models.driver import Driver, Part, Running
+from tests.cpu.models.storage.test_adapters import ALL, OTHER_NAMES
+
+PROMPTS = [families.prompt(20), families.prompt(20), families.prompt(7)[::-1], families.prompt(66)]
+SLOTS = [2, NO_SLOT, 0, 2]
+NEXT = 5
+"""The token after each prompt."""
+MERGED = "self_attn.kv_b_proj"
+"""What adapters of requests may not change, of layers other than experts."""
+
+
+def read(directory: Path, factors: Factors) -> AdapterFiles:
+    return read_adapter(adapters.write(directory, factors))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_row_is_computed_with_its_own_adapter(name: str, tmp_path: Path) -> None:
+    oracle = families.oracle(name)
+    shapes = {
+        module: tuple(linear.weight.shape)
+        for module, linear in adapters.linear_modules(oracle).items()
+        if not any(part in module for part in OTHER_NAMES)
+    }
+    model = load_model(families.save(name, tmp_path), dtype=torch.float32, adapter_slots=SlotSizes(3, RANK + 2))
+    shapes = {module: shape for module, shape in shapes.items() if not module.endswith(MERGED)}
+    drawn = {slot: adapters.draw(shapes, seed=slot) for slot in (2, 0)}
+    for slot, factors in drawn.items():
+        model.adapters.fill(slot, model.adapters.read(read(tmp_path / f"{slot}", factors)))
+    merged = {slot: adapters.merged(oracle, factors) for slot, factors in drawn.items()} | {NO_SLOT: oracle}
+    driver, sequences = Driver(model), [Running() for _ in PROMPTS]
+
+    def step(tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        rows = np.array(SLOTS).repeat([len(each) for each in tokens])
+        model.adapters.rows.tiled = HostTiles.of(rows).to_device(torch.device("cpu"))
+        logits, _ = driver.step([Part(*each) for each in zip(sequences, tokens, strict=True)])
+        return logits
+
+    found = [torch.cat(each) for each in zip(step(PROMPTS), step([[NEXT]] * len(PROMPTS)), strict=True)]
+    for slot, prompt, logits in zip(SLOTS, PROMPTS, found, strict=True):
+        expected = logits_of(merged[slot], [*prompt, NEXT])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
+    assert (found[0] - found[1]).abs().max() > 0.3
+
+
+def logits_of(oracle: Any, tokens: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
