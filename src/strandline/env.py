@@ -8,6 +8,8 @@ API_KEY: Final = "STRANDLINE_API_KEY"
 CLIENT_KEY: Final = "OPENAI_API_KEY"
 TRITON: Final = "STRANDLINE_TRITON"
 NUMBA: Final = "STRANDLINE_NUMBA"
+LOG_FORMAT: Final = "STRANDLINE_LOG_FORMAT"
+OTLP_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def is_cache_debugged() -> bool:
@@ -33,3 +35,18 @@ def read_api_key() -> str | None:
 def read_client_key() -> str | None:
     """Return the API key that Strandline's clients send: the variable of OpenAI's clients, or the server's."""
     return os.environ.get(CLIENT_KEY) or read_api_key()
+
+
+def read_log_format() -> str:
+    """Return the format of this process's log: ``text`` or ``json``."""
+    return os.environ.get(LOG_FORMAT) or "text"
+
+
+def set_log_format(log_format: str) -> None:
+    """Set the format of the logs of this process and those that it starts."""
+    os.environ[LOG_FORMAT] = log_format
+
+
+def read_otlp_protocol() -> str | None:
+    """Return the protocol of exported traces, by OpenTelemetry's variables; None: not set."""
+    return next((value for name in OTLP_PROTOCOLS if (value := os.environ.get(name))), None)

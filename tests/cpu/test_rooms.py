@@ -26,7 +26,7 @@ VOCABULARY = frozenset(
         "json_options",
     }
     | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields"}
-    | {"architectures", "picture_config", "lora_config"}
+    | {"architectures", "picture_config", "lora_config", "log_format"}
 )
 ROOMS = {
     "vocabulary": frozenset[str](),

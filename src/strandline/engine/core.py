@@ -20,6 +20,7 @@ from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_fixed_step_tokens, choose_logged_from
 from strandline.engine.adapter_use import AdapterUse
+from strandline.engine.admissions import Admissions
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
 from strandline.engine.disk_flush import flush
@@ -73,6 +74,7 @@ class EngineCore:
         self.start_s = dict(facts.start_s)
         """How long each phase of the start took."""
         self.limits = Limits(facts.vocab_size, facts.max_model_len, facts.encoder_tokens)
+        self._admissions = Admissions()
         self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
         is_followed = config.data_parallel_size > 1 and config.enable_prefix_caching
         emits_events = is_followed or config.kv_events is not None
@@ -151,8 +153,7 @@ class EngineCore:
             # Where its states are depends on the drafts that agree.
             late = self._late_events
             self._settle(late)
-            late.tokens[:] = [event for event in late.tokens if event.request_id != request_id]
-            late.prompts[:] = [event for event in late.prompts if event.request_id != request_id]
+            late.drop(request_id)
             self._drop_handed_over(late, request_id)
         if self._in_flight is not None:
             self._aborted.add(request_id)
@@ -160,6 +161,7 @@ class EngineCore:
             self.hand_over.forget(request_id)
         self.scheduler.finish(request_id, FinishReason.ABORT)
         self._auditor.forget(request_id)
+        self._admissions.forget(request_id)
         self._flush()
 
     def _drop_handed_over(self, events: StepEvents, request_id: RequestId) -> None:
@@ -234,6 +236,7 @@ class EngineCore:
             self._settle_or_load(events)
             return events
         self.watch.after_plan(plan)
+        self._admissions.note(plan)
         if not self.scheduler.can_launch_ahead:
             # Prompts or drafts that could not be foreseen: they are sampled with the host's help.
             self._settle(events)
@@ -279,6 +282,7 @@ class EngineCore:
         for request_id in result.failures:
             self._auditor.forget(request_id)
         self._add_events(events, plan, result, advanced)
+        events.admissions.extend(self._admissions.take(advanced))
         if self.hand_over is not None:
             events.handed_over.extend(filter(None, map(self.hand_over.keep, advanced)))
         self._aborted.clear()

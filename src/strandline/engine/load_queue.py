@@ -10,6 +10,7 @@ from typing import Final
 
 from strandline.cache import PrefixCache
 from strandline.cache.tiers import Loads
+from strandline.clock import SYSTEM_CLOCK
 from strandline.engine.request import Request
 from strandline.engine.waiting import WaitingQueue
 from strandline.records.actions import Completion
@@ -53,15 +54,21 @@ class LoadQueue:
         shared = self.loads.find_shared(request.tokens, offer, request.salt, beyond=beyond)
         if shared is not None:
             request.lead = shared
-            self._waiting.block(request)
+            self._block(request)
             return LoadState.BEGUN
         lead = self.loads.begin(request.tokens, offer, request.salt, step_tokens=step_tokens)
         if lead is None:
             return LoadState.NO_ROOM
         request.offer, request.lead = None, lead
         request.num_loads += 1
-        self._waiting.block(request)
+        self._block(request)
         return LoadState.BEGUN
+
+    def _block(self, request: Request) -> None:
+        """Block a request until its load has ended."""
+        if request.load_begun_s is None:
+            request.load_begun_s = SYSTEM_CLOCK()
+        self._waiting.block(request)
 
     def _offer(self, request: Request) -> Offer | None:
         """Return what a store has of a prompt and the device lacks: the request's own offer, or what rests below."""
@@ -91,6 +98,7 @@ class LoadQueue:
             if ended is None:
                 continue
             for request in self._waiting.followers(ended.lease):
+                request.load_ended_s = SYSTEM_CLOCK()
                 if not ended.is_done and request.lead is not None:
                     request.load_failed_end = request.lead.position
                 # What was loaded is protected from eviction until the request is admitted.

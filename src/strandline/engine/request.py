@@ -39,6 +39,8 @@ class Request:
         "is_introduced",
         "lead",
         "lease",
+        "load_begun_s",
+        "load_ended_s",
         "load_failed_end",
         "marks",
         "max_total",
@@ -106,6 +108,10 @@ class Request:
         """What a store holds of its prompt, to be loaded before it is admitted; None: nothing, or it has been tried."""
         self.num_loads = 0
         """Loads that were begun for it."""
+        self.load_begun_s: float | None = None
+        """When its first load began."""
+        self.load_ended_s: float | None = None
+        """When its last load ended."""
         self.load_failed_end = 0
         """Tokens that a load failed to bring."""
         self.stop_ids = new.stop_ids

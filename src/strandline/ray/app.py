@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +20,7 @@ from strandline.ray.fleet_socket import FleetSocket, ReplicaLostError
 from strandline.ray.options import RayOptions, read_options
 from strandline.records.events import Limits
 from strandline.server.app import build_app
+from strandline.server.app_options import AppOptions
 from strandline.server.config import ServerConfig
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_link import EngineLink
@@ -98,15 +100,16 @@ class Ingress:
         )
         self._receiving = asyncio.ensure_future(self._client.receive(self._client.engines[0]))
         service = make_service(self._client, engine, server, template, defaults)
-        app = build_app(
-            service,
+        options = AppOptions(
             api_keys=server.key_salts(),
             allowed_hosts=server.allowed_hosts or ("*",),
             max_body_bytes=server.body_limit(has_pictures=service.pictures is not None),
             cache_page="off",
             cross_origin=server.cross_origin(),
             ping_interval_s=server.stream_ping_interval_s,
+            flags={**asdict(engine), **server.shown()},
         )
+        app = build_app(service, options)
         _APPS.append(app)
 
     def check_health(self) -> None:

@@ -2,12 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
 from strandline.config import EngineConfig, reject_unknown
 from strandline.errors import ConfigError
 from strandline.routing.names import make_router
 from strandline.server.config import ServerConfig
+
+UNUSED: Final = frozenset(
+    {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh"}
+    | {"log_format", "enable_log_requests", "otlp_traces_endpoint"}
+)
+"""Options of ``strandline serve`` that concern its connections and its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,8 @@ class RayOptions:
     def server_config(self) -> ServerConfig:
         """Return the configuration of the HTTP part. Raises as ``engine_config``."""
         reject_unknown(self.server, [each.name for each in fields(ServerConfig)])
+        if unused := sorted(UNUSED.intersection(self.server)):
+            raise ConfigError(f"{unused[0]} is for strandline serve; Ray Serve has its own TLS, logs and traces")
         return ServerConfig(**self.server)
 
 

@@ -101,6 +101,17 @@ class HandedOver(NamedTuple):
     """Its ``kv_transfer_params``."""
 
 
+class Admission(NamedTuple):
+    """When a sequence left the queue: seconds of the machine's monotonic clock, which its processes share."""
+
+    request_id: RequestId
+    admitted_s: float
+    """When its first step was planned."""
+    load_begun_s: float | None
+    """When the first of its loads from a store began; None: there were no loads."""
+    load_ended_s: float | None
+
+
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of a prompt's tokens from ``start + 1`` on."""
 
@@ -117,6 +128,14 @@ class StepEvents:
     prompts: list[PromptLogprobs] = field(default_factory=list)
     handed_over: list[HandedOver] = field(default_factory=list)
     """Results of sequences that end in this step."""
+    admissions: list[Admission] = field(default_factory=list)
+    """Those of sequences that got their first token."""
+
+    def drop(self, request_id: RequestId) -> None:
+        """Remove what happened to a sequence, except what it handed over."""
+        self.tokens[:] = [event for event in self.tokens if event.request_id != request_id]
+        self.prompts[:] = [event for event in self.prompts if event.request_id != request_id]
+        self.admissions[:] = [event for event in self.admissions if event.request_id != request_id]
 
 
 @dataclass(frozen=True, slots=True)

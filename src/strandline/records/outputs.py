@@ -102,6 +102,30 @@ class RequestTimes:
     arrival_s: float
     first_token_s: float | None = None
     finished_s: float | None = None
+    admitted_s: float | None = None
+    """When the first step of an output was planned."""
+    load_begun_s: float | None = None
+    """When what a store had of the prompt began to be loaded; None: nothing was."""
+    load_ended_s: float | None = None
+
+    @property
+    def queue_s(self) -> float | None:
+        """Time in the queue, loads included; None: not known, or not admitted yet."""
+        return None if self.admitted_s is None else self.admitted_s - self.arrival_s
+
+    @property
+    def load_s(self) -> float | None:
+        """Time of loads; None: there were none, or they have not ended."""
+        if self.load_begun_s is None or self.load_ended_s is None:
+            return None
+        return self.load_ended_s - self.load_begun_s
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Time from the first step to the first token."""
+        if self.admitted_s is None or self.first_token_s is None:
+            return None
+        return self.first_token_s - self.admitted_s
 
     @property
     def ttft_s(self) -> float | None:

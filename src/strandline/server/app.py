@@ -1,20 +1,18 @@
 """The HTTP application and its routes."""
 
-from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi.responses import Response
 
 from strandline.errors import RequestError
+from strandline.server.app_options import AppOptions
 from strandline.server.cache_page import add_cache_page
 from strandline.server.completions.chat_api import chat
 from strandline.server.completions.completions_api import complete
 from strandline.server.generate.api import GenerateBody, generate
-from strandline.server.http.cross_origin import CrossOrigin
 from strandline.server.http.cross_origin_access import CrossOriginAccess
-from strandline.server.http.error_responses import ERRORS, add_error_handlers, error_response
+from strandline.server.http.error_responses import ERRORS, add_error_handlers
 from strandline.server.http.gate import Gate
 from strandline.server.http.host_check import HostCheck
 from strandline.server.http.sse import json_response, while_connected
@@ -30,6 +28,7 @@ from strandline.server.labels.scoring_api import (
 )
 from strandline.server.labels.systemone_api import SystemOneBody, decide_state
 from strandline.server.messages.api import CountBody, MessagesBody, count_tokens, create_message
+from strandline.server.operation import add_operation
 from strandline.server.requests.adapters import add_adapters
 from strandline.server.requests.request_bodies import (
     ChatBody,
@@ -43,31 +42,15 @@ from strandline.server.requests.service import Service
 from strandline.server.requests.tools import toolbox
 from strandline.server.responses.api import ResponsesBody, create_response
 from strandline.server.responses.stored_responses import add_stored_responses
-from strandline.version import VERSION, find_commit
+from strandline.version import VERSION
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
 """OpenAPI documentation of responses that may be streamed."""
 
 
-def build_app(
-    service: Service,
-    *,
-    api_keys: Mapping[str, str] | None = None,
-    allowed_hosts: Collection[str] = ("*",),
-    max_body_bytes: int = 8 * 2**20,
-    cache_page: str = "counts",
-    cross_origin: CrossOrigin | None = None,
-    ping_interval_s: float = 0,
-) -> FastAPI:
-    """Return the application that serves a model.
-
-    Args:
-        api_keys: as ``Gate`` takes them.
-        allowed_hosts: as ``HostCheck`` takes them.
-        cache_page: what ``/cache`` shows: ``text``, ``counts``, or ``off`` for no page.
-        cross_origin: what web pages of other origins may do; None: nothing.
-        ping_interval_s: as ``StreamPings`` takes it.
-    """
+def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
+    """Return the application that serves a model."""
+    options = options or AppOptions()
     app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None, responses=ERRORS)
     _add_generation(app, service)
     _add_label_reads(app, service)
@@ -75,15 +58,19 @@ def build_app(
     _add_models(app, service)
     add_adapters(app, service.adapters)
     _add_tokenizer(app, service)
-    _add_operation(app, service)
-    add_cache_page(app, service, cache_page)
+    add_operation(app, service, options.flags)
+    add_cache_page(app, service, options.cache_page)
     add_error_handlers(app)
     # What is added last comes first.
-    app.add_middleware(StreamPings, interval_s=ping_interval_s)
-    app.add_middleware(Gate, api_keys=api_keys or {}, max_body_bytes=max_body_bytes)
-    if cross_origin is not None:
-        app.add_middleware(CrossOriginAccess, allowed=cross_origin)
-    app.add_middleware(HostCheck, allowed=allowed_hosts)
+    app.add_middleware(StreamPings, interval_s=options.ping_interval_s)
+    app.add_middleware(Gate, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
+    if options.cross_origin is not None:
+        app.add_middleware(CrossOriginAccess, allowed=options.cross_origin)
+    if options.continues_traces:
+        from strandline.server.http.trace_context import TraceContext  # imports OpenTelemetry
+
+        app.add_middleware(TraceContext)
+    app.add_middleware(HostCheck, allowed=options.allowed_hosts)
     return app
 
 
@@ -191,31 +178,3 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeBody) -> Response:
         service.require_model(body.model)
         return json_response({"prompt": await service.decode(body.tokens)})
-
-
-def _add_operation(app: FastAPI, service: Service) -> None:
-    @app.head("/", include_in_schema=False)
-    async def probe() -> Response:
-        return Response()  # Claude Code asks whether the server is there
-
-    @app.get("/health")
-    async def health(request: Request) -> Response:
-        path = request.url.path
-        for engine in service.client.engines:
-            if engine.failure is not None:
-                return error_response(path, 503, f"{engine.name} has stopped: {engine.failure}", code="engine_dead")
-        for engine in service.client.engines:
-            if (hang := engine.find_hang()) is not None:
-                return error_response(path, 503, f"{engine.name} hangs: {hang}", code="engine_hung")
-        return json_response({"status": "ok"})
-
-    shown = {"version": VERSION, "commit": find_commit()}
-
-    @app.get("/version")
-    async def show_version() -> Response:
-        return json_response(shown)
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        stats = await service.client.ask_stats()
-        return Response(service.client.metrics.expose(stats), media_type=CONTENT_TYPE_LATEST)

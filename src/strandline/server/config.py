@@ -3,14 +3,15 @@
 import re
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2s
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from strandline.config import parse_bytes
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
+from strandline.log_format import LOG_FORMATS
 from strandline.server.http.cross_origin import ORIGIN, TOKEN, CrossOrigin
 from strandline.server.http.host_names import is_local, parse_host
 from strandline.server.http.tls import TlsFiles
@@ -82,6 +83,12 @@ class ServerConfig:
     """Whether clients need a certificate: 0 no, 1 one that is sent is checked, 2 yes."""
     enable_ssl_refresh: bool = False
     """Read these files again when they change."""
+    log_format: str = "text"
+    """Format of all logs: lines of ``text``, or of ``json``."""
+    enable_log_requests: bool = False
+    """Log each finished request, without its texts."""
+    otlp_traces_endpoint: str | None = None
+    """Collector of OpenTelemetry traces; None: there are none."""
     cache_page: str = "auto"
     """Content of ``/cache``. ``auto``: prompts' text if the server listens on this machine only, else counts."""
 
@@ -105,6 +112,8 @@ class ServerConfig:
             raise ConfigError(f"--stream-ping-interval-s must be at least 0, got {self.stream_ping_interval_s:g}")
         self.cross_origin()
         self.tls()
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"--log-format must be one of {', '.join(LOG_FORMATS)}; got {self.log_format!r}")
         if self.cache_page not in CACHE_PAGES:
             raise ConfigError(f"--cache-page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 
@@ -158,6 +167,10 @@ class ServerConfig:
                 "pages of other origins may do nothing"
             )
         return None
+
+    def shown(self) -> dict[str, Any]:
+        """Return the values of all flags, except the keys."""
+        return {name: value for name, value in asdict(self).items() if name != "api_key"}
 
     def tls(self) -> TlsFiles | None:
         """Return the files for TLS; None: the server speaks plain HTTP.

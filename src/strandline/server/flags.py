@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from strandline.log_format import LOG_FORMATS
 from strandline.server.requests.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
@@ -21,6 +22,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     _add_tls_flags(add)
     _add_format_flags(add)
     _add_limit_flags(add)
+    _add_observation_flags(add)
     add("--restart", action="store_true", help="restart the engine if its process dies")
     text = "content of /cache; auto: prompt text if the server listens on this machine only, else counts"
     add("--cache-page", choices=("auto", "text", "counts", "off"), default="auto", help=text)
@@ -95,6 +97,15 @@ def _add_limit_flags(add: Any) -> None:
     text = "silence after which a stream gets a comment, or Anthropic's event ping; 0: none (default: %(default)s)"
     add("--stream-ping-interval-s", type=float, default=5.0, metavar="S", help=text)
     add("--request-timeout-s", type=float, metavar="S", help="time limit of a request (default: none)")
+
+
+def _add_observation_flags(add: Any) -> None:
+    text = "format of the log, one line or JSON object each (default: %(default)s)"
+    add("--log-format", choices=LOG_FORMATS, default="text", help=text)
+    text = "log lengths and times of each finished request, and none of its text"
+    add("--enable-log-requests", action="store_true", help=text)
+    text = "collector of OpenTelemetry traces, such as http://127.0.0.1:4317 (default: none)"
+    add("--otlp-traces-endpoint", metavar="URL", help=text)
 
 
 def _add_cross_origin_flags(add: Any) -> None:

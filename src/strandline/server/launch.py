@@ -9,18 +9,22 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Final
 
 from strandline.config import EngineConfig
+from strandline.env import set_log_format
 from strandline.errors import ConfigError, cause_of
 from strandline.gc_policy import freeze_gc
+from strandline.log_format import configure_log
 from strandline.pictures.loader import new_loader
 from strandline.reasoning_config import CLOSE
 from strandline.records.events import Limits
 from strandline.records.messages import FLUSH_S
 from strandline.server.app import build_app
+from strandline.server.app_options import AppOptions
 from strandline.server.config import ServerConfig
 from strandline.server.engine_configs import engine_configs
 from strandline.server.engines.engine_client import EngineClient, least_limits
@@ -28,10 +32,12 @@ from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.grammar_trials import GrammarTrials
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.request_observer import RequestObserver
 from strandline.server.engines.supervisor import EngineProcess, engine_process, keep_restarting
 from strandline.server.http.listener import Listener
 from strandline.server.http.serving import http_config, serve_http
 from strandline.server.http.tls import RefreshedContext
+from strandline.server.observation import request_observers
 from strandline.server.requests.adapters import Adapters
 from strandline.server.requests.output_parser import REASONING_FIELDS, choose_output_format
 from strandline.server.requests.response_store import ResponseStore
@@ -57,7 +63,8 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     if taken:
         raise ConfigError(f"--lora-modules: {taken.pop()!r} is the model's own name")
     engine_configs(engine)  # wrong values are found before anything is loaded
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    set_log_format(server.log_format)
+    configure_log()
     logging.getLogger("strandline").setLevel(logging.INFO)
     listener = listen(server.host, server.port)
     with listener:
@@ -85,19 +92,25 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
     defaults = default_sampling_params(find_model(engine.model))
     vocabulary = load_vocabulary(engine)
     trials = GrammarTrials(vocabulary.grammars, server.request_timeout_s)  # before there are threads
-    async with _tls_context(server) as tls, trials, start_core(engine, server, vocabulary) as client:
+    async with AsyncExitStack() as stack:
+        tls = await stack.enter_async_context(_tls_context(server))
+        await stack.enter_async_context(trials)
+        observers = stack.enter_context(request_observers(server, model_names(engine, server)[0]))
+        client = await stack.enter_async_context(start_core(engine, server, vocabulary, observers))
         service = make_service(client, engine, server, template, defaults, trials.check)
         host, port = listener.getsockname()[:2]
         mode = server.page_mode(host)
-        app = build_app(
-            service,
+        options = AppOptions(
             api_keys=keys,
             allowed_hosts=server.allowed_names(host),
             max_body_bytes=server.body_limit(has_pictures=service.pictures is not None),
             cache_page=mode,
             cross_origin=server.cross_origin(),
             ping_interval_s=server.stream_ping_interval_s,
+            continues_traces=server.otlp_traces_endpoint is not None,
+            flags={**asdict(engine), **server.shown()},
         )
+        app = build_app(service, options)
         freeze_gc()
         listener.listen()  # before the address is logged
         address = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -137,6 +150,11 @@ async def _tls_context(server: ServerConfig) -> AsyncIterator[SSLContext | None]
         refreshing.cancel()
 
 
+def model_names(engine: EngineConfig, server: ServerConfig) -> Sequence[str]:
+    """Return the names that requests may use; the first one appears in responses."""
+    return server.served_model_name or (engine.model_name,)
+
+
 def make_service(
     client: EngineClient,
     engine: EngineConfig,
@@ -151,7 +169,7 @@ def make_service(
         template: replaces the tokenizer's chat template.
         defaults: sampling parameters that the model recommends.
     """
-    names = server.served_model_name or (engine.model_name,)
+    names = model_names(engine, server)
     tokenizer = client.frontend.tokenizer
     added = tokenizer.get_added_vocab() if tokenizer is not None else {}
     shown = template_text(tokenizer, template)
@@ -245,8 +263,13 @@ def listen(host: str, port: int) -> Listener:
 
 
 @asynccontextmanager
-async def start_core(engine: EngineConfig, server: ServerConfig, vocabulary: Vocabulary) -> AsyncIterator[EngineClient]:
+async def start_core(
+    engine: EngineConfig, server: ServerConfig, vocabulary: Vocabulary, observers: Sequence[RequestObserver] = ()
+) -> AsyncIterator[EngineClient]:
     """Start the engine processes, yield a client of them, and end them on exit.
+
+    Args:
+        observers: follow all requests.
 
     Raises:
         ConfigError: the configuration does not allow a start.
@@ -259,7 +282,7 @@ async def start_core(engine: EngineConfig, server: ServerConfig, vocabulary: Voc
     keeping: list[asyncio.Future[None]] = []
     try:
         processes = await _start_all(stacks, configs)
-        client = _new_client(configs, server, vocabulary, processes)
+        client = _new_client(configs, server, vocabulary, processes, observers)
         keeping = [
             asyncio.ensure_future(_keep(client, *each, restarts=server.restart))
             for each in zip(stacks, configs, client.engines, processes, strict=True)
@@ -301,7 +324,11 @@ async def _start_all(stacks: Sequence[AsyncExitStack], configs: Sequence[EngineC
 
 
 def _new_client(
-    configs: Sequence[EngineConfig], server: ServerConfig, vocabulary: Vocabulary, processes: Sequence[Started]
+    configs: Sequence[EngineConfig],
+    server: ServerConfig,
+    vocabulary: Vocabulary,
+    processes: Sequence[Started],
+    observers: Sequence[RequestObserver],
 ) -> EngineClient:
     """Return a client of engines that are ready."""
     advice = "it is being restarted" if server.restart else "restart the server"
@@ -311,14 +338,14 @@ def _new_client(
     ]
     config = configs[0]
     has_cache = config.enable_prefix_caching and config.mamba_cache_mode != "none"
-    names = server.served_model_name or (config.model_name,)
     return EngineClient(
         engines,
         load_frontend(config, least_limits(engines), vocabulary),
-        Metrics(names[0], len(engines)),
+        Metrics(model_names(config, server)[0], len(engines)),
         max_unfinished=config.max_num_seqs * len(engines) + server.max_queue,
         timeout_s=server.request_timeout_s,
         router=EngineRouter(range(len(engines)), has_cache=has_cache) if len(engines) > 1 else None,
+        observers=observers,
     )
 
 

@@ -332,6 +332,9 @@ class Frontend:
         for name, handed_over in events.handed_over:
             if name in outputs:
                 outputs[name].request.handed_over = handed_over
+        for admission in events.admissions:
+            if admission.request_id in outputs:
+                outputs[admission.request_id].request.note_admission(admission)
         for name, start, entries in events.prompts:
             try:
                 if name in outputs:

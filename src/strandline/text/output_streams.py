@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from strandline.records.account import Account
-from strandline.records.events import FinishReason, SpeculationStats, TokenEvent
+from strandline.records.events import Admission, FinishReason, SpeculationStats, TokenEvent
 from strandline.records.outputs import (
     CompletionOutput,
     Logprob,
@@ -186,6 +186,13 @@ class RequestStream:
         """Record the account of the first output's lookup."""
         if output is self.outputs[0]:
             self.account = account
+
+    def note_admission(self, admission: Admission) -> None:
+        """Record when an output was admitted, if it is the first one of the request."""
+        times = self.times
+        if times.admitted_s is None:
+            times.admitted_s = admission.admitted_s
+            times.load_begun_s, times.load_ended_s = admission.load_begun_s, admission.load_ended_s
 
     def put_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Add the log-probabilities of the prompt's tokens from ``start + 1`` on."""

@@ -64,7 +64,7 @@ class ServerProcess:
 
     def wait_until_it_serves(self) -> Self:
         """Wait for the line that names the address."""
-        line = re.compile(r"serving tiny on (\S+)\n")
+        line = re.compile(r"serving tiny on ([^\s\"]+)[\"\n]")
         self.wait_until(lambda: bool(line.search(self.log())) or self.process.poll() is not None, START_TIMEOUT_S)
         found = line.search(self.log())
         assert found, self.log()

@@ -178,18 +178,37 @@ def test_metrics_count_tokens_times_hits_and_the_reasons_of_misses(server: Serve
     names = ["prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total"]
     names += ["prefix_cache_misses_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"]
     names += ["e2e_request_latency_seconds_count", "request_success_total"]
+    names += [f"request_{part}_time_seconds_count" for part in ("queue", "prefill", "decode")]
     before = [server.metric(name) for name in names]
     prompt = "counted " * 10
     for _ in range(2):
         server.post("/v1/completions", prompt=prompt, max_tokens=5, temperature=0)
     counted = [server.metric(name) - value for name, value in zip(names, before, strict=True)]
     num_tokens = len(prompt)
-    assert counted == [2 * num_tokens, 10, 2 * num_tokens, num_tokens, num_tokens, 2, 8, 2, 2]
+    assert counted == [2 * num_tokens, 10, 2 * num_tokens, num_tokens, num_tokens, 2, 8, 2, 2, 2, 2, 2]
     tenants = server.metric("cache_memory_bytes")
     assert 15 * 2**20 < tenants <= 16 * 2**20
     for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total", "snapshots_evicted_total"):
         assert server.metric(name) >= 0
     assert server.metric("snapshots_taken_total") > 0
+
+
+def test_queue_prefill_and_decode_add_up_to_the_latency(server: ServerProcess) -> None:
+    parts = [f"request_{part}_time_seconds_sum" for part in ("queue", "prefill", "decode")]
+    names = [*parts, "e2e_request_latency_seconds_sum"]
+    before = [server.metric(name) for name in names]
+    server.post("/v1/completions", prompt="timed", max_tokens=5)
+    *times_s, latency_s = (server.metric(name) - value for name, value in zip(names, before, strict=True))
+    assert min(times_s) > 0
+    assert sum(times_s) == pytest.approx(latency_s)
+
+
+def test_load_counts_unfinished_outputs(server: ServerProcess) -> None:
+    assert server.get("/load").json() == {"server_load": 0}
+    with server.stream(prompt="x", max_tokens=4000, ignore_eos=True, n=2) as events:
+        next(events)
+        assert server.get("/load").json() == {"server_load": 2}
+    server.wait_until(lambda: server.get("/load").json() == {"server_load": 0})
 
 
 def abandon(server: ServerProcess, body: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from strandline.server.http import gate
-from tests.cpu.server.process import ServerProcess, http_post, http_stream, running_server
+from tests.cpu.server.process import ServerProcess, http_get, http_post, http_stream, running_server
 
 FLAGS = ["--api-key", "secret-one", "secret-two", "--max-num-seqs", "1", "--max-queue", "1"]
 FLAGS += ["--max-body-bytes", "2000", "--request-timeout-s", "2.5"]
@@ -45,8 +45,19 @@ def test_any_key_is_accepted_and_health_needs_none(strict: ServerProcess) -> Non
     for key in ("secret-one", "secret-two"):
         for headers in ({"Authorization": f"Bearer {key}"}, {"X-API-Key": key}):
             assert ask(strict, headers).status_code == 200
-    assert [strict.get(path).status_code for path in ("/health", "/version", "/metrics")] == [200, 200, 200]
-    assert strict.get("/v1/models").status_code == 401
+    for path in ("/health", "/version", "/metrics", "/load"):
+        assert strict.get(path).status_code == 200
+    for path in ("/v1/models", "/server_info"):
+        assert strict.get(path).status_code == 401
+
+
+def test_server_info_has_flags_and_no_keys(strict: ServerProcess) -> None:
+    answer = http_get(f"{strict.url}/server_info", headers={"Authorization": "Bearer secret-one"})
+    info = answer.json()
+    assert info["flags"]["device"] == "cpu"
+    assert info["flags"]["served_model_name"] == info["models"] == ["tiny"]
+    assert [engine["failure"] for engine in info["engines"]] == [None]
+    assert "secret" not in answer.text
 
 
 def test_keys_are_compared_in_constant_time_and_never_logged(

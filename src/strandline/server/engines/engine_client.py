@@ -29,7 +29,9 @@ from strandline.server.engines.engine_link import CoreSocket, EngineLink, HangDe
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.request_observer import RequestObserver
 from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
+from strandline.text.output_streams import RequestStream
 from strandline.text.prompts import check_text
 from strandline.text.remembered_answers import Recollection
 
@@ -83,6 +85,7 @@ class EngineClient:
         max_unfinished: maximum number of sequences that run or are queued; more are rejected.
         timeout_s: time limit of a job.
         router: chooses among several engines; None: there is one.
+        observers: follow all requests.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class EngineClient:
         max_unfinished: int,
         timeout_s: float | None = None,
         router: EngineRouter | None = None,
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         self.engines = engines
         self.frontend = frontend
@@ -101,6 +105,7 @@ class EngineClient:
         self.num_jobs_failed = 0
         """Jobs that were unfinished when an engine that ran them exited, since the start."""
         self._router = router
+        self._observers = observers
         self._max_unfinished = max_unfinished
         self._timeout_s = timeout_s
         self._requests: dict[str, _Request] = {}
@@ -160,6 +165,9 @@ class EngineClient:
         job = Job(self.close, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
         for each, engine, prompt in zip(names, engines, prompts, strict=True):
             self._requests[each] = _Request(job, engine, prompt.num_pixel_bytes)
+        for observer in self._observers:
+            for stream in job.streams:
+                observer.begin(stream)
         return job
 
     def _choose(self, request_id: str, request: CheckedRequest, salt: str) -> EngineLink:
@@ -211,11 +219,16 @@ class EngineClient:
                 f"the request asks for {num_sequences} outputs (prompts times n), at most {limit} may run and wait; "
                 "send several requests, or raise --max-queue"
             )
-        num_taken = len(self.frontend) + self._num_expected - self._num_stuck()
+        num_taken = self.num_unfinished - self._num_stuck()
         if num_taken + num_sequences > limit:
             raise QueueFullError(
                 f"{num_taken} outputs run and wait already, at most {limit} may; try again later, or raise --max-queue"
             )
+
+    @property
+    def num_unfinished(self) -> int:
+        """Outputs that run, wait, or are being prepared."""
+        return len(self.frontend) + self._num_expected
 
     def _require_room_for_pictures(self, num_bytes: int) -> None:
         """Raise a QueueFullError if the pictures of unfinished requests would take too much memory."""
@@ -243,6 +256,7 @@ class EngineClient:
             if request is not None and not stream.is_finished:
                 unfinished.setdefault(request.engine.number, []).extend(self.frontend.close(stream.request_id))
                 self.metrics.forget(stream.request_id, request.engine.number)
+                self._observe_end(stream, request.engine, SYSTEM_CLOCK())
                 self._release(stream.request_id)
         for number, names in unfinished.items():
             self._finish(self.engines[number], names)
@@ -386,8 +400,13 @@ class EngineClient:
             if self._router is not None:
                 self._router.begin(request_id)
             if stream.is_finished:
+                self._observe_end(stream, engine, now)
                 self._release(request_id)
             self._requests[request_id].job.note(request_id)
+
+    def _observe_end(self, stream: RequestStream, engine: EngineLink, now_s: float) -> None:
+        for observer in self._observers:
+            observer.end(stream, engine.number, now_s)
 
 
 def least_limits(engines: Sequence[EngineLink]) -> Limits:

@@ -106,6 +106,9 @@ class _RequestFamilies:
         )
         self.itl = self._histogram("inter_token_latency_seconds", "Token to token.", ITL_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to first step.", E2E_BUCKETS_S)
+        self.prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", E2E_BUCKETS_S)
+        self.decode = self._histogram("request_decode_time_seconds", "First token to last token.", E2E_BUCKETS_S)
         self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
         self.output_lengths = self._histogram("request_generation_tokens", "Tokens of an output.", TOKEN_BUCKETS)
 
@@ -131,6 +134,9 @@ class _RequestMetrics:
         self._tpot = families.tpot.labels(*labels)
         self._itl = families.itl.labels(*labels)
         self._e2e = families.e2e.labels(*labels)
+        self._queue = families.queue.labels(*labels)
+        self._prefill = families.prefill.labels(*labels)
+        self._decode = families.decode.labels(*labels)
         self._prompt_lengths = families.prompt_lengths.labels(*labels)
         self._output_lengths = families.output_lengths.labels(*labels)
 
@@ -146,7 +152,14 @@ class _RequestMetrics:
             self._finish(stream, now_s)
 
     def _finish(self, stream: RequestStream, now_s: float) -> None:
-        self._e2e.observe(now_s - stream.times.arrival_s)
+        times = stream.times
+        self._e2e.observe(now_s - times.arrival_s)
+        if times.queue_s is not None:
+            self._queue.observe(times.queue_s)
+        if times.prefill_s is not None:
+            self._prefill.observe(times.prefill_s)
+        if times.first_token_s is not None:
+            self._decode.observe(now_s - times.first_token_s)
         lengths = [output.num_tokens for output in stream.outputs]
         self._prompt_tokens.inc(len(stream.prompt_ids))
         self._prompt_lengths.observe(len(stream.prompt_ids))
@@ -156,8 +169,8 @@ class _RequestMetrics:
         self._generation_tokens.inc(sum(lengths))
         for num_tokens in lengths:
             self._output_lengths.observe(num_tokens)
-        if max(lengths) > 1 and stream.times.first_token_s is not None:
-            self._tpot.observe((now_s - stream.times.first_token_s) / (max(lengths) - 1))
+        if max(lengths) > 1 and times.first_token_s is not None:
+            self._tpot.observe((now_s - times.first_token_s) / (max(lengths) - 1))
         self._finished.labels(*self._labels, stream.outputs[0].finish_reason).inc()
         del self._last_token_s[stream.request_id]
 

@@ -61,6 +61,7 @@ def http_config(app: ASGIApp, client_timeout_s: float | None, tls: ssl.SSLContex
         SlowClientTimeout(app, client_timeout_s),
         http=protocol,
         ws="none",
+        log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="off",

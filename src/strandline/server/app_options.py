@@ -1,0 +1,28 @@
+"""How an application is served: who may use it, and what it shows."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from strandline.server.http.cross_origin import CrossOrigin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppOptions:
+    """Options of the application, other than those of the service."""
+
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    """As ``Gate`` takes them."""
+    allowed_hosts: Collection[str] = ("*",)
+    """As ``HostCheck`` takes them."""
+    max_body_bytes: int = 8 * 2**20
+    cache_page: str = "counts"
+    """What ``/cache`` shows: ``text``, ``counts``, or ``off`` for no page."""
+    cross_origin: CrossOrigin | None = None
+    """What web pages of other origins may do; None: nothing."""
+    ping_interval_s: float = 0
+    """As ``StreamPings`` takes it."""
+    continues_traces: bool = False
+    """Whether requests continue the traces that their headers name."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration, as ``/server_info`` shows it: without secrets."""

@@ -1,0 +1,66 @@
+"""Endpoints for those who operate a server: whether it works, what it does, and how it is configured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from strandline.server.http.error_responses import error_response
+from strandline.server.http.sse import json_response
+from strandline.server.requests.service import Service
+from strandline.version import VERSION, find_commit
+
+
+def add_operation(app: FastAPI, service: Service, flags: Mapping[str, Any]) -> None:
+    """Add the endpoints.
+
+    Args:
+        flags: what ``/server_info`` shows of the configuration.
+    """
+
+    @app.head("/", include_in_schema=False)
+    async def probe() -> Response:
+        return Response()  # Claude Code asks whether the server is there
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        path = request.url.path
+        for engine in service.client.engines:
+            if engine.failure is not None:
+                return error_response(path, 503, f"{engine.name} has stopped: {engine.failure}", code="engine_dead")
+        for engine in service.client.engines:
+            if (hang := engine.find_hang()) is not None:
+                return error_response(path, 503, f"{engine.name} hangs: {hang}", code="engine_hung")
+        return json_response({"status": "ok"})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": service.client.num_unfinished})
+
+    shown = {"version": VERSION, "commit": find_commit()}
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return json_response(shown)
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        engines = [
+            {
+                "number": engine.number,
+                "max_model_len": engine.limits.max_model_len,
+                "vocab_size": engine.limits.vocab_size,
+                "failure": engine.failure,
+                "hang": engine.find_hang(),
+            }
+            for engine in service.client.engines
+        ]
+        names = [*service.model_names, *(adapter.name for adapter in service.adapters)]
+        return json_response({**shown, "models": names, "engines": engines, "flags": flags})
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        stats = await service.client.ask_stats()
+        return Response(service.client.metrics.expose(stats), media_type=CONTENT_TYPE_LATEST)
