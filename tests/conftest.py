@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def compile_kernels() -> None:
         (directory / "complete").touch()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let every other worker collect from the end: pytest compiles new files, and two workers meet halfway."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
+    if isinstance(collector, pytest.Directory) and int(worker.removeprefix("gw")) % 2:
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what lies under tests/gpu; without ``--long`` drop its cases; in a worker, start what takes longest."""
     for item in items:
@@ -114,7 +127,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=dropped)
     if hasattr(config, "workerinput"):
-        items.sort(key=rank)
+        items.sort(key=lambda item: (rank(item), item.path))  # the same order in all workers
 
 
 def rank(item: pytest.Item) -> int:
