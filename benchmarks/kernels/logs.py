@@ -25,6 +25,7 @@ from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import (
     LastStep,
     PlannedVerification,
+    SampledSequences,
     accept_drafts,
     complete_verification,
 )
@@ -178,13 +179,15 @@ def verification(sequences: int) -> Work:
     """Return what surrounds the model in steps that verify drafts: tables, and accepted drafts."""
     full = partial(torch.full, dtype=torch.int64)
     index_N, rows, num_blocks = torch.arange(sequences), 1 + DRAFTS, 64
-    columns = {name: full((sequences,), 0) for name in PlannedVerification._fields}
+    names = (*PlannedVerification._fields, *SampledSequences._fields)
+    columns = {name: full((sequences,), 0) for name in names}
     columns |= {
         "token_ids": full((sequences * rows,), 5),
         "verdicts": full((sequences * rows,), 0),
         "query_starts": torch.cat((torch.arange(sequences + 1), index_N[-1:] + 1)) * rows,
         "start": 100 + index_N,
         "end": 100 + rows + index_N,
+        "last_row": index_N * rows + DRAFTS,
         "state_dst": index_N + 1,
         "log": index_N + 1,
         "num_logged": full((sequences,), DRAFTS),
@@ -193,7 +196,8 @@ def verification(sequences: int) -> Work:
         "pending": full((sequences,), PendingToken.MAY_STOP),
         "source_row": index_N,
     }
-    planned = PlannedVerification(**columns)
+    planned = PlannedVerification(*(columns[name] for name in PlannedVerification._fields))
+    sampled = SampledSequences(*(columns[name] for name in SampledSequences._fields))
     last = LastStep.empty(sequences, DRAFTS, torch.get_default_device())
     stop_ids_XS = full((512, 8), NO_TOKEN)
     tokens_T, table_NM = full((sequences * rows,), 7), full((sequences + 1, num_blocks), 3).int()
@@ -203,7 +207,7 @@ def verification(sequences: int) -> Work:
     def call(complete: Any, accept: Any) -> list[Tensor]:
         # No draft agrees, so that the next call finds the same step.
         tables = complete(planned, last, stop_ids_XS, DRAFTS)
-        found = (*tables, *accept(planned, tokens_T, last, stop_ids_XS, table_NM))
+        found = (*tables, *accept(sampled, tokens_T, last, stop_ids_XS, table_NM, DRAFTS))
         return [table.flatten()[: -1 if table.numel() == undefined else None] for table in found]
 
     references = (complete_verification.reference, accept_drafts.reference)

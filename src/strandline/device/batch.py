@@ -7,7 +7,7 @@ data of each sequence is passed in ``SequenceColumns``; the values for each row 
 Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -75,7 +75,7 @@ class HostBatch:
     sequences: Sequence[SequencePlan]
     """Decodes first, then prefills; each computes one token or more."""
     num_decodes: int
-    """Number of decoding sequences."""
+    """Number of decoding sequences, or of those that verify drafts."""
     num_decode_rows: int
     """Number of their rows, which come first."""
     columns: SequenceColumns[np.ndarray]
@@ -88,7 +88,7 @@ class HostBatch:
     adapter_slots_N: np.ndarray | None = None
     """The slot of each sequence's adapter; None: no sequence has one."""
     is_verification: bool = False
-    """Whether all sequences of the step compute certain tokens and drafts alone, and one has drafts or follows some."""
+    """Whether a padded step may verify drafts: the decodes compute a certain token and drafts each."""
 
     @cached_property
     def block_table_NM(self) -> np.ndarray:
@@ -128,6 +128,16 @@ class HostBatch:
             return _chunks_with_logged(self.prefills, self.replay)
         chunks = plan_chunks([(s.start, s.end) for s in self.prefills], [s.cuts for s in self.prefills])
         return chunks, np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1
+
+    @property
+    def without_verification(self) -> "HostBatch":
+        """The same step, of prefills alone: for kernels that are launched one by one."""
+        return replace(self, num_decodes=0, num_decode_rows=0, is_verification=False)
+
+    @property
+    def next_ids_T(self) -> np.ndarray:
+        """The token after each row of a prefill; 0 where it is to be sampled."""
+        return np.concatenate([(*plan.token_ids[1:], max(plan.next_id, 0)) for plan in self.prefills] or [()])
 
     @property
     def prefills(self) -> Sequence[SequencePlan]:
@@ -225,7 +235,7 @@ def build_host_batch(
     columns.last_row[:] = query_starts[1:] - 1
     if pending_places is not None:
         columns.source_row[:], columns.stop_set[:] = pending_places
-    if num_decodes == len(sequences):
+    if query_starts[-1] == len(sequences):
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:
         token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
@@ -345,12 +355,11 @@ def block_tables(sequences: Sequence[SequencePlan], num_blocks: Sequence[int]) -
     return tables
 
 
-def batch_order(sequences: Sequence[SequencePlan]) -> tuple[list[int], int]:
+def batch_order(sequences: Sequence[SequencePlan], is_decode: Callable[[SequencePlan], bool]) -> tuple[list[int], int]:
     """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
-    decodes = [index for index, sequence in enumerate(sequences) if sequence.is_decode]
+    are_decodes = list(map(is_decode, sequences))
+    decodes = [index for index, is_first in enumerate(are_decodes) if is_first]
     if len(decodes) == len(sequences):
         return decodes, len(decodes)
-    prefills = [
-        index for index, sequence in enumerate(sequences) if sequence.end > sequence.start and not sequence.is_decode
-    ]
+    prefills = [index for index, plan in enumerate(sequences) if plan.end > plan.start and not are_decodes[index]]
     return decodes + prefills, len(decodes)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.divided_sampling import likeliest
 from strandline.device.drafter import Drafts, StepRows, Verified
+from strandline.device.padded_step import room_of
 from strandline.device.upload import upload_together
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, NULL_LOG, PendingToken
@@ -78,7 +79,7 @@ class BlockDrafts:
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""
-        newest_N = self._last.tokens_P[: len(verified.planned.start)]
+        newest_N = self._last.tokens_P[: len(verified.sampled.end)]
         batch = padded_blocks(verified, newest_N, num_drafts, self._mask_token_id, self._kernels)
         starts_N = batch.attention.query_starts_N1[: len(newest_N), None]
         draft_D = torch.arange(1, num_drafts + 1, device=starts_N.device)
@@ -89,17 +90,17 @@ class BlockDrafts:
 def padded_blocks(
     verified: Verified, newest_N: Tensor, num_drafts: int, mask_token_id: int, kernels: Kernels
 ) -> StepBatch:
-    """Return the blocks of all sequences of a padded step, padded as it is: unused rows are the filler's.
+    """Return the blocks of all sequences of a padded step, padded: unused rows are the last filler's.
 
     Args:
         newest_N: each sequence's last sampled token.
         num_drafts: most of a sequence.
     """
-    planned, table_NM = verified.planned, verified.block_table_NM
-    num_rows = len(newest_N) * (1 + num_drafts)
-    lengths_N = (planned.next_drafts + 1) * (planned.next_drafts > 0)
+    sampled, table_NM, count = verified.sampled, verified.block_table_NM, len(newest_N)
+    num_rows = count * (1 + num_drafts)
+    lengths_N = (sampled.next_drafts + 1) * (sampled.next_drafts > 0)
     ends_N = lengths_N.cumsum(0)
-    start_N1 = pad(planned.start + verified.accepted.num_accepted_N + 1, (0, 1))
+    start_N1 = pad(sampled.end - sampled.num_drafts + verified.accepted.num_accepted_N, (0, 1))
     end_N1 = start_N1 + torch.cat((lengths_N, num_rows - ends_N[-1:]))
     starts_N2 = pad(ends_N, (1, 1))
     starts_N2[-1] = num_rows
@@ -110,12 +111,17 @@ def padded_blocks(
     is_newest_T = row_T == starts_N2[sequence_T]
     attention = replace(
         verified.batch.attention,
+        query_starts=room_of(count + 1, num_rows),
+        context_lens=verified.batch.attention.context_lens[:1] * (count + 1),
         query_starts_N1=starts_N2,
         context_lens_N=end_N1,
         block_table_NM=table_NM,
         write_blocks_T=places.write_blocks_T,
         write_offsets_T=places.write_offsets_T,
+        most_rows=1 + num_drafts,
+        is_padded=False,
         gathers={},
+        parts=(),
     )
     tokens_T = torch.where(is_newest_T, pad(newest_N.clamp_min(0), (0, 1))[sequence_T], mask_token_id)
     return StepBatch(tokens_T, places.positions_T, 0, 0, attention, verified.batch.recurrent)

@@ -13,6 +13,7 @@ Shape suffixes: R rows, N sequences, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -80,7 +81,10 @@ class Chosen:
     host_tokens_R: Tensor | None = None
     """``tokens_R`` on the host, once the device is done; None: they are not on their way there."""
     num_accepted_N: Tensor | None = None
-    """How many drafts of each sequence agree, if the device compares them; None: it does not."""
+    """How many drafts of each sequence agree, if the device compares them; None: it does not. Of the last sequences it
+    may be missing: they have no drafts."""
+    rows: slice | Tensor = field(default_factory=partial(slice, 0))
+    """Where the hidden states of ``tokens_R`` are among those of a padded step that verifies drafts."""
 
     @classmethod
     def of(cls, candidates: Sequence[Candidates], chosen: ChosenTokens) -> "Chosen":
@@ -88,11 +92,6 @@ class Chosen:
         logprobs = {candidates[row].plan_index: [tensors] for row, tensors in chosen.logprobs.items()}
         failures = {candidates[row].state.new.request_id: text for row, text in chosen.failures.items()}
         return cls(candidates, chosen.tokens_N, logprobs, failures)
-
-    @property
-    def num_accepted(self) -> list[int]:
-        """How many drafts of each sequence agree, if the host knows."""
-        return [len(taken) - 1 for taken in self.token_ids or ()]
 
     def compare(self) -> list[list[int]]:
         """Take the tokens as far as drafts agree, and return them. Waits for the device, unless the host knows them."""
@@ -118,7 +117,8 @@ class Chosen:
         """Return each sequence's tokens, which have been fetched. The device must be done."""
         if self.token_ids is None and self.host_tokens_R is not None:
             tokens = self.host_tokens_R.tolist()
-            accepted = [0] * len(self.candidates) if self.num_accepted_N is None else self.num_accepted_N.tolist()
+            accepted: list[int] = [] if self.num_accepted_N is None else self.num_accepted_N.tolist()
+            accepted += [0] * (len(self.candidates) - len(accepted))
             self.token_ids = []
             for (_, state, _, row, _), num_accepted in zip(self.candidates, accepted, strict=True):
                 taken = tokens[row : row + num_accepted + 1]

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.sampling.verification import AcceptedDrafts, PlannedVerification
+from strandline.kernels.sampling.verification import AcceptedDrafts, SampledSequences
 from strandline.records.plan import SequencePlan
 
 Drafts = dict[int, tuple[int, ...]]
@@ -29,12 +29,12 @@ class Verified(NamedTuple):
 
     batch: StepBatch
     block_table_NM: Tensor
-    """Of all sequences, the filler included."""
-    planned: PlannedVerification
+    """Of all sequences, the last filler included."""
+    sampled: SampledSequences
     accepted: AcceptedDrafts
     hidden_TE: Tensor
     starts_N1: Tensor
-    """The integers from 0 to the number of sequences without the filler."""
+    """The integers from 0 to the number of sequences without that filler."""
 
 
 class StepDrafter(Protocol):

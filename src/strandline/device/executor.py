@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strandline.device.arena_copies import Copies
+from strandline.device.graph_sizes import NO_PROMPTS, PromptRoom
 from strandline.device.lower_stores import LowerFacts
 from strandline.device.peer_store import PeerStore
 from strandline.device.transfers import Completions
@@ -45,6 +46,8 @@ class ExecutorFacts:
     corrects_lengths: bool = False
     """Whether, once graphs are captured, steps in which all sequences verify drafts can be launched before it is known
     how many drafts of the step before are accepted."""
+    verified_prompts: PromptRoom = NO_PROMPTS
+    """The prompts that such steps may compute as well."""
     picture_config: PictureConfig | None = None
     """How pictures are prepared; None: the model reads none."""
     encoder_tokens: int = 0

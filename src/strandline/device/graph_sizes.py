@@ -1,8 +1,10 @@
 """The sizes of steps that CUDA graphs are captured at."""
 
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
 
-from strandline.device.padded_step import StepSize
+from strandline.device.padded_step import MAX_PROMPTS, StepSize
 
 PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
 DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
@@ -39,8 +41,41 @@ def graph_sizes(
     return [*map(StepSize, decodes), *mixed]
 
 
-def verification_sizes(max_num_seqs: int, draft_tokens: int) -> list[StepSize]:
-    """Return the sizes of steps that verify or make drafts: few, or as many as there may be."""
+def verification_sizes(sizes: Sequence[StepSize], draft_tokens: int) -> list[StepSize]:
+    """Return the sizes of steps that verify or make drafts: few, or as many as there may be.
+
+    Args:
+        sizes: of steps without drafts. Steps of prompts alone need no others.
+    """
     depths = sorted({1, min(2, draft_tokens), draft_tokens})
-    counts = sorted({size.num_decodes for size in graph_sizes(max_num_seqs, 1) if not size.num_prompt_rows})
-    return [StepSize(count, draft_tokens=depth, log_tokens=draft_tokens) for count in counts for depth in depths]
+    decodes = [replace(size, draft_tokens=depth) for size in sizes if not size.num_prompt_rows for depth in depths]
+    mixed = [replace(size, draft_tokens=draft_tokens) for size in sizes if size.num_prompt_rows and size.num_decodes]
+    return [replace(size, log_tokens=draft_tokens) for size in (*decodes, *mixed)]
+
+
+class PromptRoom(NamedTuple):
+    """How much of prompts a captured step has room for with decodes that verify drafts."""
+
+    num_rows: int = 0
+    num_prompts: int = 0
+
+    @classmethod
+    def of(cls, sizes: Sequence[StepSize]) -> "PromptRoom":
+        """Return the room in the largest step."""
+        num_rows = max((size.num_prompt_rows for size in sizes if size.has_drafts), default=0)
+        return cls(num_rows, MAX_PROMPTS if num_rows else 0)
+
+    def has_room_for(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether there is room for tokens ``[start, end)`` of some sequences, one or more of each."""
+        num_rows = sum(end - start for start, end in ranges)
+        if any(start == end for start, end in ranges) or len(ranges) > self.num_prompts or num_rows > self.num_rows:
+            return not ranges
+        return not is_prefix_long(num_rows, max((start for start, _ in ranges), default=0))
+
+
+NO_PROMPTS: Final = PromptRoom()
+
+
+def is_prefix_long(num_prompt_rows: int, start: int) -> bool:
+    """Whether a step has many rows of prompts, one of them after more tokens than graphs are for."""
+    return num_prompt_rows > PROMPT_ROWS[-1] and start > MAX_CAPTURED_PREFIX

@@ -23,11 +23,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from strandline.device.adapter_pool import AdapterPool
-from strandline.device.batch import HostBatch, build_host_batch
+from strandline.device.batch import HostBatch, SequenceColumns, build_host_batch
 from strandline.device.choice import Chosen
 from strandline.device.divided_sampling import likeliest
 from strandline.device.drafter import StepDrafter, Verified
-from strandline.device.graph_sizes import MAX_CAPTURED_PREFIX, PROMPT_ROWS
+from strandline.device.graph_sizes import is_prefix_long
 from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.device.pending import PendingTokens
 from strandline.device.upload import UploadedTable, upload_together
@@ -35,7 +35,7 @@ from strandline.ids import NO_TOKEN
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling.verification import accept_drafts, complete_verification
+from strandline.kernels.sampling.verification import Verdict, accept_drafts, complete_verification
 from strandline.kernels.step import fetch_integers, hand_over_tokens, store_hidden
 from strandline.models.layers.protocol import LanguageModel, ModelMemory
 
@@ -93,29 +93,30 @@ class CapturedStep:
         self.host_likeliest_N = torch.empty(0)
         """Decodes: each row's likeliest token on the host, once the device is done; not overwritten."""
         if size.has_drafts:
-            num_rows, num_sequences = size.num_rows, size.num_decodes
+            num_sampled = size.num_sequences - 1
             self.planned = self.padded.planned(self.buffer_I)
-            self.tokens_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            """What was chosen after every row; to be filled in between the graphs."""
-            self.drafts_ND = torch.full((num_sequences, 0), NO_TOKEN, dtype=torch.int64, device=device)
+            self.sampled = self.padded.sampled(self.buffer_I)
+            self.tokens_T = self.named["next_ids"]
+            """What was chosen after every row, to be filled in between the graphs; of prompts, what is known."""
+            self.drafts_ND = torch.full((num_sampled, 0), NO_TOKEN, dtype=torch.int64, device=device)
             """For the next step; as many columns as the model drafts."""
-            self.num_accepted_N = torch.zeros(num_sequences, dtype=torch.int64, device=device)
-            self.single_starts_N1 = torch.arange(num_sequences + 1, device=device)
+            self.num_accepted_N = torch.zeros(num_sampled, dtype=torch.int64, device=device)
+            self.single_starts_N1 = torch.arange(num_sampled + 1, device=device)
             """Where rows begin in a step of one token of each sequence."""
 
     def take(self, chosen: Chosen) -> None:
         """Take the tokens that were chosen; where the host has compared drafts, what it found."""
         if chosen.token_ids is None:
-            self.tokens_T[: len(chosen.tokens_R)].copy_(chosen.tokens_R)
+            self.tokens_T[chosen.rows] = chosen.tokens_R
             return
-        tokens = [
-            token
-            for each, taken in zip(chosen.candidates, chosen.token_ids, strict=True)
-            for token in taken + [NO_TOKEN] * (each.num_rows - len(taken))
-        ]
-        tokens_T, num_accepted_N = upload_together([tokens, chosen.num_accepted], self.buffer_I.device)
-        self.tokens_T[: len(tokens)].copy_(tokens_T)
-        self.named["num_drafts"][: len(num_accepted_N)].copy_(num_accepted_N)
+        tokens, verdicts = list[int](), list[int]()
+        for each, taken in zip(chosen.candidates, chosen.token_ids, strict=True):
+            num_others = each.num_rows - len(taken)
+            tokens += taken + [NO_TOKEN] * num_others
+            # The last token may be a draft after which none is chosen.
+            verdicts += [Verdict.COMPARE] * (len(taken) - 1) + [Verdict.REJECT] * (1 + num_others)
+        tokens_R, verdicts_R = upload_together([tokens, verdicts], self.buffer_I.device)
+        self.tokens_T[chosen.rows], self.named["verdicts"][chosen.rows] = tokens_R, verdicts_R
 
 
 class StepGraphs:
@@ -177,9 +178,9 @@ class StepGraphs:
         return capture(run, self._pool, self._kernels)
 
     def _table(self, size: StepSize) -> UploadedTable:
-        """Return a block table. Steps of decodes share one; so do all in which the filler, whose row stays zero, has
-        one index, and prompts begin at one."""
-        key = (size.num_decodes, size.num_sequences) if size.has_filler else None
+        """Return a block table. Steps of decodes share one; so do all in which fillers, whose rows stay zero, have the
+        same indices, and prompts begin at one."""
+        key = (size.first_prompt, size.num_sequences) if size.has_filler else None
         if key not in self._tables:
             num_rows = size.num_sequences if size.has_filler else self._most_decodes
             self._tables[key] = UploadedTable((num_rows, self._num_blocks), self._arena.bytes.device)
@@ -194,12 +195,13 @@ class StepGraphs:
         if size.has_drafts:
             complete = self._kernels[complete_verification]
             tables = complete(step.planned, pending.last, pending.stop_ids_XI, size.log_tokens)
+            columns = SequenceColumns(*(column[size.first_prompt :] for column in columns))
+        if len(columns.start):
+            pending.resolve(step.named["token_ids"], columns)
         step.batch = self._batch(step, tables)
-        if not size.has_drafts:
-            pending.resolve(step.batch, columns)
         self._adapters.compute_with(step.padded.tiled(step.buffer_I))
         step.hidden_TE = self._forward(step.batch)
-        if not size.has_drafts:
+        if len(columns.start):
             self._store_hidden(step.hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)
         if size.num_prompts:
             cut_rows, cut_slots = step.named["cut_rows"], step.named["cut_slots"]
@@ -221,18 +223,17 @@ class StepGraphs:
 
     def _verify(self, step: CapturedStep) -> None:
         """Count the drafts that agree, store hidden states, and draft for the next step."""
-        planned, pending = step.planned, self._pending
-        accept = self._kernels[accept_drafts]
-        accepted = accept(planned, step.tokens_T, pending.last, pending.stop_ids_XI, step.block_table_NM)
+        planned, pending, size = step.planned, self._pending, step.padded.size
+        accept, stop_ids_XI, table_NM = self._kernels[accept_drafts], pending.stop_ids_XI, step.block_table_NM
+        accepted = accept(step.sampled, step.tokens_T, pending.last, stop_ids_XI, table_NM, size.draft_tokens)
         step.num_accepted_N = accepted.num_accepted_N
-        replay, arena = step.batch.recurrent.replay, self._arena
+        replay, arena = (step.batch.verified or step.batch.recurrent).replay, self._arena
         first_rows_N = planned.query_starts[: len(planned.state_dst)]
         self._store_hidden(step.hidden_TE, first_rows_N, arena.hidden_SE, planned.state_dst)
         if arena.hidden_drafts_JE is not None and replay is not None:
             self._store_hidden(step.hidden_TE, replay.draft_rows_K, arena.hidden_drafts_JE, replay.draft_places_K)
-        if self._drafter is not None and (num_drafts := step.padded.size.draft_tokens):
-            table_NM, starts_N1 = step.block_table_NM, step.single_starts_N1
-            verified = Verified(step.batch, table_NM, planned, accepted, step.hidden_TE, starts_N1)
+        if self._drafter is not None and (num_drafts := size.draft_tokens):
+            verified = Verified(step.batch, table_NM, step.sampled, accepted, step.hidden_TE, step.single_starts_N1)
             step.drafts_ND = self._drafter.draft_verified(verified, num_drafts)
             pending.last.drafts_PD[: len(step.drafts_ND), :num_drafts].copy_(step.drafts_ND)
 
@@ -240,9 +241,11 @@ class StepGraphs:
 
     def find(self, host: HostBatch) -> CapturedStep | None:
         """Return the smallest captured step that has room; None: there is none."""
-        sizes = self._with_drafts if host.is_verification else []
-        plain = [] if _has_long_prefix(host) else self._plain
-        return next((step for step in (*sizes, *plain) if step.padded.size.has_room_for(host)), None)
+        starts = host.columns.start[host.num_decodes :]
+        if is_prefix_long(host.num_prompt_rows, int(starts.max(initial=0))):
+            return None
+        steps = self._with_drafts if host.is_verification else self._plain
+        return next((step for step in steps if step.padded.size.has_room_for(host)), None)
 
     def replay(self, step: CapturedStep, host: HostBatch, verdicts: Sequence[int] = ()) -> None:
         """Replay a captured step that has room for another, up to the choice of tokens.
@@ -275,16 +278,7 @@ class StepGraphs:
         self._fetch(integers_I, step.buffer_I)
         if host is None:
             return
-        if size.has_drafts:
-            step.block_table.write(host.whole_block_table_NM)
-            return
-        tables_NM, num_decodes = host.block_table_NM, host.num_decodes
+        tables_NM, num_decodes = host.whole_block_table_NM if size.has_drafts else host.block_table_NM, host.num_decodes
         step.block_table.write(tables_NM[:num_decodes])
         if size.num_prompts:
-            step.block_table.write(tables_NM[num_decodes:], size.num_decodes)
-
-
-def _has_long_prefix(host: HostBatch) -> bool:
-    """Whether a step has many rows of prompts after more tokens than graphs are for."""
-    starts = host.columns.start[host.num_decodes :]
-    return host.num_prompt_rows > PROMPT_ROWS[-1] and bool((starts > MAX_CAPTURED_PREFIX).any())
+            step.block_table.write(tables_NM[num_decodes:], size.first_prompt)

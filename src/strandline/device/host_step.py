@@ -5,6 +5,7 @@ Shape suffixes: T rows of the step, X rows to choose from: those of the step, th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from strandline.device.sampler import SamplingState
 from strandline.errors import EngineError
 from strandline.ids import PendingToken, RequestId
 from strandline.records.plan import SequencePlan
+
+_IS_DECODE, _IS_VERIFICATION = attrgetter("is_decode"), attrgetter("is_verification")
 
 
 class StepHidden(NamedTuple):
@@ -52,17 +55,32 @@ class HostStep:
     stored: Sequence[int]
     """Indices of the sequences whose stored hidden states are needed: to choose from, or for a drafter."""
     candidates: Sequence[Candidates]
-    """Those of the sequences that are sampled, in the plan's order."""
+    """Those of the sequences that are sampled, in the plan's order or, if a padded step may verify drafts, the batch's.
+    """
     follows_drafts: bool
     """Whether it continues a step whose accepted drafts the host did not know: a graph has to complete it."""
     is_plain: bool
     """Whether it computes as if there were no drafts."""
 
     @property
+    def num_decodes(self) -> int:
+        """How many sequences decode, or verify drafts in a padded step."""
+        return 0 if self.batch is None else self.batch.num_decodes
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether other sequences compute something."""
+        return self.num_decodes < len(self.order)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether every sequence decodes, so that tokens are chosen from all rows."""
-        num_decodes = 0 if self.batch is None else self.batch.num_decodes
-        return num_decodes == len(self.sequences) == len(self.candidates)
+        return self.num_decodes == len(self.sequences) == len(self.candidates)
+
+    def padded_rows(self, captured: CapturedStep) -> Mapping[int, int]:
+        """Return the index that each sequence has in a captured step, by index in the plan."""
+        indices = [] if self.batch is None else captured.padded.sequence_indices(self.batch)
+        return dict(zip(self.order, indices, strict=True))
 
     @property
     def positions(self) -> list[int]:
@@ -140,13 +158,14 @@ class Layout:
         is_plain, is_pending = all(x.is_plain for x in sequences), any(x.pending for x in sequences)
         follows_drafts = is_pending and self._pending.may_follow_drafts
         has_drafts = follows_drafts or not is_plain
-        is_verification = has_graphs and has_drafts and all(x.is_verification for x in sequences)
-        if is_verification and any(x.log and not x.is_prefill for x in sequences):
-            raise EngineError("a step that verifies drafts was planned with a log of decoded tokens")
-        order, num_decodes = (range(len(sequences)), 0) if is_verification else batch_order(sequences)
+        is_verification = has_graphs and has_drafts and _can_verify(sequences)
+        order, num_decodes = batch_order(sequences, _IS_VERIFICATION if is_verification else _IS_DECODE)
+        in_order = order if is_verification else range(len(sequences))
         batch = None
         if order:
             ordered = [sequences[index] for index in order]
+            if is_verification and any(x.log and not x.is_prefill for x in ordered[:num_decodes]):
+                raise EngineError("a step that verifies drafts was planned with a log of decoded tokens")
             pending = self._locate(ordered, is_verification) if is_pending or is_verification else None
             batch = build_host_batch(ordered, num_decodes, pending, self._log_tokens)
             slots_N = self._adapters.begin_step(ordered, self._states)
@@ -156,7 +175,7 @@ class Layout:
             order,
             batch,
             stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._reads_stored and reads_stored(x))],
-            candidates=self._candidates(sequences, self._synthetic_rates if has_drafts else None),
+            candidates=self._candidates(sequences, in_order, self._synthetic_rates if has_drafts else None),
             follows_drafts=follows_drafts,
             is_plain=is_plain,
         )
@@ -175,12 +194,19 @@ class Layout:
         stops = [state.new.stop_ids if yes else NO_STOPS for state, yes in zip(states, are_compared, strict=True)]
         return self._pending.locate(ordered, stops)
 
-    def _candidates(self, sequences: Sequence[SequencePlan], rates: Sequence[float] | None) -> list[Candidates]:
+    def _candidates(
+        self, sequences: Sequence[SequencePlan], order: Sequence[int], rates: Sequence[float] | None
+    ) -> list[Candidates]:
         candidates, row = list[Candidates](), 0
-        for index, sequence in enumerate(sequences):
-            if sequence.is_sampled:
+        for index in order:
+            if (sequence := sequences[index]).is_sampled:
                 state, num_drafts = self._states[sequence.request_id], sequence.num_drafts
                 draft_ids = sequence.token_ids[-num_drafts:] if num_drafts else ()
                 candidates.append(Candidates(index, state, draft_ids, row, draw_verdicts(state, num_drafts, rates)))
                 row += 1 + num_drafts
         return candidates
+
+
+def _can_verify(sequences: Sequence[SequencePlan]) -> bool:
+    """Whether a padded step can verify drafts of sequences: all compute something."""
+    return any(x.is_verification for x in sequences) and all(x.end > x.start for x in sequences)

@@ -5,8 +5,9 @@ is smaller than the size,
 
 - *decodes* read and write null slots and have an empty context; where they have drafts, they are empty;
 - *prompts* are empty;
-- unused rows of prompts, or of drafts, belong to one more sequence, the *filler*, after all others: it starts from
-  zeros, attends to the null block, and is stored nowhere. So no row that a later operation reads is left unwritten;
+- unused rows of decodes with drafts belong to one more sequence, the *filler*, after these, and those of prompts to
+  another one, after all others: it starts from zeros, attends to the null block, and is stored nowhere. So no row that
+  a later operation reads is left unwritten;
 - *chunks* are empty, and tiles of rows with adapters have no slot.
 
 A decode with drafts computes its certain token, and drafts after it. The host says of each what it knows; the tables of
@@ -18,6 +19,7 @@ Shape suffixes as in ``kernels/batch.py`` and ``kernels/sampling/verification.py
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -29,13 +31,14 @@ from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks
+from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks, ChunkTable
 from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, TiledRows
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     AcceptedDrafts,
     PlannedVerification,
+    SampledSequences,
     VerificationTables,
 )
 from strandline.kernels.step import locate_rows
@@ -82,8 +85,13 @@ class StepSize:
         return self.has_drafts or self.num_prompts > 0
 
     @property
+    def first_prompt(self) -> int:
+        """Index of the first prompt among the sequences."""
+        return self.num_decodes + self.has_drafts
+
+    @property
     def num_sequences(self) -> int:
-        return self.num_decodes + (1 if self.has_drafts else self.num_prompts)
+        return self.first_prompt + self.num_prompts
 
     @property
     def num_decode_rows(self) -> int:
@@ -96,33 +104,37 @@ class StepSize:
 
     @property
     def num_replayed_rows(self) -> int:
-        """With drafts: logged and computed rows, and one of no token."""
-        return self.num_rows + self.num_decodes * self.log_tokens + 1
+        """With drafts: logged and computed rows of decodes, and one of no token."""
+        return self.num_decode_rows + self.num_decodes * self.log_tokens + 1
+
+    @property
+    def num_verified_chunks(self) -> int:
+        """Chunks of decodes with drafts, and one that stays empty."""
+        return self.num_decodes * CHUNKS_OF_SEQUENCE + 1
 
     @property
     def num_chunks(self) -> int:
-        """Chunks, with at least one that stays empty: empty sequences begin there."""
-        if self.has_drafts:
-            return self.num_decodes * CHUNKS_OF_SEQUENCE + 1
+        """Chunks of prompts, with at least one that stays empty: empty sequences begin there."""
         return -(-self.num_prompt_rows // CHUNK_TOKENS) + SPARE_CHUNKS if self.num_prompt_rows else 0
 
     def num_blocks(self, max_model_len: int) -> int:
-        """Return the columns of the step's block table: as many as the longest request has blocks, or the filler."""
-        num_filler_rows = self.num_rows if self.has_drafts else self.num_prompt_rows
-        return -(-max(max_model_len, num_filler_rows) // BLOCK_TOKENS)
+        """Return the columns of the step's block table: as many as the longest request has blocks, or a filler."""
+        return -(-max(max_model_len, self.num_decode_rows, self.num_prompt_rows) // BLOCK_TOKENS)
 
     def has_room_for(self, host: HostBatch) -> bool:
-        """Whether a step fits in. One without prompts fits where there is no room for any, and only there."""
+        """Whether a step fits in. One without prompts fits where there is no room for any, and only there; so does one
+        without drafts.
+        """
         if host.picture_offsets is not None and not self.takes_pictures:
             return False
         if (host.adapter_slots_N is None) != (self.num_adapters == 0):
             return False
-        if self.has_drafts:
-            columns = host.columns
-            most_drafts = max(columns.num_drafts.max(), columns.next_drafts.max())
-            return host.num_sequences <= self.num_decodes and bool(most_drafts <= self.draft_tokens)
         num_prompts = host.num_prompts
-        if host.num_decodes > self.num_decodes or (num_prompts == 0) != (self.num_prompts == 0):
+        if host.is_verification != self.has_drafts or (num_prompts == 0) != (self.num_prompts == 0):
+            return False
+        if self.has_drafts and max(host.columns.num_drafts.max(), host.columns.next_drafts.max()) > self.draft_tokens:
+            return False
+        if host.num_decodes > self.num_decodes:
             return False
         if not num_prompts:
             return True
@@ -133,18 +145,17 @@ class StepSize:
 
 
 class PaddedStep:
-    """The parts of the buffer of a step of one size. The filler is the last sequence."""
+    """The parts of the buffer of a step of one size. The filler of the last rows is the last sequence."""
 
     def __init__(self, size: StepSize) -> None:
         self.size = size
-        num_prompt_chunks = size.num_chunks if size.num_prompts else 0
         lengths = {
             "token_ids": size.num_rows,
             **dict.fromkeys(SequenceColumns._fields, size.num_sequences),
             "query_starts": size.num_sequences + 1,
-            "first_chunks": 0 if size.has_drafts else size.num_prompts + 1,
-            **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), num_prompt_chunks),
-            "verdicts": size.num_rows if size.has_drafts else 0,
+            "first_chunks": size.num_prompts + 1 if size.num_prompts else 0,
+            **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
+            **dict.fromkeys(("verdicts", "next_ids"), size.num_rows if size.has_drafts else 0),
             "token_address": 0 if size.has_filler else 1,
             "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
             "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
@@ -166,11 +177,22 @@ class PaddedStep:
         return SequenceColumns(*(buffer_I[self._places[name]] for name in SequenceColumns._fields))
 
     def planned(self, buffer_I: Tensor) -> PlannedVerification:
-        """Return what tables are made of, in a step with drafts: without the filler, but for its rows."""
-        named, count = self.named(buffer_I), self.size.num_decodes
-        whole = ("token_ids", "verdicts", "query_starts")
+        """Return what tables are made of, in a step with drafts: of decodes, and the rows of their filler."""
+        named, size = self.named(buffer_I), self.size
+        lengths = {"token_ids": size.num_decode_rows, "verdicts": size.num_decode_rows}
+        lengths["query_starts"] = size.num_decodes + 2
         names = PlannedVerification._fields
-        return PlannedVerification(*(named[name] if name in whole else named[name][:count] for name in names))
+        return PlannedVerification(*(named[name][: lengths.get(name, size.num_decodes)] for name in names))
+
+    def sampled(self, buffer_I: Tensor) -> SampledSequences:
+        """Return what tokens are chosen after, in a step with drafts: all but the last filler."""
+        named, whole = self.named(buffer_I), ("token_ids", "verdicts")
+        columns = {name: named[name] if name in whole else named[name][:-1] for name in SampledSequences._fields}
+        return SampledSequences(**columns)
+
+    def sequence_indices(self, host: HostBatch) -> list[int]:
+        """Return the index of each sequence of a step that there is room for."""
+        return [*range(host.num_decodes), *range(self.size.first_prompt, self.size.first_prompt + host.num_prompts)]
 
     def tiled(self, buffer_I: Tensor) -> TiledRows | None:
         """Return the rows that have adapters; None: no row can."""
@@ -195,15 +217,14 @@ class PaddedStep:
             tables: made of the same integers; None: the step has no drafts.
         """
         size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
-        # As many tiles of rows as there can be: each sequence's last one may hold a single row.
-        num_tiled = size.num_sequences - (0 if size.has_drafts else size.num_decodes)
-        most_rows = [*range(size.num_decodes + max(size.num_prompts, 1)), size.num_rows + max(num_tiled - 1, 0)]
         query_starts_N1 = named["query_starts"]
         ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
         are_single = not size.has_filler
         rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows, are_single=are_single)
+        num_single = 0 if size.has_drafts else size.num_decodes
+        room = room_of(size.num_sequences - num_single, size.num_rows - num_single)
         attention = AttentionBatch(
-            query_starts=tuple(most_rows) if size.has_filler else (),
+            query_starts=(*range(num_single), *(num_single + row for row in room)) if size.has_filler else (),
             context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
             query_starts_N1=query_starts_N1,
             context_lens_N=columns.end,
@@ -211,35 +232,49 @@ class PaddedStep:
             write_blocks_T=rows.write_blocks_T,
             write_offsets_T=rows.write_offsets_T,
             is_all_written=False,
-            most_rows=1 + size.draft_tokens if size.has_drafts else None,
-            is_padded=not size.has_drafts,
+            is_padded=True,
         )
-        recurrent = self._logged(named, columns) if tables is None else self._replayed(columns, tables, kernels)
-        counts = (0, 0) if size.has_drafts else (size.num_decodes, size.num_decode_rows)
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
-        return StepBatch(named["token_ids"], rows.positions_T, *counts, attention, recurrent, rows.rotary_T, offsets_3T)
+        counts = (num_single, num_single)
+        whole = partial(StepBatch, named["token_ids"], rows.positions_T, *counts)
+        if tables is None:
+            return whole(attention, self._logged(named, columns), rows.rotary_T, offsets_3T)
+        verified = self._replayed(columns, tables, kernels)
+        short, most_rows = (slice(0, size.first_prompt), slice(0, size.num_decode_rows)), 1 + size.draft_tokens
+        if not size.num_prompts:
+            return whole(_part(attention, *short, most_rows), verified, rows.rotary_T, offsets_3T)
+        prompts = slice(size.first_prompt, size.num_sequences), slice(size.num_decode_rows, size.num_rows)
+        parts = _part(attention, *short, most_rows), _part(attention, *prompts, None)
+        recurrent = RecurrentBatch(columns.state_src[prompts[0]], columns.state_dst[prompts[0]], self._chunks(named))
+        return whole(
+            replace(attention, parts=parts), recurrent, rows.rotary_T, offsets_3T, verified, size.num_decode_rows
+        )
 
     def _logged(self, named: dict[str, Tensor], columns: SequenceColumns[Tensor]) -> RecurrentBatch:
         """Return decodes with logs of decoded tokens, and the chunks of prompts."""
+        log_D, num_logged_D, num_folded_D = (
+            column[: self.size.num_decodes] for column in (columns.log, columns.num_logged, columns.num_folded)
+        )
+        logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
+        return RecurrentBatch(columns.state_src, columns.state_dst, self._chunks(named), logs)
+
+    def _chunks(self, named: dict[str, Tensor]) -> ChunkTable:
+        """Return the chunks of prompts."""
         size = self.size
         # Most likely, the first prompt has most rows.
         num_full = -(-size.num_prompt_rows // CHUNK_TOKENS)
         first_chunks, any_chunk = (0, *(num_full,) * size.num_prompts), (1,) * size.num_chunks
         parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
-        chunks = Chunks(first_chunks, any_chunk, any_chunk, any_chunk).with_tensors(parts)
-        log_D, num_logged_D, num_folded_D = (
-            column[: size.num_decodes] for column in (columns.log, columns.num_logged, columns.num_folded)
-        )
-        logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
-        return RecurrentBatch(columns.state_src, columns.state_dst, chunks, logs)
+        return Chunks(first_chunks, any_chunk, any_chunk, any_chunk).with_tensors(parts)
 
     def _replayed(
         self, columns: SequenceColumns[Tensor], tables: VerificationTables, kernels: Kernels
     ) -> RecurrentBatch:
         """Return decodes with drafts, and the logged tokens before them."""
         size = self.size
-        any_chunk = (1,) * size.num_chunks
-        chunks = Chunks((0,) * (size.num_sequences + 1), any_chunk, any_chunk, any_chunk, is_short=True).with_tensors(
+        any_chunk = (1,) * size.num_verified_chunks
+        first_chunks = (0,) * (size.first_prompt + 1)
+        chunks = Chunks(first_chunks, any_chunk, any_chunk, any_chunk, is_short=True).with_tensors(
             [tables.first_chunks, tables.starts, tables.lengths, tables.cut_slots]
         )
         replay = ReplayBatch(
@@ -250,38 +285,36 @@ class PaddedStep:
             source_R=tables.source_rows,
             place_R=tables.log_places,
         )
-        return RecurrentBatch(columns.state_src, tables.state_dst, chunks, replay=replay)
+        return RecurrentBatch(columns.state_src[: size.first_prompt], tables.state_dst, chunks, replay=replay)
 
     def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
         """Write a step that there is room for into a buffer of zeros."""
-        size = self.size
-        num_decodes = host.num_sequences if size.has_drafts else host.num_decodes
-        num_decode_rows, num_prompts = int(host.query_starts_N1[num_decodes]), host.num_sequences - num_decodes
+        size, num_decodes, num_rows = self.size, host.num_decodes, host.num_decode_rows
         named = {name: buffer_I[place] for name, place in self._places.items()}
-        named["token_ids"][:num_decode_rows] = host.token_ids_T[:num_decode_rows]
+        named["token_ids"][:num_rows] = host.token_ids_T[:num_rows]
         for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
             named[name][:num_decodes] = column[:num_decodes]
-            named[name][size.num_decodes :][:num_prompts] = column[num_decodes:]
+            named[name][size.first_prompt :][: host.num_prompts] = column[num_decodes:]
         starts = named["query_starts"]
         if size.has_drafts:
-            starts[: num_decodes + 1] = host.query_starts_N1
-            starts[num_decodes + 1 : -1] = num_decode_rows
-            starts[-1] = size.num_rows
-            named["end"][-1] = size.num_rows - num_decode_rows
+            starts[: num_decodes + 1] = host.query_starts_N1[: num_decodes + 1]
+            starts[num_decodes + 1 : size.first_prompt] = num_rows
+            starts[size.first_prompt] = size.num_decode_rows
+            named["end"][size.num_decodes] = size.num_decode_rows - num_rows
         else:
             starts[: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
-        if num_prompts:
+        if size.num_prompts:
             self._fill_prompts(named, host)
         if host.picture_offsets is not None:
             offsets_3T, own_3T = named["picture_offsets"].reshape(3, -1), host.picture_offsets.reshape(3, -1)
-            offsets_3T[:, :num_decode_rows] = own_3T[:, :num_decode_rows]
-            offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_decode_rows:]
+            offsets_3T[:, :num_rows] = own_3T[:, :num_rows]
+            offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_rows:]
 
         if size.num_adapters:
             slots_T = np.full(size.num_rows, NO_SLOT)
             own_T = host.adapter_slots_T
-            slots_T[:num_decode_rows] = own_T[:num_decode_rows]
-            slots_T[size.num_decode_rows :][: len(own_T) - num_decode_rows] = own_T[num_decode_rows:]
+            slots_T[:num_rows] = own_T[:num_rows]
+            slots_T[size.num_decode_rows :][: len(own_T) - num_rows] = own_T[num_rows:]
             tiles = HostTiles.of(slots_T)
             named["adapter_slots"].fill(NO_SLOT)
             for name, values in zip(("adapter_rows", "adapter_slots"), tiles, strict=True):
@@ -296,8 +329,10 @@ class PaddedStep:
         size, num_decodes, num_rows = self.size, host.num_decodes, host.num_prompt_rows
         num_prompts = host.num_prompts
         named["token_ids"][size.num_decode_rows :][:num_rows] = host.token_ids_T[host.num_decode_rows :]
-        named["last_row"][size.num_decodes :][:num_prompts] += self.gap(host)
-        starts = named["query_starts"][size.num_decodes :]
+        if size.has_drafts:
+            named["next_ids"][size.num_decode_rows :][:num_rows] = host.next_ids_T
+        named["last_row"][size.first_prompt :][:num_prompts] += self.gap(host)
+        starts = named["query_starts"][size.first_prompt :]
         starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + self.gap(host)
         starts[num_prompts + 1 : -1] = size.num_decode_rows + num_rows
         starts[-1] = size.num_rows
@@ -317,6 +352,38 @@ class PaddedStep:
         named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
         named["cut_slots"][:num_chunks] = chunks.cut_slots
         named["cut_rows"][:num_chunks] = host.cut_rows_C + self.gap(host)
+
+
+def room_of(num_sequences: int, num_rows: int) -> tuple[int, ...]:
+    """Return where sequences begin that have as many tiles of rows as there can be: each one's last tile may hold a
+    single row.
+    """
+    return (*range(num_sequences), num_rows + num_sequences - 1)
+
+
+def _part(whole: AttentionBatch, sequences: slice, rows: slice, most_rows: int | None) -> AttentionBatch:
+    """Return a part of a padded step whose sequences and rows follow each other.
+
+    Args:
+        most_rows: of a sequence, if all but the filler are short.
+    """
+    starts_N1 = whole.query_starts_N1[sequences.start : sequences.stop + 1]
+    if rows.start:
+        starts_N1 = starts_N1 - rows.start
+    num_sequences = len(starts_N1) - 1
+    return replace(
+        whole,
+        query_starts=room_of(num_sequences, rows.stop - rows.start),
+        context_lens=whole.context_lens[sequences],
+        query_starts_N1=starts_N1,
+        context_lens_N=whole.context_lens_N[sequences],
+        block_table_NM=whole.block_table_NM[sequences],
+        write_blocks_T=whole.write_blocks_T[rows],
+        write_offsets_T=whole.write_offsets_T[rows],
+        most_rows=most_rows,
+        is_padded=most_rows is None,
+        gathers={},
+    )
 
 
 def single_rows(
@@ -345,6 +412,8 @@ def single_rows(
             write_blocks_T=accepted.write_blocks_FN[place],
             write_offsets_T=accepted.write_offsets_FN[place],
             most_rows=None,
+            is_padded=False,
+            parts=(),
         ),
         batch.recurrent,
     )

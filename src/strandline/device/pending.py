@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from strandline.device.batch import SequenceColumns
+from strandline.device.padded_step import MAX_PROMPTS
 from strandline.device.upload import upload
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import LastStep
 from strandline.kernels.step import resolve_pending
@@ -38,7 +38,8 @@ class PendingTokens:
     def __init__(self, max_num_seqs: int, draft_tokens: int, device: torch.device, kernels: Kernels) -> None:
         self._resolve = kernels[resolve_pending]
         self._device = device
-        self.last = LastStep.empty(max_num_seqs, draft_tokens, device)
+        # A padded step also has rows for prompts that are not there.
+        self.last = LastStep.empty(max_num_seqs + MAX_PROMPTS + 1, draft_tokens, device)
         shape = (max(MAX_STOP_SETS, max_num_seqs), MAX_STOP_IDS)
         self.stop_ids_XI = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=device)
         self._row_of: dict[RequestId, int] = {}
@@ -55,10 +56,9 @@ class PendingTokens:
         self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         self.may_follow_drafts = False
 
-    def remember_compared(self, request_ids: Iterable[RequestId]) -> None:
-        """Note the requests of a step whose tokens a graph stores (``accept_drafts``)."""
-        self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        self.may_follow_drafts = True
+    def remember_compared(self, row_of: dict[RequestId, int]) -> None:
+        """Note the requests of a step whose tokens a graph stores (``accept_drafts``), and the rows of these."""
+        self._row_of, self.may_follow_drafts = row_of, True
 
     def forget(self) -> None:
         """Take no token of the steps so far for pending any more."""
@@ -69,10 +69,10 @@ class PendingTokens:
         if not self.may_follow_drafts:
             self.last.num_accepted_P.zero_()
 
-    def resolve(self, step: StepBatch, columns: SequenceColumns[Tensor]) -> None:
-        """Fill in a step's pending tokens, on the device."""
+    def resolve(self, token_ids_T: Tensor, columns: SequenceColumns[Tensor]) -> None:
+        """Fill in the pending tokens of a step's sequences, on the device."""
         self._resolve(
-            step.token_ids_T,
+            token_ids_T,
             columns.state_dst,
             columns.last_row,
             columns.pending,

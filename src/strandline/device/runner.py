@@ -253,7 +253,7 @@ class Runner:
             self._pending.accept_none()
         verdicts = [verdict for each in step.candidates for verdict in each.verdicts] if has_drafts else []
         graphs.replay(captured, batch, verdicts)
-        return StepHidden(captured.hidden_TE, 0 if has_drafts else captured.padded.size.num_decode_rows, captured)
+        return StepHidden(captured.hidden_TE, captured.padded.size.num_decode_rows, captured)
 
     def _choose(self, step: HostStep, hidden: StepHidden) -> Chosen:
         """Choose tokens; where the host has to compare drafts, do so."""
@@ -267,34 +267,42 @@ class Runner:
             if chosen.tokens_R is likeliest_R and not chosen.failures:
                 chosen.host_tokens_R = replayed.host_likeliest_N[:count]
             return chosen
-        rows = step.candidate_rows(hidden)
-        logits_RV = self._logits(hidden, rows)
-        if (verification := hidden.verification) is not None:
-            positions_R = verification.batch.positions_T[: len(rows)] + 1
+        verification, rows = hidden.verification, self._candidate_rows(step, hidden)
+        hidden_XE = hidden.hidden_XE if verification is None else verification.hidden_TE
+        # Where a padded step verifies drafts alone, logits are of a padded number of rows, which the kernels have met.
+        logits_RV = self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
+        if verification is not None:
+            positions_R = verification.batch.positions_T[rows] + 1
         elif step.is_plain:
             return choose(logits_RV, candidates, kernels)
         else:
             (positions_R,) = upload_together([step.positions], self.device)
-        chosen = choose(logits_RV, candidates, kernels, positions_R=positions_R)
+        chosen = choose(logits_RV[: len(positions_R)], candidates, kernels, positions_R=positions_R)
+        chosen.rows = rows
         if verification is None or not all(each.state.is_compared_on_device for each in candidates):
             chosen.compare()
         return chosen
 
-    def _logits(self, hidden: StepHidden, rows: Sequence[int]) -> Tensor:
-        if (verification := hidden.verification) is not None:
-            # Of a padded number of rows, which the kernels have met.
-            return self.model.logits(verification.hidden_TE)[: len(rows)]
-        hidden_XE = hidden.hidden_XE
-        if rows != list(range(len(hidden_XE))):
-            (rows_R,) = upload_together([rows], self.device)
-            hidden_XE = hidden_XE[rows_R]
-        return self.model.logits(hidden_XE)
+    def _candidate_rows(self, step: HostStep, hidden: StepHidden) -> slice | Tensor:
+        """Return the rows of hidden states from which tokens are chosen; a slice: there are no others but padding."""
+        rows = step.candidate_rows(hidden)
+        if rows == list(range(len(rows))):
+            verification = hidden.verification
+            has_others = len(rows) < len(hidden.hidden_XE) if verification is None else step.has_prompts
+            if not has_others:
+                return slice(len(rows))
+        (rows_R,) = upload_together([rows], self.device)
+        return rows_R
 
     def _remember(self, step: HostStep, hidden: StepHidden, chosen: Chosen) -> None:
         """Leave on the device what the next step may be planned without."""
         if (verification := hidden.verification) is not None:
             verification.take(chosen)
-            self._pending.remember_compared(step.request_ids)
+            rows = step.padded_rows(verification)
+            sampled = {
+                plan.request_id: row for index, row in rows.items() if (plan := step.sequences[index]).is_sampled
+            }
+            self._pending.remember_compared(sampled)
         elif step.is_plain:
             self._pending.remember(chosen.tokens_R, step.request_ids)
         else:
@@ -312,11 +320,10 @@ class Runner:
         if tail is not None:
             tail.replay()
         if verification is not None:
-            count = len(step.sequences)
-            chosen.tokens_R = verification.tokens_T[: len(chosen.tokens_R)]
-            chosen.num_accepted_N = verification.num_accepted_N[:count]
+            chosen.tokens_R = verification.tokens_T[chosen.rows]
+            chosen.num_accepted_N = verification.num_accepted_N[: step.num_decodes]
             launched.take(chosen)
-            launched.take_drafts(verification.drafts_ND[:count], [x.next_drafts for x in step.sequences])
+            launched.take_drafts(verification.drafts_ND, step.padded_rows(verification))
 
     def _draft_eagerly(
         self, drafter: StepDrafter, step: HostStep, hidden: StepHidden, chosen: Chosen, launched: StepInFlight
@@ -371,9 +378,12 @@ class Runner:
         in logs.
         """
         launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
+        first_prompt_row = host.num_decode_rows
+        if host.is_verification:
+            host = host.without_verification
         batch = to_device(host, self.device, self._kernels)
         if host.has_pending:
-            self._pending.resolve(batch.step, batch.columns)
+            self._pending.resolve(batch.step.token_ids_T, batch.columns)
         has_adapters = host.adapter_slots_N is not None
         self.adapters.compute_with(HostTiles.of(host.adapter_slots_T).to_device(self.device) if has_adapters else None)
         hidden_TE, arena, recurrent = self._forward(batch.step), self.arena, batch.step.recurrent
@@ -383,7 +393,7 @@ class Runner:
         if recurrent.replay is not None and arena.hidden_drafts_JE is not None:
             rows_K, places_K = recurrent.replay.draft_rows_K, recurrent.replay.draft_places_K
             self._store(hidden_TE, rows_K + host.num_decode_rows, arena.hidden_drafts_JE, places_K)
-        return StepHidden(hidden_TE, host.num_decode_rows)
+        return StepHidden(hidden_TE, first_prompt_row)
 
     def _stored_hidden(self, step: HostStep) -> Tensor:
         """Return the hidden states in the source slots of sequences that need them."""

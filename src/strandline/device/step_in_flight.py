@@ -1,6 +1,6 @@
 """A step in flight: sampled tokens come to the host at its end, and are read once the device is done."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class StepInFlight:
         self._chosen = Chosen((), torch.empty(0, dtype=torch.int64), token_ids=[])
         self.drafts: dict[int, tuple[int, ...]] = {}
         """For the next step, by index of the sequence."""
-        self._drafts_on_device: tuple[Tensor, Sequence[int]] | None = None
+        self._drafts_on_device: tuple[Tensor, Mapping[int, int]] | None = None
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
         self.failures: dict[RequestId, str] = {}
         """Why requests have failed so far."""
@@ -38,14 +38,14 @@ class StepInFlight:
         self._chosen = chosen
         self.failures |= chosen.failures
 
-    def take_drafts(self, drafts_ND: Tensor, next_drafts: Sequence[int]) -> None:
+    def take_drafts(self, drafts_ND: Tensor, row_of: Mapping[int, int]) -> None:
         """Fetch the drafts for the next step.
 
         Args:
-            drafts_ND: on the device, of all sequences; more of them than are wanted.
-            next_drafts: how many are wanted of each.
+            drafts_ND: on the device; more of them than are wanted.
+            row_of: the row of each sequence's drafts, by index in the plan.
         """
-        self._drafts_on_device = download(drafts_ND), next_drafts
+        self._drafts_on_device = download(drafts_ND), row_of
 
     def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
         """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
@@ -62,9 +62,11 @@ class StepInFlight:
         if self._done is not None:
             self._done.synchronize()
         if self._drafts_on_device is not None:
-            drafts_ND, next_drafts = self._drafts_on_device
-            rows = enumerate(zip(drafts_ND.tolist(), next_drafts, strict=True))
-            self.drafts = {i: tuple(t for t in row[:count] if t != NO_TOKEN) for i, (row, count) in rows if count}
+            drafts_ND, row_of = self._drafts_on_device
+            drafts = drafts_ND.tolist()
+            for index, row in row_of.items():
+                if count := self._sequences[index].next_drafts:
+                    self.drafts[index] = tuple(token for token in drafts[row][:count] if token != NO_TOKEN)
         token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
         candidates = self._chosen.candidates
         for each, tokens in zip(candidates, self._chosen.read(), strict=True):

@@ -12,7 +12,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.executor import ExecutorFacts, LaunchedStep
-from strandline.device.graph_sizes import graph_sizes, verification_sizes
+from strandline.device.graph_sizes import PromptRoom, graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.lower_stores import attach_stores, lower_device_bytes
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
@@ -104,6 +104,17 @@ class UniExecutor:
             lower, self._disk = attach_stores(
                 config, self.runner.arena, self.runner.transfers, weights, ranks, progress=progress
             )
+        corrects_lengths = draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager
+        self._graph_sizes = graph_sizes(
+            config.max_num_seqs,
+            choose_batched_tokens(config, device.type),
+            config.tensor_parallel_size,
+            takes_pictures=encoder_tokens > 0,
+        )
+        if draft_tokens:
+            self._graph_sizes += verification_sizes(self._graph_sizes, draft_tokens)
+        if config.enable_lora:
+            self._graph_sizes += [replace(size, num_adapters=config.max_loras) for size in self._graph_sizes]
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -115,7 +126,8 @@ class UniExecutor:
             fallbacks=kernels.fallbacks,
             lower=lower,
             draft_tokens=draft_tokens,
-            corrects_lengths=draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager,
+            corrects_lengths=corrects_lengths,
+            verified_prompts=PromptRoom.of(self._graph_sizes if corrects_lengths else ()),
             picture_config=None if model.tower is None else model.tower.pictures,
             encoder_tokens=encoder_tokens,
             num_ranks=ranks.size,
@@ -193,18 +205,7 @@ class UniExecutor:
         """Capture CUDA graphs, unless the configuration asks for eager steps or operations need the host."""
         if self._config.enforce_eager or not self.facts.needs_warm_up:
             return
-        batched_tokens = choose_batched_tokens(self._config, self.facts.device_type)
-        sizes = graph_sizes(
-            self._config.max_num_seqs,
-            batched_tokens,
-            self._config.tensor_parallel_size,
-            takes_pictures=self.facts.encoder_tokens > 0,
-        )
-        if drafts := self.facts.draft_tokens:
-            sizes += verification_sizes(self._config.max_num_seqs, drafts)
-        if self._config.enable_lora:
-            sizes += [replace(size, num_adapters=self._config.max_loras) for size in sizes]
-        self.runner.capture_graphs(sizes, self.facts.max_model_len, progress=self._progress)
+        self.runner.capture_graphs(self._graph_sizes, self.facts.max_model_len, progress=self._progress)
 
     @property
     def worker_fds(self) -> Sequence[int]:

@@ -443,6 +443,7 @@ def new_scheduler(
         new_draft_depth(config.speculation),
         tokens_kept_ahead=-1 if config.speculation is None else config.speculation.tokens_kept_ahead,
         corrects_lengths=facts.corrects_lengths,
+        verified_prompts=facts.verified_prompts,
     )
     fixed_step_tokens = 0 if fills_steps else choose_fixed_step_tokens(facts.device_type)
     sizes = (max_num_batched_tokens, threshold, fixed_step_tokens, choose_logged_from(facts.device_type))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from strandline.cache import Lease, LogUse, PrefixCache
+from strandline.device.graph_sizes import NO_PROMPTS, PromptRoom
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter, DraftLayerOrNgramDrafter
@@ -32,6 +33,7 @@ class Drafts:
         tokens_kept_ahead: as of ``SpeculativeConfig``.
         corrects_lengths: whether the executor completes sequences that are planned before it is known how many of
             their drafts are accepted.
+        verified_prompts: what the executor computes of prompts in a step that it completes.
     """
 
     def __init__(
@@ -43,15 +45,15 @@ class Drafts:
         *,
         tokens_kept_ahead: int = -1,
         corrects_lengths: bool = False,
+        verified_prompts: PromptRoom = NO_PROMPTS,
     ) -> None:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
         self._tokens_kept_ahead = tokens_kept_ahead
         # N-grams and suffixes are looked up in tokens that have reached the host.
         self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
+        self.verified_prompts = verified_prompts
         self._is_plain = drafter is None
         """Whether the last planned step is computed as in an engine without drafts: it does not follow any, either."""
-        self._is_completed = False
-        """Whether the device completes the last planned step where the host does not know its tokens yet."""
         self._is_verification = False
         """Whether the last planned step computes certain tokens and drafts alone, and drafts after some of them."""
         self.draft_tokens = draft_tokens
@@ -150,7 +152,6 @@ class Drafts:
         if self.drafter is None:
             return
         self._is_plain = not self._unsettled and all(x.is_plain for x in sequences)
-        self._is_completed = self.corrects_lengths and all(x.is_verification for x in sequences)
         has_drafts = any(x.next_drafts > 0 for x in sequences)
         self._is_verification = has_drafts and all(x.is_verification for x in sequences)
         is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
@@ -196,7 +197,7 @@ class Drafts:
     @property
     def can_launch_ahead(self) -> bool:
         """Whether the step that was just planned can be launched before the previous one is settled."""
-        return self._is_plain or self._is_completed
+        return self._is_plain or self.corrects_lengths
 
     def verify_ahead(self, request: Request, lease: Lease, budget: int) -> list[Span]:
         """Return what a sequence does in a step that is planned before the step under way is settled; or nothing.
@@ -239,13 +240,16 @@ class Drafts:
     def _are_verified(self, spans: Sequence[Span]) -> bool:
         """Whether graphs can verify and make drafts in a step, and the device complete what the host does not know.
 
-        They do only where every sequence computes a token of its output, and no snapshot is due. To launch the kernels
-        one by one, and to wait for each draft, takes longer than drafts save: elsewhere a step is kept plain, and is
-        replayed as that of a model without a draft layer. What was accepted before is folded first. The step after it
-        drafts.
+        They do where sequences compute a token of their output, and there is room for what others compute: prompts, and
+        tokens after which a snapshot is due. To launch the kernels one by one, and to wait for each draft, takes
+        longer than drafts save: elsewhere a step is kept plain, and is replayed as that of a model without a draft
+        layer. What was accepted before is folded first. The step after it drafts.
         """
         is_complete = _are_known(spans) or _are_independent(span[0] for span in spans)
-        return is_complete and all(map(self._is_verified, spans))
+        if not is_complete:
+            return False
+        others = [(span[2], span[3]) for span in spans if not self._is_verified(span)]
+        return len(others) < len(spans) and self.verified_prompts.has_room_for(others)
 
     def _is_verified(self, span: Span) -> bool:
         """Whether a graph can verify a sequence's drafts, none included, and draft behind it."""
@@ -269,8 +273,15 @@ class Drafts:
 
 
 def _are_independent(requests: Iterable[Request]) -> bool:
-    """Whether tokens of those requests that decode are chosen and compared with stop tokens on the device alone."""
-    return all(r.is_independent and not (r.is_bound or r.params.stop_strings) for r in requests if r.is_introduced)
+    """Whether tokens of requests are chosen and compared with stop tokens on the device alone."""
+    return all(map(_is_independent, requests))
+
+
+def _is_independent(request: Request) -> bool:
+    is_independent = request.is_independent
+    if not request.is_introduced:
+        is_independent = request.new.is_independent and not request.is_audit
+    return is_independent and not (request.is_bound or request.params.stop_strings)
 
 
 def _are_known(spans: Iterable[Span]) -> bool:

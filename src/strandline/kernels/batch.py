@@ -6,10 +6,13 @@ heads, D channels of a head; Q logged tokens, K drafts, R the rows of the step's
 The sequences of a step are ordered: first the *decodes* (one token each, no cut), whose tokens are rows
 ``[0, num_decodes)``; then the *prefills* (one token or more), whose tokens are the rows after. Tensors live on the
 device of the model; tuples are host copies for the kernels that loop over sequences on the host.
+
+A padded step that verifies drafts and computes prompts has no decodes. Its first prefills verify, and are computed by
+themselves (``AttentionBatch.parts``, ``StepBatch.parts``): kernels for a few tokens are not those for prompts.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,6 +58,11 @@ class AttentionBatch:
     """Whether ``query_starts`` and ``context_lens`` say how much room there is, and the tensors what is in it."""
     gathers: dict[Hashable, Any] = field(default_factory=dict)
     """Values derived from the tables above on a CPU, computed by one layer and reused by others."""
+    parts: "tuple[AttentionBatch, ...]" = ()
+    """Sequences that verify drafts, and prompts: kernels may attend to each part by itself. Empty: there are not both.
+
+    Their rows and sequences follow each other, and are counted in each part from 0.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,16 @@ class StepBatch:
     picture_offsets: Tensor | None = None
     """int64 ``[3, T]``, contiguous: what time, height and width add to ``rotary``. ``token_ids_T`` may then have ids of
     pictures' tokens: ``FIRST_VIRTUAL_ID`` plus a row of ``ModelMemory.pictures``. None: all rows are of text."""
+    verified: RecurrentBatch | None = None
+    """The first prefills, if they verify drafts and others follow, which alone are in ``recurrent`` then."""
+    num_verified_rows: int = 0
+
+    @property
+    def parts(self) -> "tuple[StepBatch, StepBatch] | None":
+        """Batches that layers with states compute one after the other; all but ``recurrent`` is the whole step's."""
+        if self.verified is None:
+            return None
+        return replace(self, recurrent=self.verified, verified=None), replace(self, verified=None)
 
     @property
     def decode_slots(self) -> Slots:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.device.batch import NUM_PLANNED, HostBatch, SequenceColumns, build_host_batch
-from strandline.device.graph_sizes import MAX_CAPTURED_PREFIX, graph_sizes
-from strandline.device.graphs import _has_long_prefix
+from strandline.device.graph_sizes import MAX_CAPTURED_PREFIX, PromptRoom, graph_sizes, verification_sizes
 from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.binding import reference_kernels
@@ -191,21 +190,30 @@ def test_steps_of_thousands_of_tokens_are_captured_beside_any_decodes() -> None:
     assert max(size.num_prompt_rows for size in graph_sizes(256, 2048, num_ranks=2)) == 3072
 
 
-def test_many_rows_behind_a_long_prefix_are_not_replayed() -> None:
-    long, short = MAX_CAPTURED_PREFIX + 64, MAX_CAPTURED_PREFIX
-    assert _has_long_prefix(build_host_batch([sequence(0, long, long + 1100)], 0))
-    assert not _has_long_prefix(build_host_batch([sequence(0, short, short + 1100)], 0))
-    assert not _has_long_prefix(build_host_batch([sequence(0, long, long + 900)], 0))
-    assert not _has_long_prefix(build_host_batch([sequence(0, long, long + 1), sequence(1, 0, 1100)], 1))
+def test_steps_that_verify_drafts_have_room_for_prompts_beside_any_decodes() -> None:
+    plain = graph_sizes(256, 8192)
+    sizes = verification_sizes(plain, 3)
+    assert len(set(sizes)) == len(sizes)
+    assert {(size.num_decodes, size.draft_tokens) for size in sizes if not size.num_prompt_rows} == {
+        (size.num_decodes, depth) for size in plain if not size.num_prompt_rows for depth in (1, 2, 3)
+    }
+    mixed = [size for size in sizes if size.num_prompt_rows]
+    assert {(size.num_decodes, size.num_prompt_rows) for size in mixed} == {
+        (size.num_decodes, size.num_prompt_rows) for size in plain if size.num_decodes and size.num_prompt_rows
+    }
+    assert all(size.draft_tokens == size.log_tokens == 3 for size in mixed)
+    assert PromptRoom.of(sizes) == (4096, MAX_PROMPTS)
+    assert PromptRoom.of(plain) == (0, 0)
 
 
-def test_table_has_room_for_the_longest_filler() -> None:
-    assert StepSize(3).num_blocks(448) == 7
-    assert StepSize(3, 256).num_blocks(448) == 7
-    assert StepSize(3, 1024).num_blocks(448) == 16
-    assert StepSize(3, 1024).num_blocks(16384) == 256
-
-
-def test_one_row_for_every_prompt_may_be_shared_unevenly() -> None:
-    found = padded([sequence(0, 3, 8), sequence(1, 70, 74)], 0, StepSize(0, MAX_PROMPTS + 1))
-    assert found["positions"][:9].tolist() == [3, 4, 5, 6, 7, 70, 71, 72, 73]
+def test_prompts_with_drafts_have_room_where_a_graph_has() -> None:
+    room, long = PromptRoom(2048, 3), MAX_CAPTURED_PREFIX + 1
+    assert room.has_room_for([])
+    assert room.has_room_for([(0, 1024), (9, 1033)])
+    assert not room.has_room_for([(0, 1024), (9, 1034)])
+    assert not room.has_room_for([(0, 1), (0, 1), (0, 1), (0, 1)])
+    assert not room.has_room_for([(0, 1), (7, 7)])
+    assert room.has_room_for([(long, long + 1024)])
+    assert not room.has_room_for([(long, long + 1024), (0, 1)])
+    assert PromptRoom().has_room_for([])
+    assert not PromptRoom().has_room_for([(0, 1)])

@@ -1,7 +1,8 @@
 """Steps that verify drafts, padded: rows, logs and drafts are in their places; what agrees is counted on the device."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.device.batch import build_host_batch
+from strandline.device.batch import HostBatch, build_host_batch
 from strandline.device.padded_step import PaddedStep, StepSize, single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import ReplayBatch, StepBatch
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.replay import insert_logged, of_step
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     LastStep,
-    PlannedVerification,
+    SampledSequences,
     Verdict,
     VerificationTables,
     accept_drafts,
@@ -46,6 +47,13 @@ def verifications(draw: st.DrawFn) -> list[SequencePlan]:
         own = drawn._replace(state_src=drawn.state_dst, num_drafts=num_drafts, num_logged=num_logged)
         sequences.append(own._replace(num_folded=1 + num_logged, next_drafts=0))
     return sequences
+
+
+def host_of(
+    plans: Sequence[SequencePlan], num_prompts: int = 0, pending: tuple[np.ndarray, np.ndarray] | None = None
+) -> HostBatch:
+    """Return a step whose sequences verify drafts, but for the last ones."""
+    return replace(build_host_batch(plans, len(plans) - num_prompts, pending, DEPTH), is_verification=True)
 
 
 def as_planned_before(sequence: SequencePlan, num_accepted: int) -> SequencePlan:
@@ -102,7 +110,7 @@ def test_every_row_is_in_its_place(
                 token_ids = (max(int(last.tokens_P[row]), 0), *plan.token_ids[1:])
                 sequences[index] = plan._replace(state_dst=SlotId(0), token_ids=token_ids)
     sources = np.array(rows_before[: len(sequences)])
-    host = build_host_batch(planned, 0, (sources, np.zeros_like(sources)), DEPTH)
+    host = host_of(planned, 0, (sources, np.zeros_like(sources)))
     assert size.has_room_for(host)
     padded.fill(buffer_I.numpy(), host)
     tables = complete(padded.planned(buffer_I), last, torch.tensor([[stop]]), DEPTH)
@@ -175,8 +183,63 @@ def test_every_row_is_in_its_place(
     assert not batch.recurrent.dst_N[spare].any()
     assert (chunks.first_chunks_N1[spare].diff() == 0).all()
     last_chunk = int(chunks.first_chunks_N1[-1])
-    assert last_chunk < size.num_chunks
+    assert last_chunk < len(chunks.starts_C)
     assert not chunks.lengths_C[last_chunk:].any()
+
+
+def filled(size: StepSize, host: HostBatch) -> tuple[PaddedStep, torch.Tensor, StepBatch]:
+    """Return a padded step, its buffer and its batch; no token is pending."""
+    padded = PaddedStep(size)
+    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
+    assert size.has_room_for(host)
+    padded.fill(buffer_I.numpy(), host)
+    table_NM = torch.zeros(size.num_sequences, 6, dtype=torch.int32)
+    for index, blocks in zip(padded.sequence_indices(host), host.whole_block_table_NM, strict=True):
+        table_NM[index, : len(blocks)] = torch.from_numpy(blocks)
+    tables = tables_of(padded, buffer_I) if size.has_drafts else None
+    kernels = reference_kernels([locate_rows, insert_logged])
+    return padded, buffer_I, padded.batch(buffer_I, table_NM, 300, kernels, tables)
+
+
+def tensors_of(record: Any) -> dict[str, Any]:
+    """Return the tensors and host values of a record and those in it, by name."""
+    if is_dataclass(record) or hasattr(record, "_fields"):
+        names = getattr(record, "_fields", None) or [each.name for each in fields(record)]
+        return {f"{name}.{key}": each for name in names for key, each in tensors_of(getattr(record, name)).items()}
+    return {"": record.tolist() if isinstance(record, torch.Tensor) else record}
+
+
+@given(verifications(), st.integers(0, 2), st.integers(0, 70), st.data())
+def test_drafts_and_prompts_of_one_step_are_laid_out_as_alone(
+    verified: list[SequencePlan], num_spare: int, num_spare_rows: int, data: st.DataObject
+) -> None:
+    prompts = []
+    for index in range(len(verified), len(verified) + data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, 150))
+        end = start + data.draw(st.integers(1, 90))
+        cuts = sorted(data.draw(st.sets(st.integers(start + 1, end), max_size=2)))
+        prompts.append(sequence(index, start, end, tuple(cuts))._replace(next_id=9000 + index))
+    num_rows = sum(plan.end - plan.start for plan in prompts) + num_spare_rows
+    size = StepSize(len(verified) + num_spare, num_rows, draft_tokens=DEPTH, log_tokens=DEPTH)
+    padded, buffer_I, batch = filled(size, host_of([*verified, *prompts], len(prompts)))
+    _, _, verified_alone = filled(replace(size, num_prompt_rows=0), host_of(verified))
+    _, _, prompts_alone = filled(StepSize(0, num_rows), build_host_batch(prompts, 0))
+    assert batch.parts is not None
+    for part, attention, alone in zip(batch.parts, batch.attention.parts, (verified_alone, prompts_alone), strict=True):
+        assert tensors_of(attention) == tensors_of(alone.attention)
+        assert tensors_of(part.recurrent) == tensors_of(replace(alone.recurrent, log=None))
+    rows = size.num_decode_rows
+    for name in ("token_ids_T", "positions_T"):
+        both = torch.cat([getattr(verified_alone, name), getattr(prompts_alone, name)])
+        assert torch.equal(getattr(batch, name), both)
+    assert batch.num_verified_rows == rows
+    assert batch.attention.query_starts_N1[size.first_prompt] == rows
+    named, sampled = padded.named(buffer_I), padded.sampled(buffer_I)
+    next_ids = [token for plan in prompts for token in (*plan.token_ids[1:], plan.next_id)]
+    assert named["next_ids"][rows:].tolist() == next_ids + [0] * num_spare_rows
+    ends = np.cumsum([plan.end - plan.start for plan in prompts]) + rows - 1
+    assert sampled.last_row[size.first_prompt :][: len(prompts)].tolist() == ends.tolist()
+    assert len(sampled.last_row) == size.num_sequences - 1
 
 
 def tables_of(padded: PaddedStep, buffer_I: torch.Tensor) -> VerificationTables:
@@ -190,7 +253,7 @@ def tables_of(padded: PaddedStep, buffer_I: torch.Tensor) -> VerificationTables:
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
     padded = PaddedStep(StepSize(3, draft_tokens=2, log_tokens=4))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), build_host_batch([], 0))
+    padded.fill(buffer_I.numpy(), host_of([]))
     table_NM = torch.zeros(4, 2, dtype=torch.int32)
     kernels = reference_kernels([locate_rows, insert_logged])
     batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
@@ -206,7 +269,7 @@ def test_steps_that_are_larger_do_not_fit() -> None:
     plan = sequence(0, 70, 73, log=1)._replace(num_drafts=2, num_logged=0)
 
     def has_room(size: StepSize, *plans: SequencePlan) -> bool:
-        return size.has_room_for(build_host_batch(plans, 0, draft_tokens=2))
+        return size.has_room_for(host_of(plans))
 
     assert has_room(StepSize(1, draft_tokens=2, log_tokens=2), plan)
     assert not has_room(StepSize(1, draft_tokens=1, log_tokens=2), plan)
@@ -250,20 +313,20 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: 
     num_spare = num_rows - len(token_ids)
     tokens_T = torch.tensor([*chosen, *[0] * num_spare])
     zero_N = torch.zeros(num_sequences, dtype=torch.int64)
-    columns = dict.fromkeys(PlannedVerification._fields, zero_N)
+    columns = dict.fromkeys(SampledSequences._fields, zero_N)
     columns |= {
         "token_ids": torch.tensor([*token_ids, *[0] * num_spare]),
         "verdicts": torch.tensor([*verdicts, *[0] * num_spare]),
-        "query_starts": torch.tensor([*starts, starts[-1], num_rows]),
+        "last_row": torch.tensor([*(end - 1 for end in starts[1:]), 0]),
         "num_drafts": torch.tensor([*map(len, drafts), 0]),
     }
     last = LastStep.empty(num_sequences, DEPTH, torch.device("cpu"))
     table_NM = torch.zeros(num_sequences + 1, 1, dtype=torch.int32)
     stop_ids_XS = torch.full((1, 2), stop)
     accept = version_of(accept_drafts, backend)
-    found = accept(PlannedVerification(**columns), tokens_T, last, stop_ids_XS, table_NM)
+    found = accept(SampledSequences(**columns), tokens_T, last, stop_ids_XS, table_NM, DEPTH)
     assert found.num_accepted_N.tolist() == last.num_accepted_P.tolist() == [*expected, 0]
-    assert found.last_row_N.tolist() == [start + count for start, count in zip(starts, [*expected, 0], strict=True)]
+    assert found.last_row_N.tolist() == [*(start + count for start, count in zip(starts, expected, strict=False)), 0]
     forced = np.array([verdict == Verdict.ACCEPT for verdict in verdicts])
     assert tokens_T[: len(token_ids)][forced].tolist() == np.array([*token_ids[1:], 0])[forced].tolist()
     assert last.tokens_P.tolist() == tokens_T[found.last_row_N].tolist()
@@ -275,13 +338,13 @@ def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
     plans = [sequence(index, 62 + index, 63 + index)._replace(next_drafts=num_wanted) for index in range(4)]
     padded = PaddedStep(StepSize(4, draft_tokens=DEPTH, log_tokens=DEPTH))
     buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), build_host_batch(plans, 0))
+    padded.fill(buffer_I.numpy(), host_of(plans))
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)
     kernels = reference_kernels([locate_rows, insert_logged])
     batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
     last = LastStep.empty(4, DEPTH, torch.device("cpu"))
     tokens_T, stop_ids_XS = torch.zeros(padded.size.num_rows, dtype=torch.int64), torch.tensor([[NO_TOKEN]])
-    accepted = accept_drafts.reference(padded.planned(buffer_I), tokens_T, last, stop_ids_XS, table_NM)
+    accepted = accept_drafts.reference(padded.sampled(buffer_I), tokens_T, last, stop_ids_XS, table_NM, DEPTH)
     single = single_rows(batch, accepted, 0, torch.arange(5), torch.arange(4))
     is_wanted = num_wanted > 1
     position_N = torch.tensor([62, 63, 64, 65]) + is_wanted

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from strandline.device.adapter_tiles import HostTiles
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.block_drafts import padded_blocks
+from strandline.device.graph_sizes import PromptRoom
 from strandline.device.graphs import CapturedStep, StepGraphs
-from strandline.device.padded_step import StepSize, single_rows
+from strandline.device.padded_step import MAX_PROMPTS, StepSize, single_rows
 from strandline.device.runner import Runner
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
@@ -23,6 +23,8 @@ from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS
 from strandline.records.plan import SequencePlan
 
 PROMPT_ROWS = (16, 64, 128)
+VERIFIED_PROMPTS = PromptRoom(max(PROMPT_ROWS), MAX_PROMPTS)
+PADDED_TABLE = "padded table"
 
 
 class Rerun:
@@ -42,6 +44,8 @@ class EagerGraphs(StepGraphs):
         self._replayed: CapturedStep
         self.num_replayed = {False: 0, True: 0}
         """Steps of decodes, and of prompts."""
+        self.num_mixed = 0
+        """Steps that verify drafts and compute prompts."""
         super().__init__(*args, **options)
 
     def _captured(self, run: Callable[[], None]) -> Rerun:
@@ -51,16 +55,17 @@ class EagerGraphs(StepGraphs):
         super().replay(step, *args)
         if step.padded.size.has_drafts:
             # A copy on its way to the host must not be overwritten.
-            step.tokens_T = torch.zeros_like(step.tokens_T)
+            step.tokens_T = step.tokens_T.clone()
 
     def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
         self._replayed = step
         if not step.padded.size.has_drafts:
             return super()._batch(step, tables)
-        named = {name: part.tolist() for name, part in step.named.items()}
+        size, named = step.padded.size, {name: part.tolist() for name, part in step.named.items()}
         starts = named["query_starts"]
+        self.num_mixed += size.num_prompts > 0
         plans, kept = [], []
-        for n in range(step.padded.size.num_sequences):
+        for n in range(size.num_sequences):
             num_rows, num_drafts = starts[n + 1] - starts[n], named["num_drafts"][n]
             slot, has_ended = SlotId(named["state_dst"][n]), named["state_dst"][n] == NULL_SLOT
             if num_rows == 0:
@@ -74,7 +79,7 @@ class EagerGraphs(StepGraphs):
                 kv_start=named["kv_start"][n],
                 state_src=SlotId(named["state_src"][n]),
                 state_dst=slot,
-                cuts=(),
+                cuts=cuts_of(step, n),
                 is_sampled=True,
                 pending=PendingToken.NONE,
                 is_prefill=True,
@@ -88,8 +93,12 @@ class EagerGraphs(StepGraphs):
             kept.append(n)
         host = build_host_batch(plans, 0, draft_tokens=self._arena.draft_tokens)
         batch = to_device(host, step.buffer_I.device, self._kernels).step
+        if size.takes_pictures:
+            batch = replace(batch, picture_offsets=step.named["picture_offsets"].view(3, -1))
         # Whole tables: further drafts may lie in a block that no row of the step does.
-        return replace(batch, attention=replace(batch.attention, block_table_NM=step.block_table_NM[kept]))
+        attention = replace(batch.attention, block_table_NM=step.block_table_NM[kept])
+        attention.gathers[PADDED_TABLE] = step.block_table_NM
+        return replace(batch, attention=attention)
 
     def _forward(self, batch: StepBatch) -> Tensor:
         """Compute without padding, but for the filler of steps with drafts."""
@@ -98,7 +107,7 @@ class EagerGraphs(StepGraphs):
         captured = self._replayed
         size, named = captured.padded.size, {name: part.tolist() for name, part in captured.named.items()}
         self.num_replayed[size.num_prompts > 0] += 1
-        starts, first_chunks = named["query_starts"], named.get("first_chunks", [])
+        starts = named["query_starts"]
         plans, rows = list[SequencePlan](), list[int]()
         num_decodes = 0
         # The filler is the last one.
@@ -108,13 +117,6 @@ class EagerGraphs(StepGraphs):
             is_real = named["end"][n] > 0 if is_decode else end > first
             if not is_real:
                 continue
-            cuts = []
-            if not is_decode:
-                place = n - size.num_decodes
-                for chunk in range(first_chunks[place], first_chunks[place + 1]):
-                    last = size.num_decode_rows + named["starts"][chunk] + named["lengths"][chunk]
-                    if named["cut_slots"][chunk]:
-                        cuts.append((named["start"][n] + last - first, SlotId(named["cut_slots"][chunk])))
             assert named["end"][n] - named["start"][n] == end - first
             plans.append(
                 SequencePlan(
@@ -126,7 +128,7 @@ class EagerGraphs(StepGraphs):
                     kv_start=named["kv_start"][n],
                     state_src=SlotId(named["state_src"][n]),
                     state_dst=SlotId(named["state_dst"][n]),
-                    cuts=tuple(cuts),
+                    cuts=cuts_of(captured, n),
                     is_sampled=True,
                     pending=PendingToken.NONE,
                     is_prefill=not is_decode,
@@ -154,11 +156,29 @@ class EagerGraphs(StepGraphs):
         return hidden_TE
 
 
+def cuts_of(step: CapturedStep, index: int) -> tuple[tuple[int, SlotId], ...]:
+    """Return the cuts of one of a captured step's sequences."""
+    size, named = step.padded.size, {name: part.tolist() for name, part in step.named.items()}
+    prompt = index - size.first_prompt
+    if prompt < 0 or not size.num_prompts:
+        return ()
+    cuts = []
+    for chunk in range(*named["first_chunks"][prompt : prompt + 2]):
+        last = size.num_decode_rows + named["starts"][chunk] + named["lengths"][chunk]
+        if named["cut_slots"][chunk]:
+            position = named["start"][index] + last - named["query_starts"][index]
+            cuts.append((position, SlotId(named["cut_slots"][chunk])))
+    return tuple(cuts)
+
+
 def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
     """Return what kernels that look for lengths on the host need."""
     single = single_rows(batch, *args)
     lengths = tuple(single.attention.context_lens_N.tolist())
-    return replace(single, attention=replace(single.attention, context_lens=lengths, gathers={}))
+    table_NM = batch.attention.gathers[PADDED_TABLE][: len(lengths)]
+    return replace(
+        single, attention=replace(single.attention, context_lens=lengths, block_table_NM=table_NM, gathers={})
+    )
 
 
 def padded_blocks_on_the_host(*args: Any) -> StepBatch:
@@ -179,18 +199,22 @@ def padded_blocks_on_the_host(*args: Any) -> StepBatch:
 def replay_eagerly(
     runner: Runner, num_drafts: int, max_num_seqs: int, max_model_len: int, *, replays_plain: bool = False
 ) -> EagerGraphs:
-    """Let a runner replay steps with drafts; if ``replays_plain``, also those without: of decodes, and of prompts
-    beside some.
+    """Let a runner replay steps with drafts, and prompts; if ``replays_plain``, also those without: of decodes, and of
+    prompts beside some.
     """
+    takes_pictures = runner.model.tower is not None
     sizes = [
         StepSize(count, draft_tokens=depth, log_tokens=num_drafts)
         for count in range(1, 1 + max_num_seqs)
         for depth in sorted({0, 1, num_drafts})
         if num_drafts
     ]
+    if num_drafts:
+        mixed = [(count, rows) for count in (2, max_num_seqs) for rows in PROMPT_ROWS]
+        drafts = {"draft_tokens": num_drafts, "log_tokens": num_drafts}
+        sizes += [StepSize(count, rows, takes_pictures, **drafts) for count, rows in mixed]
     if replays_plain:
         sizes += [StepSize(count) for count in sorted({1, 2, max_num_seqs})]
-        takes_pictures = runner.model.tower is not None
         mixed = [(count, rows) for count in (0, 2, max_num_seqs) for rows in PROMPT_ROWS if count <= rows]
         sizes += [StepSize(count, rows, takes_pictures) for count, rows in mixed]
     if (slots := runner.model.adapters) is not None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
 from strandline.cache import LogUse
@@ -26,7 +28,7 @@ from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
-from tests.cpu.engine.eager_graphs import EagerGraphs, replay_eagerly, single_rows_on_the_host
+from tests.cpu.engine.eager_graphs import VERIFIED_PROMPTS, EagerGraphs, replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_draft_layer import Alternating
 
@@ -54,7 +56,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             assert isinstance(executor, UniExecutor)
             runner = executor.runner
             replay_eagerly(runner, num_drafts, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
-            llm.engine.scheduler.drafts.corrects_lengths = True
+            drafts = llm.engine.scheduler.drafts
+            drafts.corrects_lengths, drafts.verified_prompts = True, VERIFIED_PROMPTS
         return llm
 
     return make
@@ -264,19 +267,61 @@ def test_aborted_request_leaves_a_true_snapshot(make: Callable[..., LLM], num_st
                     assert output.outputs[0].token_ids == answer[num_known : num_known + 4]
 
 
-def test_steps_with_prompts_neither_verify_nor_make_drafts(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def has_prompts(plan: StepPlan) -> bool:
+    return any(x.end - x.start > 1 + x.num_drafts for x in plan.sequences)
+
+
+def test_steps_with_prompts_verify_and_make_drafts(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = serve(make(0), 1)
-    steps = Steps(monkeypatch)
-    assert serve(make(2), 1) == expected
-    with_prompts = [
-        plan.sequences for plan in steps.plans if any(x.end - x.start != 1 + x.num_drafts for x in plan.sequences)
+    llm, steps = make(2), Steps(monkeypatch)
+    monkeypatch.setattr(DraftLayer, "draft", fail)
+    assert serve(llm, 1) == expected
+    mixed = [plan.sequences for plan in steps.plans if has_prompts(plan) and any(x.num_drafts for x in plan.sequences)]
+    assert len(mixed) > 5
+    # A prompt that ends makes drafts as well.
+    assert any(x.next_drafts and x.end - x.start > 3 for sequences in mixed for x in sequences)
+
+
+@settings(max_examples=settings().max_examples // 50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals=st.lists(st.integers(0, 2), min_size=8, max_size=8), seed=st.integers(0, 99), is_cut=st.booleans())
+def test_prompts_in_any_steps_change_no_answer(
+    make: Callable[..., LLM], arrivals: list[int], seed: int, is_cut: bool
+) -> None:
+    """Prompts come while others decode, cut into shares or whole, some with options that need the host."""
+    options = {"max_num_batched_tokens": 64} if is_cut else {}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 4},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{1,60}"), "ignore_eos": False},
+        {"temperature": 0.7, "top_k": 4, "presence_penalty": 1.0},
     ]
-    beside = [x for sequences in with_prompts for x in sequences if x.end - x.start == 1]
-    assert len(beside) > 5
-    assert all(x.is_plain for sequences in with_prompts for x in sequences)
-    assert any(sequence.num_drafts for plan in steps.plans for sequence in plan.sequences)
+
+    def run(llm: LLM) -> dict[str, Any]:
+        rng, answers = random.Random(seed), dict[str, Any]()
+        tokens = list(
+            llm.get_tokenizer().encode("What is seven times eight? Who wrote the letter in the archive? " * 3)
+        )
+
+        def step() -> None:
+            for output in llm.engine.step():
+                if output.finished:
+                    logprobs = [list(each) for each in filter(None, output.prompt_logprobs or [])]
+                    answers[output.request_id] = (output.outputs[0].token_ids, logprobs)
+
+        for index, num_steps in enumerate(arrivals):
+            kind = kinds[0] if rng.random() < 0.6 else rng.choice(kinds)
+            prompt = tokens[: rng.randint(1, len(tokens))] + rng.choices(tokens, k=rng.choice([0, 1, 70]))
+            params = SamplingParams(**{"max_tokens": rng.randint(1, 30), "seed": index, "ignore_eos": True, **kind})
+            llm.engine.add_request(str(index), prompt, params)
+            for _ in range(1 + num_steps):
+                step()
+        while llm.engine.has_unfinished:
+            step()
+        assert not llm.engine.cache.internals().leases
+        return answers
+
+    assert run(make(2, **options)) == run(make(0, **options))
 
 
 def fail(*args: object) -> None:

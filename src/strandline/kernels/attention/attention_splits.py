@@ -3,9 +3,12 @@
 All of it follows from shapes and host integers, so that a CUDA graph can hold the launches.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch
@@ -53,6 +56,12 @@ def num_prefill_splits(num_programs: int, num_key_tiles: int) -> int:
 def num_row_tiles(query_starts: tuple[int, ...], group: int, tile_rows: int) -> int:
     """Return the tiles of rows of all sequences; every layer of a step asks for the same."""
     return sum(-(-(end - start) * group // tile_rows) for start, end in pairwise(query_starts))
+
+
+def parts_of(batch: AttentionBatch, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of each part of a step, and the part."""
+    num_rows = [len(part.write_blocks_T) for part in batch.parts]
+    return zip(*(tensor.split(num_rows) for tensor in tensors), batch.parts, strict=True)
 
 
 class PrefillPlan(NamedTuple):

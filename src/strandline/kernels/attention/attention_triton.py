@@ -30,7 +30,7 @@ Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a ti
 # mypy: ignore-errors
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from math import log2
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
-from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, plan_prefills
+from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, parts_of, plan_prefills
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -592,6 +592,11 @@ def paged_attention(
     """
     if memory.k_BPGD.stride() != memory.v_BPGD.stride():
         raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
+    if batch.parts:
+        attend = partial(
+            paged_attention, scale=scale, window_tokens=window_tokens, is_causal=is_causal, launches=launches
+        )
+        return torch.cat([attend(own_THD, memory, part, 0) for own_THD, part in parts_of(batch, q_THD)])
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     call = _Call(q_THD, memory, batch, out_THD, scale * memory.k_scale * log2(torch.e), window_tokens, is_causal)
     if num_decodes:

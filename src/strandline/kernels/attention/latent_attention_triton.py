@@ -18,6 +18,7 @@ Shape suffixes: as in ``latent_attention.py`` and ``attention_triton.py``; R cha
 """
 # mypy: ignore-errors
 
+from functools import partial
 from math import log2
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.attention.attention_splits import num_decode_splits, plan_prefills
+from strandline.kernels.attention.attention_splits import num_decode_splits, parts_of, plan_prefills
 from strandline.kernels.attention.attention_triton import (
     FIXED_SPLIT_BLOCKS,
     Tile,
@@ -296,6 +297,10 @@ def latent_attention(
     tuple of the batch. Needs ``scale > 0`` and contiguous channels; rows, heads and blocks may have any stride. With
     fixed launches, splits have a length and an order that depend on nothing but the sequence.
     """
+    if batch.parts:
+        attend = partial(latent_attention, value_dim=value_dim, scale=scale, launches=launches)
+        parts = parts_of(batch, q_THD, latent_TD)
+        return torch.cat([attend(own_THD, own_TD, latent_BPD, part, 0) for own_THD, own_TD, part in parts])
     num_tokens, num_channels = latent_TD.shape
     if num_tokens:
         _store_kernel[(num_tokens,)](

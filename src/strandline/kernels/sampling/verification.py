@@ -57,11 +57,25 @@ class PlannedVerification(NamedTuple):
     log: Tensor
     num_logged: Tensor
     num_drafts: Tensor
-    next_drafts: Tensor
     pending: Tensor
-    rotary_delta: Tensor
     source_row: Tensor
     """The sequence's row in the last step, if its token is pending."""
+    stop_set: Tensor
+
+
+class SampledSequences(NamedTuple):
+    """The sequences whose drafts are counted, and others after each of which a token was chosen or is known."""
+
+    token_ids: Tensor
+    """``[T]`` of all rows of the step."""
+    verdicts: Tensor
+    """A ``Verdict`` for each row."""
+    last_row: Tensor
+    """``[N]``, as are all that follow; drafts are the rows up to this one."""
+    end: Tensor
+    num_drafts: Tensor
+    next_drafts: Tensor
+    rotary_delta: Tensor
     stop_set: Tensor
 
 
@@ -208,11 +222,12 @@ def _tables(planned: PlannedVerification, log_tokens: int) -> VerificationTables
 
 @operation(triton("sampling.verification_triton"))
 def accept_drafts(
-    planned: PlannedVerification,
+    sampled: SampledSequences,
     tokens_T: Tensor,
     last: LastStep,
     stop_ids_XS: Tensor,
     block_table_NM: Tensor,
+    draft_tokens: int,
 ) -> AcceptedDrafts:
     """Count how many drafts of each sequence agree with what was chosen, before the first that does not.
 
@@ -220,35 +235,36 @@ def accept_drafts(
     for the next drafts.
 
     Args:
-        tokens_T: chosen behind each row; a draft that is accepted by force takes its place.
+        tokens_T: chosen behind each row, or known there; a draft that is accepted by force takes its place.
         last: read by ``complete_verification`` before.
+        draft_tokens: most drafts of a sequence.
     """
-    num_rows = len(tokens_T)
-    draft_T = planned.token_ids.roll(-1)
-    tokens_T.copy_(torch.where(planned.verdicts == Verdict.ACCEPT, draft_T, tokens_T))
-    agrees_T = (tokens_T == draft_T) & (planned.verdicts != Verdict.REJECT)
-    count = len(planned.start)
-    place_D = torch.arange(num_rows // count - 1, device=tokens_T.device)
-    first_row_N = planned.query_starts[:count]
-    row_ND = (first_row_N[:, None] + place_D).clamp_max(num_rows - 1)
-    stop_ids_N1S = stop_ids_XS[planned.stop_set][:, None, :]
+    num_rows, count = len(tokens_T), len(sampled.end)
+    draft_T = sampled.token_ids.roll(-1)
+    tokens_T.copy_(torch.where(sampled.verdicts == Verdict.ACCEPT, draft_T, tokens_T))
+    agrees_T = (tokens_T == draft_T) & (sampled.verdicts != Verdict.REJECT)
+    index_D = torch.arange(draft_tokens, device=tokens_T.device)
+    first_row_N = sampled.last_row - sampled.num_drafts
+    row_ND = (first_row_N[:, None] + index_D).clamp_max(num_rows - 1)
+    stop_ids_N1S = stop_ids_XS[sampled.stop_set][:, None, :]
     is_stop_ND = (tokens_T[row_ND][:, :, None] == stop_ids_N1S).any(-1)
-    agrees_ND = agrees_T[row_ND] & (place_D < planned.num_drafts[:, None]) & ~is_stop_ND
+    agrees_ND = agrees_T[row_ND] & (index_D < sampled.num_drafts[:, None]) & ~is_stop_ND
     num_accepted_N = agrees_ND.long().cumprod(1).sum(1)
-    last_row_N = (first_row_N + num_accepted_N).clamp_max(num_rows - 1)
+    last_row_N = first_row_N + num_accepted_N
     last.num_accepted_P[:count] = num_accepted_N
     last.tokens_P[:count] = tokens_T[last_row_N]
-    place_F1 = place_D[1:, None]
-    num_further_N = (planned.next_drafts - 1).clamp_min(0)
-    positions_FN = planned.start + num_accepted_N + num_further_N.minimum(place_F1)
-    index_FN = (positions_FN // BLOCK_TOKENS).clamp_max(block_table_NM.shape[1] - 1)
-    blocks_FN = block_table_NM[torch.arange(count, device=tokens_T.device), index_FN].long()
+    index_F1 = index_D[1:, None]
+    num_further_N = (sampled.next_drafts - 1).clamp_min(0)
+    position_N = (sampled.end - 1 - sampled.num_drafts).clamp_min(0) + num_accepted_N
+    positions_FN = position_N + num_further_N.minimum(index_F1)
+    block_index_FN = (positions_FN // BLOCK_TOKENS).clamp_max(block_table_NM.shape[1] - 1)
+    blocks_FN = block_table_NM[torch.arange(count, device=tokens_T.device), block_index_FN].long()
     return AcceptedDrafts(
         num_accepted_N=num_accepted_N,
         last_row_N=last_row_N,
         next_tokens_T=tokens_T.clamp_min(0),
-        rotary_FN=positions_FN + planned.rotary_delta,
+        rotary_FN=positions_FN + sampled.rotary_delta,
         context_lens_FN=positions_FN + 1,
-        write_blocks_FN=blocks_FN * (place_F1 <= num_further_N),
+        write_blocks_FN=blocks_FN * (index_F1 <= num_further_N),
         write_offsets_FN=positions_FN % BLOCK_TOKENS,
     )

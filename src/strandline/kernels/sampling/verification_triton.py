@@ -1,6 +1,7 @@
 """The Triton versions of ``verification.py``: a small launch each, and a program for each sequence.
 
-Shape suffixes as in ``verification.py``; E rows of one sequence (a certain token and its drafts), H their chunks.
+Shape suffixes as in ``verification.py``; E rows of one sequence (a certain token and its drafts), H their chunks; T
+some rows of the step.
 """
 
 # mypy: ignore-errors
@@ -16,12 +17,14 @@ from strandline.kernels.sampling.verification import (
     AcceptedDrafts,
     LastStep,
     PlannedVerification,
+    SampledSequences,
     Verdict,
     VerificationTables,
 )
 from strandline.kernels.sizes import next_power_of_2
 
 BLOCK_SEQUENCES = 128
+BLOCK_ROWS = 32
 NUM_WARPS = 1
 
 
@@ -205,16 +208,16 @@ def _chosen(tokens_ptr, token_ids_ptr, verdicts_ptr, row, mask, num_rows, ACCEPT
 
 
 # Numbers of rows, of sequences and of blocks must not ask for a kernel to be compiled anew.
-@triton.jit(do_not_specialize=["num_sequences", "num_blocks", "table_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "num_blocks", "table_stride"])
 def _accept_kernel(
     token_ids_ptr,
     verdicts_ptr,
-    query_starts_ptr,
-    start_ptr,
+    last_row_in_ptr,
+    end_ptr,
     num_drafts_ptr,
     next_drafts_ptr,
-    stop_set_ptr,
     rotary_delta_ptr,
+    stop_set_ptr,
     tokens_ptr,
     last_accepted_ptr,
     last_tokens_ptr,
@@ -228,6 +231,7 @@ def _accept_kernel(
     write_blocks_ptr,
     write_offsets_ptr,
     num_sequences,
+    num_rows,
     num_blocks,
     table_stride,
     NUM_STOPS: tl.constexpr,
@@ -236,12 +240,12 @@ def _accept_kernel(
     REJECT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    num_rows = num_sequences.to(tl.int64) * (1 + D)
     place_E = tl.arange(0, BLOCK_E)
     num_drafts = tl.load(num_drafts_ptr + n)
-    first_row = tl.load(query_starts_ptr + n)
+    first_row = tl.load(last_row_in_ptr + n) - num_drafts
     row_E = tl.minimum(first_row + place_E, num_rows - 1)
     inputs = (tokens_ptr, token_ids_ptr, verdicts_ptr)
     token_E, verdict_E, draft_E = _chosen(*inputs, row_E, place_E <= D, num_rows, ACCEPT)
@@ -254,10 +258,10 @@ def _accept_kernel(
     num_accepted = tl.min(tl.where(agrees_E, BLOCK_E, place_E)).to(tl.int64)
     tl.store(num_accepted_ptr + n, num_accepted)
     tl.store(last_accepted_ptr + n, num_accepted)
-    tl.store(last_row_ptr + n, tl.minimum(first_row + num_accepted, num_rows - 1))
+    tl.store(last_row_ptr + n, first_row + num_accepted)
     tl.store(last_tokens_ptr + n, tl.sum(tl.where(place_E == num_accepted, token_E, 0)))
 
-    position = tl.load(start_ptr + n) + num_accepted
+    position = tl.maximum(tl.load(end_ptr + n) - 1 - num_drafts, 0) + num_accepted
     num_further = tl.maximum(tl.load(next_drafts_ptr + n) - 1, 0)
     position_E = position + tl.minimum(place_E.to(tl.int64), num_further)
     is_further_E = (place_E > 0) & (place_E < D)
@@ -270,24 +274,25 @@ def _accept_kernel(
     tl.store(write_blocks_ptr + out_E, block_E.to(tl.int64), mask=is_further_E)
     tl.store(write_offsets_ptr + out_E, position_E % BLOCK_TOKENS, mask=is_further_E)
 
-    # All rows, those of no sequence as well, in equal parts.
-    row_E = n * (1 + D) + place_E
-    token_E, verdict_E, draft_E = _chosen(*inputs, row_E, place_E <= D, num_rows, ACCEPT)
-    tl.store(tokens_ptr + row_E, token_E, mask=(place_E <= D) & (verdict_E == ACCEPT))
-    tl.store(next_tokens_ptr + row_E, tl.maximum(token_E, 0), mask=place_E <= D)
+    # All rows, those of no sequence as well.
+    for first_row in range(n * BLOCK_T, num_rows, num_sequences * BLOCK_T):
+        row_T = first_row + tl.arange(0, BLOCK_T)
+        is_row_T = row_T < num_rows
+        token_T, verdict_T, _ = _chosen(*inputs, row_T, is_row_T, num_rows, ACCEPT)
+        tl.store(tokens_ptr + row_T, token_T, mask=is_row_T & (verdict_T == ACCEPT))
+        tl.store(next_tokens_ptr + row_T, tl.maximum(token_T, 0), mask=is_row_T)
 
 
 def accept_drafts(
-    planned: PlannedVerification,
+    sampled: SampledSequences,
     tokens_T: Tensor,
     last: LastStep,
     stop_ids_XS: Tensor,
     block_table_NM: Tensor,
+    draft_tokens: int,
 ) -> AcceptedDrafts:
     """As ``verification.accept_drafts``; all tensors contiguous."""
-    count, num_rows = len(planned.start), len(tokens_T)
-    depth = num_rows // count - 1
-    num_further = max(depth - 1, 0)
+    count, num_rows, num_further = len(sampled.end), len(tokens_T), max(draft_tokens - 1, 0)
     accepted = AcceptedDrafts(
         *(
             torch.empty(shape, dtype=torch.int64, device=tokens_T.device)
@@ -295,10 +300,9 @@ def accept_drafts(
         )
     )
     _accept_kernel[(count,)](
-        planned.token_ids, planned.verdicts, planned.query_starts, planned.start, planned.num_drafts,
-        planned.next_drafts, planned.stop_set, planned.rotary_delta, tokens_T, last.num_accepted_P,
-        last.tokens_P, stop_ids_XS, block_table_NM, *accepted, count, block_table_NM.shape[1], block_table_NM.stride(0),
-        NUM_STOPS=stop_ids_XS.shape[1], D=depth, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
-        BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_E=next_power_of_2(1 + depth), num_warps=NUM_WARPS,
+        *sampled, tokens_T, last.num_accepted_P, last.tokens_P, stop_ids_XS, block_table_NM, *accepted,
+        count, num_rows, block_table_NM.shape[1], block_table_NM.stride(0),
+        NUM_STOPS=stop_ids_XS.shape[1], D=draft_tokens, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
+        BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_E=next_power_of_2(1 + draft_tokens), BLOCK_T=BLOCK_ROWS, num_warps=NUM_WARPS,
     )  # fmt: skip
     return accepted

@@ -5,6 +5,7 @@ S slots; of a window's memory R are the rows.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -21,6 +22,7 @@ from strandline.kernels.recurrences.conv1d import (
     causal_conv1d_update,
 )
 from strandline.kernels.recurrences.replay import ReplayLog, of_step
+from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, Split
 from strandline.specs import TensorSpec
@@ -61,6 +63,8 @@ class CausalConvolution(nn.Module):
         Args:
             log: of ``x_TC``, where the layer logs nothing else.
         """
+        if batch.verified is not None:
+            return mix_parts(partial(self.convolve, window_SRC=window_SRC, log=log), (x_TC,), batch)
         num_rows = batch.num_decode_rows
         if num_rows == len(x_TC) > 0:
             return self.decode(x_TC, batch, window_SRC)

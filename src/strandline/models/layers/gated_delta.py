@@ -31,6 +31,7 @@ from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -152,24 +153,24 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden_TE: Rows, step: Step, memory: GatedDeltaNetMemory) -> Tensor:
         x_TC, z_TO, b_TH, a_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
-        num_rows = step.batch.num_decode_rows
-        if num_rows == len(hidden_TE):
-            out_THV = self._decode(x_TC, a_TH, b_TH, step.batch, memory)
-        elif num_rows == 0:
-            out_THV = self._prefill(x_TC, a_TH, b_TH, step.batch, memory)
-        else:
-            (x_DC, x_RC), (a_DH, a_RH), (b_DH, b_RH) = (
-                x.split([num_rows, len(x) - num_rows]) for x in (x_TC, a_TH, b_TH)
-            )
-            decoded = self._decode(x_DC, a_DH, b_DH, step.batch, memory)
-            if step.batch.recurrent.replay is None:
-                out_THV = decoded.new_empty(len(x_TC), *decoded.shape[1:])
-                out_THV[:num_rows] = decoded
-                self._prefill(x_RC, a_RH, b_RH, step.batch, memory, out_THV[num_rows:])
-            else:
-                out_THV = torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, step.batch, memory)))
+        out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, a_TH, b_TH), step.batch)
         normed = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return self.out_proj.multiply(normed.flatten(1) if isinstance(normed, Tensor) else normed)
+
+    def _mix(self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
+        num_rows = batch.num_decode_rows
+        if num_rows == len(x_TC):
+            return self._decode(x_TC, a_TH, b_TH, batch, memory)
+        if num_rows == 0:
+            return self._prefill(x_TC, a_TH, b_TH, batch, memory)
+        (x_DC, x_RC), (a_DH, a_RH), (b_DH, b_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, a_TH, b_TH))
+        decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
+        if batch.recurrent.replay is not None:
+            return torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
+        out_THV = decoded.new_empty(len(x_TC), *decoded.shape[1:])
+        out_THV[:num_rows] = decoded
+        self._prefill(x_RC, a_RH, b_RH, batch, memory, out_THV[num_rows:])
+        return out_THV
 
     def _decode(
         self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory

@@ -13,6 +13,7 @@ projection or all heads' channels side by side; of a window's memory R are the r
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Final, NamedTuple
 
@@ -31,6 +32,7 @@ from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -192,16 +194,17 @@ class Mamba2Layer(nn.Module):
         if self.multiplier_O is not None:
             projected_TO.mul_(self.multiplier_O)
         x_TC, z_TO, dt_TH = projected_TO.split(self.sizes, dim=-1)
-        num_rows = step.batch.num_decode_rows
-        if num_rows == len(hidden_TE):
-            out_THV = self._decode(x_TC, dt_TH, step.batch, memory)
-        elif num_rows == 0:
-            out_THV = self._prefill(x_TC, dt_TH, step.batch, memory)
-        else:
-            (x_DC, x_RC), (dt_DH, dt_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, dt_TH))
-            decoded = self._decode(x_DC, dt_DH, step.batch, memory)
-            out_THV = torch.cat((decoded, self._prefill(x_RC, dt_RH, step.batch, memory)))
+        out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, dt_TH), step.batch)
         return self.out_proj.multiply(self._gated(out_THV.flatten(1), z_TO))
+
+    def _mix(self, x_TC: Tensor, dt_TH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+        num_rows = batch.num_decode_rows
+        if num_rows == len(x_TC):
+            return self._decode(x_TC, dt_TH, batch, memory)
+        if num_rows == 0:
+            return self._prefill(x_TC, dt_TH, batch, memory)
+        (x_DC, x_RC), (dt_DH, dt_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, dt_TH))
+        return torch.cat((self._decode(x_DC, dt_DH, batch, memory), self._prefill(x_RC, dt_RH, batch, memory)))
 
     def _gated(self, out_TO: Tensor, z_TO: Tensor) -> Tensor:
         if self.norm_O is None:

@@ -1,4 +1,4 @@
-"""A recurrence over a step that mixes decodes and prefills.
+"""Recurrences over a step that mixes decodes, sequences that verify drafts, and other prefills.
 
 Shape suffixes: T tokens of the step, N sequences.
 """
@@ -13,8 +13,24 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.kernels.recurrences.replay import ReplayLog, of_step, with_logged
 
+Mix = Callable[..., Tensor]
+
 Inputs = TypeVar("Inputs")
 Memory = TypeVar("Memory")
+
+
+def mix_parts(mix: Mix, tokens: Sequence[Tensor], batch: StepBatch) -> Tensor:
+    """Return what a function gives for the rows of each part of a step.
+
+    Args:
+        mix: takes tensors with a row for each token of a part, and the part.
+        tokens: tensors with a row for each token of the step.
+    """
+    if batch.parts is None:
+        return mix(*tokens, batch)
+    num_rows = batch.num_verified_rows
+    rows = slice(num_rows), slice(num_rows, None)
+    return torch.cat([mix(*(x[own] for x in tokens), part) for own, part in zip(rows, batch.parts, strict=True)])
 
 
 def advance(
@@ -32,6 +48,8 @@ def advance(
         tokens: tensors with a row for each token of the step.
         log: of such tensors.
     """
+    if batch.verified is not None:
+        return mix_parts(lambda *own: advance(recurrence, inputs, own[:-1], own[-1], memory, log), tokens, batch)
     num_rows, recurrent, outs = batch.num_decode_rows, batch.recurrent, []
     if num_rows:
         decoded = inputs(*(x[:num_rows] for x in tokens))

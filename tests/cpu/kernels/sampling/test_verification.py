@@ -18,6 +18,7 @@ from strandline.kernels.sampling.verification import (
     AcceptedDrafts,
     LastStep,
     PlannedVerification,
+    SampledSequences,
     Verdict,
     VerificationTables,
 )
@@ -44,22 +45,31 @@ class Step(NamedTuple):
     last: LastStep
     stop_ids_XS: Tensor
     log_tokens: int
+    sampled: SampledSequences
     tokens_T: Tensor
     block_table_NM: Tensor
+    draft_tokens: int
 
     def to(self, device: str) -> "Step":
         """Return a copy."""
-        planned, last = (
-            kind(*(tensor.clone().to(device) for tensor in tensors))
-            for kind, tensors in ((PlannedVerification, self.planned), (LastStep, self.last))
+        planned, last, sampled = (
+            type(tensors)(*(tensor.clone().to(device) for tensor in tensors))
+            for tensors in (self.planned, self.last, self.sampled)
         )
         others = (self.tokens_T.clone().to(device), self.block_table_NM.clone().to(device))
-        return Step(planned, last, self.stop_ids_XS.to(device), self.log_tokens, *others)
+        stop_ids_XS = self.stop_ids_XS.to(device)
+        return Step(planned, last, stop_ids_XS, self.log_tokens, sampled, *others, self.draft_tokens)
 
     @property
-    def outcome(self) -> tuple[PlannedVerification, Tensor, LastStep, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a step may change."""
+        return (*self.planned, *self.last, *self.sampled, self.tokens_T, self.block_table_NM)
+
+    @property
+    def outcome(self) -> tuple[SampledSequences, Tensor, LastStep, Tensor, Tensor, int]:
         """What ``accept_drafts`` takes."""
-        return self.planned, self.tokens_T, self.last, self.stop_ids_XS, self.block_table_NM
+        tables = (self.stop_ids_XS, self.block_table_NM)
+        return self.sampled, self.tokens_T, self.last, *tables, self.draft_tokens
 
 
 @st.composite
@@ -84,7 +94,8 @@ def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZE
     num_rows = count * (1 + depth)
     ends_N = ((1 + num_drafts_N) * is_real_N).cumsum(0)
     query_starts = torch.cat((torch.tensor([0]), ends_N, torch.tensor([num_rows])))
-    num_before = count + 3
+    num_prompts = draw(st.integers(0, 3))
+    num_before = count + num_prompts + 3
     last = LastStep(
         random(log_tokens, num_before),
         random(4, num_before, least=NO_TOKEN),
@@ -107,19 +118,33 @@ def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZE
         log=(1 + torch.randperm(count, generator=numbers)) * is_real_N,
         num_logged=num_logged,
         num_drafts=num_drafts_N,
-        next_drafts=random(depth, count) * is_real_N,
         pending=pending,
-        rotary_delta=-random(100, count) * is_real_N,
         source_row=source_row,
         stop_set=random(2, count) * is_real_N,
     )
-    tokens_T = random(4, num_rows, least=NO_TOKEN)
+    # Prompts, after the rows of no sequence.
+    prompt_rows = random(99, num_prompts, least=1)
+    prompt_ends_N = prompt_rows.cumsum(0)
+    num_all = num_rows + int(prompt_rows.sum())
+    none_N = torch.zeros(num_prompts, dtype=torch.int64)
+    last_row = torch.cat(((ends_N - 1) * is_real_N, num_rows + prompt_ends_N - 1))
+    sampled = SampledSequences(
+        token_ids=torch.cat((planned.token_ids, random(4, num_all - num_rows))),
+        verdicts=torch.cat((verdicts, torch.zeros(num_all - num_rows, dtype=torch.int64))),
+        last_row=last_row,
+        end=torch.cat((planned.end, prompt_rows + random(100, num_prompts))),
+        num_drafts=torch.cat((num_drafts_N, none_N)),
+        next_drafts=random(depth, count + num_prompts),
+        rotary_delta=-random(100, count + num_prompts),
+        stop_set=torch.cat((planned.stop_set, random(2, num_prompts))),
+    )
+    tokens_T = random(4, num_all, least=NO_TOKEN)
     if draw(st.booleans()):
         # Most drafts agree.
-        tokens_T = torch.where(random(3, num_rows) > 0, planned.token_ids.roll(-1), tokens_T)
+        tokens_T = torch.where(random(3, num_all) > 0, sampled.token_ids.roll(-1), tokens_T)
     stop_ids_XS = torch.tensor([[NO_TOKEN, NO_TOKEN], [3, NO_TOKEN], [0, 2]])
-    block_table_NM = random(10**6, count + 1, MOST_BLOCKS, least=1).to(torch.int32)
-    return Step(planned, last, stop_ids_XS, log_tokens, tokens_T, block_table_NM)
+    block_table_NM = random(10**6, count + num_prompts + 1, MOST_BLOCKS, least=1).to(torch.int32)
+    return Step(planned, last, stop_ids_XS, log_tokens, sampled, tokens_T, block_table_NM, depth)
 
 
 def check_tables(step: Step, device: str) -> None:
@@ -154,7 +179,7 @@ def check_accepted(step: Step, device: str) -> None:
 
 def assert_equal_steps(found: Step, expected: Step) -> None:
     """Check that all tensors are equal, those that were changed in place among them."""
-    for kind in ("planned", "last"):
+    for kind in ("planned", "last", "sampled"):
         for name in getattr(expected, kind)._fields:
             assert torch.equal(getattr(getattr(found, kind), name).cpu(), getattr(getattr(expected, kind), name)), name
     assert torch.equal(found.tokens_T.cpu(), expected.tokens_T)
@@ -183,16 +208,15 @@ def test_many_sequences_give_torchs_tables(step: Step) -> None:
 
 def test_further_drafts_are_written_where_blocks_are_reserved() -> None:
     zero, position = torch.zeros(1, dtype=torch.int64), BLOCK_TOKENS - 1
-    planned = PlannedVerification(
+    sampled = SampledSequences(
         torch.tensor([5, 6, 0, 0, 0]),
         torch.zeros(5, dtype=torch.int64),
-        torch.tensor([0, 2, 5]),
-        *(zero + value for value in (position - 1, position + 1, 7, 1, 0, 1, 3, 0, -4, 0, 0)),
+        *(zero + value for value in (1, position + 1, 1, 3, -4, 0)),
     )
     tokens_T = torch.tensor([6, NO_TOKEN, 1, 2, 3])
     table_NM = torch.tensor([[11, 12], [0, 0]], dtype=torch.int32)
     last = LastStep.empty(1, 4, torch.device("cpu"))
-    accepted = verification.accept_drafts.reference(planned, tokens_T, last, torch.tensor([[NO_TOKEN]]), table_NM)
+    accepted = verification.accept_drafts.reference(sampled, tokens_T, last, torch.tensor([[NO_TOKEN]]), table_NM, 4)
     assert accepted.num_accepted_N.tolist() == [1]
     assert accepted.last_row_N.tolist() == [1]
     assert accepted.next_tokens_T.tolist() == [6, 0, 1, 2, 3]
