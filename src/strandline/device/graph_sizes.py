@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from strandline.device.padded_step import MAX_PROMPTS, StepSize
+from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, StepSize
 
 PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
 DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
@@ -53,6 +53,10 @@ def verification_sizes(sizes: Sequence[StepSize], draft_tokens: int) -> list[Ste
     return [replace(size, log_tokens=draft_tokens) for size in (*decodes, *mixed)]
 
 
+CHUNKS_OF_PROMPT: Final = 3
+"""Chunks of a prompt beyond one per 64 rows: of its two ends, and of a snapshot."""
+
+
 class PromptRoom(NamedTuple):
     """How much of prompts a captured step has room for with decodes that verify drafts."""
 
@@ -65,8 +69,14 @@ class PromptRoom(NamedTuple):
         num_rows = max((size.num_prompt_rows for size in sizes if size.has_drafts), default=0)
         return cls(num_rows, MAX_PROMPTS if num_rows else 0)
 
-    def has_room_for(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether there is room for tokens ``[start, end)`` of some sequences, one or more of each."""
+    def has_room_for(self, ranges: Sequence[tuple[int, int]], num_cuts: int = 0) -> bool:
+        """Whether there is room for tokens ``[start, end)`` of some sequences, one or more of each.
+
+        Args:
+            num_cuts: snapshots among them, besides one for each.
+        """
+        if CHUNKS_OF_PROMPT * len(ranges) + num_cuts >= SPARE_CHUNKS:
+            return False
         num_rows = sum(end - start for start, end in ranges)
         if any(start == end for start, end in ranges) or len(ranges) > self.num_prompts or num_rows > self.num_rows:
             return not ranges

@@ -54,8 +54,8 @@ class Drafts:
         self.verified_prompts = verified_prompts
         self._is_plain = drafter is None
         """Whether the last planned step is computed as in an engine without drafts: it does not follow any, either."""
-        self._is_verification = False
-        """Whether the last planned step computes certain tokens and drafts alone, and drafts after some of them."""
+        self._makes_drafts = False
+        """Whether drafts are made after the last planned step."""
         self.draft_tokens = draft_tokens
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
@@ -73,6 +73,10 @@ class Drafts:
         """While a step is planned: the sequences of the step under way, if that verifies or makes drafts."""
         self._must_settle = False
         """Whether a sequence was left out of the last planned step until all is settled."""
+        self._ahead: list[tuple[int, int]] = []
+        """While a step is planned that follows an unsettled one: the tokens of prompts that it computes."""
+        self._num_cuts_ahead = 0
+        """The snapshots that may be due among these."""
         self.choose_depth(1, is_timed=False)
 
     def choose_depth(self, num_running: int, *, is_timed: bool) -> None:
@@ -108,6 +112,7 @@ class Drafts:
         sequences = () if under_way is None or self._is_plain else under_way.sequences
         self._unsettled = {sequence.request_id: sequence for sequence in sequences}
         self._must_settle = False
+        self._ahead, self._num_cuts_ahead = [], 0
         self._num_lookups = self._num_found = 0
 
     @property
@@ -134,7 +139,9 @@ class Drafts:
         is_kept_plain = self.corrects_lengths and not self._unsettled and not self._are_verified(spans)
         if is_kept_plain:
             spans = [(*span[:3], span[3] - len(span[4]), NO_DRAFTS) for span in spans]
-        may_draft = self.has_layer and not is_kept_plain
+        # Graphs of prompts alone make no drafts.
+        is_alone = bool(self._unsettled) and all(start < r.num_prompt_tokens for r, _, start, _, _ in spans)
+        may_draft = self.has_layer and not is_kept_plain and not is_alone
         next_drafts = [self._next_drafts(span) if may_draft else 0 for span in spans]
         holds_drafts = [bool(drafts) or lease.has_logged_drafts for _, lease, _, _, drafts in spans]
         has_drafts = self.follows_unsettled or any(next_drafts) or any(holds_drafts)
@@ -152,8 +159,7 @@ class Drafts:
         if self.drafter is None:
             return
         self._is_plain = not self._unsettled and all(x.is_plain for x in sequences)
-        has_drafts = any(x.next_drafts > 0 for x in sequences)
-        self._is_verification = has_drafts and all(x.is_verification for x in sequences)
+        self._makes_drafts = any(x.next_drafts > 0 for x in sequences)
         is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
         if self._may_rest and self._num_lookups and not self._num_found:
             # The next one is behind this step's result: in time for the next step, if that is then planned at all.
@@ -187,11 +193,12 @@ class Drafts:
         """Whether the next step can be planned before the last planned one is settled.
 
         It can after a plain step, if it is plain, too, or a CUDA graph drafts or does without. Or if both verify what a
-        draft layer drafts, and no prompt is admitted.
+        draft layer drafts, and a graph computes prompts as well.
         """
         if self._is_plain:
             return not self.depth or self.drafter is None or (self.corrects_lengths and _are_independent(running))
-        can_correct = self.corrects_lengths and self._is_verification and not self._must_settle
+        can_correct = self.corrects_lengths and self._makes_drafts and not self._must_settle
+        may_admit = may_admit and not self.verified_prompts.num_rows
         return can_correct and not may_admit and _are_independent(running)
 
     @property
@@ -204,8 +211,8 @@ class Drafts:
 
         It verifies what the step under way drafts, if anything. How far it has got by then may be unknown: it is
         planned as if none of the drafts in that step were accepted, and the device corrects that. It is left out where
-        it may have ended, or where a step of another kind may be due: one that takes a snapshot, or computes a prompt.
-        If such a step is due for sure, or memory is short, the next step is planned when all is settled.
+        it may have ended, or where a step of another kind may be due: one that takes a snapshot, or computes tokens
+        anew. If such a step is due for sure, or memory is short, the next step is planned when all is settled.
         """
         before, start = self._unsettled.get(request.request_id), lease.computed
         drafts = request.drafts if before is None else (0,) * before.next_drafts
@@ -214,11 +221,36 @@ class Drafts:
             return []
         num_drafts = min(len(drafts), request.max_total - most_tokens - 1, budget - 1)
         end = most_tokens + num_drafts
-        is_other = request.num_tokens - start != 1 or not (lease.has_own_state and lease.log)
+        is_other = request.num_tokens - start != 1 or not lease.log
         if is_other or self._cache.is_cut_due(lease, end) or not self._cache.extend(lease, end):
             self._must_settle = True
             return []
         return [(request, lease, start, start + 1 + num_drafts, drafts[:num_drafts])]
+
+    def can_join_ahead(self, request: Request) -> bool:
+        """Whether a request can be admitted to the step that is planned; if not, the next one is planned when all is
+        settled.
+        """
+        can_join = not self._unsettled or (self.verified_prompts.num_rows > 0 and _is_independent(request))
+        self._must_settle |= not can_join
+        return can_join
+
+    def computes_ahead(self, request: Request, lease: Lease, end: int) -> bool:
+        """Whether the step that is planned can compute a prompt's tokens up to ``end``, which are known.
+
+        If it follows an unsettled step, a graph has to complete it: if that has no room, or memory is short, the next
+        step is planned when all is settled.
+        """
+        if not self._unsettled:
+            return True
+        prompts = [*self._ahead, (lease.computed, end)]
+        self._num_cuts_ahead += sum(lease.computed < position <= end for position in lease.planned_cuts)
+        has_room = self.verified_prompts.has_room_for(prompts, self._num_cuts_ahead)
+        if not (has_room and self.can_join_ahead(request) and self._cache.extend(lease, end)):
+            self._must_settle = True
+            return False
+        self._ahead = prompts
+        return True
 
     def _has_unsettled_drafts(self, span: Span) -> bool:
         before = self._unsettled.get(span[0].request_id)

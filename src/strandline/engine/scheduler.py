@@ -180,7 +180,7 @@ class Scheduler:
             # Those that decoded have been preempted: long prefills need not wait for them.
             self._long_prefills.begin_step_alone()
             budget = self._plan_running(spans)
-        if self.num_preemptions == num_preemptions and not drafts_of.follows_unsettled:
+        if self.num_preemptions == num_preemptions:
             self._plan_waiting(spans, budget)
         self._long_prefills.end_step()
         self._look_ahead()
@@ -237,7 +237,7 @@ class Scheduler:
             if is_ahead and self._long_prefills.is_held(request.num_tokens - lease.computed):
                 index += 1
                 continue
-            if is_ahead:
+            if is_ahead and lease.computed >= request.num_prompt_tokens:
                 ahead = self.drafts.verify_ahead(request, lease, budget)
                 spans += ahead
                 budget -= sum(end - start for _, _, start, end, _ in ahead)
@@ -254,6 +254,9 @@ class Scheduler:
                     # It is long and others decode; or it ends on the grid and the rest of the budget is less.
                     index += 1
                     continue
+            if is_ahead and not self.drafts.computes_ahead(request, lease, end):
+                index += 1
+                continue
             if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
                 continue
             drafts = NO_DRAFTS
@@ -296,6 +299,8 @@ class Scheduler:
             if groups.is_full:
                 break
             request = waiting.next()
+            if not self.drafts.can_join_ahead(request):
+                break
             if request.new.adapter and len(adapters_of([request, *self.running])) > self._max_loras:
                 break
             if self._try_follow(request) or (state := self.loading.try_load(request, budget)) is LoadState.BEGUN:
@@ -310,7 +315,7 @@ class Scheduler:
                 end = self._pictures.limit(request, start, end)
             if self._is_exact:
                 end = exact_end(request, start, end)
-            if end == start < request.num_tokens:
+            if end == start < request.num_tokens or not self.drafts.computes_ahead(request, lease, end):
                 continue
             spans.append((request, lease, start, end, NO_DRAFTS))
             budget -= end - start

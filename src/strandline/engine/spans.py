@@ -49,7 +49,7 @@ def sequence_plan(span: Span, plan: DraftPlan, grant: StepGrant) -> SequencePlan
     src, dst, cuts, log, num_logged, num_folded = grant
     pending = PendingToken.NONE
     if drafts:
-        token_ids: tuple[int, ...] = (request.output_ids[-1], *drafts)
+        token_ids: tuple[int, ...] = (request.output_ids[-1] if request.output_ids else 0, *drafts)
         if start - request.num_prompt_tokens == len(request.output_ids):
             # Where it starts is not known either.
             pending = PendingToken.MAY_STOP

@@ -17,6 +17,7 @@ from strandline import LLM, SamplingParams
 from strandline.cache import LogUse
 from strandline.device import draft_layer
 from strandline.device.draft_layer import DraftLayer, Pairs
+from strandline.device.graph_sizes import NO_PROMPTS
 from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
 from strandline.device.step_in_flight import StepInFlight
@@ -282,6 +283,35 @@ def test_steps_with_prompts_verify_and_make_drafts(make: Callable[..., LLM], mon
     assert any(x.next_drafts and x.end - x.start > 3 for sequences in mixed for x in sequences)
 
 
+def test_prompts_join_steps_that_are_planned_ahead(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(llm: LLM) -> dict[str, list[int]]:
+        answers: dict[str, list[int]] = {}
+        requests = some_requests(llm, 3)
+        for index, (prompt, _) in enumerate([*requests, *requests]):
+            params = SamplingParams(temperature=0, max_tokens=20 + index, ignore_eos=True)
+            llm.engine.add_request(str(index), [index, *prompt], params)
+            for _ in range(3):
+                answers |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
+        while llm.engine.has_unfinished:
+            answers |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
+        return answers
+
+    options = {"max_num_seqs": 20, "max_num_batched_tokens": 128}
+    expected = run(make(0, **options))
+    llm, steps = make(2, **options), Steps(monkeypatch)
+    monkeypatch.setattr(DraftLayer, "draft", fail)
+    assert run(llm) == expected
+    mixed = [
+        (plan, is_ahead)
+        for plan, is_ahead in zip(steps.plans, steps.are_ahead, strict=True)
+        if has_prompts(plan) and any(x.num_drafts for x in plan.sequences)
+    ]
+    assert len(mixed) > 10
+    assert [is_ahead for _, is_ahead in mixed].count(False) < 3
+    # What a prompt's end drafts is verified in a step that is planned before its first token is known.
+    assert any(x.pending and x.num_drafts and not x.has_own_state for plan in steps.plans for x in plan.sequences)
+
+
 @settings(max_examples=settings().max_examples // 50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrivals=st.lists(st.integers(0, 2), min_size=8, max_size=8), seed=st.integers(0, 99), is_cut=st.booleans())
 def test_prompts_in_any_steps_change_no_answer(
@@ -328,7 +358,7 @@ def fail(*args: object) -> None:
     raise AssertionError("drafts are made one by one")
 
 
-def test_no_step_behind_one_with_prompts_waits_for_it(
+def test_no_step_waits_for_one_whose_prompts_leave_no_room_for_drafts(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(llm: LLM) -> dict[str, Answer]:
@@ -349,6 +379,7 @@ def test_no_step_behind_one_with_prompts_waits_for_it(
     options = {"max_num_seqs": 20, "max_num_batched_tokens": 128}
     expected = run(make(0, **options))
     llm, steps = make(2, **options), Steps(monkeypatch)
+    llm.engine.scheduler.drafts.verified_prompts = NO_PROMPTS
     monkeypatch.setattr(DraftLayer, "draft", fail)
     assert run(llm) == expected
     behind = [
