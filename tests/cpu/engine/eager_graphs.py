@@ -17,13 +17,13 @@ from strandline.device.graph_sizes import PromptRoom
 from strandline.device.graphs import CapturedStep, StepGraphs
 from strandline.device.padded_step import MAX_PROMPTS, StepSize, single_rows
 from strandline.device.runner import Runner
+from strandline.engine.drafts import Drafts
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS
 from strandline.records.plan import SequencePlan
 
 PROMPT_ROWS = (16, 64, 128)
-VERIFIED_PROMPTS = PromptRoom(max(PROMPT_ROWS), MAX_PROMPTS)
 PADDED_TABLE = "padded table"
 
 
@@ -194,6 +194,11 @@ def padded_blocks_on_the_host(*args: Any) -> StepBatch:
         block_table_NM=attention.block_table_NM[used],
     )
     return replace(blocks, attention=on_host)
+
+
+def complete_on_device(drafts: Drafts) -> None:
+    """Let an engine plan steps that replayed graphs complete."""
+    drafts.corrects_lengths, drafts.verified_prompts = True, PromptRoom(max(PROMPT_ROWS), MAX_PROMPTS)
 
 
 def replay_eagerly(

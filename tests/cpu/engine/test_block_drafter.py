@@ -19,7 +19,7 @@ from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, WeightsError
 from strandline.ids import RequestId
 from tests.cpu.engine.conftest import llm_maker
-from tests.cpu.engine.eager_graphs import padded_blocks_on_the_host, replay_eagerly
+from tests.cpu.engine.eager_graphs import complete_on_device, padded_blocks_on_the_host, replay_eagerly
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
@@ -113,7 +113,7 @@ def in_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     executor = llm.engine.core.executor
     assert isinstance(executor, UniExecutor)
     replay_eagerly(executor.runner, NUM_DRAFTS, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
-    llm.engine.scheduler.drafts.corrects_lengths = True
+    complete_on_device(llm.engine.scheduler.drafts)
     return llm
 
 

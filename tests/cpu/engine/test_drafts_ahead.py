@@ -29,7 +29,7 @@ from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
-from tests.cpu.engine.eager_graphs import VERIFIED_PROMPTS, EagerGraphs, replay_eagerly, single_rows_on_the_host
+from tests.cpu.engine.eager_graphs import EagerGraphs, complete_on_device, replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_draft_layer import Alternating
 
@@ -57,8 +57,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             assert isinstance(executor, UniExecutor)
             runner = executor.runner
             replay_eagerly(runner, num_drafts, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
-            drafts = llm.engine.scheduler.drafts
-            drafts.corrects_lengths, drafts.verified_prompts = True, VERIFIED_PROMPTS
+            complete_on_device(llm.engine.scheduler.drafts)
         return llm
 
     return make

@@ -12,7 +12,7 @@ from strandline.cache.inspection.invariants import check
 from strandline.device import draft_layer
 from strandline.records.plan import NewRequest
 from strandline.text.stop_finder import TextStopFinder
-from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
+from tests.cpu.engine.eager_graphs import complete_on_device, replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_state_oracle import check_published_slots
 
@@ -185,7 +185,7 @@ def test_states_before_stop_strings_come_from_graphs_that_verify_drafts(monkeypa
     llm = LLM(small_demo(), **oracle_options("mtp"), max_num_seqs=6, async_scheduling=True)
     executor: Any = llm.engine.core.executor
     replay_eagerly(executor.runner, num_drafts=3, max_num_seqs=6, max_model_len=512)
-    llm.engine.scheduler.drafts.corrects_lengths = True
+    complete_on_device(llm.engine.scheduler.drafts)
     judge = LLM(small_demo(), **oracle_options("none"))
     stop_answers(llm, judge)
     assert llm.engine.core.stats().speculation.num_accepted_tokens > 20
