@@ -64,7 +64,7 @@ class PlannedVerification(NamedTuple):
 
 
 class SampledSequences(NamedTuple):
-    """The sequences whose drafts are counted, and others after each of which a token was chosen or is known."""
+    """The sequences whose drafts are counted, and prompts: the token after each is chosen, or known."""
 
     token_ids: Tensor
     """``[T]`` of all rows of the step."""
