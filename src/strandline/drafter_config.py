@@ -1,6 +1,7 @@
 """The ``config.json`` of a drafter: a small model with its own directory, which drafts for another model.
 
-Source: DFlash drafters as published (``DFlashDraftModel``): Qwen3's fields, and ``dflash_config``.
+Source: drafters as published: DFlash (``DFlashDraftModel``) with Qwen3's fields and ``dflash_config``; EAGLE-3 with
+Llama's fields.
 """
 
 from collections.abc import Mapping
@@ -10,13 +11,18 @@ from typing import Any, Final
 
 from strandline.config_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, Fields, read_layer_types
 from strandline.errors import ConfigError
-from strandline.model_config import parse_model_config, read_json_object
+from strandline.model_config import ModelConfig, parse_model_config, read_json_object
 
 DFLASH: Final = "DFlashDraftModel"
+EAGLE3: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+METHODS: Final = {DFLASH: "dflash", **dict.fromkeys(EAGLE3, "eagle3")}
+"""The method of ``--speculative-config`` for each supported architecture."""
+
 UNSUPPORTED: Final = {
     "DFlash2DraftModel": "its layers have convolutions, and candidates are selected along a path",
     "DSparkDraftModel": "its drafts depend on the draft before them",
     "Qwen3DSparkModel": "its drafts depend on the draft before them",
+    "Eagle3Qwen3ForCausalLM": "norms of its heads are not described",
 }
 """Architectures of drafters that are known, and why they are not supported."""
 
@@ -62,27 +68,96 @@ class BlockDrafterConfig:
     """Per layer, whether a token of a block attends to no later ones."""
 
 
-def read_drafter_config(directory: Path) -> BlockDrafterConfig:
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """What the configuration of an EAGLE-3 drafter says."""
+
+    directory: Path
+    text: Fields
+    """All fields of its layer, by Llama's names, with defaults."""
+    dtype: Any
+    """Dtype of the weights, as the file names it; None: it does not."""
+    entered_layers: tuple[int, ...] | None
+    """Layers of the other model whose inputs it reads, in the order of the inputs of its first projection; None: the
+    third, the middle one and the third last."""
+    draft_vocab_size: int | None
+    """Number of tokens that it drafts; None: all."""
+    has_norm_before_residual: bool
+    """Whether the residual stream begins with the normalised hidden state."""
+
+
+DrafterConfig = BlockDrafterConfig | EagleConfig
+
+
+def read_drafter_config(directory: Path, method: str) -> DrafterConfig:
     """Read the configuration of a drafter.
 
+    Args:
+        method: of ``--speculative-config``.
+
     Raises:
-        ConfigError: it is missing, or the drafter or a setting is not supported.
+        ConfigError: it is missing, is of another method, or the drafter or a setting is not supported.
     """
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError(f"--speculative-config: {directory} has no config.json: is it the directory of a drafter?")
     values = read_json_object(file)
-    _check_architecture(values, file)
+    name = _find_architecture(values, file)
+    if METHODS[name] != method:
+        raise ConfigError(f"--speculative-config: {file} is of a drafter for method {METHODS[name]}, not {method}")
     outer = Fields(values, prefix=f"{file}: ")
     if values.get("quantization_config"):
         outer.reject("quantization_config", "null: drafters are supported with weights that are not quantised")
-    if (directory / MASK_EMBEDDING).is_file():
-        raise ConfigError(f"{directory / MASK_EMBEDDING} is not supported: drafts use the model's own embedding")
+    family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if name in EAGLE3:
+        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     try:
-        config = parse_model_config({**values, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+        config = parse_model_config({**values, **family})
         kinds = read_layer_types(config.text, LAYER_TYPES)
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from error
+    if name in EAGLE3:
+        return _read_eagle(directory, outer, config)
+    return _read_block_drafter(directory, outer, config, kinds)
+
+
+def _read_eagle(directory: Path, outer: Fields, config: ModelConfig) -> EagleConfig:
+    part = outer.value("eagle_config", {})
+    if not isinstance(part, Mapping):
+        outer.reject("eagle_config", "an object")
+    eagle = Fields(part, prefix=f"{outer.prefix}eagle_config.")
+    if not eagle.flag("use_aux_hidden_state", default=True):
+        eagle.reject("use_aux_hidden_state", "true")
+    for name in ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
+        if outer.value(name):
+            outer.reject(name, "false")
+    if outer.size("num_hidden_layers", at_most=MAX_LAYERS) != 1:
+        outer.reject("num_hidden_layers", "1")
+    name = "eagle_aux_hidden_state_layer_ids"
+    holder = eagle if eagle.value(name) is not None else outer
+    layers = None
+    if holder.value(name) is not None:
+        layers = holder.list_of(name, lambda entries, entry: entries.size(entry, at_most=MAX_LAYERS))
+        if not layers or len(set(layers)) != len(layers):
+            holder.reject(name, "one layer or more, each of them once")
+    vocab_size = None
+    if outer.value("draft_vocab_size") is not None:
+        vocab_size = outer.size("draft_vocab_size", at_most=MAX_VOCAB)
+    return EagleConfig(
+        directory=directory,
+        text=config.text,
+        dtype=config.dtype,
+        entered_layers=layers,
+        draft_vocab_size=vocab_size,
+        has_norm_before_residual=outer.flag("norm_before_residual", default=False),
+    )
+
+
+def _read_block_drafter(
+    directory: Path, outer: Fields, config: ModelConfig, kinds: tuple[str, ...]
+) -> BlockDrafterConfig:
+    if (directory / MASK_EMBEDDING).is_file():
+        raise ConfigError(f"{directory / MASK_EMBEDDING} is not supported: drafts use the model's own embedding")
     block = _read_block(outer)
     window = None
     if "sliding_attention" in kinds:
@@ -100,16 +175,18 @@ def read_drafter_config(directory: Path) -> BlockDrafterConfig:
     )
 
 
-def _check_architecture(values: Mapping[str, Any], file: Path) -> None:
+def _find_architecture(values: Mapping[str, Any], file: Path) -> str:
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name == DFLASH:
-        return
+    if isinstance(name, str) and name in METHODS:
+        return name
     reason = UNSUPPORTED.get(name) if isinstance(name, str) else None
     if reason is None and "speculators_model_type" in values:
         reason = "it is in the format of the library speculators"
     because = "" if reason is None else f": {reason}"
-    raise ConfigError(f"{file}: a drafter with architectures {names!r} is not supported{because}; supported: {DFLASH}")
+    raise ConfigError(
+        f"{file}: a drafter with architectures {names!r} is not supported{because}; supported: {', '.join(METHODS)}"
+    )
 
 
 def _read_block(outer: Fields) -> Fields:

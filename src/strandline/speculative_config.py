@@ -9,8 +9,8 @@ from typing import Any, Final
 from strandline.errors import ConfigError
 from strandline.json_options import read_json_option
 
-METHODS: Final = ("dflash", "mtp", "ngram", "suffix")
-WITH_OWN_FILES: Final = ("dflash",)
+METHODS: Final = ("dflash", "eagle3", "mtp", "ngram", "suffix")
+WITH_OWN_FILES: Final = ("dflash", "eagle3")
 """Methods whose drafter has its own directory."""
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_MATCH: Final = 5
@@ -32,14 +32,14 @@ class SpeculativeConfig:
     """
 
     method: str
-    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``dflash``: from
-    a drafter of blocks, a model that is published separately. ``ngram``:
+    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``dflash`` and
+    ``eagle3``: from a drafter that is published separately, of blocks or of one token after the other. ``ngram``:
     drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the output.
     ``suffix``: those that followed most often, there or in earlier answers under the request's salt."""
     num_speculative_tokens: int
     """Maximum number of drafts of a request per step."""
     model: str | None = None
-    """With ``dflash``: the drafter, a directory or a name on the hub."""
+    """With ``dflash`` and ``eagle3``: the drafter, a directory or a name on the hub."""
     prompt_lookup_max: int | None = None
     """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5. With ``mtp``,
     matches replace the layer's drafts; if both are None, there is no search."""
@@ -75,14 +75,14 @@ class SpeculativeConfig:
         self._check_suffix_fields()
         if (self.model is None) == (self.method in WITH_OWN_FILES):
             raise ConfigError(
-                f"{FLAG}: method dflash and model, its drafter, go together; got method {self.method!r}, model "
-                f"{self.model!r}"
+                f"{FLAG}: methods dflash, eagle3 and model, the drafter, go together; got method {self.method!r}, "
+                f"model {self.model!r}"
             )
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"{FLAG}: model must be a directory or a name on the hub, got {self.model!r}")
         if self.draft_vocab_size is not None:
             _require_count("draft_vocab_size", self.draft_vocab_size, None)
-            if not self.has_drafter:
+            if self.method not in ("mtp", "dflash"):
                 raise ConfigError(f"{FLAG}: draft_vocab_size is for methods mtp and dflash; got method {self.method!r}")
         if self.rejection_sample_method not in SAMPLE_METHODS:
             names = ", ".join(SAMPLE_METHODS)
@@ -104,7 +104,7 @@ class SpeculativeConfig:
             return
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"{FLAG}: {name} is for methods ngram, mtp and dflash; got method {self.method!r}")
+                raise ConfigError(f"{FLAG}: {name} is not for method suffix")
         depth = self.suffix_decoding_max_tree_depth
         _require_count(f"{prefix}max_tree_depth", depth, MAX_TREE_DEPTH, at_least=MIN_TREE_DEPTH)
         _require_count(f"{prefix}max_cached_requests", self.suffix_decoding_max_cached_requests, None, at_least=0)
@@ -138,7 +138,8 @@ class SpeculativeConfig:
     def tokens_kept_ahead(self) -> int:
         """Positions of a drafter's keys and values after a step's last token, beyond one for each draft.
 
-        A block has the newest token and all drafts; a draft layer keeps nothing of its last two tokens.
+        A block has the newest token and all drafts; what drafts one token after the other keeps nothing of the last
+        two.
         """
         return 1 if self.method == "dflash" else -1
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from strandline.drafter_config import read_drafter_config
+from strandline.drafter_config import BlockDrafterConfig, read_drafter_config
 from strandline.errors import ConfigError
 from strandline.model_config import read_model_config
 
@@ -42,12 +42,18 @@ def write(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def read_block_config(directory: Path) -> BlockDrafterConfig:
+    config = read_drafter_config(directory, "dflash")
+    assert isinstance(config, BlockDrafterConfig)
+    return config
+
+
 def block(**changes: Any) -> dict[str, Any]:
     return {"dflash_config": {**PUBLISHED["dflash_config"], **changes}}
 
 
 def test_published_configuration_is_read(tmp_path: Path) -> None:
-    config = read_drafter_config(write(tmp_path))
+    config = read_block_config(write(tmp_path))
     assert (config.mask_token_id, config.target_layers) == (248070, (1, 16, 31, 46, 61))
     assert (config.block_tokens, config.num_target_layers, config.dtype) == (16, 64, "bfloat16")
     assert config.windows == (2048, 2048, 2048, 2048, None)
@@ -63,7 +69,7 @@ def test_published_configuration_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_causality_may_be_given_for_all_layers(tmp_path: Path, changes: dict[str, Any], expected: list[bool]) -> None:
-    assert [*read_drafter_config(write(tmp_path, **changes)).is_causal] == expected
+    assert [*read_block_config(write(tmp_path, **changes)).is_causal] == expected
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
@@ -98,24 +104,24 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), FAULTS, ids=str)
 def test_faults_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        read_drafter_config(write(tmp_path, **changes))
+        read_block_config(write(tmp_path, **changes))
     assert str(tmp_path) in str(raised.value)
 
 
 def test_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json: is it the directory of a drafter"):
-        read_drafter_config(tmp_path)
+        read_block_config(tmp_path)
 
 
 def test_own_embedding_of_the_mask_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(ConfigError, match=r"mask_embedding\.pt is not supported"):
-        read_drafter_config(write(tmp_path))
+        read_block_config(write(tmp_path))
 
 
 def test_configuration_of_benchmarks_goes_with_its_model() -> None:
     configs = Path(__file__).parents[2] / "benchmarks" / "configs"
-    config = read_drafter_config(configs / "qwen3.5-35b-a3b-dflash")
+    config = read_block_config(configs / "qwen3.5-35b-a3b-dflash")
     target = read_model_config(configs / "qwen3.5-35b-a3b-fp8").text
     assert config.text.size("hidden_size") == target.size("hidden_size")
     assert config.num_target_layers == target.size("num_hidden_layers")

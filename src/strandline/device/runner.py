@@ -131,7 +131,7 @@ class Runner:
         self._encoded: EncodedPictures | None = None
         if model.tower is not None:
             dtype = getattr(torch, model.spec.hidden_dtype)
-            memory_XE = torch.zeros(encoder_tokens, model.spec.hidden_size, dtype=dtype, device=device)
+            memory_XE = torch.zeros(encoder_tokens, model.embedding_size, dtype=dtype, device=device)
             self._memory = replace(self._memory, pictures=memory_XE)
             max_tokens = 0 if kernels.workload.is_deterministic else MAX_SHARED_TOKENS
             self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens, kernels.ranks)

@@ -123,7 +123,7 @@ def choose_memory_bytes(
         ConfigError: there is not so much memory, or the GPU's share is used up already.
     """
     log_bytes = num_logs * log_size(config, model.spec)
-    row_bytes = model.spec.hidden_size * ITEM_BYTES[model.spec.hidden_dtype]
+    row_bytes = model.embedding_size * ITEM_BYTES[model.spec.hidden_dtype]
     picture_bytes = choose_encoder_tokens(config, model, device.type) * row_bytes
     if config.memory is None and device.type == "cuda":
         return _choose_gpu_bytes(config, model, kernels, device, log_bytes + picture_bytes)

@@ -21,7 +21,7 @@ from strandline.device.gpu_limits import require_shared_memory
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
-from strandline.drafter_config import BlockDrafterConfig, read_drafter_config
+from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, read_drafter_config
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.model_identity import disk_cache_weights
@@ -154,7 +154,7 @@ def load_uni_executor(
 
 
 def _complete_drafter(
-    model: CausalLM, drafter: BlockDrafterConfig | None, config: EngineConfig, device: torch.device
+    model: CausalLM, drafter: DrafterConfig | None, config: EngineConfig, device: torch.device
 ) -> None:
     """Load a drafter that has its own files, and limit what is drafted."""
     if drafter is not None:
@@ -164,7 +164,7 @@ def _complete_drafter(
         model.limit_drafts(config.speculation.draft_vocab_size)
 
 
-def choose_drafter(config: EngineConfig) -> BlockDrafterConfig | None:
+def choose_drafter(config: EngineConfig) -> DrafterConfig | None:
     """Return the configuration of the drafter that has its own files; None: there is none.
 
     Raises:
@@ -173,8 +173,8 @@ def choose_drafter(config: EngineConfig) -> BlockDrafterConfig | None:
     speculation = config.speculation
     if speculation is None or speculation.model is None:
         return None
-    drafter = read_drafter_config(find_model(speculation.model))
-    if speculation.num_speculative_tokens >= drafter.block_tokens:
+    drafter = read_drafter_config(find_model(speculation.model), speculation.method)
+    if isinstance(drafter, BlockDrafterConfig) and speculation.num_speculative_tokens >= drafter.block_tokens:
         raise ConfigError(
             f"--speculative-config: num_speculative_tokens is {speculation.num_speculative_tokens}; the drafter makes "
             f"at most {drafter.block_tokens - 1} drafts, one less than its block_size"

@@ -1,6 +1,7 @@
 """A loadable language model around a decoder, as built by all families.
 
-Shape suffixes: T tokens of the step, N rows whose logits are wanted, L layers that a drafter reads, E hidden size.
+Shape suffixes: T tokens of the step, N rows whose logits are wanted, L layers that a drafter reads, E hidden size; X
+encoded tokens of pictures, Z tokens of this rank's logits.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.models.adapter_slots import AdapterSlots
 from strandline.models.block_drafter import BlockDrafter
+from strandline.models.eagle_drafter import EagleDrafter
 from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
@@ -28,6 +30,9 @@ from strandline.models.layers.targets import NamedTargets
 from strandline.models.vision.tower import VISUAL, VisionTower
 from strandline.picture_config import PictureConfig
 from strandline.specs import ModelSpec
+
+OwnDrafter = BlockDrafter | EagleDrafter
+"""A drafter with its own files."""
 
 
 class CausalLM(nn.Module):
@@ -59,7 +64,7 @@ class CausalLM(nn.Module):
         self._kernels: Kernels | None = None
         self._build_draft_layer = build_draft_layer
         self._build_tower = build_tower
-        self.drafter: DraftLayer | BlockDrafter | None = None
+        self.drafter: DraftLayer | OwnDrafter | None = None
         self.adapters: AdapterSlots | None = None
         """Adapters that requests name; None: the model takes none. To be set before ``use_kernels``."""
         self.tower: VisionTower | None = None
@@ -77,7 +82,7 @@ class CausalLM(nn.Module):
         self.drafter = self._build_draft_layer()
         self.spec = self._whole_spec()
 
-    def add_drafter(self, drafter: BlockDrafter) -> None:
+    def add_drafter(self, drafter: OwnDrafter) -> None:
         """Add a drafter that has its own files; its keys and values become part of the model's spec.
 
         Raises:
@@ -105,7 +110,10 @@ class CausalLM(nn.Module):
 
     def _whole_spec(self) -> ModelSpec:
         spec, drafter = self.decoder.spec, self.drafter
-        return spec if drafter is None else replace(spec, layers=(*spec.layers, *drafter.specs))
+        if drafter is None:
+            return spec
+        num_features = drafter.hidden_size if isinstance(drafter, EagleDrafter) else 0
+        return replace(spec, layers=(*spec.layers, *drafter.specs), hidden_size=spec.hidden_size + num_features)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -141,21 +149,36 @@ class CausalLM(nn.Module):
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
         drafter = self.drafter
-        if not isinstance(drafter, BlockDrafter):
+        if drafter is None or not drafter.target_layers:
             hidden_TE: Tensor = self.decoder(batch, memory)
             return hidden_TE
-        shape = (len(batch.token_ids_T), len(drafter.target_layers), self.decoder.embed_ZE.shape[1])
-        features_TLE = torch.empty(shape, dtype=self.decoder.dtype, device=batch.token_ids_T.device)
-        hidden_TE = self.decoder(batch, memory, dict(zip(drafter.target_layers, features_TLE.unbind(1), strict=True)))
-        drafter.keep(features_TLE.flatten(1), batch, memory.draft)
+        shape = (len(batch.token_ids_T), len(drafter.target_layers), self.embedding_size)
+        outputs_TLE = torch.empty(shape, dtype=self.decoder.dtype, device=batch.token_ids_T.device)
+        hidden_TE = self.decoder(batch, memory, dict(zip(drafter.target_layers, outputs_TLE.unbind(1), strict=True)))
+        if isinstance(drafter, EagleDrafter):
+            return torch.cat((hidden_TE, drafter.features(outputs_TLE.flatten(1))), dim=1)
+        if isinstance(drafter, BlockDrafter):
+            drafter.keep(outputs_TLE.flatten(1), batch, memory.draft)
         return hidden_TE
+
+    @property
+    def embedding_size(self) -> int:
+        """Features of a token's embedding, and of its final hidden state. A drafter's features may follow these."""
+        return self.decoder.embed_ZE.shape[1]
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits of this rank's part of the vocabulary (``columns_of``), in the dtype of the activations."""
+        if hidden_NE.shape[1] > self.embedding_size:
+            hidden_NE = hidden_NE[:, : self.embedding_size].contiguous()
         return self.decoder.logits(hidden_NE)
 
+    @torch.no_grad()
     def draft_logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits of this rank's part of the tokens that are drafted, up to a monotonic function."""
+        if isinstance(self.drafter, EagleDrafter):
+            hidden_NE = self.drafter.normed(hidden_NE)
+            if (logits_NZ := self.drafter.logits(hidden_NE)) is not None:
+                return logits_NZ
         return self.decoder.draft_logits(hidden_NE)
 
     @torch.no_grad()
@@ -167,20 +190,31 @@ class CausalLM(nn.Module):
             hidden_TE: final, normalised hidden states after those positions, from the model or from this function.
             rows_N: rows whose hidden states are returned; None: all.
         """
-        embedded_TE, rotary = self.decoder.embed(batch, memory)
-        drafted_NE: Tensor = self._drafting_layer()(embedded_TE, hidden_TE, Step(batch, rotary), memory.draft, rows_N)
+        drafter, inputs = self._pairs(batch, hidden_TE, memory)
+        drafted_NE: Tensor = drafter(*inputs, memory.draft, rows_N)
         return drafted_NE
 
     @torch.no_grad()
     def keep_for_drafts(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory) -> None:
         """Store the keys and values that ``draft`` would, without drafting. Arguments as in ``draft``."""
-        embedded_TE, rotary = self.decoder.embed(batch, memory)
-        self._drafting_layer().keep(embedded_TE, hidden_TE, Step(batch, rotary), memory.draft)
+        drafter, inputs = self._pairs(batch, hidden_TE, memory)
+        drafter.keep(*inputs, memory.draft)
 
-    def _drafting_layer(self) -> DraftLayer:
-        if not isinstance(self.drafter, DraftLayer):
-            raise EngineError("the model has no draft layer")
-        return self.drafter
+    def _pairs(
+        self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory
+    ) -> tuple[DraftLayer | EagleDrafter, tuple[Tensor, Tensor, Step]]:
+        """Return what drafts from pairs, and the pairs as it takes them."""
+        drafter = self.drafter
+        if isinstance(drafter, DraftLayer):
+            embedded_TE, rotary = self.decoder.embed(batch, memory)
+            return drafter, (embedded_TE, hidden_TE, Step(batch, rotary))
+        if not isinstance(drafter, EagleDrafter):
+            raise EngineError("the model has no drafter of one token after the other")
+        own_TE = drafter.embedding(batch.token_ids_T)
+        if own_TE is None:
+            encoded_XE = None if batch.picture_offsets is None else memory.pictures
+            own_TE = self.decoder.embedding(batch.token_ids_T, encoded_XE)
+        return drafter, (own_TE, hidden_TE[:, -drafter.hidden_size :], drafter.step(batch))
 
     @torch.no_grad()
     def draft_block(self, batch: StepBatch, memory: ModelMemory, rows_N: Tensor) -> Tensor:

@@ -1,24 +1,29 @@
 """Loading of a drafter from its own directory."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from strandline.drafter_config import BlockDrafterConfig
-from strandline.errors import WeightsError
+from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, EagleConfig
+from strandline.errors import ConfigError, WeightsError
 from strandline.models.block_drafter import BlockDrafter, check_target
-from strandline.models.causal_lm import CausalLM
+from strandline.models.causal_lm import CausalLM, OwnDrafter
+from strandline.models.eagle_drafter import EagleDrafter
 from strandline.models.layers.site import Site
 from strandline.models.storage.published import PlainWeight
-from strandline.models.storage.weights_files import open_files
+from strandline.models.storage.weights_files import WeightsFile, open_files
 from strandline.models.weights import fill_with_random_weights, first_names
+
+TOKEN_OFFSETS = "d2t"
+"""Tensor of a token's id less its index among those that are drafted."""
 
 
 def load_drafter(
     model: CausalLM,
-    config: BlockDrafterConfig,
+    config: DrafterConfig,
     device: torch.device | str,
     load_format: str = "auto",
     seed: int = 0,
@@ -30,29 +35,73 @@ def load_drafter(
         ConfigError: a setting is not supported, or the drafter was made for another model.
         WeightsError: a file or tensor is missing, unreadable, unexpected or misshapen.
     """
-    decoder = model.decoder
-    check_target(config, len(decoder.layers), model.vocab_size)
-    site = Site(decoder.dtype, device, decoder.shard)
-    drafter = BlockDrafter(config, decoder.embed_ZE.shape[1], site)
-    if load_format == "dummy":
-        fill_with_random_weights(drafter, seed, decoder.dtype)
-    else:
-        _fill(drafter, config.directory, decoder.dtype)
+    site = Site(model.decoder.dtype, device, model.decoder.shard)
+    with ExitStack() as stack:
+        is_dummy = load_format == "dummy"
+        files = [] if is_dummy else open_files(config.directory, stack)
+        holders = {name: file for file in files for name in file.names()}
+        drafter = _build(model, config, frozenset(holders), site)
+        if is_dummy:
+            fill_with_random_weights(drafter, seed, site.dtype)
+        else:
+            _fill(drafter, config.directory, holders, site.dtype)
     model.add_drafter(drafter.eval())
     if kv_cache_dtype is not None:
         model.use_kv_cache_dtype(kv_cache_dtype)
 
 
-def _fill(drafter: BlockDrafter, directory: Path, dtype: torch.dtype) -> None:
-    with ExitStack() as stack:
-        holders = {name: file for file in open_files(directory, stack) for name in file.names()}
-        targets = dict(drafter.targets(frozenset(holders)))
-        missing, unexpected = sorted(targets.keys() - holders.keys()), sorted(holders.keys() - targets.keys())
-        faults = [f"{first_names(missing)} missing"] if missing else []
-        faults += [f"{first_names(unexpected)} not known to this drafter"] if unexpected else []
-        if faults:
-            raise WeightsError(f"{directory}: {'; '.join(faults)}")
-        for name, target in targets.items():
-            weight = PlainWeight(name, holders[name])
-            weight.check(target)
-            target.copy_from(partial(weight.read, dtype=dtype))
+def _build(model: CausalLM, config: DrafterConfig, names: frozenset[str], site: Site) -> OwnDrafter:
+    num_layers, vocab_size = len(model.decoder.layers), model.vocab_size
+    if isinstance(config, BlockDrafterConfig):
+        check_target(config, num_layers, vocab_size)
+        return BlockDrafter(config, model.embedding_size, site)
+    return EagleDrafter(
+        config,
+        _layers_before(config, num_layers),
+        (vocab_size, model.embedding_size),
+        site,
+        has_embedding="embed_tokens.weight" in names,
+        has_head="lm_head.weight" in names or config.draft_vocab_size not in (None, vocab_size),
+    )
+
+
+def _layers_before(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers before those whose inputs are read."""
+    entered = config.entered_layers or (2, num_layers // 2, num_layers - 3)
+    if max(entered) > num_layers or min(entered) < 1 or len(set(entered)) != len(entered):
+        raise ConfigError(
+            f"{config.directory}: config.json: eagle_aux_hidden_state_layer_ids are {[*entered]}; the model has "
+            f"{num_layers} layers"
+        )
+    return tuple(layer - 1 for layer in entered)
+
+
+def _fill(drafter: OwnDrafter, directory: Path, holders: Mapping[str, WeightsFile], dtype: torch.dtype) -> None:
+    targets = dict(drafter.targets(frozenset(holders)))
+    names = set(holders)
+    if isinstance(drafter, EagleDrafter) and TOKEN_OFFSETS in holders:
+        names.remove(TOKEN_OFFSETS)
+        _read_draft_ids(drafter, holders[TOKEN_OFFSETS])
+    missing, unexpected = sorted(targets.keys() - names), sorted(names - targets.keys())
+    faults = [f"{first_names(missing)} missing"] if missing else []
+    faults += [f"{first_names(unexpected)} not known to this drafter"] if unexpected else []
+    if faults:
+        raise WeightsError(f"{directory}: {'; '.join(faults)}")
+    for name, target in targets.items():
+        weight = PlainWeight(name, holders[name])
+        weight.check(target)
+        target.copy_from(partial(weight.read, dtype=dtype))
+
+
+def _read_draft_ids(drafter: EagleDrafter, file: WeightsFile) -> None:
+    """Read which tokens are drafted."""
+    offsets_V = file.get(TOKEN_OFFSETS)
+    if offsets_V.shape != drafter.draft_ids_V.shape or offsets_V.is_floating_point():
+        raise WeightsError(
+            f"{file.path}: {TOKEN_OFFSETS} must be integers of shape {[*drafter.draft_ids_V.shape]}, got "
+            f"{offsets_V.dtype} of shape {[*offsets_V.shape]}"
+        )
+    ids_V = torch.arange(len(offsets_V)) + offsets_V.long()
+    if len(ids_V.unique()) != len(ids_V) or ids_V.min() < 0 or ids_V.max() >= drafter.vocab_size:
+        raise WeightsError(f"{file.path}: {TOKEN_OFFSETS} must give different tokens below {drafter.vocab_size}")
+    drafter.draft_ids_V.copy_(ids_V)

@@ -1,7 +1,7 @@
-"""Random drafters of blocks in the published layout, and a reference implementation of what they draft, in float32.
+"""Random drafters in the published layouts, and a reference implementation of what they draft, in float32.
 
-The reference computes everything anew for each block, from the outputs of the model's layers as transformers returns
-them: no memory, one sequence, one head at a time.
+The references compute everything anew for each block or token, from the outputs of the model's layers as transformers
+returns them: no memory, one sequence, one head at a time.
 """
 
 import json
@@ -46,6 +46,55 @@ def save_drafter(directory: Path, *, seed: int = 5, **changes: Any) -> Path:
     return directory
 
 
+EAGLE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "draft_vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+    "eagle_aux_hidden_state_layer_ids": [2, 1],
+}
+
+
+def save_eagle(directory: Path, target_size: int = 32, **changes: Any) -> Path:
+    """Write a random EAGLE-3 drafter; without ``draft_vocab_size``, one that shares embedding and head."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {name: value for name, value in {**EAGLE, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(config))
+    size, inner, head_dim, generator = config["hidden_size"], config["intermediate_size"], 8, torch.Generator()
+    queries, keys = (config[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
+    num_layers = len(config["eagle_aux_hidden_state_layer_ids"])
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, num_layers * target_size), "norm.weight": (size,)}
+    parts = {"q": (queries, 2 * size), "k": (keys, 2 * size), "v": (keys, 2 * size), "o": (size, queries)}
+    shapes |= {f"midlayer.self_attn.{name}_proj.weight": shape for name, shape in parts.items()}
+    parts = {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}
+    shapes |= {f"midlayer.mlp.{name}_proj.weight": shape for name, shape in parts.items()}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes |= {f"midlayer.{name}.weight": (size,) for name in norms}
+    num_drafted = config.get("draft_vocab_size")
+    if num_drafted is not None:
+        shapes |= {"embed_tokens.weight": (VOCAB_SIZE, size), "lm_head.weight": (num_drafted, size)}
+    generator.manual_seed(7)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)
+        for name, shape in sorted(shapes.items())
+    }
+    if num_drafted is not None:
+        ids = torch.randperm(VOCAB_SIZE, generator=generator)[:num_drafted].sort().values
+        tensors["d2t"] = ids - torch.arange(num_drafted)
+        tensors["t2d"] = torch.isin(torch.arange(VOCAB_SIZE), ids)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     size, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -72,8 +121,8 @@ def load_oracle(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-class Reference:
-    """What a drafter drafts for a model of transformers."""
+class Layers:
+    """Parts of a drafter, and the outputs of a model's layers."""
 
     def __init__(self, model: Any, drafter: Path) -> None:
         self.config = json.loads((drafter / "config.json").read_text())
@@ -81,66 +130,113 @@ class Reference:
         self.model = model
 
     @torch.no_grad()
-    def features(self, tokens: list[int]) -> Tensor:
-        """Return ``hidden_norm(fc(outputs of the target layers))`` of every token, each row on its own."""
+    def outputs(self, tokens: list[int], layers: list[int]) -> Tensor:
+        """Return the outputs of some of the model's layers at every token, side by side."""
         outputs = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
         # Others begin with the embedding.
         first = 0 if self.model.config.model_type.startswith("mamba") else 1
-        layers = [outputs[first + index][0] for index in self.config["dflash_config"]["target_layer_ids"]]
-        return self._norm(torch.cat(layers, -1) @ self.weights["fc.weight"].T, "hidden_norm.weight")
+        return torch.cat([outputs[first + index][0] for index in layers], -1)
 
-    @torch.no_grad()
-    def drafts(self, features: Tensor, newest: int, num_drafts: int) -> list[int]:
-        """Return drafts after a token whose predecessors have these features."""
-        start, head = len(features), self.model.get_output_embeddings().weight
-        ids = torch.tensor([newest, *[self.config["dflash_config"]["mask_token_id"]] * num_drafts])
-        hidden = self.model.get_input_embeddings().weight[ids]
-        for index in range(self.config["num_hidden_layers"]):
-            prefix = f"layers.{index}."
-            hidden = hidden + self._attention(
-                prefix, index, self._norm(hidden, f"{prefix}input_layernorm.weight"), features
-            )
-            normed = self._norm(hidden, f"{prefix}post_attention_layernorm.weight")
-            gate, up = (normed @ self.weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-            hidden = hidden + (F.silu(gate) * up) @ self.weights[f"{prefix}mlp.down_proj.weight"].T
-        assert len(features) == start
-        logits: list[int] = (self._norm(hidden[1:], "norm.weight") @ head.T).argmax(-1).tolist()
-        return logits
+    def linear(self, rows: Tensor, name: str) -> Tensor:
+        return rows @ self.weights[f"{name}.weight"].T
 
-    def _attention(self, prefix: str, index: int, block: Tensor, features: Tensor) -> Tensor:
-        config, start = self.config, len(features)
-        is_sliding = config["layer_types"][index] == "sliding_attention"
-        is_causal = config.get("is_causal", config["dflash_config"].get("causal", is_sliding))
-        window = config["sliding_window"] if is_sliding else 10**9
-        positions = torch.arange(start + len(block))
-        heads = config["num_attention_heads"]
-        q = self._heads(block, f"{prefix}self_attn.q", positions[start:])
-        k = self._heads(torch.cat([features, block]), f"{prefix}self_attn.k", positions)
-        v = (torch.cat([features, block]) @ self.weights[f"{prefix}self_attn.v_proj.weight"].T).unflatten(
-            1, (config["num_key_value_heads"], -1)
-        )
+    def mlp(self, rows: Tensor, prefix: str) -> Tensor:
+        gated = F.silu(self.linear(rows, f"{prefix}mlp.gate_proj")) * self.linear(rows, f"{prefix}mlp.up_proj")
+        return self.linear(gated, f"{prefix}mlp.down_proj")
+
+    def attention(self, prefix: str, rows: Tensor, context: Tensor, seen: list[list[int]]) -> Tensor:
+        """Attend the last tokens of a context, each to those seen."""
+        config, start = self.config, len(context) - len(rows)
+        positions, heads = torch.arange(len(context)), config["num_attention_heads"]
+        q = self.heads(rows, f"{prefix}self_attn.q", positions[start:])
+        k = self.heads(context, f"{prefix}self_attn.k", positions)
+        v = self.linear(context, f"{prefix}self_attn.v_proj").unflatten(1, (config["num_key_value_heads"], -1))
         group = heads // config["num_key_value_heads"]
-        rows = []
-        for row, position in enumerate(range(start, start + len(block))):
-            seen = [p for p in positions.tolist() if p > position - window and (p <= position or not is_causal)]
+        found = []
+        for row, keys in enumerate(seen):
             parts = []
             for head in range(heads):
-                scores = k[seen, head // group] @ q[row, head] * config["head_dim"] ** -0.5
-                parts.append(scores.softmax(0) @ v[seen, head // group])
-            rows.append(torch.cat(parts))
-        return torch.stack(rows) @ self.weights[f"{prefix}self_attn.o_proj.weight"].T
+                scores = k[keys, head // group] @ q[row, head] * config["head_dim"] ** -0.5
+                parts.append(scores.softmax(0) @ v[keys, head // group])
+            found.append(torch.cat(parts))
+        return self.linear(torch.stack(found), f"{prefix}self_attn.o_proj")
 
-    def _heads(self, rows: Tensor, name: str, positions: Tensor) -> Tensor:
+    def heads(self, rows: Tensor, name: str, positions: Tensor) -> Tensor:
         """Return projected, normalised and rotated heads."""
         dim = self.config["head_dim"]
-        heads = self._norm(
-            (rows @ self.weights[f"{name}_proj.weight"].T).unflatten(1, (-1, dim)), f"{name}_norm.weight"
-        )
+        heads = self.linear(rows, f"{name}_proj").unflatten(1, (-1, dim))
+        if f"{name}_norm.weight" in self.weights:
+            heads = self.norm(heads, f"{name}_norm")
         frequencies = self.config["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
         angles = (positions[:, None] * frequencies)[:, None]
         low, high = heads.chunk(2, -1)
         return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1)
 
-    def _norm(self, rows: Tensor, name: str) -> Tensor:
+    def norm(self, rows: Tensor, name: str) -> Tensor:
         variance = rows.pow(2).mean(-1, keepdim=True)
-        return rows * (variance + self.config["rms_norm_eps"]).rsqrt() * self.weights[name]
+        return rows * (variance + self.config["rms_norm_eps"]).rsqrt() * self.weights[f"{name}.weight"]
+
+
+class Reference(Layers):
+    """What a drafter of blocks drafts for a model of transformers."""
+
+    def features(self, tokens: list[int]) -> Tensor:
+        """Return what is kept of every token, before the layers' projections."""
+        outputs = self.outputs(tokens, self.config["dflash_config"]["target_layer_ids"])
+        return self.norm(self.linear(outputs, "fc"), "hidden_norm")
+
+    @torch.no_grad()
+    def drafts(self, features: Tensor, tokens: list[int], num_drafts: int) -> list[int]:
+        """Return drafts after tokens, given features of all but the last."""
+        mask, start = self.config["dflash_config"]["mask_token_id"], len(tokens) - 1
+        hidden = self.model.get_input_embeddings().weight[torch.tensor([tokens[-1], *[mask] * num_drafts])]
+        for index in range(self.config["num_hidden_layers"]):
+            prefix = f"layers.{index}."
+            normed = self.norm(hidden, f"{prefix}input_layernorm")
+            seen = [self._seen(index, position, start + len(hidden)) for position in range(start, start + len(hidden))]
+            hidden = hidden + self.attention(prefix, normed, torch.cat([features[:start], normed]), seen)
+            hidden = hidden + self.mlp(self.norm(hidden, f"{prefix}post_attention_layernorm"), prefix)
+        head = self.model.get_output_embeddings().weight
+        drafts: list[int] = (self.norm(hidden[1:], "norm") @ head.T).argmax(-1).tolist()
+        return drafts
+
+    def _seen(self, index: int, position: int, end: int) -> list[int]:
+        config = self.config
+        is_sliding = config["layer_types"][index] == "sliding_attention"
+        is_causal = config.get("is_causal", config["dflash_config"].get("causal", is_sliding))
+        first = max(0, position - config["sliding_window"] + 1) if is_sliding else 0
+        return [*range(first, position + 1 if is_causal else end)]
+
+
+class EagleReference(Layers):
+    """What an EAGLE-3 drafter drafts for a model of transformers."""
+
+    def features(self, tokens: list[int]) -> Tensor:
+        """Return the features of every token."""
+        layers = [layer - 1 for layer in self.config["eagle_aux_hidden_state_layer_ids"]]
+        return self.linear(self.outputs(tokens, layers), "fc")
+
+    @torch.no_grad()
+    def drafts(self, features: Tensor, tokens: list[int], num_drafts: int) -> list[int]:
+        """Return drafts after tokens, given features of all but the last."""
+        features, tokens, drafts = features[: len(tokens) - 1], list(tokens), list[int]()
+        shared = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        embedding, head = (
+            self.weights.get(f"{name}.weight", own)
+            for name, own in zip(("embed_tokens", "lm_head"), shared, strict=True)
+        )
+        ids = torch.arange(len(head)) + self.weights.get("d2t", 0)
+        for _ in range(num_drafts):
+            hidden = self._last(features, embedding[torch.tensor(tokens[1:])])
+            token = int(ids[(self.norm(hidden, "norm") @ head.T).argmax()])
+            features = torch.cat([features, hidden[None]])
+            tokens, drafts = [*tokens, token], [*drafts, token]
+        return drafts
+
+    def _last(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """Return the hidden state of the last pair."""
+        normed = self.norm(features, "midlayer.hidden_norm")
+        pairs = torch.cat([self.norm(embedded, "midlayer.input_layernorm"), normed], -1)
+        residual = normed[-1:] if self.config.get("norm_before_residual") else features[-1:]
+        hidden = residual + self.attention("midlayer.", pairs[-1:], pairs, [[*range(len(pairs))]])
+        return (hidden + self.mlp(self.norm(hidden, "midlayer.post_attention_layernorm"), "midlayer."))[0]

@@ -66,6 +66,8 @@ class AttentionConfig:
     """Number of last tokens that each token attends to, itself included; None: all."""
     is_causal: bool = True
     """Whether a token attends to none after it; else to all tokens of the sequence that the step computes."""
+    input_size: int | None = None
+    """Features of the input; None: those of the output, ``hidden_size``."""
 
     @classmethod
     def read(
@@ -125,7 +127,8 @@ class Attention(nn.Module):
         head_dim, hidden_size = config.head_dim, config.hidden_size
         query_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.sizes = [query_rows, kv_rows, kv_rows, query_rows if is_gated else 0]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, site, has_bias=config.has_bias)
+        input_size = hidden_size if config.input_size is None else config.input_size
+        self.in_proj = Projection(sum(self.sizes), input_size, site, has_bias=config.has_bias)
         """Rows: query, key, value, gate."""
         has_out_bias = config.has_bias if config.has_out_bias is None else config.has_out_bias
         self.out_proj = SummedProjection(hidden_size, query_rows, site, has_bias=has_out_bias)

@@ -104,6 +104,10 @@ class LanguageModel(Protocol):
     max_position: int
 
     @property
+    def embedding_size(self) -> int:
+        """Features of a token's embedding."""
+
+    @property
     def adapters(self) -> "AdapterMemory | None":
         """Memory for LoRA adapters that requests name; None: the model takes none."""
 
@@ -126,7 +130,10 @@ class LanguageModel(Protocol):
         """Return the arena as ``forward`` takes it."""
 
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
-        """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
+        """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory.
+
+        Features that a drafter reads of the same tokens may follow in each row.
+        """
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits of this rank's part of the vocabulary (``columns_of``), in the dtype of the activations."""
