@@ -35,6 +35,7 @@ class Request:
         "interarrival_bin",
         "is_audit",
         "is_bound",
+        "is_held",
         "is_independent",
         "is_introduced",
         "lead",
@@ -104,6 +105,8 @@ class Request:
         """Whether later prompts contain the text of its output, which leaves out a stop string."""
         self.lead: Lead | None = None
         """The running request or the load that it last waited for, or None."""
+        self.is_held = False
+        """Whether it waits for a slot of its adapter (``AdapterAdmission``)."""
         self.offer: Offer | None = None
         """What a store holds of its prompt, to be loaded before it is admitted; None: nothing, or it has been tried."""
         self.num_loads = 0

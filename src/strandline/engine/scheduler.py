@@ -25,13 +25,14 @@ from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache
 from strandline.cache.tiers import Loads
+from strandline.engine.adapter_admission import AdapterAdmission
 from strandline.engine.drafts import Drafts
 from strandline.engine.host_tokens import HostTokens
 from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.picture_steps import PictureSteps
 from strandline.engine.prompt_groups import PromptGroups
-from strandline.engine.request import Request, Status, adapters_of
+from strandline.engine.request import Request, Status
 from strandline.engine.spans import NO_DRAFTS, Span, as_exact, exact_end, sequence_plan, with_next
 from strandline.engine.step_limits import StepLimits
 from strandline.engine.stop_fallbacks import note_stop_tokens
@@ -69,11 +70,11 @@ class Scheduler:
         """
         self.cache = cache
         self.max_num_seqs, self.max_num_batched_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        self._max_loras = limits.max_loras
         self._long_prefills = LongPrefills(limits.long_prefill_token_threshold, limits.max_num_batched_tokens)
         self._prompt_groups = PromptGroups(limits.fixed_step_tokens)
         self.waiting = WaitingQueue((lambda x: cache.hit_tokens(x.tokens, x.salt)) if cache.is_enabled else None)
         self.loading = LoadQueue(cache, loads, self.waiting)
+        self._adapters = AdapterAdmission(self.waiting, limits.max_loras)
         self.running: list[Request] = []  # in order of priority, then of admission
         self.num_preemptions = 0
         self._is_exact = deterministic
@@ -290,24 +291,26 @@ class Scheduler:
         self.cache.expect(request.request_id, request.tokens, request.salt)
 
     def _plan_waiting(self, spans: list[Span], budget: int) -> None:
-        """Admit waiting requests, but for those that follow a leader."""
+        """Admit waiting requests, but for those that follow a leader or wait for a slot."""
         waiting = self.waiting
         waiting.requeue_unblocked()
+        self._adapters.begin_step(self.running)
         groups = self._prompt_groups
         groups.begin_step(waiting.num_admissible)
         while waiting.has_admissible and budget >= self._grid_tokens and len(self.running) < self.max_num_seqs:
             if groups.is_full:
                 break
             request = waiting.next()
+            if self._adapters.try_hold(request):
+                continue
             if not self.drafts.can_join_ahead(request):
-                break
-            if request.new.adapter and len(adapters_of([request, *self.running])) > self._max_loras:
                 break
             if self._try_follow(request) or (state := self.loading.try_load(request, budget)) is LoadState.BEGUN:
                 continue
             if self.loading.is_worth_waiting(state, self.running) or (lease := self._admit(request, budget)) is None:
                 break
             waiting.admit(request)
+            self._adapters.note_admitted(request)
             start = lease.computed
             groups.add(request.num_tokens - start)
             end = start + self._long_prefills.allow(request.num_tokens - start, budget)

@@ -4,7 +4,7 @@ The queue is ordered by priority, then by arrival; a preempted request goes to t
 requests of the front's priority, the one with the most cached tokens is admitted first, but the front is overtaken at
 most ``MAX_OVERTAKEN`` times. A request that follows a leader, a running
 request that computes a prefix of its prompt or a load of one, is *blocked* until the leader has computed or loaded it,
-and then returns to its position.
+and then returns to its position. So is one whose adapter has no slot (``adapter_admission.py``).
 
 A request has one place in line while it waits: its priority and a number, which order the queue. It is either queued
 or blocked. Adding and removing cost a bisection.
@@ -41,7 +41,7 @@ class WaitingQueue:
         self._queue: list[QueueNumber] = []
         """Numbers of the queued requests, sorted."""
         self._blocked: dict[QueueNumber, Request] = {}
-        """By number: requests that wait for a leader."""
+        """By number: requests that wait for a leader, or for a slot."""
         self._unranked: dict[QueueNumber, None] = {}
         """Queued requests that are not ranked yet, by number."""
         self._ranked: list[tuple[int, int, QueueNumber, int]] = []
@@ -101,7 +101,7 @@ class WaitingQueue:
         self.remove(request)
 
     def block(self, request: Request) -> None:
-        """Block a queued request until its leader has computed their shared prefix, or has ended."""
+        """Block a queued request until its leader has computed their shared prefix or has ended, and it is not held."""
         number = request.queue_number
         self._dequeue(number)
         self._blocked[number] = request
@@ -110,9 +110,15 @@ class WaitingQueue:
         """Return the requests that are blocked on a leader."""
         return [request for request in self._blocked.values() if request.lead and request.lead.lease is lease]
 
+    @property
+    def held(self) -> list[Request]:
+        """Requests that wait for a slot, in order."""
+        return [self._blocked[number] for number in sorted(self._blocked) if self._blocked[number].is_held]
+
     def requeue_unblocked(self) -> None:
-        """Requeue requests whose leader has computed their shared prefix or has ended."""
-        for number in [number for number, request in self._blocked.items() if not request.is_following]:
+        """Requeue requests that are not held, whose leader has computed their shared prefix or has ended."""
+        free = [number for number, request in self._blocked.items() if not (request.is_held or request.is_following)]
+        for number in free:
             del self._blocked[number]
             self._enqueue(number)
 

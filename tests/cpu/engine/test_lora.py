@@ -11,6 +11,7 @@ from strandline import LLM, LoRARequest, SamplingParams
 from strandline.config import EngineConfig
 from strandline.device import draft_layer
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine.adapter_admission import MAX_OVERTAKEN_FOR_SLOT
 from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with
 from tests.cpu.engine import eager_graphs
@@ -164,6 +165,50 @@ def test_modules_that_no_adapter_changes_at_the_start_are_refused_later(
     assert answers(llm, [PROMPTS[0]], [LoRARequest("query", 1, str(query))]) != answers(llm, [PROMPTS[0]], [None])
     with pytest.raises(ConfigError, match=r"v_proj\.weight; adapters may change q_proj"):
         answers(llm, [PROMPTS[0]], [LoRARequest("value", 2, str(value))])
+
+
+class Load:
+    """Requests of an engine with one slot, added in turn."""
+
+    def __init__(self, llm: LLM, models: Models, num_tokens: int) -> None:
+        self.llm, self.num_tokens = llm, num_tokens
+        adapters = [llm.engine.core.adapters.load(x.lora_name, x.lora_path) for x in models.requests]
+        self.salts = [salt_with(adapter, "") for adapter in adapters] + [""]
+        self.first_tokens = list[str]()
+
+    def add(self, name: str, adapter: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=self.num_tokens)
+        self.llm.engine.add_request(name, PROMPTS[0][:20], params, salt=self.salts[adapter])
+
+    def step(self) -> None:
+        for output in self.llm.engine.step():
+            if output.request_id not in self.first_tokens:
+                self.first_tokens.append(output.request_id)
+
+
+def test_request_that_waits_for_a_slot_lets_others_pass(models: Models, make: MakeLLM) -> None:
+    load = Load(make(max_loras=1), models, 30)
+    load.add("first", 0)
+    load.step()
+    for name, adapter in (("other", 1), ("same", 0), ("none", -1)):
+        load.add(name, adapter)
+    while load.llm.engine.has_unfinished:
+        load.step()
+    assert load.first_tokens == ["first", "same", "none", "other"]
+
+
+def test_request_waits_for_a_bounded_number_of_others(models: Models, make: MakeLLM) -> None:
+    load = Load(make(max_loras=2, max_num_seqs=4), models, 6)
+    for index in range(200):
+        load.add(f"{index}", index % 2)
+        if index == 20:
+            load.add("other", 2)
+        load.step()
+        load.step()
+    assert 20 < load.first_tokens.index("other") < 20 + 2 * MAX_OVERTAKEN_FOR_SLOT
+    while load.llm.engine.has_unfinished:
+        load.step()
+    assert len(load.first_tokens) == 201
 
 
 def test_unloaded_adapters_end_with_the_requests_that_use_them(models: Models, make: MakeLLM) -> None:
