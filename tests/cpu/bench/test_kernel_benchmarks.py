@@ -11,19 +11,9 @@ import pytest
 import torch
 
 from strandline.kernels import binding, sizes
-from tests.interpreter import (
-    convert_e4m3,
-    multiply_bfloat16,
-    spare_repeated_work,
-    subtract_bfloat16,
-    take_loop_bounds_from_memory,
-)
+from tests.interpreter import prepare_interpreter
 
-take_loop_bounds_from_memory()
-multiply_bfloat16()
-subtract_bfloat16()
-convert_e4m3()
-spare_repeated_work()
+prepare_interpreter()
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "kernels"
 TINY_SWIGLU = ("--tiny", "--device", "cpu", "--digest", "--case", "norm/swiglu")

@@ -30,7 +30,7 @@ from strandline.kernels.sampling.verification import (
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 from tests.cpu.device.test_padded_step import sequence
-from tests.interpreter import take_loop_bounds_from_memory
+from tests.interpreter import prepare_interpreter
 
 DEPTH = 3
 
@@ -76,7 +76,7 @@ def version_of(operation: Operation[..., Any], backend: str) -> Callable[..., An
         pytest.skip("runs in Triton's interpreter")
     from strandline.kernels.sampling import verification_triton
 
-    take_loop_bounds_from_memory()
+    prepare_interpreter()
     function: Callable[..., Any] = getattr(verification_triton, operation.name)
     return function
 

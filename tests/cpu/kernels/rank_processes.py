@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.interpreter import spare_repeated_work
+from tests.interpreter import prepare_interpreter
 
 MAX_WAIT_S = 240
 
@@ -31,6 +31,6 @@ def run_ranks(function: Callable[..., None], num_ranks: int, *arguments: Any) ->
 
 def run(function: Callable[..., None], rank: int, *arguments: Any) -> None:
     """Run a rank, in its process."""
-    spare_repeated_work()
+    prepare_interpreter()
     torch.set_num_threads(1)
     function(rank, *arguments)

@@ -20,7 +20,6 @@ from strandline.kernels.binding import reference_kernels
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
 from tests.cpu.device.test_padded_step import places_of
-from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -40,9 +39,6 @@ from strandline.kernels.recurrences.kda import KimiDeltaInputs
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
 from strandline.kernels.recurrences.rglru import GatedUnitInputs
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
 
 NUM_SLOTS = 40
 SIZES = [StepSize(2, 89), StepSize(5, 170), pytest.param(StepSize(16, 1536), marks=pytest.mark.long)]

@@ -22,12 +22,6 @@ from tests.cpu.models.few_rows import CountingManyRows, FirstOfTwo
 from tests.cpu.models.storage.test_four_bit_storage import KEPT
 from tests.cpu.models.storage.test_quantization import block_config
 from tests.cpu.models.test_weights import unfuse_experts
-from tests.interpreter import convert_e4m3, multiply_bfloat16, scale_bfloat16, subtract_bfloat16
-
-convert_e4m3()
-multiply_bfloat16()
-scale_bfloat16()
-subtract_bfloat16()
 
 TOLERANCE = 2e-4
 """Four layers in float32, whose sums are in another order."""

@@ -18,16 +18,11 @@ from strandline.kernels.attention.attention_splits import num_decode_splits, num
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.attention.test_attention import Case, decodes, make_case
-from tests.interpreter import convert_e4m3, multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels.attention import attention_prefix_triton, attention_splits, attention_triton
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
-convert_e4m3()
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 """``|out - ref| / |ref|``: scores of up to 30 in float32, as exponents; bfloat16 weights and results, of 8 bits."""

@@ -18,15 +18,11 @@ from strandline.kernels.attention.latent_attention import latent_attention_refer
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.attention.test_latent_attention import make_batch
-from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels.attention import latent_attention_triton as kernels
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
 
 SCALE = 0.3
 

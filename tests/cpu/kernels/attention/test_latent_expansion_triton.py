@@ -7,14 +7,10 @@ from strandline.kernels.attention import latent_expansion
 from strandline.kernels.attention.attention_triton import Tile
 from tests.cpu.kernels.attention.test_latent_attention_triton import Range, decodes
 from tests.cpu.kernels.attention.test_latent_expansion import RANGES, Shape, check, make
-from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels.attention import latent_expansion_triton
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
 
 attend = latent_expansion_triton.expanded_latent_attention
 

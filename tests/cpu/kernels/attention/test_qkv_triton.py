@@ -15,14 +15,11 @@ from strandline.kernels.attention.qkv import HeadNorm
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.rowwise.rotary import default_frequencies, rotary_table
 from strandline.specs import ModelSpec, kv_spec
-from tests.interpreter import convert_e4m3
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels.attention import qkv_triton
-
-convert_e4m3()
 
 EPS = 1e-6
 

@@ -15,13 +15,6 @@ from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, Activation, Exp
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import BLOCK_INPUTS
 from tests.cpu.kernels.gemm.formats import exact, fp4_weight
-from tests.interpreter import (
-    convert_e4m3,
-    multiply_bfloat16,
-    scale_bfloat16,
-    subtract_bfloat16,
-    take_loop_bounds_from_memory,
-)
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -30,12 +23,6 @@ from strandline.kernels.experts.few_launches import few_pair
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.launch import Launch, Pair
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
-subtract_bfloat16()
-scale_bfloat16()
-convert_e4m3()
 
 Shape = tuple[int, int, int, int, int]
 """Experts, of a token, channels, features, and features of the shared expert; 0: there is none."""

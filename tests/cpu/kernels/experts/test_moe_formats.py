@@ -29,7 +29,6 @@ from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from tests.cpu.kernels.gemm.formats import exact, four_bit_weight, multiplied, scaled_weight
-from tests.interpreter import convert_e4m3, multiply_bfloat16, subtract_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -38,11 +37,6 @@ from strandline.kernels.experts import few_launches, many_launches, moe_triton
 from strandline.kernels.experts.few_launches import few_pair
 from strandline.kernels.experts.many_launches import Measured
 from strandline.kernels.experts.many_triton import compute_choices
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
-subtract_bfloat16()
-convert_e4m3()
 
 Shape = tuple[int, int, int, int, int]
 """Experts, choices of a token, channels, features, features of the shared expert; 0: there is none."""

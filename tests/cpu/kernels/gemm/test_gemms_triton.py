@@ -44,13 +44,6 @@ from tests.cpu.kernels.gemm.formats import (
 )
 from tests.cpu.kernels.gemm.test_formats import SIZES
 from tests.cpu.kernels.rowwise.test_quantizing_triton import assert_quantized
-from tests.interpreter import (
-    convert_e4m3,
-    multiply_bfloat16,
-    scale_bfloat16,
-    subtract_bfloat16,
-    take_loop_bounds_from_memory,
-)
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -58,12 +51,6 @@ pytest.importorskip("triton")
 from strandline.kernels.gemm import gemms_triton, launches, library_triton
 from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose, rows_launch
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
-subtract_bfloat16()
-scale_bfloat16()
-convert_e4m3()
 
 WORSE = 1.02
 """Most that an error may be of that of the product in float32 with the weight in bfloat16, both rounded to bfloat16."""

@@ -13,15 +13,11 @@ from torch import Tensor
 
 from strandline.device.adapter_tiles import HostTiles, most_tiles
 from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, AdapterWeights, TiledRows, add_low_rank
-from tests.interpreter import multiply_bfloat16, take_loop_bounds_from_memory
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import low_rank_triton
-
-take_loop_bounds_from_memory()
-multiply_bfloat16()
 
 Add = Callable[[Tensor, Tensor, AdapterWeights, TiledRows], Tensor]
 NONE = NO_SLOT

@@ -11,15 +11,12 @@ from strandline.kernels.expert_choices import ExpertChoices, added_up
 from strandline.kernels.rowwise import activation, norm
 from strandline.kernels.rowwise.quantized_rows import plain_rows
 from tests.cpu.kernels.rowwise.test_quantizing_triton import assert_quantized
-from tests.interpreter import convert_e4m3
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
 from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.rowwise import activation_triton, norm_triton
-
-convert_e4m3()
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,14 +10,11 @@ from torch import Tensor
 from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.quantized_rows import QuantizedRows, quantize
 from tests.cpu.kernels.gemm.formats import FP8
-from tests.interpreter import convert_e4m3
 
 pytest.importorskip("triton")
 
 from strandline.kernels.rowwise import activation_triton, quantizing_triton
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
-
-convert_e4m3()
 
 
 def check_quantizing(num_rows: int, num_inputs: int, dtype: torch.dtype, device: str) -> None:
