@@ -98,11 +98,12 @@ def check_linear(
     """Check the products that engines take."""
     x = case.make_x(num_rows, num_inputs, dtype, device)
     weight = case.weight(num_outputs, num_inputs, dtype=dtype, device=device, **options)
-    for bias in (torch.randn(num_outputs).to(device, dtype), None):
-        for chosen in Launches:
-            with poisoned_memory():
-                found = gemms_triton.linear(x, weight, bias, launches=chosen)
-            check(case, found, x, weight, bias)
+    # Odd numbers of rows have a bias with measured launches, even ones with fixed launches: each kernel sees both.
+    biases = [torch.randn(num_outputs).to(device, dtype), None]
+    for bias, chosen in zip(biases if num_rows % 2 else biases[::-1], Launches, strict=True):
+        with poisoned_memory():
+            found = gemms_triton.linear(x, weight, bias, launches=chosen)
+        check(case, found, x, weight, bias)
 
 
 def check_gated(case: Case, num_rows: int, num_inputs: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -282,7 +283,7 @@ def test_tiles_are_near_float64s(tile: Launch, case: Case) -> None:
 @of_every_case
 @pytest.mark.parametrize(("launch", "num_rows"), [(rows_launch(4, 128, 1), 1), (rows_launch(2, 512, 2), 3)])
 def test_few_rows_are_near_float64s(launch: Launch, num_rows: int, case: Case) -> None:
-    num_outputs = 128 if case in FP8.values() else 33
+    num_outputs = 128 if case in (FP8["fp8"], FP8["fp8-32"]) else 33
     check_plan(case, Plan(Kernel.ROWS, launch), num_rows, 640, num_outputs, DTYPES[num_rows == 3], "cpu")
 
 
