@@ -86,7 +86,9 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "responses": frozenset({"engines", "http", "requests"}),
         "generate": frozenset({"engines", "http", "requests"}),
         "labels": frozenset({"engines", "http", "requests"}),
-        "": frozenset({"engines", "http", "requests", "completions", "messages", "responses", "generate", "labels"}),
+        "admin": frozenset({"engines", "http", "requests"}),
+        "": frozenset({"engines", "http", "requests", "completions", "messages", "responses", "generate", "labels"})
+        | {"admin"},
     },
 }
 """Each folder of a room, and which others of that room it may import; "": the files at the top."""

@@ -1,4 +1,4 @@
-"""Evicts everything at once, for tests and measurements of what comes back from below the device."""
+"""Eviction of everything at once: before memory is given back, when weights change, and in measurements."""
 
 from strandline.cache.core import PrefixCache
 
@@ -9,3 +9,13 @@ def evict_all(cache: PrefixCache) -> None:
     for slot in list(iter(memory.take_slot, None)):
         memory.free_slot(slot)
     memory.free_blocks(memory.take_blocks(memory.allocator.num_slabs * memory.allocator.blocks_per_slab))
+
+
+def drop_all(cache: PrefixCache) -> None:
+    """Evict all that no request holds, and offer none of it to the tiers below."""
+    memory = cache.internals().memory
+    lower, memory.lower = memory.lower, None
+    try:
+        evict_all(cache)
+    finally:
+        memory.lower = lower

@@ -17,6 +17,7 @@ from strandline.kernels.binding import Fallback
 from strandline.picture_config import PictureConfig
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
+from strandline.records.control import Memory
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.specs import ModelSpec
@@ -144,6 +145,27 @@ class Executor(Protocol):
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs of frequent steps, to be replayed from now on."""
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of blocks and slots, and that of the weights; no step follows before ``wake_up``.
+
+        Args:
+            level: 1: weights stay in host memory; 2: they are read again.
+        """
+
+    def wake_up(self, memory: Memory) -> None:
+        """Take memory again that has been given back.
+
+        Raises:
+            ConfigError: the weights cannot be read again.
+        """
+
+    def update_weights(self, path: str) -> None:
+        """Compute with other weights of the same model, which a directory holds. No step is in flight.
+
+        Raises:
+            ConfigError: they cannot be read, or are not the model's.
+        """
 
     def release_free_memory(self) -> None:
         """Return memory that is kept for the next step's intermediate results to the system."""

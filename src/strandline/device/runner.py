@@ -109,7 +109,6 @@ class Runner:
         poison: bool = False,
         synthetic_rates: Sequence[float] | None = None,
     ) -> None:
-        self.model = model
         self.adapters = AdapterPool(model.adapters)
         self.device = device
         self._constraints = constraints
@@ -127,21 +126,12 @@ class Runner:
         )
         self.transfers = Transfers(self.arena)
         """Copies to and from stores; none is attached at first."""
-        self._memory = model.bind(self.arena)
-        self._encoded: EncodedPictures | None = None
-        if model.tower is not None:
-            dtype = getattr(torch, model.spec.hidden_dtype)
-            memory_XE = torch.zeros(encoder_tokens, model.embedding_size, dtype=dtype, device=device)
-            self._memory = replace(self._memory, pictures=memory_XE)
-            max_tokens = 0 if kernels.workload.is_deterministic else MAX_SHARED_TOKENS
-            self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens, kernels.ranks)
-        self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=poison)
+        self.kernels, self._store = kernels, kernels[store_hidden]
         self._pending = PendingTokens(max_num_seqs, draft_tokens, device, kernels)
-        self._drafter = new_step_drafter(model, self._memory, self._pending.last, kernels)
-        self._kernels, self._store = kernels, kernels[store_hidden]
+        self._poison, self._encoder_tokens = poison, encoder_tokens
+        self.use_model(model)
         self._columns = columns_of(model.vocab_size, kernels.ranks.rank, kernels.ranks.size)
         self._is_exact_on_cpu = device.type == "cpu" and kernels.workload.is_deterministic
-        self._graphs: StepGraphs | None = None
         self._states: dict[RequestId, SamplingState] = {}
         self._layout = Layout(
             self._states,
@@ -151,6 +141,24 @@ class Runner:
             synthetic_rates,
             reads_stored=self._drafter is not None and self._drafter.reads_stored,
         )
+
+    def use_model(self, model: LanguageModel) -> None:
+        """Compute with a model from now on, in the same memory; it uses the runner's kernels, and no step is in flight.
+
+        Captured graphs are of the model before, and are given up.
+        """
+        self.model, kernels = model, self.kernels
+        self._memory = model.bind(self.arena)
+        self._encoded: EncodedPictures | None = None
+        if model.tower is not None:
+            dtype = getattr(torch, model.spec.hidden_dtype)
+            memory_XE = torch.zeros(self._encoder_tokens, model.embedding_size, dtype=dtype, device=self.device)
+            self._memory = replace(self._memory, pictures=memory_XE)
+            max_tokens = 0 if kernels.workload.is_deterministic else MAX_SHARED_TOKENS
+            self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens, kernels.ranks)
+        self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=self._poison)
+        self._drafter = new_step_drafter(model, self._memory, self._pending.last, kernels)
+        self._graphs: StepGraphs | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step, and wait for its result."""
@@ -213,7 +221,7 @@ class Runner:
                 self._pending,
                 self._drafter,
                 self.adapters,
-                self._kernels,
+                self.kernels,
                 sizes=sizes,
                 max_model_len=max_model_len,
                 progress=progress,
@@ -235,7 +243,7 @@ class Runner:
             return StepHidden(self._stored_hidden(step), 0)
         hidden = self._replay(step, step.batch) or self._run_eagerly(step.batch, launched)
         if not step.is_decoding:
-            fetch_prompt_logprobs(step.batch, hidden, self.model.logits, self._states, self._kernels, launched)
+            fetch_prompt_logprobs(step.batch, hidden, self.model.logits, self._states, self.kernels, launched)
         if not step.stored:
             return hidden
         return hidden._replace(hidden_XE=torch.cat((hidden.hidden_XE, self._stored_hidden(step))))
@@ -257,7 +265,7 @@ class Runner:
 
     def _choose(self, step: HostStep, hidden: StepHidden) -> Chosen:
         """Choose tokens; where the host has to compare drafts, do so."""
-        candidates, kernels = step.candidates, self._kernels
+        candidates, kernels = step.candidates, self.kernels
         if not candidates:
             return Chosen((), torch.empty(0, dtype=torch.int64))
         if (replayed := hidden.graph_of_decodes(step)) is not None:
@@ -350,7 +358,7 @@ class Runner:
             if sequence.is_sampled:
                 state = self._states[sequence.request_id]
                 with one_thread():
-                    chosen.append(choose_tokens(self.model.logits(hidden_1E), [state], self._kernels))
+                    chosen.append(choose_tokens(self.model.logits(hidden_1E), [state], self.kernels))
                 candidates.append(Candidates(index, state, (), len(candidates)))
         if candidates:
             together = Chosen.of(candidates, ChosenTokens.of_rows(chosen))
@@ -381,7 +389,7 @@ class Runner:
         first_prompt_row = host.num_decode_rows
         if host.is_verification:
             host = host.without_verification
-        batch = to_device(host, self.device, self._kernels)
+        batch = to_device(host, self.device, self.kernels)
         if host.has_pending:
             self._pending.resolve(batch.step.token_ids_T, batch.columns)
         has_adapters = host.adapter_slots_N is not None

@@ -1,12 +1,13 @@
 """The executor that runs steps in this process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Final
+from typing import Final, cast
 
 import torch
+from torch import nn
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -15,6 +16,7 @@ from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graph_sizes import PromptRoom, graph_sizes, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.lower_stores import attach_stores, lower_device_bytes
+from strandline.device.model_memory import TensorMemory, copy_tensors, tensors_of
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
 from strandline.device.shared_copies import Copy, SharedCopies
 from strandline.device.sizing import (
@@ -28,7 +30,7 @@ from strandline.device.sizing import (
 )
 from strandline.device.transfers import Transfers
 from strandline.env import is_cache_debugged
-from strandline.errors import EngineError
+from strandline.errors import ConfigError, EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -36,6 +38,7 @@ from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.constraints import OutputConstraints
+from strandline.records.control import Memory
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
 
@@ -115,6 +118,11 @@ class UniExecutor:
             self._graph_sizes += verification_sizes(self._graph_sizes, draft_tokens)
         if config.enable_lora:
             self._graph_sizes += [replace(size, num_adapters=config.max_loras) for size in self._graph_sizes]
+        self._arena_memory = TensorMemory([self.runner.arena.bytes])
+        self._weights_memory = TensorMemory([])
+        self._rereads_weights = False
+        self._read_model: Callable[[str], LanguageModel] | None = None
+        self._weights_path = config.model
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -133,6 +141,10 @@ class UniExecutor:
             num_ranks=ranks.size,
             start_s=start_s,
         )
+
+    def read_weights_with(self, read_model: Callable[[str], LanguageModel]) -> None:
+        """Set what reads a model's weights from a directory; without, they do not change."""
+        self._read_model = read_model
 
     @cached_property
     def copies(self) -> ArenaCopies:
@@ -200,6 +212,57 @@ class UniExecutor:
         self.runner.forget_requests()
         if self.facts.device_type == "cuda":
             torch.cuda.empty_cache()
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of blocks and slots, and that of the weights.
+
+        On a CPU, weights of level 1 stay where they are, which is the host's memory.
+        """
+        self._arena_memory.give_back(keeps=False)
+        self._weights_memory = TensorMemory(tensors_of(self._module))
+        self._weights_memory.give_back(keeps=level == 1)
+        self._rereads_weights = level > 1
+        self.release_free_memory()
+
+    def wake_up(self, memory: Memory) -> None:
+        """Take memory again.
+
+        Raises:
+            ConfigError: the weights cannot be read again.
+        """
+        if memory == "kv_cache":
+            self._arena_memory.take_again()
+        else:
+            self._weights_memory.take_again()
+            if self._rereads_weights:
+                self.update_weights(self._weights_path)
+        if self.facts.device_type == "cuda":
+            self.capture_graphs()  # memory may be elsewhere now
+
+    def update_weights(self, path: str) -> None:
+        """Compute with other weights of the same model, which a directory holds.
+
+        On a GPU they are copied into the memory of those before, so that captured graphs stay valid.
+
+        Raises:
+            ConfigError: they cannot be read, or are not the model's.
+        """
+        if self._read_model is None or self._config.enable_lora or self.facts.picture_config is not None:
+            raise ConfigError("weights change in engines without --enable-lora that read text: --language-model-only")
+        model = self._read_model(path)
+        if model.spec != self.facts.spec or model.vocab_size != self.facts.vocab_size:
+            raise ConfigError(f"{path} holds another model than the one that is served")
+        self._weights_memory.take_again()
+        model.use_kernels(self.runner.kernels)
+        if self.facts.device_type == "cuda":
+            copy_tensors(self._module, cast(nn.Module, model))
+        else:
+            self.runner.use_model(model)
+        self._weights_path, self._rereads_weights = path, False
+
+    @property
+    def _module(self) -> nn.Module:
+        return cast(nn.Module, self.runner.model)
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs, unless the configuration asks for eager steps or operations need the host."""

@@ -3,7 +3,7 @@
 An error inside a step is ours and ends the core: a doubtful state is never served.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -23,6 +23,7 @@ from strandline.engine.adapter_use import AdapterUse
 from strandline.engine.admissions import Admissions
 from strandline.engine.auditor import Auditor, Audits
 from strandline.engine.cache_watch import CacheWatch
+from strandline.engine.control import CoreControl
 from strandline.engine.disk_flush import flush
 from strandline.engine.drafting import new_draft_depth, new_drafter
 from strandline.engine.drafts import Drafts
@@ -32,13 +33,13 @@ from strandline.engine.memory_report import bytes_by_tenant
 from strandline.engine.model_identity import weights_digest
 from strandline.engine.request import Request
 from strandline.engine.scheduler import Scheduler
+from strandline.engine.start_report import describe_fallbacks, describe_snapshots
 from strandline.engine.step_limits import StepLimits
 from strandline.engine.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId
-from strandline.kernels.binding import Fallback
 from strandline.records.account import Reason
 from strandline.records.events import (
     CoreStats,
@@ -53,7 +54,6 @@ from strandline.records.events import (
 )
 from strandline.records.messages import EventEndpoints, FlushReport
 from strandline.records.plan import NewRequest, StepPlan, StepResult
-from strandline.specs import ModelSpec
 
 MAX_WAIT_S: Final = 0.01
 """How long a turn of the core waits for loads when there is nothing else to do."""
@@ -121,6 +121,8 @@ class EngineCore:
         """Those that a step in flight may still report, though their ids may be in use again."""
         self._is_closing = False
         """Whether nothing is added any more."""
+        parts = (executor, self.cache, self.loads, self.scheduler, self.settle)
+        self.control = CoreControl(*parts, hands_over=self.hand_over is not None)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -200,10 +202,19 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        if self._is_closing:
+        if self._is_closing or self.control.is_stopped:
             return False
         is_settled = self._in_flight is None and not self._late_events.tokens
         return len(self.scheduler) > 0 or not is_settled or self._auditor.is_due or len(self.loads) > 0
+
+    def settle(self) -> None:
+        """Wait for the step under way; ``step`` or ``take_late_events`` returns what it produced."""
+        self._settle(self._late_events)
+
+    def take_late_events(self) -> StepEvents:
+        """Return what steps produced that were settled between two calls of ``step``."""
+        events, self._late_events = self._late_events, StepEvents()
+        return events
 
     @property
     def audits(self) -> Audits:
@@ -217,7 +228,7 @@ class EngineCore:
         Otherwise, and where launching takes longer than running, the launched step's own events are returned too:
         its tokens should not wait for another launch; nor for a step of thousands of tokens, slow to launch.
         """
-        events, self._late_events, start_s = self._late_events, StepEvents(), SYSTEM_CLOCK()
+        events, start_s = self.take_late_events(), SYSTEM_CLOCK()
         if self.hand_over is not None:
             self.hand_over.turn()
         if self.loads:
@@ -354,11 +365,11 @@ class EngineCore:
         spec = self.spec
         total = self.cache.memory_use().num_slabs * spec.slab_bytes
         return [
-            *_describe_fallbacks(self.executor.facts.fallbacks),
+            *describe_fallbacks(self.executor.facts.fallbacks),
             f"cache: {total / 2**20:,.0f} MiB{on_each_rank(self.executor.facts)} for blocks and snapshots "
             "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
             *describe_tiers(self.executor.facts, self._snapshot_dtype, self.loads),
-            f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}",
+            f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {describe_snapshots(spec)}",
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
             *([] if self.event_feed is None else self.event_feed.describe()),
@@ -481,20 +492,3 @@ def _drafts_of(request: Request) -> SpeculationStats | None:
     if request.finish_reason is None or request.counted_drafts is None:
         return None
     return request.counted_drafts.stats()
-
-
-def _describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
-    """Return a line for each reason why operations run reference implementations."""
-    operations: dict[tuple[str, str], list[str]] = {}
-    for fallback in fallbacks:
-        operations.setdefault((fallback.backend, fallback.reason), []).append(fallback.operation)
-    return [
-        f"kernels: slower reference implementations instead of {backend} for {', '.join(names)}: {reason}"
-        for (backend, reason), names in operations.items()
-    ]
-
-
-def _describe_snapshots(spec: ModelSpec) -> str:
-    if not spec.has_states:
-        return "no snapshots are needed, as the model keeps no recurrent state"
-    return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"

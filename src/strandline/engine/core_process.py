@@ -30,6 +30,7 @@ from strandline.events.wire import encode_batch
 from strandline.gc_policy import freeze_gc
 from strandline.ids import NO_TOKEN
 from strandline.records.adapters import LoadedAdapter
+from strandline.records.control import Action
 from strandline.records.events import CoreStats, FinishReason, StepEvents, Submission, TokenEvent
 from strandline.records.heartbeat import BEAT_INTERVAL_S, Heartbeat
 from strandline.records.messages import (
@@ -41,6 +42,8 @@ from strandline.records.messages import (
     AskWhy,
     CacheChanged,
     CacheShown,
+    Control,
+    Controlled,
     Died,
     Explained,
     Finish,
@@ -175,6 +178,8 @@ class CoreLoop:
                 self._send(AdapterLoaded(number, self._load_adapter(name, path)))
             case UnloadAdapter(digest):
                 self._core.adapters.unload(digest)
+            case Control(number, action):
+                self._send(Controlled(number, self._control(action)))
             case Flush(number):
                 self._send(Flushed(number, self._core.flush(self._has_lost_lifeline)))
 
@@ -190,6 +195,15 @@ class CoreLoop:
             return self._core.adapters.load(name, path)
         except (ConfigError, RequestError) as error:
             return str(error)
+
+    def _control(self, action: Action) -> bool | str:
+        try:
+            is_done = self._core.control.apply(action)
+        except ConfigError as error:
+            return str(error)
+        self._send_cache_events()
+        self._send(Stepped(self._core.take_late_events()))
+        return is_done
 
     def _send_cache_events(self) -> None:
         if self._feed is not None and (events := self._feed.take()):

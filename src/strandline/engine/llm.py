@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Final, Self
+from uuid import uuid4
 from weakref import finalize
 
 from tqdm import tqdm
@@ -17,8 +18,9 @@ from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_engine
 from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import new_loader
-from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with
+from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
 from strandline.records.cache_questions import CacheQuestion
+from strandline.records.control import MEMORIES, Memory, ResetCache, Sleep, UpdateWeights, WakeUp
 from strandline.records.outputs import RequestOutput
 from strandline.records.pictures import Picture, PlacedPicture, place_pictures, with_virtual_ids
 from strandline.records.sampling_params import SamplingParams
@@ -85,6 +87,7 @@ class LLM:
         self._pictures = new_loader(self.config, find_model(model))
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
+        self._epoch = ""
         self._loras = dict[LoRARequest, LoadedAdapter]()
         self._renderers: dict[str | None, ChatRenderer] = {}
         self._close: Callable[[], object] = partial(_close, self.engine.core)
@@ -296,6 +299,38 @@ class LLM:
         question = CacheQuestion(parsed.salt, tokens=parsed.cached_ids, num_remembered=num_remembered)
         return answer_data(self.engine.core.watch.answer(question), text_of)
 
+    # Control
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the cache, and on GPUs of the weights, until ``wake_up``.
+
+        Args:
+            level: 1: weights stay in host memory; 2: they are read again.
+        """
+        if level not in (1, 2):
+            raise RequestError(f"level must be 1 or 2, got {level!r:.100}")
+        self.engine.core.control.apply(Sleep(level))
+
+    def wake_up(self, tags: Sequence[Memory] | None = None) -> None:
+        """Take again what ``sleep`` gave back, or a part of it: ``weights`` or ``kv_cache``."""
+        self.engine.core.control.apply(WakeUp(tuple(MEMORIES if tags is None else tags)))
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all that is cached; return whether that was possible: nothing may run."""
+        return self.engine.core.control.apply(ResetCache(self._new_epoch(), forced=False))
+
+    def update_weights_from_disk(self, model_path: str) -> None:
+        """Compute with the weights of the same model in another directory; what is cached of others is never hit.
+
+        Raises:
+            ConfigError: they cannot be read, or are another model's. The weights are as before.
+        """
+        self.engine.core.control.apply(UpdateWeights(model_path, self._new_epoch()))
+
+    def _new_epoch(self) -> str:
+        self._epoch = uuid4().hex
+        return self._epoch
+
     # Parts
 
     def _parse(self, prompt: Prompt) -> _ParsedPrompt:
@@ -344,7 +379,8 @@ class LLM:
         """Return a prompt that an adapter computes, which is read if it is new."""
         if request is not None and request not in self._loras:
             self._loras[request] = self.engine.core.adapters.load(request.lora_name, request.lora_path)
-        return replace(prompt, salt=salt_with(None if request is None else self._loras[request], prompt.salt))
+        salt = salt_with(None if request is None else self._loras[request], prompt.salt)
+        return replace(prompt, salt=with_epoch(salt, self._epoch) if self._epoch else salt)
 
     def _check_params(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -377,6 +413,7 @@ class LLM:
         return name
 
     def _run(self, names: Sequence[str], *, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+        self.engine.core.control.require_running()
         wanted = set(names)
         finished: dict[str, RequestOutput] = {}
         make_bar: MakeBar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)

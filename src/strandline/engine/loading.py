@@ -1,6 +1,7 @@
 """Loads a model and builds an engine around it."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -35,7 +36,7 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.drafter_weights import load_drafter
 from strandline.models.layers.shard import Shard
 from strandline.models.storage.adapter_files import read_adapter
-from strandline.models.weights import load_model, published_dtype
+from strandline.models.weights import LoadedModel, load_model, published_dtype
 from strandline.picture_config import PREPROCESSOR_CONFIG, read_picture_config
 from strandline.text.model_files import find_model
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
@@ -114,13 +115,12 @@ def load_uni_executor(
         LOGGER.warning(note)
     start_s = SYSTEM_CLOCK()
     lora = config.merged_lora
-    model = load_model(
-        directory,
+    load = partial(
+        load_model,
         config=model_config,
         dtype=choice.dtype,
         device=device,
         shard=shard,
-        load_format=config.load_format,
         seed=config.seed,
         progress=progress,
         with_draft_layer=has_drafts,
@@ -131,17 +131,17 @@ def load_uni_executor(
         adapter=None if lora is None else read_adapter(Path(lora.path)),
         adapter_slots=choose_adapter_slots(config),
     )
-    _complete_drafter(cast(CausalLM, model), drafter, config, device)
+    complete = partial(_complete, drafter=drafter, config=config, device=device, is_widened=choice.is_widened)
+    model = complete(load(directory, load_format=config.load_format))
     notes = [unused_note(model.weights_report)] if shard.is_first else []
     if storage.keeps_quantized:
         notes += [kept_note(model.weights_report), peak_note(device)]
     for note in filter(None, notes):
         LOGGER.warning(note)
-    model.lay_out(lay_out_in_half if choice.is_widened else lay_out)
     if weights is None:
         weights = disk_cache_weights(config)
     weights_s = SYSTEM_CLOCK() - start_s
-    return UniExecutor(
+    executor = UniExecutor(
         model,
         config,
         device,
@@ -151,17 +151,35 @@ def load_uni_executor(
         weights_s=weights_s,
         progress=progress,
     )
+    executor.read_weights_with(lambda path: complete(load(find_model(path), load_format=_format_of(path, config))))
+    return executor
 
 
-def _complete_drafter(
-    model: CausalLM, drafter: DrafterConfig | None, config: EngineConfig, device: torch.device
-) -> None:
-    """Load a drafter that has its own files, and limit what is drafted."""
+def _complete(
+    model: LoadedModel,
+    drafter: DrafterConfig | None,
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    is_widened: bool,
+) -> LoadedModel:
+    """Load a drafter that has its own files, limit what is drafted, and lay out the weights.
+
+    Args:
+        is_widened: whether the model computes in a wider dtype than the published one.
+    """
     if drafter is not None:
         kv_cache_dtype = choose_kv_cache_dtype(config, device)
-        load_drafter(model, drafter, device, config.load_format, config.seed, kv_cache_dtype)
+        load_drafter(cast(CausalLM, model), drafter, device, config.load_format, config.seed, kv_cache_dtype)
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
+    model.lay_out(lay_out_in_half if is_widened else lay_out)
+    return model
+
+
+def _format_of(path: str, config: EngineConfig) -> str:
+    """Return the load format of a directory with other weights: random ones stand for the model's own alone."""
+    return config.load_format if path == config.model else "auto"
 
 
 def choose_drafter(config: EngineConfig) -> DrafterConfig | None:

@@ -19,6 +19,7 @@ from strandline.engine.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
+from strandline.records.control import Memory
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 
@@ -173,6 +174,18 @@ class MpExecutor:
     def capture_graphs(self) -> None:
         """Capture CUDA graphs in the workers."""
         self._workers.results(self._begin("capture_graphs"))  # however long compilation takes
+
+    def sleep(self, level: int) -> None:
+        """Have the workers give their memory back."""
+        self._call("sleep", level)
+
+    def wake_up(self, memory: Memory) -> None:
+        """Have the workers take memory again; raises as ``Executor.wake_up``."""
+        self._call("wake_up", memory)
+
+    def update_weights(self, path: str) -> None:
+        """Have the workers read other weights; raises as ``Executor.update_weights``."""
+        self._workers.results(self._begin("update_weights", path))  # however long the files take
 
     def release_free_memory(self) -> None:
         """Return the workers' free memory to the system."""

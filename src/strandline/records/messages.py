@@ -10,6 +10,7 @@ from strandline.config import EngineConfig
 from strandline.ids import RequestId
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
+from strandline.records.control import Action
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
 from strandline.records.pictures import Picture
 
@@ -81,6 +82,13 @@ class UnloadAdapter(msgspec.Struct, tag=True):
     """Forget a LoRA adapter once no request uses it."""
 
     digest: str
+
+
+class Control(msgspec.Struct, tag=True):
+    """Answer with ``Controlled`` of the same number when it is done."""
+
+    number: int
+    action: Action
 
 
 class FlushReport(msgspec.Struct, frozen=True):
@@ -182,6 +190,14 @@ class AdapterLoaded(msgspec.Struct, tag=True):
     """Or why it cannot be served."""
 
 
+class Controlled(msgspec.Struct, tag=True):
+    """The answer to ``Control``."""
+
+    number: int
+    result: bool | str
+    """Whether it was done, or why it could not be."""
+
+
 class CacheChanged(msgspec.Struct, tag=True):
     """What the cache can resume has changed. With several engines only; sent before the step that changed it."""
 
@@ -195,8 +211,20 @@ class Died(msgspec.Struct, tag=True):
     message: str
 
 
-ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy | Flush | LoadAdapter | UnloadAdapter
-FromCore = Ready | Refused | Stepped | Stats | CacheShown | Explained | Flushed | AdapterLoaded | CacheChanged | Died
+ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy | Flush | LoadAdapter | UnloadAdapter | Control
+FromCore = (
+    Ready
+    | Refused
+    | Stepped
+    | Stats
+    | CacheShown
+    | Explained
+    | Flushed
+    | AdapterLoaded
+    | Controlled
+    | CacheChanged
+    | Died
+)
 
 FLUSH_S: Final = 20.0
 """How long a flush takes at most, and what it has begun to write after that."""

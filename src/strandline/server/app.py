@@ -6,11 +6,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from strandline.errors import RequestError
+from strandline.server.admin.api import add_admin
 from strandline.server.app_options import AppOptions
 from strandline.server.cache_page import add_cache_page
 from strandline.server.completions.chat_api import chat
 from strandline.server.completions.completions_api import complete
-from strandline.server.generate.api import GenerateBody, generate
+from strandline.server.generate.api import AbortBody, GenerateBody, abort, generate
 from strandline.server.http.cross_origin_access import CrossOriginAccess
 from strandline.server.http.error_responses import ERRORS, add_error_handlers
 from strandline.server.http.gate import Gate
@@ -60,6 +61,8 @@ def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
     _add_tokenizer(app, service)
     add_operation(app, service, options.flags)
     add_cache_page(app, service, options.cache_page)
+    if options.has_admin:
+        add_admin(app, service.client)
     add_error_handlers(app)
     # What is added last comes first.
     app.add_middleware(StreamPings, interval_s=options.ping_interval_s)
@@ -94,6 +97,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/inference/v1/generate", responses=STREAMED)
     async def generate_tokens(body: GenerateBody, request: Request) -> Response:
         return await while_connected(request, generate(service, body, request))
+
+    @app.post("/inference/v1/abort_requests")
+    async def abort_own(body: AbortBody, request: Request) -> Response:
+        return abort(service, body, request)
 
     @app.post("/v1/messages/count_tokens")
     async def message_tokens(body: CountBody, request: Request) -> Response:

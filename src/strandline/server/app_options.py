@@ -24,5 +24,7 @@ class AppOptions:
     """As ``StreamPings`` takes it."""
     continues_traces: bool = False
     """Whether requests continue the traces that their headers name."""
+    has_admin: bool = False
+    """Whether there are endpoints that pause and change the engines."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, as ``/server_info`` shows it: without secrets."""

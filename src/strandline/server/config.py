@@ -71,6 +71,8 @@ class ServerConfig:
     """Silence after which a stream gets a comment, or Anthropic's event ``ping``; 0: none."""
     allow_runtime_lora: str | None = None
     """Directory that ``/v1/load_lora_adapter`` may load adapters from; None: nothing is loaded at runtime."""
+    enable_admin_endpoints: bool = False
+    """Serve the administrative endpoints without an API key, or with keys that have salts of their own."""
     restart: bool = False
     """Restart the engine when its process has exited."""
     ssl_certfile: str | None = None
@@ -129,6 +131,12 @@ class ServerConfig:
         if self.max_body_bytes is not None:
             return self.max_body_bytes
         return MAX_BODY_BYTES_WITH_PICTURES if has_pictures else MAX_BODY_BYTES
+
+    @property
+    def serves_admin(self) -> bool:
+        """Whether the administrative endpoints are served: to all that have a key, unless keys separate tenants."""
+        has_keys = bool(self.api_key or read_api_key())
+        return self.enable_admin_endpoints or (has_keys and not self.salt_per_key)
 
     def key_salts(self) -> dict[str, str]:
         """Return the valid keys, the environment's included, each with the prefix of its requests' salts.

@@ -54,6 +54,8 @@ def _add_access_flags(add: Any) -> None:
     add("--salt-per-key", action="store_true", help="share cached prefixes only among requests with the same API key")
     text = "let requests load and unload LoRA adapters from below a directory, or from anywhere"
     add("--allow-runtime-lora", nargs="?", const="/", metavar="DIR", help=text)
+    text = "serve endpoints that pause, put to sleep and change weights without an API key too, or with --salt-per-key"
+    add("--enable-admin-endpoints", action="store_true", help=text)
     _add_cross_origin_flags(add)
 
 

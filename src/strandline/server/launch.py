@@ -109,6 +109,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
             ping_interval_s=server.stream_ping_interval_s,
             continues_traces=server.otlp_traces_endpoint is not None,
             flags={**asdict(engine), **server.shown()},
+            has_admin=server.serves_admin,
         )
         app = build_app(service, options)
         freeze_gc()

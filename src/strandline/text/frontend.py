@@ -310,6 +310,16 @@ class Frontend:
             del self._outputs[output.request_id]
         return [output.request_id for output in unfinished]
 
+    def abort(self, request_id: str) -> list[RequestId]:
+        """End a request with what it has so far; return its unfinished sequences, for the core to end."""
+        stream = self.requests[request_id]
+        unfinished = [output for output in stream.outputs if not output.is_finished]
+        names = self.close(request_id)
+        for output in unfinished:
+            output.abort()
+        stream.note_token(self._clock)
+        return names
+
     def _remember(self, output: OutputStream) -> None:
         """Remember an output, whether or not it is complete."""
         recollection = output.request.recollection

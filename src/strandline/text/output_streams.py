@@ -102,6 +102,10 @@ class OutputStream:
             self.request.num_unfinished -= 1
         self.finish_reason, self._stop_reason = FinishReason.ERROR, text
 
+    def abort(self) -> None:
+        """End the output with what it has."""
+        self._end(FinishReason.ABORT, None)
+
     def _end(self, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason, self._stop_reason = finish_reason, stop_reason
         self.request.num_unfinished -= 1

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5Text
 VOCAB_SIZE = 97
 
 
-def save_tiny_model(directory: Path, **changes: Any) -> Path:
+def save_tiny_model(directory: Path, *, seed: int = 1, **changes: Any) -> Path:
     """Write a random float32 model with two recurrent and one attention layer to every three."""
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -31,7 +31,7 @@ def save_tiny_model(directory: Path, **changes: Any) -> Path:
     }
     values |= changes
     kind = Qwen3_5MoeTextConfig if "num_experts" in values else Qwen3_5TextConfig
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(kind(**values), dtype=torch.float32)
     model.save_pretrained(directory)
     return directory

@@ -52,7 +52,8 @@ def test_the_shell_examples_run(demo_server: ServerProcess) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 @pytest.mark.parametrize("page", ["rollouts.md", "label-reads.md"])
 def test_shell_examples_of_other_pages_run(demo_server: ServerProcess, page: str) -> None:
-    for example in examples("sh", (DOCS / page).read_text()):
+    found = examples("sh", (DOCS / page).read_text())
+    for example in (each for each in found if "/update_weights" not in each):
         answer: Any = run_in_shell(example, demo_server)
         assert "error" not in answer
 

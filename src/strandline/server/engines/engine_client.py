@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -38,8 +38,14 @@ from strandline.text.remembered_answers import Recollection
 LOGGER: Final = logging.getLogger(__name__)
 
 
+FIRST_VERSION: Final = "default"
+"""What the weights are called that the server has started with, as in SGLang."""
 MAX_PIXEL_BYTES: Final = 8 * 2**30
 """Memory of the pictures of all unfinished requests, as an engine reads them."""
+
+
+class PausedError(EngineError):
+    """The server accepts no requests for now."""
 
 
 class QueueFullError(RequestError):
@@ -112,6 +118,11 @@ class EngineClient:
         self._adapters = dict[str, LoadedAdapter]()
         """LoRA adapters that were loaded since the start, by their digests."""
         self._num_expected = 0
+        self.refusal: str | None = None
+        """Why requests are refused; None: they are not."""
+        self.epoch = ""
+        """Begins salts: requests of another epoch share no prefix with those of this one."""
+        self.weight_version = FIRST_VERSION
 
     # Jobs
 
@@ -134,6 +145,8 @@ class EngineClient:
             EngineDeadError: all engines have exited.
         """
         self.require_running()
+        if self.refusal is not None:
+            raise PausedError(self.refusal)
         wanted = params.params
         self.require_room(len(prompts) * wanted.n)
         for text in (salt, *wanted.stop_strings, *(wanted.bad_words or ())):
@@ -261,6 +274,29 @@ class EngineClient:
         for number, names in unfinished.items():
             self._finish(self.engines[number], names)
 
+    def name_weights(self, version: str) -> None:
+        """Set what the weights in use are called."""
+        self.weight_version = version
+        self.metrics.show_weight_version(version)
+
+    def abort(self, names: Collection[str] | None = None) -> int:
+        """End unfinished requests with what they have generated so far; return how many.
+
+        Args:
+            names: those that their responses have as ids; None: all.
+        """
+        found = [
+            (name, request)
+            for name, request in self._requests.items()
+            if name in self.frontend.requests and (names is None or name.rpartition("-")[0] in names)
+        ]
+        for name, request in found:
+            self._finish(request.engine, self.frontend.abort(name))
+            self.metrics.forget(name, request.engine.number)
+            self._release(name)
+            request.job.note(name)
+        return len(found)
+
     def _finish(self, engine: EngineLink, names: list[RequestId]) -> None:
         if names and engine.failure is None:
             engine.send(encode(Finish(names)))
@@ -295,6 +331,7 @@ class EngineClient:
     def reconnect(self, engine: EngineLink, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
         """Use a new process of an engine; all jobs of the old one have failed."""
         engine.reconnect(socket, limits, heartbeat)
+        self.name_weights(FIRST_VERSION)  # it has read the model's own
         for adapter in self._adapters.values():
             engine.send(encode(LoadAdapter(0, adapter.name, adapter.path)))
         self.frontend.limits = least_limits(self.engines)

@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 from strandline.errors import EngineError, RequestError
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
+from strandline.records.control import Action
 from strandline.records.events import CoreStats, Limits
 from strandline.records.messages import (
     ENCODER,
@@ -17,6 +18,8 @@ from strandline.records.messages import (
     AskStats,
     AskWhy,
     CacheShown,
+    Control,
+    Controlled,
     Explained,
     Flush,
     Flushed,
@@ -141,6 +144,7 @@ class EngineLink:
                 | Explained(number, found)
                 | Flushed(number, found)
                 | AdapterLoaded(number, found)
+                | Controlled(number, found)
             ):
                 asked = self._questions.get(number)
                 if asked is not None and not asked.done():
@@ -187,6 +191,17 @@ class EngineLink:
         if isinstance(loaded, str):
             raise RequestError(loaded, param="lora_path")
         return loaded
+
+    async def control(self, action: Action) -> bool:
+        """Have the engine do what is asked; return whether it did, when it has.
+
+        Raises:
+            RequestError: it cannot be done; else as ``ask_stats``.
+        """
+        result: bool | str = await self._ask(lambda number: Control(number, action), LOAD_TIMEOUT_S)
+        if isinstance(result, str):
+            raise RequestError(result)
+        return result
 
     async def flush(self) -> FlushReport | None:
         """Have the engine write entries that are only in memory to the disk cache; it accepts no more requests.

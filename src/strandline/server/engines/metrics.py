@@ -7,7 +7,7 @@ engine on each scrape.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from strandline.records.events import CoreStats, HandOverStats, SpeculationStats
@@ -67,9 +67,20 @@ class Metrics:
     def __init__(self, model_name: str, num_engines: int = 1) -> None:
         self._registry = CollectorRegistry()
         self._core = _CoreMetrics(model_name)
+        self._model_name, self._num_engines = model_name, num_engines
+        text = "1 for the version of the weights in use."
+        self._weights = Gauge(
+            PREFIX + "weight_version_info", text, (*LABELS, "weight_version"), registry=self._registry
+        )
         self._registry.register(self._core)
         families = _RequestFamilies(self._registry)
         self._engines = [_RequestMetrics(families, model_name, engine) for engine in range(num_engines)]
+
+    def show_weight_version(self, version: str) -> None:
+        """Show what the weights in use are called."""
+        self._weights.clear()
+        for engine in range(self._num_engines):
+            self._weights.labels(self._model_name, str(engine), version).set(1)
 
     def observe(self, stream: RequestStream, now_s: float, engine: int = 0) -> None:
         """Count a step in which a request got a token, or up to one per output."""

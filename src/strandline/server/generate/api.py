@@ -17,11 +17,13 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.gate import own_name
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.request_bodies import (
     Count,
     SamplingFields,
     StreamOptions,
+    Strings,
     Tokens,
     check_extra,
     check_unicode,
@@ -110,14 +112,16 @@ class GenerateBody(BaseModel):
 class Generation:
     """A request and its response."""
 
-    def __init__(self, service: Service, body: GenerateBody, params: CheckedParams, salt: str) -> None:
-        self._body = body
+    def __init__(
+        self, service: Service, body: GenerateBody, params: CheckedParams, salt: str, *, name: str | None
+    ) -> None:
+        self._body, self._service = body, service
         self._num_prompt_top = num_prompt_top(
             body.sampling_params.prompt_logprobs, service.client.frontend.limits.vocab_size
         )
-        name = body.request_id or f"generate-{uuid4().hex}"
+        name = name or f"generate-{uuid4().hex}"
         self._head: Json = {
-            "request_id": name,
+            "request_id": body.request_id or name,
             "model": service.name_of(body.model),
             "created": int(time.time()),
             "output_mode": "tokens",
@@ -137,6 +141,7 @@ class Generation:
             "usage": self._usage(),
             "prompt_logprobs": prompt_logprobs(stream, self._num_prompt_top) if wants_prompt else None,
             "prompt_token_ids": list(stream.prompt_ids),
+            "weight_version": self._service.client.weight_version,
             **handed_over(self.job.streams),
         }
 
@@ -172,6 +177,20 @@ class Generation:
         return usage(self.job.streams, is_batch=False, with_account=self._body.include_cache_account)
 
 
+class AbortBody(BaseModel):
+    """Body of ``/inference/v1/abort_requests``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    request_ids: Strings
+
+
+def abort(service: Service, body: AbortBody, request: Request) -> Response:
+    """End requests with what they have generated. Names that were given with other API keys name nothing."""
+    service.client.abort({*body.request_ids, *(own_name(request, name) for name in body.request_ids)})
+    return Response()
+
+
 async def generate(service: Service, body: GenerateBody, request: Request) -> Response:
     """Handle a request."""
     service.require_model(body.model)
@@ -179,7 +198,9 @@ async def generate(service: Service, body: GenerateBody, request: Request) -> Re
     params = body.params()
     with service.client.expect(params.n):
         checked = await service.check(params)
-    generation = Generation(service, body, checked, service.salt_of(request, body.cache_salt, body.model))
+    salt = service.salt_of(request, body.cache_salt, body.model)
+    name = None if body.request_id is None else own_name(request, body.request_id)
+    generation = Generation(service, body, checked, salt, name=name)
     if body.stream:
         return EventStream(generation.job, plain_events(request.url.path, generation.chunks()))
     return json_response(await generation.answer())

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from strandline.errors import EngineError, PromptTooLongError, RequestError, cause_of
-from strandline.server.engines.engine_client import QueueFullError
+from strandline.server.engines.engine_client import PausedError, QueueFullError
 from strandline.server.engines.engine_link import EngineDeadError, RequestTimeoutError
 from strandline.server.engines.jobs import NoTokenError, OutputFailedError
 from strandline.server.http.body_faults import fault_of
@@ -102,6 +102,8 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 400, "context_length_exceeded"
         case RequestError():
             return 400, None
+        case PausedError():
+            return 503, "paused"
         case EngineDeadError():
             return 503, "engine_dead"
         case NoTokenError():

@@ -30,6 +30,12 @@ def owner_of(request: Request) -> str:
     return str(request.scope.get(OWNER, ""))
 
 
+def own_name(request: Request, given: str) -> str:
+    """Return the engine's name for a request that a client has named: clients with other API keys cannot name it."""
+    owner = owner_of(request)
+    return f"{owner}/{given}" if owner else given
+
+
 class Gate:
     """ASGI middleware.
 

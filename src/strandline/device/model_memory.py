@@ -1,0 +1,115 @@
+"""The memory of a model's tensors: given back to the device or the system, taken again, and filled from another model.
+
+Tensors stay the same objects, so all that refers to them stays valid. On a CPU they also stay at their addresses; on
+a GPU, memory that is taken again may be elsewhere, so captured graphs are of no use any more.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strandline.errors import ConfigError
+from strandline.kernels.binding import Kernels
+from strandline.kernels.gemm.weights import Weight
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Return one tensor for each piece of memory that a model's weights take."""
+    found = dict[int, Tensor]()
+    weights = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Weight)]
+    for tensor in (*model.parameters(), *_tensors_in(weights)):
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
+            found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    return list(found.values())
+
+
+def copy_tensors(target: nn.Module, source: nn.Module) -> None:
+    """Fill a model's tensors with those of another that was built alike.
+
+    Raises:
+        ConfigError: one has another shape or format.
+    """
+    pairs = list[tuple[Tensor, Tensor]]()
+    for (name, ours), theirs in zip(target.named_modules(), source.modules(), strict=True):
+        old, new = list(_tensors_in(vars(ours))), list(_tensors_in(vars(theirs)))
+        if [(each.shape, each.dtype) for each in old] != [(each.shape, each.dtype) for each in new]:
+            raise ConfigError(f"the weights of {name} have another format than those that the engine has loaded")
+        pairs += zip(old, new, strict=True)
+    for mine, given in pairs:
+        mine.copy_(given)
+
+
+class TensorMemory:
+    """The memory of tensors, which can be given back.
+
+    Args:
+        tensors: each with memory of its own.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._kept: list[tuple[int, Tensor | None]] = []
+        """For each tensor on a GPU, the size of its memory in bytes, and a copy of it in the host's memory."""
+
+    def give_back(self, *, keeps: bool) -> None:
+        """Give memory back.
+
+        Args:
+            keeps: keep the contents in the host's memory, where a CPU's tensors are already.
+        """
+        for tensor in self._tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type != "cpu":
+                self._kept.append((storage.nbytes(), _bytes_of(tensor).cpu() if keeps else None))
+            elif not keeps:
+                _discard_pages(storage.data_ptr(), storage.nbytes())
+        if self._kept:
+            torch.cuda.synchronize()
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()
+
+    def take_again(self) -> None:
+        """Take the memory again: with its contents if they were kept, else with zeros."""
+        for tensor, (num_bytes, copy) in zip(self._tensors, self._kept, strict=False):
+            tensor.untyped_storage().resize_(num_bytes)
+            if copy is None:
+                _bytes_of(tensor).zero_()
+            else:
+                _bytes_of(tensor).copy_(copy)
+        self._kept = []
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value: those of records and collections in it, but not of other modules."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type | Kernels):
+        for field in fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return all of a tensor's memory as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _discard_pages(address: int, num_bytes: int) -> None:
+    """Return the whole pages in a range of memory to the system; they read as zeros afterwards."""
+    page = mmap.PAGESIZE
+    first, end = -(-address // page) * page, (address + num_bytes) // page * page
+    if first < end:
+        ctypes.CDLL(None, use_errno=True).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED
+        )

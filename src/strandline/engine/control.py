@@ -1,0 +1,119 @@
+"""Pauses, resets of the cache, and sleep: what happens between the steps of an engine that serves on.
+
+An engine that is paused or asleep runs no step; requests are queued. Where memory is given back or the cache is
+dropped, running requests are preempted, and computed anew when they run again.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from strandline.cache import PrefixCache
+from strandline.cache.evict_all import drop_all, evict_all
+from strandline.cache.tiers import Loads
+from strandline.device.executor import Executor
+from strandline.engine.scheduler import Scheduler
+from strandline.errors import ConfigError, RequestError
+from strandline.records.adapters import with_epoch
+from strandline.records.control import MEMORIES, Action, Memory, Pause, ResetCache, Resume, Sleep, UpdateWeights, WakeUp
+
+WAIT_S: Final = 0.1
+"""How long to wait at a time for transfers that use the memory to be given back."""
+
+
+class CoreControl:
+    """Whether an engine runs steps, and what it has given back.
+
+    Args:
+        settle: waits for the step under way.
+        hands_over: whether other engines may read the memory at any time.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        cache: PrefixCache,
+        loads: Loads,
+        scheduler: Scheduler,
+        settle: Callable[[], None],
+        *,
+        hands_over: bool,
+    ) -> None:
+        self._executor, self._cache, self._loads, self._scheduler = executor, cache, loads, scheduler
+        self._settle, self._hands_over = settle, hands_over
+        self._is_paused = False
+        self._given_back = set[Memory]()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no step runs."""
+        return self._is_paused or bool(self._given_back)
+
+    def require_running(self) -> None:
+        """Raise a RequestError if no step runs, and none will without ``Resume`` or ``WakeUp``."""
+        if self._given_back:
+            raise RequestError("the engine is asleep: call wake_up()")
+        if self._is_paused:
+            raise RequestError("the engine is paused")
+
+    def apply(self, action: Action) -> bool:
+        """Do what is asked, between steps; return whether it was done.
+
+        Raises:
+            ConfigError: it cannot be done in this engine, or weights cannot be read.
+        """
+        if self._hands_over and not isinstance(action, Resume | Pause):
+            raise ConfigError("an engine with --kv-transfer-config keeps its memory, its cache and its weights")
+        self._settle()
+        match action:
+            case Pause(clears):
+                self._is_paused = True
+                if clears is not None and not self._hands_over:
+                    self._drop(clears)
+            case Resume():
+                self._is_paused = False
+            case ResetCache(clears, forced):
+                if self._scheduler.running and not forced:
+                    return False
+                self._drop(clears)
+            case UpdateWeights(path, clears):
+                # First: entries of weights that are gone are never hit.
+                self._drop(clears)
+                self._executor.update_weights(path)
+                self._given_back.discard("weights")
+            case Sleep(level):
+                self._sleep(level)
+            case WakeUp(memories):
+                self._wake_up([memory for memory in memories if memory in self._given_back])
+        return True
+
+    def _drop(self, epoch: str) -> None:
+        """Preempt all requests, drop what the device caches, and let later entries begin another epoch."""
+        self._scheduler.preempt_all()
+        self._scheduler.rename_salts(lambda salt: with_epoch(salt, epoch))
+        self._finish_transfers()
+        drop_all(self._cache)
+        self._finish_transfers()
+
+    def _sleep(self, level: int) -> None:
+        """Give back the cache's memory and the weights'. What the device caches moves to the tiers below it."""
+        if self._given_back:
+            return
+        self._scheduler.preempt_all()
+        self._finish_transfers()
+        evict_all(self._cache)
+        self._finish_transfers()
+        self._executor.sleep(level)
+        self._given_back.update(MEMORIES)
+
+    def _wake_up(self, memories: list[Memory]) -> None:
+        for memory in memories:
+            self._executor.wake_up(memory)
+            self._given_back.discard(memory)
+
+    def _finish_transfers(self) -> None:
+        """Carry out the cache's actions, and wait for transfers that use the device's memory."""
+        while True:
+            self._executor.carry_out(self._cache.take_actions())
+            if not (len(self._loads) or self._cache.holds_for_others):
+                return
+            self._scheduler.loading.complete(self._executor.wait_for_transfers(WAIT_S))

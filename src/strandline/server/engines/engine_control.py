@@ -1,0 +1,159 @@
+"""Pauses, sleep and new weights of all engines of a server, and what becomes of requests meanwhile."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Final, get_args
+from uuid import uuid4
+
+from strandline.errors import RequestError
+from strandline.records.control import (
+    MEMORIES,
+    Action,
+    Memory,
+    Pause,
+    PauseMode,
+    ResetCache,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+)
+from strandline.server.engines.engine_client import EngineClient
+
+DRAIN_S: Final = 0.02
+"""How often to look whether the last request has ended."""
+PAUSED: Final = "the server is paused; POST /resume lets it go on"
+ASLEEP: Final = "the server is asleep; POST /wake_up wakes it"
+
+
+class EngineControl:
+    """Controls the engines of a client, one action after the other."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._turn = asyncio.Lock()
+        self._given_back = set[Memory]()
+        self.is_paused = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is given back."""
+        return bool(self._given_back)
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights in use are called."""
+        return self._client.weight_version
+
+    async def pause(self, mode: PauseMode, *, clears: bool) -> None:
+        """Run no step until ``resume``.
+
+        Args:
+            mode: what becomes of unfinished requests. While they are kept, further ones are queued; else refused.
+            clears: drop what is cached. Kept requests are computed anew then.
+        """
+        async with self._turn:
+            await self._pause(mode, clears=clears)
+
+    async def resume(self) -> None:
+        """Run steps again."""
+        async with self._turn:
+            await self._apply(Resume())
+            self.is_paused = False
+            self._refuse()
+
+    async def reset_cache(self, *, forced: bool) -> bool:
+        """Drop all that is cached; return whether that was possible: only if nothing runs, or if ``forced``."""
+        async with self._turn:
+            return all(await self._apply(ResetCache(self._new_epoch(), forced)))
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        """Give memory back, and run no step until it is taken again.
+
+        Args:
+            level: 0: pause only; 1: weights stay in the host's memory; 2: they are read again.
+            mode: as of ``pause``.
+        """
+        async with self._turn:
+            await self._pause(mode, clears=False)
+            if level > 0:
+                await self._apply(Sleep(level))
+                self._given_back.update(MEMORIES)
+                self._refuse()
+
+    async def wake_up(self, memories: Collection[Memory]) -> None:
+        """Take memory again; when all of it is there, run steps again."""
+        async with self._turn:
+            wanted = tuple(memory for memory in MEMORIES if memory in memories)
+            await self._apply(WakeUp(wanted))
+            self._given_back.difference_update(wanted)
+            if not self._given_back:
+                await self._apply(Resume())
+                self.is_paused = False
+            self._refuse()
+
+    async def update_weights(self, path: str, version: str, *, aborts: bool, stays_paused: bool) -> int:
+        """Have all engines compute with the weights in a directory; return how many requests go on with them.
+
+        Args:
+            aborts: end unfinished requests; else they are computed anew, with what they have generated so far.
+            stays_paused: run no step until ``resume``.
+
+        Raises:
+            RequestError: they cannot be read, or are not the model's. The engines go on as before.
+        """
+        async with self._turn:
+            was_stopped, refusal = self.is_paused or self.is_sleeping, self._client.refusal
+            await self._pause("abort" if aborts else "keep", clears=False)
+            try:
+                await self._apply(UpdateWeights(path, self._new_epoch()))
+                self._given_back.discard("weights")
+                self._client.name_weights(version)
+            finally:
+                if was_stopped:
+                    self._client.refusal = refusal
+                elif not stays_paused:
+                    await self._apply(Resume())
+                    self.is_paused = False
+                    self._refuse()
+            return len(self._client.frontend.requests)
+
+    async def _pause(self, mode: PauseMode, *, clears: bool) -> None:
+        self._client.refusal = None if mode == "keep" else PAUSED
+        if mode == "abort":
+            self._client.abort()
+        elif mode == "wait":
+            while len(self._client.frontend):
+                await asyncio.sleep(DRAIN_S)
+        await self._apply(Pause(self._new_epoch() if clears else None))
+        self.is_paused = True
+
+    def _refuse(self) -> None:
+        """Refuse new requests while memory is given back, and no longer."""
+        self._client.refusal = ASLEEP if self._given_back else None
+
+    def _new_epoch(self) -> str:
+        """Begin a new epoch of the cache: nothing that is cached so far is hit any more, in any tier."""
+        self._client.epoch = uuid4().hex
+        return self._client.epoch
+
+    async def _apply(self, action: Action) -> list[bool]:
+        self._client.require_running()
+        running = [engine for engine in self._client.engines if engine.failure is None]
+        return list(await asyncio.gather(*(engine.control(action) for engine in running)))
+
+
+def pause_mode(given: str) -> PauseMode:
+    """Return a mode by its name; raises a RequestError for an unknown one."""
+    for mode in get_args(PauseMode):
+        if mode == given:
+            return mode  # type: ignore[no-any-return]
+    raise RequestError(f"mode must be one of {', '.join(get_args(PauseMode))}; got {given[:100]!r}", param="mode")
+
+
+def memories_of(tags: Sequence[str]) -> Sequence[Memory]:
+    """Return what tags name, or everything without any; raises a RequestError for an unknown one."""
+    for tag in tags:
+        if tag not in MEMORIES:
+            raise RequestError(f"tags must be among {', '.join(MEMORIES)}; got {tag[:100]!r}", param="tags")
+    return [memory for memory in MEMORIES if not tags or memory in tags]

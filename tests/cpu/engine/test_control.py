@@ -1,0 +1,111 @@
+"""Sleep, resets of the cache and new weights, offline."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.errors import ConfigError, RequestError
+from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with, with_epoch
+from tests.cpu.engine.tiny import save_tiny_model
+
+PROMPT = list(range(90))
+PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+MEMORY = 192 * 2**20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two models that differ in their weights alone."""
+    directory = tmp_path_factory.mktemp("models")
+    return str(save_tiny_model(directory / "a", seed=1)), str(save_tiny_model(directory / "b", seed=2))
+
+
+@pytest.fixture(scope="module")
+def llm(models: tuple[str, str]) -> Iterator[LLM]:
+    with LLM(models[0], memory=MEMORY, host_memory="64MiB", device="cpu", skip_tokenizer_init=True) as llm:
+        yield llm
+
+
+def answer(llm: LLM, prompt: Any = None) -> tuple[list[int], int]:
+    """Return the output's tokens, and how many tokens of the prompt were hit."""
+    [output] = llm.generate([prompt or PROMPT], PARAMS, use_tqdm=False)
+    return output.outputs[0].token_ids, output.num_cached_tokens
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeper_gives_memory_back_and_wakes_warm(llm: LLM, level: int) -> None:
+    llm.reset_prefix_cache()
+    tokens, _ = answer(llm)
+    llm.engine.core.executor.runner.arena.prefault(0)  # type: ignore[attr-defined]
+    llm.engine.core.executor.runner.arena.bytes[MEMORY // 2 :].add_(1)  # type: ignore[attr-defined]
+    awake_bytes = resident_bytes()
+    llm.sleep(level)
+    assert awake_bytes - resident_bytes() > 0.4 * MEMORY
+    with pytest.raises(RequestError, match="asleep"):
+        answer(llm)
+    llm.wake_up(["weights"])
+    with pytest.raises(RequestError, match="asleep"):
+        answer(llm)
+    llm.wake_up()
+    found, num_hit = answer(llm)
+    assert found == tokens
+    assert num_hit > 0  # from host memory
+
+
+def test_reset_drops_what_is_cached_in_every_tier(llm: LLM) -> None:
+    tokens, _ = answer(llm)
+    assert answer(llm)[1] == len(PROMPT)
+    assert llm.reset_prefix_cache()
+    assert answer(llm) == (tokens, 0)
+
+
+def test_new_weights_answer_as_their_own_engine(llm: LLM, models: tuple[str, str]) -> None:
+    before, _ = answer(llm)
+    with LLM(models[1], memory="16MiB", device="cpu", skip_tokenizer_init=True) as other:
+        expected, _ = answer(other)
+    assert before != expected
+    llm.update_weights_from_disk(models[1])
+    assert answer(llm) == (expected, 0)
+    assert answer(llm) == (expected, len(PROMPT))
+    llm.sleep(2)
+    llm.update_weights_from_disk(models[0])  # as trainers do: no weights are read twice
+    llm.wake_up(["kv_cache"])
+    assert answer(llm) == (before, 0)
+
+
+def test_level_two_reads_the_last_weights_again(llm: LLM, models: tuple[str, str]) -> None:
+    llm.update_weights_from_disk(models[1])
+    expected, _ = answer(llm)
+    llm.sleep(2)
+    llm.wake_up()
+    assert answer(llm, PROMPT[:-1] + PROMPT[-1:])[0] == expected
+    llm.update_weights_from_disk(models[0])
+
+
+def test_other_models_weights_are_refused(llm: LLM, tmp_path: Path) -> None:
+    before, _ = answer(llm)
+    other = save_tiny_model(tmp_path / "wide", hidden_size=48)
+    for path in (str(other), str(tmp_path / "none")):
+        with pytest.raises(ConfigError):
+            llm.update_weights_from_disk(path)
+    assert answer(llm)[0] == before
+
+
+def test_epochs_keep_adapters_and_salts_apart() -> None:
+    adapter = LoadedAdapter("a", "p", "d1g", 8)
+    for name in (None, adapter):
+        for own in ("", "mine", "\0epoch x/mine", "a/b"):
+            salt = salt_with(name, own)
+            first, second = with_epoch(salt, "e1"), with_epoch(with_epoch(salt, "e1"), "e2")
+            assert second == with_epoch(salt, "e2")
+            assert len({salt, first, second}) == 3
+            assert adapter_of(second) == adapter_of(salt)
+            assert with_epoch(second, "") == salt

@@ -1,0 +1,210 @@
+"""Endpoints that pause the engine, put it to sleep, and change its weights."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.server.conftest import VOCAB_SIZE
+from tests.cpu.server.process import ServerProcess, http_post, http_stream, running_server
+
+GENERATE: Final = "/inference/v1/generate"
+PROMPT: Final = byte_tokenizer().encode("weights change, and nothing of the old ones is hit. " * 3)
+LONG: Final = 500
+"""Tokens of an answer that is still generated when it is paused."""
+
+
+@pytest.fixture(scope="module")
+def admin(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("admin") / "log"
+    with running_server(bytes_dir, log, "--enable-admin-endpoints") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    return save_tiny_model(tmp_path_factory.mktemp("other"), seed=2, vocab_size=VOCAB_SIZE)
+
+
+def generate(server: ServerProcess, num_tokens: int = 6, **fields: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
+    answer = server.post(GENERATE, token_ids=PROMPT, sampling_params=params, **fields)
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def num_hit(answer: dict[str, Any]) -> int:
+    number: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return number
+
+
+def begin(server: ServerProcess, pool: ThreadPoolExecutor, **fields: Any) -> Any:
+    """Begin a long answer; return its future when the first token is there."""
+    running = server.metric("num_requests_running")
+    future = pool.submit(generate, server, LONG, **fields)
+    server.wait_until(lambda: server.metric("num_requests_running") > running)
+    return future
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_kept_requests_go_on_where_they_were(admin: ServerProcess, *, clear_cache: bool) -> None:
+    expected = tokens(generate(admin, LONG))
+    with ThreadPoolExecutor(2) as pool:
+        first = begin(admin, pool)
+        paused = admin.post(f"/pause?mode=keep&clear_cache={clear_cache}")
+        assert (paused.json(), admin.get("/is_paused").json()) == ({"status": "paused"}, {"is_paused": True})
+        second = pool.submit(generate, admin)
+        admin.wait_until(lambda: admin.metric("num_requests_waiting") > 0)
+        assert not first.done()
+        assert not second.done()
+        assert admin.post("/resume").json() == {"status": "resumed"}
+        assert tokens(first.result()) == expected
+        assert tokens(second.result()) == expected[:6]
+    assert admin.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_pause_aborts_and_refuses_by_default(admin: ServerProcess) -> None:
+    expected = tokens(generate(admin, LONG))
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool)
+        admin.post("/pause")
+        ended = first.result()
+    assert ended["choices"][0]["finish_reason"] == "abort"
+    assert tokens(ended) == expected[: len(tokens(ended))]
+    refused = admin.post(GENERATE, token_ids=PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused")
+    admin.post("/resume")
+    assert num_hit(generate(admin)) == 0
+
+
+def test_pause_waits_for_requests(admin: ServerProcess) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool)
+        admin.post("/pause?mode=wait")
+        assert len(tokens(first.result())) == LONG
+    admin.post("/resume")
+
+
+@pytest.mark.parametrize("path", ["/abort_requests", "/inference/v1/abort_requests"])
+def test_requests_are_aborted_by_id(admin: ServerProcess, path: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, second = begin(admin, pool, request_id="one"), begin(admin, pool, request_id="two")
+        admin.post(path, request_ids=["one", "none"])
+        assert first.result()["choices"][0]["finish_reason"] == "abort"
+        assert second.result()["choices"][0]["finish_reason"] == "length"
+    assert admin.post("/abort_requests").json() == {"status": "aborted", "aborted": 0}
+
+
+def test_stream_ends_with_its_abort(admin: ServerProcess) -> None:
+    body = {"prompt": "x", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with http_stream("POST", f"{admin.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        admin.post("/abort_requests")
+        *_, last, done = [line.removeprefix("data: ") for line in lines if line]
+    assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
+
+
+def test_cache_is_reset_while_nothing_runs(admin: ServerProcess) -> None:
+    expected = generate(admin, LONG)
+    assert num_hit(generate(admin)) > 0
+    assert admin.post("/reset_prefix_cache").json() == {"success": True}
+    assert num_hit(generate(admin)) == 0
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool)
+        assert admin.post("/reset_prefix_cache").json() == {"success": False}
+        assert admin.post("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
+        assert tokens(first.result()) == tokens(expected)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_server_sleeps_and_wakes(admin: ServerProcess, level: int) -> None:
+    expected = tokens(generate(admin))
+    assert admin.post(f"/sleep?level={level}").status_code == 200
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": level > 0}
+    assert admin.post(GENERATE, token_ids=PROMPT).status_code == 503
+    assert admin.get("/health").status_code == 200
+    if level > 0:
+        admin.post("/wake_up?tags=weights")
+        assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    admin.post("/wake_up")
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert tokens(generate(admin)) == expected
+
+
+def test_weights_change_while_a_request_runs(admin: ServerProcess, bytes_dir: Path, other_dir: Path) -> None:
+    old = tokens(generate(admin, LONG))
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool)
+        update = admin.post("/update_weights_from_disk", model_path=str(other_dir), weight_version="step-1")
+        assert (update.status_code, update.json()["success"]) == (200, True)
+        assert update.json()["num_paused_requests"] == 1
+        assert admin.get("/weight_info").json() == {"weight_version": "step-1"}
+        assert 'weight_version="step-1"} 1.0' in admin.get("/metrics").text
+        mixed = tokens(first.result())
+    changed = next(place for place, (ours, theirs) in enumerate(zip(mixed, old, strict=True)) if ours != theirs)
+    answer = generate(admin)
+    assert (num_hit(answer), answer["weight_version"]) == (0, "step-1")
+    # What follows is what the new weights answer to the prompt and the old ones' tokens.
+    params = {"temperature": 0, "max_tokens": LONG - changed, "ignore_eos": True}
+    known = [*PROMPT, *mixed[:changed]]
+    assert tokens(admin.post(GENERATE, token_ids=known, sampling_params=params).json()) == mixed[changed:]
+    back = admin.post("/update_weights_from_disk", model_path=str(bytes_dir), abort_all_requests=True)
+    assert back.json()["success"]
+    assert tokens(generate(admin, LONG)) == old
+    assert admin.post("/update_weight_version", new_version="default").json()["success"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/pause?mode=never", {}, "mode"),
+        ("/sleep?level=3", {}, "level"),
+        ("/sleep?mode=never", {}, "mode"),
+        ("/wake_up?tags=cuda_graph", {}, "tags"),
+        ("/abort_requests", {"request_ids": "one"}, "request_ids"),
+        ("/inference/v1/abort_requests", {}, "request_ids"),
+        ("/update_weights_from_disk", {}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "/none"}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "\0"}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "/", "flush_cache": False}, "flush_cache"),
+        ("/update_weights_from_disk", {"model_path": "/", "weight_version": ""}, "weight_version"),
+        ("/update_weight_version", {}, "new_version"),
+    ],
+)
+def test_wrong_requests_are_refused(admin: ServerProcess, path: str, body: dict[str, Any], param: str) -> None:
+    answer = admin.post(path, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert generate(admin)
+
+
+def test_weights_that_cannot_be_read_change_nothing(admin: ServerProcess, tmp_path: Path) -> None:
+    expected = tokens(generate(admin))
+    answer = admin.post("/update_weights_from_disk", model_path=str(tmp_path), weight_version="broken")
+    assert answer.status_code == 400
+    assert "no weights" in answer.json()["error"]["message"] or "safetensors" in answer.json()["error"]["message"]
+    assert admin.get("/weight_info").json() == {"weight_version": "default"}
+    assert tokens(generate(admin)) == expected
+
+
+def test_web_pages_are_refused(admin: ServerProcess) -> None:
+    for path in ("/pause", "/sleep", "/reset_prefix_cache"):
+        assert http_post(admin.url + path, headers={"Origin": "https://app.example"}).status_code == 403
+    assert admin.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_without_the_flag_there_are_none(server: ServerProcess) -> None:
+    for path in ("/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up"):
+        assert server.post(path).status_code == 404
