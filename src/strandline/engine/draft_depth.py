@@ -1,8 +1,13 @@
 """How many drafts pay: chosen at every step from the drafts accepted so far and from measured step times.
 
-A step with ``d`` drafts for each decoding sequence gives each ``1 + r1 + r1 r2 + ...`` tokens, where ``ri`` is how
-often draft ``i`` is accepted behind accepted ones, and takes the time that such steps took. The depth with the most
+A step with ``d`` drafts for each decoding sequence gives each ``E = 1 + r1 + r1 r2 + ...`` tokens, where ``ri`` is how
+often draft ``i`` is accepted after accepted ones, and takes the time that such steps took. The depth with the most
 tokens per second is chosen. It is 0 where none pays: with many sequences, or few accepted drafts.
+
+Steps that also compute prompts count as well. The prompts' tokens have to be computed at any depth; what depends on it
+is how much longer a step takes for each of them. So a token of a sequence takes ``t / E + p c`` seconds, where ``t`` is
+the time of a step of decodes alone, ``c`` the surcharge for a prompt's token, and ``p`` the number of these that come
+with each token of a sequence. Where all steps hold prompts, it takes ``t / E`` with the time of such steps.
 
 Times are kept for numbers of sequences within a factor of two. A depth is tried first where it has no times. Later the
 neighbours of the best depth, and depth 0, are tried now and then: times change, and nothing is learned of drafts at
@@ -22,6 +27,12 @@ from strandline.records.plan import StepPlan
 
 NEWEST_TIMES: Final = 8
 """How many measured times of a depth count, the newest ones."""
+
+NEWEST_MIXED: Final = 32
+"""The same of steps that compute prompts, whose sizes differ."""
+
+LOAD_FADING: Final = 0.01
+"""Weight of the newest step in the number of prompts' tokens that come with each token of a sequence."""
 
 ACCEPTANCE_FADING: Final = 0.02
 """Weight of the newest draft in an average."""
@@ -63,9 +74,11 @@ class DraftDepth:
         self._has_draft_layer = has_draft_layer
         self._accepted = [FIRST_ACCEPTANCE] * max_depth
         """By place, how often a draft behind accepted ones was accepted."""
-        self._times: dict[int, list[_LeastTime]] = {}
+        self._times: dict[int, list[_Times]] = {}
         """By the size of the batch and the depth."""
         self._best: dict[int, int] = {}
+        """By the size of the batch."""
+        self._loads: dict[int, _Load] = {}
         """By the size of the batch."""
         self._trial: int | None = None
         """The depth that is being tried; None: none is."""
@@ -73,22 +86,27 @@ class DraftDepth:
         """Steps of the trial or, between trials, until the next one."""
         self._num_trials = 0
 
-    def choose(self, num_decodes: int, *, is_timed: bool = True) -> int:
+    def choose(self, num_running: int, *, is_timed: bool = True) -> int:
         """Return the depth of the next step.
 
         Args:
-            is_timed: whether that is likely to be a step of decodes alone, whose time counts.
+            num_running: sequences of the step, prompts included.
+            is_timed: whether that is likely to be a step with decodes, whose time counts.
         """
-        times = self._times_of(num_decodes)
-        for depth, time in enumerate(times):
-            if is_timed and time.num_values < TRIALS and time.num_choices < MAX_CHOICES:
+        times = self._times_of(num_running)
+        are_alone = any(time.num_values for time in times)
+        nums_measured = [time.num_values if are_alone else len(time.mixed) for time in times]
+        for depth, (time, num_measured) in enumerate(zip(times, nums_measured, strict=True)):
+            if is_timed and num_measured < TRIALS and time.num_choices < MAX_CHOICES:
                 time.num_choices += 1
                 return depth
-        if not is_timed and not any(time.num_values for time in times):
+        if not any(nums_measured):
             return 0
-        seconds = _seconds_of(times)
-        rates = [tokens / time for tokens, time in zip(self._expected_tokens(), seconds, strict=True)]
-        size, best = num_decodes.bit_length(), max(range(len(rates)), key=rates.__getitem__)
+        tokens, seconds = self._expected_tokens(), _seconds_of(times)
+        rows_per_token = self._load_of(num_running).rows_per_token if are_alone else 0.0
+        costs = zip(seconds, tokens, _surcharges_of(times, seconds), strict=True)
+        rates = [1 / (time / count + rows_per_token * surcharge) for time, count, surcharge in costs]
+        size, best = num_running.bit_length(), max(range(len(rates)), key=rates.__getitem__)
         if rates[best] <= LEAST_GAIN * rates[self._best.get(size, 0)]:
             best = self._best.get(size, 0)
         self._best[size] = best
@@ -99,7 +117,7 @@ class DraftDepth:
                 self._begin_trial(best)
             else:
                 steps = TRIAL_STEPS * seconds[self._trial] / seconds[best]
-                lost = STEPS_TO_CHANGE + steps * (1 - rates[self._trial] / rates[best])
+                lost = STEPS_TO_CHANGE + steps * max(0.0, 1 - rates[self._trial] / rates[best])
                 self._trial, self._num_steps_left = None, max(STEPS_BETWEEN_TRIALS, round(lost / TRIAL_SHARE))
         self._num_steps_left -= 1
         return best if self._trial is None else self._trial
@@ -115,19 +133,29 @@ class DraftDepth:
             self._accepted[place] += ACCEPTANCE_FADING * ((place < num_accepted) - self._accepted[place])
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Take the time of a step of decodes alone; its depth is the mean number of drafts."""
-        num_sequences = len(plan.sequences)
-        num_drafts = sum(sequence.num_drafts for sequence in plan.sequences)
-        depth = round(num_drafts / num_sequences)
+        """Take the time of a step with decodes; its depth is their mean number of drafts."""
+        decodes = [sequence for sequence in plan.sequences if sequence.is_verification]
+        if not decodes:
+            return
+        num_drafts = sum(sequence.num_drafts for sequence in decodes)
+        depth, num_rows = round(num_drafts / len(decodes)), plan.num_tokens - len(decodes) - num_drafts
+        num_running = len(plan.sequences)
+        self._load_of(num_running).add(num_rows, self._expected_tokens()[depth])
         if self._has_draft_layer:
-            next_depth = round(sum(sequence.next_drafts for sequence in plan.sequences) / num_sequences)
+            next_depth = round(sum(sequence.next_drafts for sequence in decodes) / len(decodes))
             if next_depth != depth:
                 return
-        if plan.num_tokens == num_sequences + num_drafts:
-            self._times_of(num_sequences)[depth].add(seconds)
+        time = self._times_of(num_running)[depth]
+        if num_rows:
+            time.mixed.append((num_rows, seconds))
+        elif len(decodes) == num_running:
+            time.add(seconds)
 
-    def _times_of(self, num_decodes: int) -> "list[_LeastTime]":
-        return self._times.setdefault(num_decodes.bit_length(), [_LeastTime() for _ in range(self._max_depth + 1)])
+    def _load_of(self, num_running: int) -> "_Load":
+        return self._loads.setdefault(num_running.bit_length(), _Load())
+
+    def _times_of(self, num_running: int) -> "list[_Times]":
+        return self._times.setdefault(num_running.bit_length(), [_Times() for _ in range(self._max_depth + 1)])
 
     def _expected_tokens(self) -> list[float]:
         expected, chance = [1.0], 1.0
@@ -137,18 +165,50 @@ class DraftDepth:
         return expected
 
 
-def _seconds_of(times: "Sequence[_LeastTime]") -> list[float]:
-    """Return the time of each depth: where there is none, that of the depth below, and for depth 0 the longest."""
-    seconds = [max((time.value for time in times if time.num_values), default=1.0)]
-    for time in times:
-        seconds.append(time.value if time.num_values else seconds[-1])
+def _seconds_of(times: "Sequence[_Times]") -> list[float]:
+    """Return the time of each depth: where there is none, that of the depth below, and for depth 0 the longest.
+
+    Steps of decodes alone count or, if there are none, those with prompts.
+    """
+    if any(time.num_values for time in times):
+        values = [time.value if time.num_values else None for time in times]
+    else:
+        values = [time.mean_of_mixed for time in times]
+    seconds = [max((value for value in values if value is not None), default=1.0)]
+    for value in values:
+        seconds.append(seconds[-1] if value is None else value)
     return seconds[1:]
 
 
-class _LeastTime:
-    """The least of the newest times of a depth."""
+def _surcharges_of(times: "Sequence[_Times]", seconds: Sequence[float]) -> list[float]:
+    """Return how much longer steps of each depth take for each token of a prompt.
 
-    __slots__ = ("_newest", "num_choices", "num_values", "value")
+    Where that is unknown, it is 0: so depths are tried where prompts take much of the time.
+    """
+    return [time.surcharge(alone) or 0.0 for time, alone in zip(times, seconds, strict=True)]
+
+
+class _Load:
+    """How many tokens of prompts come with each token of a sequence."""
+
+    __slots__ = ("_num_rows", "_num_tokens")
+
+    def __init__(self) -> None:
+        self._num_rows = self._num_tokens = 0.0
+
+    def add(self, num_rows: int, num_tokens: float) -> None:
+        self._num_rows += LOAD_FADING * (num_rows - self._num_rows)
+        self._num_tokens += LOAD_FADING * (num_tokens - self._num_tokens)
+
+    @property
+    def rows_per_token(self) -> float:
+        return self._num_rows / self._num_tokens if self._num_tokens else 0.0
+
+
+class _Times:
+    """The newest times of a depth."""
+
+    __slots__ = ("_newest", "mixed", "num_choices", "num_values", "value")
 
     def __init__(self) -> None:
         self.num_values = 0
@@ -156,8 +216,27 @@ class _LeastTime:
         """How often the depth was chosen to be measured."""
         self._newest = deque[float](maxlen=NEWEST_TIMES)
         self.value = float("inf")
+        """The least of those of decodes alone."""
+        self.mixed = deque[tuple[int, float]](maxlen=NEWEST_MIXED)
+        """Of steps that compute prompts: how many of their tokens, and the time."""
 
     def add(self, value: float) -> None:
         self.num_values += 1
         self._newest.append(value)
         self.value = min(self._newest)
+
+    @property
+    def mean_of_mixed(self) -> float | None:
+        """The mean time of steps that compute prompts; None: there were none."""
+        return sum(seconds for _, seconds in self.mixed) / len(self.mixed) if self.mixed else None
+
+    def surcharge(self, alone: float) -> float | None:
+        """Return how much longer steps take for each token of a prompt; None: too few were measured.
+
+        Args:
+            alone: the time of a step of decodes alone.
+        """
+        if len(self.mixed) < TRIALS:
+            return None
+        num_rows = sum(count for count, _ in self.mixed)
+        return max(0.0, sum(seconds - alone for _, seconds in self.mixed)) / num_rows

@@ -160,11 +160,10 @@ class Drafts:
             return
         self._is_plain = not self._unsettled and all(x.is_plain for x in sequences)
         self._makes_drafts = any(x.next_drafts > 0 for x in sequences)
-        is_of_decodes = all(x.end - x.start == 1 + x.num_drafts for x in sequences)
         if self._may_rest and self._num_lookups and not self._num_found:
             # The next one is behind this step's result: in time for the next step, if that is then planned at all.
             self.is_resting, self._lookup_steps, self._steps_to_lookup = True, 1, 1
-        self.choose_depth(num_running, is_timed=is_of_decodes)
+        self.choose_depth(num_running, is_timed=any(x.is_verification for x in sequences))
 
     def look_up(self, advanced: Sequence[Request], num_running: int) -> None:
         """Keep the answers of requests that have ended; while lookups rest, look for drafts if it is time to.

@@ -1,8 +1,13 @@
 """The number of drafts follows measured times and accepted drafts."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from strandline.engine.draft_depth import STEPS_BETWEEN_TRIALS, DraftDepth
 from strandline.ids import NULL_LOG, NULL_SLOT, PendingToken, RequestId
@@ -92,7 +97,92 @@ def test_depths_that_are_as_good_do_not_alternate() -> None:
     assert max(share(chosen, 0), share(chosen, 1)) > 0.95
 
 
-def test_steps_with_prompts_measure_no_depth() -> None:
+class Queue(NamedTuple):
+    """Requests that come as others end, and what steps take: by depth, alone and for each token of prompts."""
+
+    seconds: list[float]
+    surcharges: list[float]
+    acceptance: list[float]
+    prompt_tokens: int
+    output_tokens: int
+
+    def serve(self, choose: Callable[[int], int], depth: DraftDepth | None = None, num_requests: int = 200) -> float:
+        """Return how long four requests at a time take, on a simulated clock."""
+        rng, clock_s = Random(1), 0.0
+        left = [rng.randint(1, self.output_tokens) for _ in range(4)]
+        while num_requests > 0:
+            running = [index for index, count in enumerate(left) if count > 0]
+            num_rows = self.prompt_tokens * (len(left) - len(running))
+            number = choose(len(left)) if running else 0
+            for index in range(len(left)):
+                if index not in running:
+                    num_requests -= 1
+                    left[index] = self.output_tokens
+                    continue
+                accepted = 0
+                while accepted < number and rng.random() < self.acceptance[accepted]:
+                    accepted += 1
+                if number and depth is not None:
+                    depth.count(number, accepted)
+                left[index] -= 1 + accepted
+            step_s = self.seconds[number] + self.surcharges[number] * num_rows
+            clock_s += step_s
+            if running and depth is not None:
+                plan = plan_of_decodes(len(running), number)
+                prompts = [plan.sequences[0]._replace(start=0, end=num_rows, num_drafts=0)] * (num_rows > 0)
+                depth.observe(replace(plan, sequences=(*plan.sequences, *prompts)), step_s * rng.uniform(0.98, 1.02))
+        return clock_s
+
+    def adapt(self) -> float:
+        """Return how long it takes at depths that are chosen."""
+        depth = DraftDepth(len(self.acceptance))
+        self.serve(depth.choose, depth)
+        return self.serve(depth.choose, depth)
+
+    def fixed(self, number: int) -> float:
+        """Return how long it takes at one depth."""
+        return self.serve(lambda _: number)
+
+
+@settings(max_examples=settings().max_examples // 5)
+@given(st.data())
+def test_queue_is_hardly_slower_than_at_the_best_depth(data: st.DataObject) -> None:
+    factor, share = st.floats(1.0, 1.8), st.floats(0.1, 0.95)
+    first, second = data.draw(factor), data.draw(factor)
+    prompt_tokens = data.draw(st.sampled_from([8, 64, 512]))
+    # A prompt takes as long as up to ten steps.
+    surcharge = data.draw(st.floats(0.1, 10.0)) / prompt_tokens
+    queue = Queue(
+        seconds=[1.0, first, first * second],
+        surcharges=[surcharge * data.draw(factor) for _ in range(3)],
+        acceptance=[data.draw(share), data.draw(share)],
+        prompt_tokens=prompt_tokens,
+        output_tokens=data.draw(st.integers(2, 60)),
+    )
+    assert queue.adapt() < 1.06 * min(map(queue.fixed, range(3)))
+
+
+def test_drafts_that_pay_alone_are_left_out_where_they_slow_prompts_down() -> None:
+    queue = Queue([1.0, 1.2, 1.4], [0.01, 0.05, 0.05], [0.9, 0.8], prompt_tokens=128, output_tokens=8)
+    assert queue.fixed(0) < 0.8 * queue.fixed(2)
+    assert queue.adapt() < 1.03 * queue.fixed(0)
+    quick = queue._replace(surcharges=[0.01, 0.01, 0.01])
+    assert quick.adapt() < 1.03 * quick.fixed(2) < quick.fixed(0)
+
+
+def test_depth_follows_steps_that_all_hold_prompts() -> None:
+    for seconds, best in (([1.0, 1.1, 1.2], 2), ([1.0, 3.0, 5.0], 0)):
+        depth, chosen = DraftDepth(2), []
+        for _ in range(400):
+            chosen.append(depth.choose(4))
+            plan = plan_of_decodes(4, chosen[-1])
+            prompt = plan.sequences[0]._replace(start=0, end=100, num_drafts=0)
+            depth.observe(replace(plan, sequences=(*plan.sequences, prompt)), 1.0 + seconds[chosen[-1]])
+        # With the acceptance that is assumed at first.
+        assert share(chosen[100:], best) > 0.95
+
+
+def test_steps_of_prompts_alone_measure_no_depth() -> None:
     depth = DraftDepth(2)
     assert {depth.choose(4, is_timed=False) for _ in range(100)} == {0}
     assert [depth.choose(4) for _ in range(17)][-1] == 1

@@ -201,8 +201,7 @@ def test_steps_with_prompts_verify_drafts_and_wait_for_nothing(monkeypatch: pyte
     mixed = [
         is_ahead
         for plan, is_ahead in zip(launches.plans, launches.are_ahead, strict=True)
-        if any(x.num_drafts for x in plan.sequences)
-        and any(x.end - x.start > 1 + x.num_drafts for x in plan.sequences)
+        if any(x.num_drafts for x in plan.sequences) and any(x.end - x.start > 1 + x.num_drafts for x in plan.sequences)
     ]
     assert len(mixed) > 10
     assert sum(mixed) > 0.8 * len(mixed)
