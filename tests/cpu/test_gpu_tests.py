@@ -17,7 +17,7 @@ import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 2
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]))
+sys.exit(pytest.main(["--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", "tests/gpu"]))
 """
 """Collects as on a machine with two Hopper GPUs."""
 

@@ -15,7 +15,7 @@ from strandline.bench.synthetic import SYNTHETIC, Conversations, Resends, Worklo
 from tests.cpu.engine.small_demo import small_demo
 
 TRACES = Path(__file__).parents[2] / "traces"
-NUM_SESSIONS, NUM_CALLS, MAX_TOKENS = 2, 4, 5
+NUM_SESSIONS, NUM_CALLS, MAX_TOKENS = 2, 4, 12
 TOOLS = "You are an agent. Tools: search(text), read(page), book(flight). Answer in the form of the examples.\n"
 THINGS = ("a flight to Lima", "the old letter", "seven red apples", "the archive's last page", "a boat on the river")
 
@@ -43,7 +43,7 @@ def test_conversations_in_text_hit_as_without_drafts(
     write_calls(tmp_path / "calls.jsonl.gz")
     sessions = list(read_sessions(tmp_path / "calls.jsonl.gz"))
     settings = {"memory": "64MiB", "dtype": "float32", "device": "cpu"}
-    engines = {name: LLM("demo", speculative_config=value, **settings) for name, value in SPECULATION.items()}
+    engines = {name: LLM(small_demo(), speculative_config=value, **settings) for name, value in SPECULATION.items()}
     comparison = compare(engines, sessions, MAX_TOKENS)
     plain = comparison.found["plain"]
     assert comparison.num_sessions == NUM_SESSIONS
@@ -63,7 +63,7 @@ def test_recorded_conversations_hit_as_without_drafts(numbers: tuple[int, ...], 
     recorded = list(read_sessions(TRACES / "agent_text_taubench.jsonl.gz"))
     sessions = [recorded[number] for number in numbers]
     settings = {"memory": memory, "dtype": "float32", "device": "cpu"}
-    engines = {name: LLM("demo", speculative_config=value, **settings) for name, value in SPECULATION.items()}
+    engines = {name: LLM(small_demo(), speculative_config=value, **settings) for name, value in SPECULATION.items()}
     comparison = compare(engines, sessions, MAX_TOKENS)
     plain = comparison.found["plain"]
     assert (comparison.num_calls, comparison.num_cut) == (sum(map(len, sessions)), 0)
@@ -78,7 +78,7 @@ def test_recorded_conversations_hit_as_without_drafts(numbers: tuple[int, ...], 
 def test_a_difference_is_found(tmp_path: Path) -> None:
     write_calls(tmp_path / "calls.jsonl.gz")
     [session, *_] = read_sessions(tmp_path / "calls.jsonl.gz")
-    engines = {name: LLM("demo", memory="64MiB", device="cpu") for name in "ab"}
+    engines = {name: LLM(small_demo(), memory="64MiB", device="cpu") for name in "ab"}
     engines["b"].generate([list(engines["b"].get_tokenizer().encode(session[0]))], use_tqdm=False)
     comparison = compare(engines, [session[:1]], MAX_TOKENS)
     assert not comparison.is_equal
