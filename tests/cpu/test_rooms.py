@@ -87,8 +87,9 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "generate": frozenset({"engines", "http", "requests"}),
         "labels": frozenset({"engines", "http", "requests"}),
         "admin": frozenset({"engines", "http", "requests"}),
+        "pooling": frozenset({"engines", "http", "requests"}),
         "": frozenset({"engines", "http", "requests", "completions", "messages", "responses", "generate", "labels"})
-        | {"admin"},
+        | {"admin", "pooling"},
     },
 }
 """Each folder of a room, and which others of that room it may import; "": the files at the top."""

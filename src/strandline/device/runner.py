@@ -230,9 +230,20 @@ class Runner:
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         step = self._lay_out(sequences)
         hidden = self._hidden(step, launched)
+        self._fetch_hidden_states(step, hidden, launched)
         chosen = self._choose(step, hidden)
         self._remember(step, hidden, chosen)
         self._draft(step, hidden, chosen, launched)
+
+    def _fetch_hidden_states(self, step: HostStep, hidden: StepHidden, launched: StepInFlight) -> None:
+        """Fetch the hidden states of prompts' last tokens, where requests ask for them."""
+        wanted = [each for each in step.candidates if each.state.wants_hidden_state]
+        if not wanted:
+            return
+        rows, verification = step.candidate_rows(hidden), hidden.verification
+        hidden_XE = hidden.hidden_XE if verification is None else verification.hidden_TE
+        (rows_N,) = upload_together([[rows[each.first_row] for each in wanted]], self.device)
+        launched.take_hidden_states([each.plan_index for each in wanted], hidden_XE[rows_N])
 
     def _lay_out(self, sequences: Sequence[SequencePlan]) -> HostStep:
         return self._layout.lay_out(sequences, has_graphs=self._graphs is not None)
@@ -357,6 +368,8 @@ class Runner:
             hidden_1E = [self._hidden_of_part(part, launched) for part in split_by_blocks(sequence)][-1]
             if sequence.is_sampled:
                 state = self._states[sequence.request_id]
+                if state.wants_hidden_state:
+                    launched.take_hidden_states([index], hidden_1E)
                 with one_thread():
                     chosen.append(choose_tokens(self.model.logits(hidden_1E), [state], self.kernels))
                 candidates.append(Candidates(index, state, (), len(candidates)))

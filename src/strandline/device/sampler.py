@@ -117,6 +117,11 @@ class SamplingState:
         return self.is_independent and self.stop_finder is None
 
     @property
+    def wants_hidden_state(self) -> bool:
+        """Whether the hidden state from which the next token is sampled is to be returned: that of the prompt."""
+        return self.new.params.returns_hidden_state and self.num_sampled == 0
+
+    @property
     def position(self) -> int:
         """The position of the token to sample."""
         return len(self.new.prompt_ids) + self.num_sampled

@@ -28,6 +28,8 @@ class StepInFlight:
         """For the next step, by index of the sequence."""
         self._drafts_on_device: tuple[Tensor, Mapping[int, int]] | None = None
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
+        self._hidden_states: list[tuple[Sequence[int], Tensor]] = []
+        """Indices in the plan, and their rows."""
         self.failures: dict[RequestId, str] = {}
         """Why requests have failed so far."""
         self._done: torch.cuda.Event | None = None
@@ -50,6 +52,10 @@ class StepInFlight:
     def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
         """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
         self._prompt_logprobs.setdefault(request_id, []).append(tensors)
+
+    def take_hidden_states(self, indices: Sequence[int], hidden_NE: Tensor) -> None:
+        """Fetch the hidden states of sequences, by their indices in the plan."""
+        self._hidden_states.append((indices, download(hidden_NE.float())))
 
     def close(self) -> None:
         """Mark the end of the step on the device."""
@@ -91,5 +97,10 @@ class StepInFlight:
             {index: state.stop_string for index, state in stopping if state.stop_string is not None},
             {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
             {index: state.is_bound for index, state in states if state.new.thinking is not None},
+            {
+                index: row_E.numpy().tobytes()
+                for indices, rows_NE in self._hidden_states
+                for index, row_E in zip(indices, rows_NE, strict=True)
+            },
             self._transfers.take(),
         )

@@ -313,7 +313,7 @@ class EngineCore:
             if not self._auditor.is_replay(sequence.request_id) and sequence.request_id not in self._aborted:
                 events.prompts.append(PromptLogprobs(sequence.request_id, sequence.start, entries))
         index_of: dict[RequestId, int] = {}
-        if result.logprobs:
+        if result.logprobs or result.hidden_states:
             index_of = {sequence.request_id: index for index, sequence in enumerate(plan.sequences)}
         for request_id, text in result.failures.items():
             if request_id in self._aborted:
@@ -336,6 +336,7 @@ class EngineCore:
                         request.stop_reason if is_last else None,
                         request.account if place == 0 and len(output_ids) == num_new else None,
                         _drafts_of(request) if is_last else None,
+                        result.hidden_states.get(index_of[request.request_id]) if index_of and place == 0 else None,
                     )
                 )
 

@@ -91,6 +91,8 @@ class TokenEvent(NamedTuple):
     """The cache lookup's account; with the first token only."""
     speculation: SpeculationStats | None = None
     """The sequence's drafts; with the last token only, if there were any."""
+    hidden_state: bytes | None = None
+    """The final hidden state before the token, float32 of the machine; with the first token only, if asked for."""
 
 
 class HandedOver(NamedTuple):

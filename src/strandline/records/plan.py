@@ -201,5 +201,7 @@ class StepResult:
     """By index: the last tokens that belong to a stop string which the text leaves out, or may turn out to."""
     is_bound: Mapping[int, bool] = field(default_factory=dict)
     """By index, of sequences with a budget of reasoning: whether the host has to choose one of the next tokens."""
+    hidden_states: Mapping[int, bytes] = field(default_factory=dict)
+    """Final hidden states of prompts' last tokens by index, where asked for: float32 of the machine."""
     completions: tuple[Completion, ...] = ()
     """Transfers that have ended since the last result, in any order."""

@@ -171,6 +171,8 @@ class SamplingParams:
     """Requests of lower values are scheduled first; other values than 0 need ``scheduling_policy="priority"``."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of each section of reasoning; None or -1: no maximum."""
+    returns_hidden_state: bool = False
+    """Return the final hidden state of the prompt's last token, for embeddings."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:

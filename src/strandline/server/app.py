@@ -30,6 +30,7 @@ from strandline.server.labels.scoring_api import (
 from strandline.server.labels.systemone_api import SystemOneBody, decide_state
 from strandline.server.messages.api import CountBody, MessagesBody, count_tokens, create_message
 from strandline.server.operation import add_operation
+from strandline.server.pooling.api import EmbeddingsBody, PoolingBody, embed, pool
 from strandline.server.requests.adapters import add_adapters
 from strandline.server.requests.request_bodies import (
     ChatBody,
@@ -119,6 +120,14 @@ def _add_label_reads(app: FastAPI, service: Service) -> None:
     @app.post("/generative_scoring")
     async def generative_scoring(body: GenerativeBody, request: Request) -> Response:
         return await while_connected(request, score_generatively(service, body, request))
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
+        return await while_connected(request, embed(service, body, request))
+
+    @app.post("/pooling")
+    async def pooling(body: PoolingBody, request: Request) -> Response:
+        return await while_connected(request, pool(service, body, request))
 
     @app.post("/score")
     @app.post("/v1/score")

@@ -72,6 +72,8 @@ class OutputStream:
         """
         if event.account is not None:
             self.request.note_account(self, event.account)
+        if event.hidden_state is not None:
+            self.request.hidden_state = event.hidden_state
         if event.speculation is not None:
             self.speculation = event.speculation
         if event.finish_reason is FinishReason.ERROR:
@@ -162,6 +164,8 @@ class RequestStream:
         self.times = RequestTimes(arrival_s)
         self.account: Account | None = None
         """Account of the first output's lookup; the others share its prompt."""
+        self.hidden_state: bytes | None = None
+        """Final hidden state of the prompt's last token, float32 of the machine; None: not requested."""
         self.handed_over: dict[str, Any] | None = None
         """Parameters for another engine to continue the request (``kv_transfer_params``); None: not requested or
         held."""

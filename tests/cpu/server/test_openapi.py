@@ -12,7 +12,7 @@ from schemathesis.checks import content_type_conformance, not_a_server_error, re
 
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
-PATHS = 23
+PATHS = 26
 """Fewer would mean that paths are missing from the document."""
 
 

@@ -201,20 +201,7 @@ class SamplingBody(SamplingFields):
         Raises:
             RequestError: a value is out of range.
         """
-        limit, side = self.truncate_prompt_tokens, self.truncation_side or "left"
-        if side not in ("left", "right"):
-            raise RequestError(f"truncation_side must be left or right, got {side!r:.100}", param="truncation_side")
-        if limit is None:
-            return None
-        if limit == -1:
-            limit = max_model_len - 1  # at least one token of output needs room
-        if not 1 <= limit <= max_model_len:
-            raise RequestError(
-                f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, the maximum context length, got "
-                f"{limit}",
-                param="truncate_prompt_tokens",
-            )
-        return Truncation(limit, from_left=side == "left")
+        return truncation_of(self.truncate_prompt_tokens, self.truncation_side, max_model_len)
 
     def wants_usage(self) -> bool:
         """Return whether a stream ends with the usage."""
@@ -312,6 +299,32 @@ def check_extra(
             raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
         if name not in not_served and name not in without_effect:
             warn_once("request field %s is unknown and ignored", name)
+
+
+def truncation_of(limit: int | None, side: str | None, max_model_len: int) -> Truncation | None:
+    """Return how a prompt is truncated; None: not at all.
+
+    Args:
+        limit: most tokens; -1: as many as the context allows.
+        side: ``left`` or ``right``, where tokens are dropped; None: left.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    side = side or "left"
+    if side not in ("left", "right"):
+        raise RequestError(f"truncation_side must be left or right, got {side!r:.100}", param="truncation_side")
+    if limit is None:
+        return None
+    if limit == -1:
+        limit = max_model_len - 1  # at least one token of output needs room
+    if not 1 <= limit <= max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, the maximum context length, got "
+            f"{limit}",
+            param="truncate_prompt_tokens",
+        )
+    return Truncation(limit, from_left=side == "left")
 
 
 def check_unicode(fields: Mapping[str, Any]) -> None:
