@@ -18,6 +18,9 @@ DIVIDED_PROMPT_ROWS: Final = (6144, 8192)
 DECODES_BESIDE_MANY: Final = (16,)
 """And as many as there may be: among thousands of rows, padding costs little."""
 
+VERIFIED_DEPTHS: Final = (1, 2, 4, 8)
+"""Drafts per sequence in steps that verify some, and as many as there may be."""
+
 MAX_CAPTURED_PREFIX: Final = 32768
 """Tokens before a prefill. Many rows after more are launched: kernels for prefixes need to know lengths."""
 
@@ -47,7 +50,7 @@ def verification_sizes(sizes: Sequence[StepSize], draft_tokens: int) -> list[Ste
     Args:
         sizes: of steps without drafts. Steps of prompts alone need no others.
     """
-    depths = sorted({1, min(2, draft_tokens), draft_tokens})
+    depths = [*(depth for depth in VERIFIED_DEPTHS if depth < draft_tokens), draft_tokens]
     decodes = [replace(size, draft_tokens=depth) for size in sizes if not size.num_prompt_rows for depth in depths]
     mixed = [replace(size, draft_tokens=draft_tokens) for size in sizes if size.num_prompt_rows and size.num_decodes]
     return [replace(size, log_tokens=draft_tokens) for size in (*decodes, *mixed)]

@@ -38,7 +38,7 @@ from strandline.models.layers.shard import Shard
 from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.weights import LoadedModel, load_model, published_dtype
 from strandline.picture_config import PREPROCESSOR_CONFIG, read_picture_config
-from strandline.text.model_files import find_model
+from strandline.text.model_files import find_drafter, find_model
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.engine")
@@ -191,7 +191,7 @@ def choose_drafter(config: EngineConfig) -> DrafterConfig | None:
     speculation = config.speculation
     if speculation is None or speculation.model is None:
         return None
-    drafter = read_drafter_config(find_model(speculation.model), speculation.method)
+    drafter = read_drafter_config(find_drafter(speculation.model), speculation.method)
     if isinstance(drafter, BlockDrafterConfig) and speculation.num_speculative_tokens >= drafter.block_tokens:
         raise ConfigError(
             f"--speculative-config: num_speculative_tokens is {speculation.num_speculative_tokens}; the drafter makes "

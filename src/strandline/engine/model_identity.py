@@ -5,7 +5,7 @@ from pathlib import Path
 from strandline.config import EngineConfig
 from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.storage.weights_files import fingerprint
-from strandline.text.model_files import find_model
+from strandline.text.model_files import find_drafter, find_model
 
 
 def disk_cache_weights(config: EngineConfig) -> str:
@@ -25,5 +25,5 @@ def weights_digest(config: EngineConfig) -> str:
     if config.merged_lora is not None:
         digests.append(read_adapter(Path(config.merged_lora.path)).digest)
     if config.speculation is not None and config.speculation.model is not None:
-        digests.append(fingerprint(find_model(config.speculation.model)))
+        digests.append(fingerprint(find_drafter(config.speculation.model)))
     return " ".join(digests)

@@ -50,6 +50,15 @@ def find_model(name: str) -> Path:
     return _fetch(name, (*TOKENIZER_FILES, "*.safetensors"), "model")
 
 
+def find_drafter(name: str) -> Path:
+    """Return the directory of a drafter: the demo model's, local, or downloaded from the hub.
+
+    Raises:
+        ConfigError: there is no such drafter.
+    """
+    return DEMO_DIRECTORY / "dflash" if name == DEMO_MODEL else find_model(name)
+
+
 def find_tokenizer(name: str) -> Path:
     """Return the directory of a tokenizer: local, or downloaded from the hub.
 

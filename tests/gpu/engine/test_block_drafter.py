@@ -1,4 +1,4 @@
-"""A drafter of blocks on a GPU, in CUDA graphs and without: the CPU's tests."""
+"""Drafters with their own files on a GPU, in CUDA graphs and without: the CPU's tests."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from strandline import LLM
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_block_drafter import MIXED, NUM_DRAFTS, SYNTHETIC, check_drafts, note_drafts
 from tests.cpu.engine.test_exactness import answers, tokens
-from tests.cpu.engine.tiny_drafter import Reference, load_oracle, save_drafter
+from tests.cpu.engine.tiny_drafter import EagleReference, Reference, load_oracle, save_drafter, save_eagle
 
 PROMPTS = [tokens(count, seed=count) for count in (5, 63, 64, 65, 100, 300)]
 
@@ -17,6 +17,11 @@ PROMPTS = [tokens(count, seed=count) for count in (5, 63, 64, 65, 100, 300)]
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_drafter(tmp_path_factory.mktemp("drafter"))
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_eagle(tmp_path_factory.mktemp("eagle"))
 
 
 def drafting(make_llm: MakeLLM, drafter: Path, config: dict[str, Any], **options: Any) -> LLM:
@@ -34,6 +39,22 @@ def test_drafts_are_those_of_the_reference(
     reference = Reference(load_oracle(model_dir), drafter)
     for _ in range(2):
         # The second time, prompts are hit whole.
+        drafted = note_drafts(llm)
+        found = answers(llm, PROMPTS, params)
+        check_drafts(reference, drafted)
+        if not config:
+            assert found == answers(make_llm(memory="64MiB", max_model_len=512), PROMPTS, params)
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("config", [{}, SYNTHETIC], ids=["standard", "synthetic"])
+def test_drafts_of_eagle_are_those_of_the_reference(
+    make_llm: MakeLLM, model_dir: Path, eagle: Path, config: dict[str, Any], is_eager: bool
+) -> None:
+    llm = drafting(make_llm, eagle, {"method": "eagle3", **config}, enforce_eager=is_eager)
+    params = [MIXED[index % len(MIXED)] for index in range(len(PROMPTS))]
+    reference = EagleReference(load_oracle(model_dir), eagle)
+    for _ in range(2):
         drafted = note_drafts(llm)
         found = answers(llm, PROMPTS, params)
         check_drafts(reference, drafted)
