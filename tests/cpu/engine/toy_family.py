@@ -350,9 +350,9 @@ Layer = ThreeStreams | RecurrentWithWindows | StreamAndWindow | Feedforward
 class ToyModel:
     """A ``LanguageModel`` of all kinds of layers, some of them twice."""
 
-    vocab_size, max_position = VOCAB_SIZE, 4096
+    vocab_size, max_position, embedding_size = VOCAB_SIZE, 4096, HIDDEN_SIZE
     operations = ()
-    adapters = tower = None
+    adapters = drafter = tower = None
 
     def __init__(self, *, keeps_logs: bool, seed: int = 0) -> None:
         random = Random(seed)
