@@ -24,6 +24,10 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "mtp 1": {"method": "mtp", "num_speculative_tokens": 1, "adaptive": False},
     "mtp 2": {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False},
     "mtp adaptive": {"method": "mtp", "num_speculative_tokens": 3},
+    "dflash 3": {"method": "dflash", "model": "demo", "num_speculative_tokens": 3, "adaptive": False},
+    "dflash 7": {"method": "dflash", "model": "demo", "num_speculative_tokens": 7, "adaptive": False},
+    "dflash adaptive": {"method": "dflash", "model": "demo", "num_speculative_tokens": 7},
+    "suffix 8": {"method": "suffix", "num_speculative_tokens": 8},
     "ngram 3": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "ngram 6": {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
 }
@@ -54,25 +58,27 @@ def main() -> None:
     seconds: dict[tuple[str, str], list[float]] = {}
     answers: dict[str, Answers] = {}
     accepted: dict[tuple[str, str], float] = {}
+    steps: dict[tuple[str, str], int] = {}
     for repeat in range(1 + options.repeats):
         for name, llm in engines.items():
             answers[name] = {}
             for kind in prompts:
                 before = llm.engine.core.stats().speculation
-                taken_s, answers[name][kind] = decode(llm, prompts[kind], kind)
+                taken_s, steps[name, kind], answers[name][kind] = decode(llm, prompts[kind], kind)
                 after = llm.engine.core.stats().speculation
                 num_drafted = after.num_draft_tokens - before.num_draft_tokens
                 num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
                 accepted[name, kind] = num_accepted / num_drafted if num_drafted else 0.0
                 if repeat:
                     seconds.setdefault((name, kind), []).append(taken_s)
-    print("| | " + " | ".join(f"{kind}, tokens/s (accepted)" for kind in prompts) + " | tokens as plain |")
+    print("| | " + " | ".join(f"{kind}, tokens/s (per step, accepted)" for kind in prompts) + " | tokens as plain |")
     print("| --- |" + " --- |" * (len(prompts) + 1))
     for name in engines:
         cells = []
         for kind in prompts:
             num_tokens = sum(len(answer) - 1 for answer in answers[name][kind])
-            cells.append(f"{num_tokens / median(seconds[name, kind]):.0f} ({accepted[name, kind]:.0%})")
+            per_step = num_tokens / steps[name, kind]
+            cells.append(f"{num_tokens / median(seconds[name, kind]):.0f} ({per_step:.2f}, {accepted[name, kind]:.0%})")
         print(f"| {name} | {' | '.join(cells)} | {'yes' if answers[name] == answers['plain'] else 'no'} |")
 
 
@@ -88,10 +94,10 @@ def prompts_of(llm: LLM, per_kind: int) -> Prompts:
     return prompts
 
 
-def decode(llm: LLM, prompts: list[list[int]], kind: str) -> tuple[float, list[list[int]]]:
-    """Return the seconds from the first token of each answer to its last, in all, and the answers."""
+def decode(llm: LLM, prompts: list[list[int]], kind: str) -> tuple[float, int, list[list[int]]]:
+    """Return the seconds and steps from the first token of each answer to its last, in all, and the answers."""
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=kind == "copy")
-    taken_s, answers = 0.0, []
+    taken_s, num_steps, answers = 0.0, 0, []
     for index, prompt in enumerate(prompts):
         name = f"{kind}{index}"
         llm.engine.add_request(name, prompt, params)
@@ -99,10 +105,11 @@ def decode(llm: LLM, prompts: list[list[int]], kind: str) -> tuple[float, list[l
         start_s = time.perf_counter()
         tokens: list[int] = []
         while llm.engine.has_unfinished:
+            num_steps += 1
             tokens = next((list(x.outputs[0].token_ids) for x in llm.engine.step() if x.finished), tokens)
         taken_s += time.perf_counter() - start_s
         answers.append(tokens)
-    return taken_s, answers
+    return taken_s, num_steps, answers
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def replay_eagerly(
         runner._pending,
         runner._drafter,
         runner.adapters,
-        runner._kernels,
+        runner.kernels,
         sizes=sizes,
         max_model_len=max_model_len,
     )

@@ -30,7 +30,7 @@ def main() -> int:
 
     def starved_launch(runner: Runner, plan: StepPlan) -> Any:
         if plan.num_tokens >= FATAL_TOKENS:
-            starve(runner._kernels.ranks.rank)
+            starve(runner.kernels.ranks.rank)
         return launch(runner, plan)
 
     def starved_load(*arguments: Any, **options: Any) -> Any:

@@ -264,3 +264,18 @@ def test_unknown_tensors_are_refused(make: MakeLLM, drafter: Path, tmp_path: Pat
     save_file({**tensors, name: torch.ones(2, 2, 32)}, tmp_path / "other/model.safetensors")
     with pytest.raises(WeightsError, match=rf"{name} not known to this drafter"):
         make({"model": str(tmp_path / "other")})
+
+
+def test_the_demo_models_drafter_is_often_right() -> None:
+    config = {"method": "dflash", "model": "demo", "num_speculative_tokens": 7, "adaptive": False}
+    settings = {"memory": "64MiB", "dtype": "float32", "device": "cpu"}
+    questions = ["What is speculative decoding?", "Tell me about yourself.", "What is a prefix cache?"]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    plain, llm = LLM("demo", **settings), LLM("demo", speculative_config=config, **settings)
+    expected, found = (
+        [x.outputs[0].text for x in each.chat(messages, params, use_tqdm=False)] for each in (plain, llm)
+    )
+    assert found == expected
+    stats = llm.engine.core.stats().speculation
+    assert stats.num_accepted_tokens > 2 * stats.num_drafts

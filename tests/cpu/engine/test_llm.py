@@ -399,7 +399,7 @@ def test_deterministic_and_ordinary_engines_coexist(make_llm: MakeLLM) -> None:
     ordinary, invariant = make_llm(), make_llm(deterministic=True)
     for llm in (ordinary, invariant, ordinary):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
-    workloads = [llm.engine.core.executor.runner._kernels.workload for llm in (ordinary, invariant)]
+    workloads = [llm.engine.core.executor.runner.kernels.workload for llm in (ordinary, invariant)]
     assert [workload.is_deterministic for workload in workloads] == [False, True]
 
 

@@ -16,6 +16,7 @@ NGRAM = {
     "prompt_lookup_min": 1,
 }
 MTP = {"method": "mtp", "adaptive": False, "num_speculative_tokens": 3}
+DFLASH = {"method": "dflash", "model": "demo", "adaptive": False, "num_speculative_tokens": 7}
 SUFFIX = {"method": "suffix", "adaptive": False, "num_speculative_tokens": 6}
 NUM_ENTRIES = 2
 SCHEMA = {
@@ -43,7 +44,7 @@ def plain() -> LLM:
     return load(None)
 
 
-@pytest.fixture(scope="module", params=[NGRAM, MTP, SUFFIX], ids=["ngram", "mtp", "suffix"])
+@pytest.fixture(scope="module", params=[NGRAM, MTP, DFLASH, SUFFIX], ids=["ngram", "mtp", "dflash", "suffix"])
 def speculating(request: pytest.FixtureRequest) -> LLM:
     return load(request.param)
 
