@@ -215,7 +215,7 @@ def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:
 def build_host_batch(
     sequences: Sequence[SequencePlan],
     num_decodes: int,
-    pending_places: tuple[np.ndarray, np.ndarray] | None = None,
+    pending_rows: tuple[np.ndarray, np.ndarray] | None = None,
     draft_tokens: int = 0,
 ) -> HostBatch:
     """Collect the step's indices.
@@ -223,7 +223,7 @@ def build_host_batch(
     Args:
         sequences: decodes first, then prefills; each computes one token or more.
         num_decodes: how many of them are decodes.
-        pending_places: as ``PendingTokens.locate`` returns them; None: no token is pending.
+        pending_rows: as ``PendingTokens.locate`` returns them; None: no token is pending.
         draft_tokens: that a log has room for.
     """
     columns_FN = np.zeros((len(SequenceColumns._fields), len(sequences)), dtype=np.int64)
@@ -233,8 +233,8 @@ def build_host_batch(
     np.cumsum(columns.end - columns.start, out=query_starts[1:])
     add_earlier_pictures(sequences, columns.rotary_delta)
     columns.last_row[:] = query_starts[1:] - 1
-    if pending_places is not None:
-        columns.source_row[:], columns.stop_set[:] = pending_places
+    if pending_rows is not None:
+        columns.source_row[:], columns.stop_set[:] = pending_rows
     if query_starts[-1] == len(sequences):
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:

@@ -105,7 +105,7 @@ def padded_blocks(
     starts_N2 = pad(ends_N, (1, 1))
     starts_N2[-1] = num_rows
     none_N1 = torch.zeros_like(start_N1)
-    places = kernels[locate_rows](starts_N2, start_N1, end_N1, none_N1, none_N1, table_NM, num_rows)
+    addresses = kernels[locate_rows](starts_N2, start_N1, end_N1, none_N1, none_N1, table_NM, num_rows)
     row_T = torch.arange(num_rows, device=newest_N.device)
     sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
     is_newest_T = row_T == starts_N2[sequence_T]
@@ -116,15 +116,15 @@ def padded_blocks(
         query_starts_N1=starts_N2,
         context_lens_N=end_N1,
         block_table_NM=table_NM,
-        write_blocks_T=places.write_blocks_T,
-        write_offsets_T=places.write_offsets_T,
+        write_blocks_T=addresses.write_blocks_T,
+        write_offsets_T=addresses.write_offsets_T,
         most_rows=1 + num_drafts,
         is_padded=False,
         gathers={},
         parts=(),
     )
     tokens_T = torch.where(is_newest_T, pad(newest_N.clamp_min(0), (0, 1))[sequence_T], mask_token_id)
-    return StepBatch(tokens_T, places.positions_T, 0, 0, attention, verified.batch.recurrent)
+    return StepBatch(tokens_T, addresses.positions_T, 0, 0, attention, verified.batch.recurrent)
 
 
 def _block_plan(sequence: SequencePlan, sampled: Sequence[int], mask_token_id: int) -> SequencePlan:

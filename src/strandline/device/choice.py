@@ -52,11 +52,11 @@ class Candidates(NamedTuple):
 
     def take(self, taken: list[int], token: int) -> bool:
         """Append a chosen token; return whether it is a draft after which another can be chosen."""
-        place = len(taken)
-        verdict = self.verdicts[place] if self.verdicts else Verdict.COMPARE
+        index = len(taken)
+        verdict = self.verdicts[index] if self.verdicts else Verdict.COMPARE
         if verdict is Verdict.ACCEPT:
-            token = self.draft_ids[place]
-        agrees = verdict is not Verdict.REJECT and place < len(self.draft_ids) and self.draft_ids[place] == token
+            token = self.draft_ids[index]
+        agrees = verdict is not Verdict.REJECT and index < len(self.draft_ids) and self.draft_ids[index] == token
         taken.append(token)
         if token == NO_TOKEN:
             return False
@@ -188,21 +188,21 @@ def draw_verdicts(state: SamplingState, num_drafts: int, rates: Sequence[float] 
     """Draw which drafts of a step are accepted whatever is chosen, for benchmarks.
 
     Args:
-        rates: by place, how often drafts are accepted; None: those that agree are.
+        rates: by index in a step, how often drafts are accepted; None: those that agree are.
     """
     if rates is None:
         return ()
     state.num_verified += 1
     verdicts = [
-        Verdict.ACCEPT if _is_accepted_at(state, place, rates) else Verdict.REJECT for place in range(num_drafts)
+        Verdict.ACCEPT if _is_accepted_at(state, index, rates) else Verdict.REJECT for index in range(num_drafts)
     ]
     return (*verdicts, Verdict.COMPARE)
 
 
-def _is_accepted_at(state: SamplingState, place: int, rates: Sequence[float]) -> bool:
-    """Draw whether a draft after accepted ones is accepted, given how often drafts at each place are in all."""
-    before = rates[place - 1] if place else 1.0
-    return draw(state.new.seed, state.num_verified * MAX_DRAFT_TOKENS + place) * before < rates[place]
+def _is_accepted_at(state: SamplingState, index: int, rates: Sequence[float]) -> bool:
+    """Draw whether a draft after accepted ones is accepted, given how often drafts at each index are in all."""
+    before = rates[index - 1] if index else 1.0
+    return draw(state.new.seed, state.num_verified * MAX_DRAFT_TOKENS + index) * before < rates[index]
 
 
 def draw(seed: int, index: int) -> float:

@@ -228,15 +228,15 @@ class DraftLayer:
         while pairs:
             ordered = sorted(pairs, key=lambda pair: not pair.plan.is_decode)
             hidden_TE, last_rows = self._run(ordered, hidden_XE)
-            wanted = [place for place, pair in enumerate(ordered) if pair.num_drafts]
+            wanted = [index for index, pair in enumerate(ordered) if pair.num_drafts]
             if not wanted:
                 break
-            (rows_N,) = upload_together([[last_rows[place] for place in wanted]], hidden_TE.device)
+            (rows_N,) = upload_together([[last_rows[index] for index in wanted]], hidden_TE.device)
             hidden_XE = hidden_TE[rows_N]
             tokens = likeliest(self._model.draft_logits(hidden_XE), self._kernels).tolist()
             pairs = []
-            for row, (place, token) in enumerate(zip(wanted, tokens, strict=True)):
-                pair = ordered[place]
+            for row, (index, token) in enumerate(zip(wanted, tokens, strict=True)):
+                pair = ordered[index]
                 if token == NO_TOKEN:
                     continue
                 drafts.setdefault(pair.index, []).append(token)
@@ -264,9 +264,9 @@ class DraftLayer:
         pairs = replace(batch, token_ids_T=accepted.next_tokens_T)
         hidden_NE = self._model.draft(pairs, hidden_TE, self._memory, accepted.last_row_N)
         drafts = list[Tensor]()
-        for place in range(num_drafts):
+        for index in range(num_drafts):
             if drafts:
-                single = single_rows(batch, accepted, place - 1, starts_N1, drafts[-1].clamp_min(0))
+                single = single_rows(batch, accepted, index - 1, starts_N1, drafts[-1].clamp_min(0))
                 hidden_NE = self._model.draft(single, hidden_NE, self._memory)
             drafts.append(likeliest(self._model.draft_logits(hidden_NE), self._kernels))
         return torch.stack(drafts, dim=1)

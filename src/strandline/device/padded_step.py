@@ -161,20 +161,20 @@ class PaddedStep:
             "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
             "adapter_slots": num_tiles,
         }
-        self._places = dict[str, slice]()
+        self._slices = dict[str, slice]()
         start = 0
         for name, length in lengths.items():
-            self._places[name] = slice(start, start + length)
+            self._slices[name] = slice(start, start + length)
             start += -(-length // ALIGN_ITEMS) * ALIGN_ITEMS
         self.num_integers = start
 
     def named(self, buffer_I: Tensor) -> dict[str, Tensor]:
         """Return the parts of a buffer."""
-        return {name: buffer_I[place] for name, place in self._places.items()}
+        return {name: buffer_I[part] for name, part in self._slices.items()}
 
     def columns(self, buffer_I: Tensor) -> SequenceColumns[Tensor]:
         """Return the parts of a buffer that hold an integer of every sequence."""
-        return SequenceColumns(*(buffer_I[self._places[name]] for name in SequenceColumns._fields))
+        return SequenceColumns(*(buffer_I[self._slices[name]] for name in SequenceColumns._fields))
 
     def planned(self, buffer_I: Tensor) -> PlannedVerification:
         """Return what tables are made of, in a step with drafts: of decodes, and the rows of their filler."""
@@ -290,7 +290,7 @@ class PaddedStep:
     def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
         """Write a step that there is room for into a buffer of zeros."""
         size, num_decodes, num_rows = self.size, host.num_decodes, host.num_decode_rows
-        named = {name: buffer_I[place] for name, place in self._places.items()}
+        named = {name: buffer_I[part] for name, part in self._slices.items()}
         named["token_ids"][:num_rows] = host.token_ids_T[:num_rows]
         for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
             named[name][:num_decodes] = column[:num_decodes]
@@ -387,19 +387,19 @@ def _part(whole: AttentionBatch, sequences: slice, rows: slice, most_rows: int |
 
 
 def single_rows(
-    batch: StepBatch, accepted: AcceptedDrafts, place: int, starts_N1: Tensor, token_N: Tensor
+    batch: StepBatch, accepted: AcceptedDrafts, index: int, starts_N1: Tensor, token_N: Tensor
 ) -> StepBatch:
     """Return a step of one token of each sequence of another step but the filler, for layers without states.
 
     Args:
-        place: of the tokens among the drafts; the first is 0.
+        index: of the tokens among the drafts; the first is 0.
         starts_N1: the integers from 0 to the number of sequences.
     """
     num_sequences = len(token_N)
     attention = batch.attention
     return StepBatch(
         token_N,
-        accepted.rotary_FN[place],
+        accepted.rotary_FN[index],
         num_sequences,
         num_sequences,
         replace(
@@ -407,10 +407,10 @@ def single_rows(
             query_starts=tuple(range(num_sequences + 1)),
             context_lens=attention.context_lens[:num_sequences],
             query_starts_N1=starts_N1,
-            context_lens_N=accepted.context_lens_FN[place],
+            context_lens_N=accepted.context_lens_FN[index],
             block_table_NM=attention.block_table_NM[:num_sequences],
-            write_blocks_T=accepted.write_blocks_FN[place],
-            write_offsets_T=accepted.write_offsets_FN[place],
+            write_blocks_T=accepted.write_blocks_FN[index],
+            write_offsets_T=accepted.write_offsets_FN[index],
             most_rows=None,
             is_padded=False,
             parts=(),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ALIGN_ITEMS = 16
-"""Arrays that are uploaded together start on multiples of this, so that no alignment needs a kernel of its own."""
+"""Arrays that are uploaded together start on multiples of this, so that no kernel is compiled for another alignment."""
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What surrounds the model in a step: places of rows, tokens that are still on the device, final hidden states.
+"""What surrounds the model in a step: addresses of rows, tokens that are still on the device, final hidden states.
 
 Invariant: the null slot's hidden state is never written.
 
@@ -16,8 +16,8 @@ from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_SLOT, PendingToken
 from strandline.kernels.operation import operation, triton
 
 
-class RowPlaces(NamedTuple):
-    """Where the step's rows stand, int64 each."""
+class RowAddresses(NamedTuple):
+    """Where the rows of a step are in their sequences and in blocks, int64 each."""
 
     positions_T: Tensor
     write_blocks_T: Tensor
@@ -38,8 +38,8 @@ def locate_rows(
     num_rows: int,
     *,
     are_single: bool = False,
-) -> RowPlaces:
-    """Return the place of every row. A sequence's rows have the positions from ``start`` on.
+) -> RowAddresses:
+    """Return the address of every row. A sequence's rows have the positions from ``start`` on.
 
     No block takes rows before ``kv_start``, which shared blocks hold already, or from ``end`` on, which pad the step.
 
@@ -57,7 +57,7 @@ def locate_rows(
     index_T = (positions_T // BLOCK_TOKENS).clamp_(max=block_table_NM.shape[1] - 1)
     write_blocks_T = block_table_NM[sequence_T, index_T].mul_(is_written_T).long()
     rotary_T = positions_T + rotary_delta_N[sequence_T]
-    return RowPlaces(positions_T, write_blocks_T, positions_T % BLOCK_TOKENS, rotary_T)
+    return RowAddresses(positions_T, write_blocks_T, positions_T % BLOCK_TOKENS, rotary_T)
 
 
 @operation(triton("step_triton"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS, PendingToken
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv
-from strandline.kernels.step import RowPlaces
+from strandline.kernels.step import RowAddresses
 
 BLOCK_SEQUENCES = 128
 BLOCK_ROWS = 64
@@ -86,9 +86,9 @@ def locate_rows(
     num_rows: int,
     *,
     are_single: bool = False,
-) -> RowPlaces:
+) -> RowAddresses:
     """As ``step.locate_rows``; the columns are contiguous."""
-    places = [torch.empty(num_rows, dtype=torch.int64, device=start_N.device) for _ in RowPlaces._fields]
+    addresses = [torch.empty(num_rows, dtype=torch.int64, device=start_N.device) for _ in RowAddresses._fields]
     _locate_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
         query_starts_N1,
         start_N,
@@ -96,7 +96,7 @@ def locate_rows(
         kv_start_N,
         rotary_delta_N,
         block_table_NM,
-        *places,
+        *addresses,
         num_rows,
         start_N.shape[0],
         block_table_NM.stride(0),
@@ -107,7 +107,7 @@ def locate_rows(
         num_warps=4,
         **overlap_options(start_N),
     )
-    return RowPlaces(*places)
+    return RowAddresses(*addresses)
 
 
 # Numbers of sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.

@@ -10,7 +10,7 @@ import torch
 
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken
 from strandline.kernels import step
-from strandline.kernels.step import RowPlaces
+from strandline.kernels.step import RowAddresses
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -60,7 +60,7 @@ def test_sequence_without_a_sampled_token_keeps_its_state(resolve_pending: Calla
 @pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
 @pytest.mark.parametrize("num_sequences", [1, 4, 300])
 def test_rows_follow_from_a_base_and_a_count_per_sequence(
-    locate_rows: Callable[..., RowPlaces], num_sequences: int
+    locate_rows: Callable[..., RowAddresses], num_sequences: int
 ) -> None:
     rng = random.Random(num_sequences)
     starts = [rng.randrange(200) for _ in range(num_sequences)]
@@ -97,7 +97,7 @@ def test_final_hidden_states_reach_slots_except_null_slot(
 
 
 @pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
-def test_single_rows_need_no_search(locate_rows: Callable[..., RowPlaces]) -> None:
+def test_single_rows_need_no_search(locate_rows: Callable[..., RowAddresses]) -> None:
     starts, kv_starts, ends = [3, 64, 0, 130], [0, 65, 0, 0], [4, 65, 0, 131]
     columns = [torch.tensor(column) for column in (starts, ends, kv_starts, [0, -9, 0, -130])]
     table_NM = torch.randint(1, 10**6, (4, 6), dtype=torch.int32)
