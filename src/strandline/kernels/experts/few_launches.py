@@ -3,6 +3,7 @@
 Measured by ``benchmarks/kernels``, ``experts --sweep``.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
@@ -63,6 +64,11 @@ Those of FP4 were measured with another layout of codes (benchmarks/results/2026
 FEW_INPUTS: Final = 8 * 512
 """Inputs of an output of the second product, those of all choices of a token, for which ``FEW`` is measured."""
 
+WIDE_FACTOR: Final = 4
+WIDE: Final[Mapping[type, Launch]] = {ScaledWeight: rows_launch(8, ALL, 8)}
+"""The second product of more inputs, measured for ``WIDE_FACTOR`` times as many: every program quantises all of them,
+so that fewer outputs for each would cost more than the registers that they take."""
+
 
 def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Pair | None:
     """Return the launches; None: this way is no faster."""
@@ -71,7 +77,7 @@ def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: 
     sizes = (top_k, experts.down.shape[2], shared_size)
     if not isinstance(experts.down, DenseWeight):
         up, down = FEW[type(experts.down)][num_tokens > 1]
-        return up, _with_registers(down, _inputs_down(*sizes))
+        return up, _with_registers(down, _inputs_down(*sizes), WIDE.get(type(experts.down)))
     return choose_dense(num_tokens, *sizes, is_gated=is_gated, is_divided=experts.held is not None)
 
 
@@ -80,9 +86,11 @@ def _inputs_down(top_k: int, size: int, shared_size: int) -> int:
     return max(next_power_of_2(top_k) * next_power_of_2(size), next_power_of_2(max(1, shared_size)))
 
 
-def _with_registers(down: Launch, num_inputs: int) -> Launch:
-    """Return a launch of fewer outputs, and then of more warps: threads hold no more than with ``FEW_INPUTS``."""
+def _with_registers(down: Launch, num_inputs: int, wide: Launch | None) -> Launch:
+    """Return a launch of fewer outputs, and then of more warps: threads hold no more than where it was measured."""
     factor = max(1, num_inputs // FEW_INPUTS)
+    if factor > 1 and wide is not None:
+        down, factor = wide, max(1, factor // WIDE_FACTOR)
     warps = down.warps * max(1, factor // down.block_n)
     return down._replace(block_n=max(1, down.block_n // factor), warps=min(MAX_WARPS, warps))
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.kernels.experts.few_launches import FEW, FEW_INPUTS, MAX_WARPS, choose_few
+from strandline.kernels.experts.few_launches import FEW, FEW_INPUTS, MAX_WARPS, WIDE, WIDE_FACTOR, choose_few
 from strandline.kernels.experts.moe import RELU_SQUARED, ExpertWeights, SharedExpert
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
 from strandline.kernels.sizes import next_power_of_2
@@ -47,9 +47,10 @@ def test_threads_hold_no_more_than_measured(
     format_class: type, num_tokens: int, top_k: int, size: int, shared_size: int
 ) -> None:
     found, down = inputs_of_thread(format_class, num_tokens, top_k, size, shared_size)
-    measured = FEW[format_class][num_tokens > 1][1]
-    most = FEW_INPUTS * measured.block_n / measured.warps
-    assert found <= most or (down.block_n, down.warps) == (1, MAX_WARPS)
+    measured, most_inputs = FEW[format_class][num_tokens > 1][1], FEW_INPUTS
+    if found * down.warps / down.block_n > FEW_INPUTS and format_class in WIDE:
+        measured, most_inputs = WIDE[format_class], WIDE_FACTOR * FEW_INPUTS
+    assert found <= most_inputs * measured.block_n / measured.warps or (down.block_n, down.warps) == (1, MAX_WARPS)
     assert down.block_n <= measured.block_n
 
 
