@@ -90,6 +90,19 @@ def test_level_two_reads_the_last_weights_again(llm: LLM, models: tuple[str, str
     llm.update_weights_from_disk(models[0])
 
 
+def test_ranks_sleep_and_change_weights_together(models: tuple[str, str]) -> None:
+    options: dict[str, Any] = {"memory": "16MiB", "device": "cpu", "skip_tokenizer_init": True}
+    with LLM(models[1], **options) as other:
+        expected = answer(other)
+    with LLM(models[0], **options, tensor_parallel_size=2) as llm:
+        before = answer(llm)
+        llm.update_weights_from_disk(models[1])
+        assert answer(llm) == expected != before
+        llm.sleep(2)
+        llm.wake_up()
+        assert answer(llm)[0] == expected[0]
+
+
 def test_other_models_weights_are_refused(llm: LLM, tmp_path: Path) -> None:
     before, _ = answer(llm)
     other = save_tiny_model(tmp_path / "wide", hidden_size=48)

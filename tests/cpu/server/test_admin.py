@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import byte_tokenizer
@@ -165,6 +167,49 @@ def test_weights_change_while_a_request_runs(admin: ServerProcess, bytes_dir: Pa
     assert back.json()["success"]
     assert tokens(generate(admin, LONG)) == old
     assert admin.post("/update_weight_version", new_version="default").json()["success"]
+
+
+def test_grpo_through_the_server_raises_the_reward(admin: ServerProcess, bytes_dir: Path, tmp_path: Path) -> None:
+    """Train on what TRL's client for vLLM's server asks for, with weights that change on disk."""
+    model = AutoModelForCausalLM.from_pretrained(bytes_dir, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    prompt, rewards = PROMPT[:8], []
+    for step in range(5):
+        body = {
+            "model": "tiny",
+            "prompt": [prompt],
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "n": 32,
+            "repetition_penalty": 1.0,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "max_tokens": 12,
+            "logprobs": 0,
+            "seed": step,
+            "ignore_eos": True,
+        }
+        choices = admin.post("/v1/completions", **body).json()["choices"]
+        ids_NT = torch.tensor([choice["token_ids"] for choice in choices])
+        reward_N = (ids_NT < VOCAB_SIZE // 2).float().mean(dim=1)
+        rewards.append(float(reward_N.mean()))
+        whole_NT = torch.cat((torch.tensor([prompt] * len(choices)), ids_NT), dim=1)
+        logprobs_NTV = model(whole_NT, use_cache=False).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
+        logprobs_NT = logprobs_NTV.gather(-1, ids_NT.unsqueeze(-1)).squeeze(-1)
+        sampled_NT = torch.tensor([choice["logprobs"]["token_logprobs"] for choice in choices])
+        torch.testing.assert_close(sampled_NT, logprobs_NT.detach(), rtol=1e-3, atol=1e-3)  # of the same weights
+        advantage_N = (reward_N - reward_N.mean()) / (reward_N.std() + 1e-4)
+        loss = -((logprobs_NT - logprobs_NT.detach()).exp() * advantage_N.unsqueeze(-1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.save_pretrained(tmp_path / str(step))
+        update = admin.post("/update_weights_from_disk", model_path=str(tmp_path / str(step)))
+        assert update.json()["success"], update.text
+    assert rewards[-1] > rewards[0] + 0.1, rewards
+    assert admin.post("/update_weights_from_disk", model_path=str(bytes_dir)).json()["success"]
 
 
 @pytest.mark.parametrize(
