@@ -1,6 +1,6 @@
 """GEMMs of many rows by torch. Weights of codes of 4 bits are dequantised for it, part by part.
 
-Shape suffixes: as in ``linear.py``; T rows; in kernels N rows and K inputs of a weight, W words of a block.
+Shape suffixes: as in ``linear.py``; T rows; in kernels N rows and K inputs of a weight.
 """
 # mypy: ignore-errors
 
@@ -18,7 +18,6 @@ from strandline.kernels.rowwise.quantizing_triton import quantized
 from strandline.kernels.sizes import cdiv
 
 BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
-BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
 
 SCRATCH_CODES = 1 << 24
 """Weights that are dequantised at a time: 32 MiB in bfloat16 stay in the second-level cache."""
@@ -33,7 +32,7 @@ def _dequantize_kernel(
     out_ptr,
     N,
     K,
-    CODES: tl.constexpr,
+    DEQUANTIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -41,22 +40,13 @@ def _dequantize_kernel(
     """Write one block of inputs of some rows."""
     row_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
-    word_W = tl.arange(0, BLOCK_WORDS)
-    read_N = tl.minimum(row_N, N - 1)
-    words_NW = tl.load(weight[0] + (read_N * weight[1])[:, None] + (block * BLOCK_WORDS + word_W)[None, :])
-    PLANE_INPUTS: tl.constexpr = CODES.plane_inputs
-    PLANES: tl.constexpr = LAYOUT.group // PLANE_INPUTS
-    input_K = tl.arange(0, PLANE_INPUTS)
+    value_NK = DEQUANTIZE(weight, tl.minimum(row_N, N - 1), block, LAYOUT)
     # The product before may still read what was dequantised for it.
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    for group in tl.static_range(BLOCK_INPUTS // LAYOUT.group):
-        scaling = CODES.load_scaling(weight, read_N, block, group, LAYOUT)
-        for plane in tl.static_range(group * PLANES, (group + 1) * PLANES):
-            col_K = block * BLOCK_INPUTS + plane * PLANE_INPUTS + input_K
-            value_NK = CODES.dequantize_plane(words_NW, scaling, plane)
-            mask_NK = (row_N < N)[:, None] & (col_K < K)[None, :]
-            tl.store(out_ptr + (row_N * K)[:, None] + col_K[None, :], value_NK.to(out_ptr.dtype.element_ty), mask_NK)
+    col_K = block * BLOCK_INPUTS + tl.arange(0, BLOCK_INPUTS)
+    out_NK_ptr = out_ptr + (row_N * K)[:, None] + col_K[None, :]
+    tl.store(out_NK_ptr, value_NK.to(out_ptr.dtype.element_ty), mask=(row_N < N)[:, None] & (col_K < K)[None, :])
 
 
 def multiply_in_library(
@@ -99,7 +89,7 @@ def dequantize_into(out_OI: Tensor, weight: CodedWeight) -> None:
         out_OI,
         len(out_OI),
         weight.num_inputs,
-        CODES=taken.format.codes,
+        DEQUANTIZE=taken.format.dequantize,
         LAYOUT=taken.layout,
         BLOCK_N=DEQUANTIZED_ROWS,
         num_warps=4,

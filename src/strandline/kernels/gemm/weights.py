@@ -154,18 +154,36 @@ def unpack_code_pairs(words: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=-3).flatten(-5)
 
 
+CODE_BITS: Final = ((6, 7, 8, 15), (10, 11, 12, 19), (0, 1, 2, 9), (4, 5, 14, 13))
+"""Bits of a word of an ``Fp4Weight`` that hold the codes of its inputs 0, 2, 4 and 6, the lowest bit of a code first.
+Those of the next input are 16 further, modulo 32.
+
+Two numbers in bfloat16 have the bits of two codes at 6 to 8 and 15 of both halves. A mask gives the first two codes, a
+rotation or shift and a mask the next four, two of each the last two.
+"""
+
+
 def pack_codes(codes: Tensor) -> Tensor:
     """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of an ``Fp4Weight``, padded with zeros."""
-    low, high = _padded(codes).unflatten(-1, (-1, CODES_PER_WORD // 2, 2, BLOCK_WORDS)).unbind(-2)
-    # Two codes are a byte; the bytes of a number are neighbours, the lowest first.
-    pairs: Tensor = low | high << 4
-    return pairs.mT.contiguous().view(torch.int32).flatten(-3)
+    codes = _padded(codes).unflatten(-1, (-1, CODES_PER_WORD))
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    for i, position_8 in enumerate(_bit_positions(codes.device)):
+        words |= ((codes >> i & 1).int() << position_8).sum(-1, dtype=torch.int32)
+    return words
 
 
 def unpack_codes(words: Tensor) -> Tensor:
     """Return the uint8 codes of an ``Fp4Weight``, with those that pad the last block."""
-    pairs = words.view(torch.uint8).unflatten(-1, (-1, BLOCK_WORDS, CODES_PER_WORD // 2)).mT
-    return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-4)
+    codes = torch.zeros((*words.shape, CODES_PER_WORD), dtype=torch.uint8, device=words.device)
+    for i, position_8 in enumerate(_bit_positions(words.device)):
+        codes |= (words.unsqueeze(-1) >> position_8 & 1).byte() << i
+    return codes.flatten(-2)
+
+
+def _bit_positions(device: torch.device) -> Tensor:
+    """Return where a word has each of the four bits of its eight codes, ``[4, 8]``."""
+    even = torch.tensor(CODE_BITS, dtype=torch.int32, device=device).t()
+    return torch.stack((even, (even + 16) % 32), dim=2).flatten(1)
 
 
 def _padded(codes: Tensor) -> Tensor:
@@ -183,8 +201,7 @@ E8M0_BIAS: Final = 127
 class Fp4Weight:
     """A matrix in FP4 (e2m1), or several of one shape: ``number * scale * factor``.
 
-    Number ``w`` of a block of 128 inputs holds inputs ``16 j + w``, each in bits ``[4 j, 4 j + 4)``: a number of every
-    row gives 16 neighbouring inputs, as many as share a scale in NVFP4.
+    A word holds the codes of eight neighbouring inputs (``CODE_BITS``). The last block of 128 inputs is padded.
     """
 
     words: Tensor

@@ -62,7 +62,7 @@ def layout(weight: FourBitWeight) -> FourBitLayout:
 
 
 @triton.jit
-def _join_halves(pair_NW, DTYPE: tl.constexpr):
+def join_halves(pair_NW, DTYPE: tl.constexpr):
     """Return the bits of numbers, two to each of 32 bits, in 16 bits of a dtype, ``[N, 2 W]``."""
     low_NW = pair_NW.to(tl.int16).to(DTYPE, bitcast=True)
     high_NW = (pair_NW >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -72,7 +72,7 @@ def _join_halves(pair_NW, DTYPE: tl.constexpr):
 @triton.jit
 def _unpack_plane(words_NW, zero_N, PLANE: tl.constexpr, DTYPE: tl.constexpr):
     """Return the codes of a plane less their zero points, ``[N, K]``, and divided by ``UNIT``, as ``zero_N`` are."""
-    code_NK = _join_halves((words_NW >> (4 * PLANE)) & 0x000F000F, tl.bfloat16)
+    code_NK = join_halves((words_NW >> (4 * PLANE)) & 0x000F000F, tl.bfloat16)
     power = tl.full([], LARGEST_POWER, tl.float32).to(tl.bfloat16)
     return (code_NK * power - zero_N[:, None]).to(DTYPE)
 
@@ -168,18 +168,26 @@ def tile(
 
 
 @triton.jit
-def load_scaling(weight, read_N, block, GROUP_INDEX: tl.constexpr, LAYOUT: tl.constexpr):
-    """Load as ``operand_triton.py`` says: scales and zero points of rows."""
+def _dequantize_plane(words_NW, weight, read_N, block, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the numbers of a plane, ``[N, K]``."""
     _, _, scale_ptr, zero_ptr, stride_sn, stride_sx, _ = weight
-    offset_N = read_N * stride_sn + (block * (BLOCK_INPUTS // LAYOUT.group) + GROUP_INDEX) * stride_sx
-    return tl.load(scale_ptr + offset_N).to(tl.float32) * UNIT, _load_zeros(zero_ptr, offset_N)
+    group = block * (BLOCK_INPUTS // LAYOUT.group) + PLANE * PLANE_INPUTS // LAYOUT.group
+    offset_N = read_N * stride_sn + group * stride_sx
+    scale_N = tl.load(scale_ptr + offset_N).to(tl.float32) * UNIT
+    return _unpack_plane(words_NW, _load_zeros(zero_ptr, offset_N), PLANE, tl.float32) * scale_N[:, None]
 
 
 @triton.jit
-def dequantize_plane(words_NW, scaling, PLANE: tl.constexpr):
-    """Return as ``operand_triton.py`` says the numbers of a plane."""
-    scale_N, zero_N = scaling
-    return _unpack_plane(words_NW, zero_N, PLANE, tl.float32) * scale_N[:, None]
+def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
+    """Return as ``operand_triton.py`` says the numbers of a block."""
+    words_NW_ptr = weight[0] + (read_N * weight[1])[:, None] + tl.arange(0, BLOCK_WORDS)[None, :]
+    words_NW = tl.load(words_NW_ptr + block * BLOCK_WORDS)
+    first = _dequantize_plane(words_NW, weight, read_N, block, 0, LAYOUT)
+    second = _dequantize_plane(words_NW, weight, read_N, block, 1, LAYOUT)
+    third = _dequantize_plane(words_NW, weight, read_N, block, 2, LAYOUT)
+    fourth = _dequantize_plane(words_NW, weight, read_N, block, 3, LAYOUT)
+    number_NKPP = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(tl.permute(number_NKPP, [0, 2, 3, 1]), [read_N.shape[0], BLOCK_INPUTS])
 
 
 @triton.jit

@@ -1,11 +1,15 @@
 """Weights in FP4 (e2m1) in kernels: NVFP4 and MXFP4.
 
-Bits ``[4 j, 4 j + 4)`` of a block's sixteen numbers are the codes of sixteen neighbouring inputs, a plane: as many as
-share a scale in NVFP4. The three lower bits of a code are those of a bfloat16 or float32 number whose exponent is 126
-too small, denormal ones included: shifting them there, and the sign, converts them. The exponent is corrected by scales
-(tiles) and inputs (few rows), all by powers of two: every operand is exact.
+Bits of two codes of a word are moved to where two bfloat16 numbers have them (``weights.CODE_BITS``). The lower three
+bits of a code are those of a number whose exponent is 126 too small, denormal ones included. The exponent is corrected
+by scales (tiles) and inputs (few rows), all by powers of two: every operand is exact.
 
-Shape suffixes: as in ``four_bit_triton.py``.
+A plane is two neighbouring inputs of all words of a block: inputs ``8 w + 2 plane`` and the next one. A piece is four
+words of a row, 32 inputs, whose scales are one number. In tiles, a row of a tensor core's operand is held by four
+threads. Each takes another piece, so that it needs only the scales of that, and x is read in the order of their inputs.
+
+Shape suffixes: as in ``four_bit_triton.py``; W words and P pieces of a block, G words of a piece, H its halves, I the
+inputs of a word.
 """
 # mypy: ignore-errors
 
@@ -16,15 +20,20 @@ import triton
 import triton.language as tl
 
 from strandline.kernels.gemm import weights
+from strandline.kernels.gemm.formats.four_bit_triton import join_halves
 from strandline.kernels.gemm.weights import Fp4Weight
 
 BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
 BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
-PLANES = tl.constexpr(weights.CODES_PER_WORD)
-PLANE_INPUTS = BLOCK_WORDS
+CODES_PER_WORD = tl.constexpr(weights.CODES_PER_WORD)
+PLANES = tl.constexpr(weights.CODES_PER_WORD // 2)
 
+PIECES = tl.constexpr(weights.BLOCK_WORDS // 4)
 PIECE_WORDS = tl.constexpr(4)
 PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
+
+PAIR = tl.constexpr(-0x7E3F7E40)
+"""Mask of the bits of two codes: signs, lowest two bits of exponents, highest of mantissas."""
 
 CODE_EXPONENT = tl.constexpr(126)
 """Codes, as bits of a number, stand for ``2 ** -126`` times their number."""
@@ -41,10 +50,8 @@ denormal then, and inputs of up to ``2 ** 31`` are numbers."""
 class Fp4Layout(NamedTuple):
     """What is compiled in of a weight in FP4."""
 
-    group: int
-    """Inputs that share a scale."""
     has_exponents: bool
-    """Whether scales are exponents, else e4m3."""
+    """Whether scales are exponents, one for each piece, else e4m3, two for each."""
 
     def fit_rows(self, block_n: int) -> int:
         """Return how many rows of a matrix a program may take, at most this number."""
@@ -52,13 +59,14 @@ class Fp4Layout(NamedTuple):
 
 
 def data(weight: Fp4Weight) -> tuple:
-    """Return words and how many a row has, the scales of a block as one number, and factors."""
-    packed = weight.scales.view(torch.int64 if weight.group == BLOCK_WORDS.value else torch.int32)
-    return weight.words, weight.words.shape[-1], packed, weight.factors
+    """Return words and how many a row has, the scales of a piece as one number, and factors."""
+    has_exponents = weight.scales.dtype == torch.uint8
+    scales = weight.scales if has_exponents else weight.scales.view(torch.int16)
+    return weight.words, weight.words.shape[-1], scales, weight.factors
 
 
 def layout(weight: Fp4Weight) -> Fp4Layout:
-    return Fp4Layout(weight.group, weight.scales.dtype == torch.uint8)
+    return Fp4Layout(weight.scales.dtype == torch.uint8)
 
 
 @triton.jit
@@ -68,33 +76,68 @@ def _power_of_2(EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def _scales_of_plane(packed, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return, of the scales of whole blocks, that of a plane, in float32."""
-    SHIFT: tl.constexpr = 8 * (PLANE * BLOCK_WORDS // LAYOUT.group)
-    byte = ((packed >> SHIFT) & 0xFF).to(tl.int32)
+def _scales_of_pieces(packed, LAYOUT: tl.constexpr):
+    """Return the scales of the first and of the second half of pieces, in float32."""
     if LAYOUT.has_exponents:
-        scale = (byte << 23).to(tl.float32, bitcast=True)
+        # By way of float32: if integers are extended, the compiler moves tiles through shared memory.
+        scale = (packed.to(tl.float32).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        return scale, scale
     else:
-        scale = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return scale
+        low, high = packed & 0xFF, (packed >> 8) & 0xFF
+        scale = low.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return scale, high.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _unpack_plane(words_NW, scale_N, PLANE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the numbers of a plane times scales in bfloat16, ``2 ** -CODE_EXPONENT`` times as large."""
-    pair_NW = words_NW >> (4 * (PLANE % 4))
-    pair_NW = ((pair_NW & 0x00080008) << 12) | ((pair_NW & 0x00070007) << 6)
-    if PLANE >= 4:
-        pair_NW = pair_NW >> 16
-    code_NW = pair_NW.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return (code_NW * scale_N[:, None]).to(DTYPE)
+def _unpack_pairs(words, PLANE: tl.constexpr):
+    """Return a plane as bits of two bfloat16 numbers for each word, ``2 ** -CODE_EXPONENT`` times as large."""
+    if PLANE == 0:
+        pairs = words & PAIR
+    elif PLANE == 1:
+        bits = words.to(tl.uint32, bitcast=True)
+        pairs = ((bits >> 4) | (bits << 28)).to(tl.int32, bitcast=True) & PAIR
+    elif PLANE == 2:
+        pairs = (words << 6) & PAIR
+    else:
+        pairs = ((words << 2) & (PAIR & ~0x01000100)) | ((words >> 6) & 0x01000100)
+    return pairs
 
 
 @triton.jit
-def _numbers_of_plane(words, PLANE: tl.constexpr):
-    """Return the numbers of a plane in float32, ``2 ** -CODE_EXPONENT`` times as large."""
-    # The shift to the right copies the sign into the upper bits of the exponent, which the mask clears.
-    return (((words << (28 - 4 * PLANE)) >> 6) & -0x7E400000).to(tl.float32, bitcast=True)
+def _unpack_words(words):
+    """Return numbers in the order of inputs, ``[..., 2, 2, 2]``, ``2 ** -CODE_EXPONENT`` times as large, in float32."""
+    first, second = _unpack_pairs(words, 0), _unpack_pairs(words, 1)
+    third, fourth = _unpack_pairs(words, 2), _unpack_pairs(words, 3)
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.join(pairs << 16, pairs & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _unpack_plane(words_NW, scale_NK, PLANE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the numbers of a plane times their scales, ``2 ** -CODE_EXPONENT`` times as large."""
+    code_NK = join_halves(_unpack_pairs(words_NW, PLANE), tl.bfloat16)
+    # The compiler multiplies two numbers at a time if a sum follows.
+    return (code_NK * scale_NK + 0.0).to(DTYPE)
+
+
+@triton.jit
+def _deal_words(words_NW):
+    """Return the words of blocks as tiles take them: the first one of every piece, then the second ones."""
+    words_NPG = tl.reshape(words_NW, [words_NW.shape[0], PIECES, PIECE_WORDS])
+    return tl.reshape(tl.permute(words_NPG, [0, 2, 1]), words_NW.shape)
+
+
+@triton.jit
+def _deal_scales(packed_NP, LAYOUT: tl.constexpr):
+    """Return the scales of the inputs of a plane, ``[N, K]``, whose words are in the order of ``_deal_words``."""
+    N: tl.constexpr = packed_NP.shape[0]
+    power = _power_of_2(SCALE_EXPONENT)
+    first_NP, second_NP = _scales_of_pieces(packed_NP, LAYOUT)
+    scale_NPH = tl.join((first_NP * power).to(tl.bfloat16), (second_NP * power).to(tl.bfloat16))
+    scale_NHP = tl.permute(scale_NPH, [0, 2, 1])
+    # Broadcast, not joined: else the compiler moves tiles through shared memory.
+    scales = tl.broadcast_to(scale_NHP[:, :, None, :, None], [N, 2, PIECE_WORDS // 2, PIECES, 2])
+    return tl.reshape(scales, [N, 2 * BLOCK_WORDS])
 
 
 @triton.jit
@@ -122,34 +165,38 @@ def tile(
     tl.static_assert(BLOCK_K == BLOCK_INPUTS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
-    num_blocks = num_words // BLOCK_WORDS
     read_N = tl.cast(matrix, tl.int64) * (NUM_PARTS * N) + tl.minimum(col_N, N - 1)
     up_N = read_N + N
     word_W = tl.arange(0, BLOCK_WORDS)
-    x_WM_ptr = x_ptr + (read_M.to(tl.int64) * stride_x)[None, :] + word_W[:, None]
+    piece_P = tl.arange(0, PIECES)
+    # The inputs of the first plane, whose words are in the order of ``_deal_words``.
+    input_K = tl.arange(0, 2 * BLOCK_WORDS)
+    input_K = input_K // 2 % PIECES * PIECE_INPUTS + input_K // (2 * PIECES) * CODES_PER_WORD + input_K % 2
+    x_KM_ptr = x_ptr + (read_M.to(tl.int64) * stride_x)[None, :] + input_K[:, None]
     words_NW_ptr = weight_ptr + (read_N * num_words)[:, None] + word_W[None, :]
     up_NW_ptr = weight_ptr + (up_N * num_words)[:, None] + word_W[None, :]
-    power = _power_of_2(SCALE_EXPONENT)
+    num_pieces = num_words // PIECE_WORDS
+    scales_NP_ptr = scale_ptr + (read_N * num_pieces)[:, None] + piece_P[None, :]
+    up_scales_NP_ptr = scale_ptr + (up_N * num_pieces)[:, None] + piece_P[None, :]
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     acc_up_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for block in range(first, end):
-        words_NW = tl.load(words_NW_ptr + block * BLOCK_WORDS)
-        scales_N = tl.load(scale_ptr + read_N * num_blocks + block)
+        words_NW = _deal_words(tl.load(words_NW_ptr + block * BLOCK_WORDS))
+        scale_NK = _deal_scales(tl.load(scales_NP_ptr + block * PIECES), LAYOUT)
         if IS_GATED:
-            up_NW = tl.load(up_NW_ptr + block * BLOCK_WORDS)
-            up_scales_N = tl.load(scale_ptr + up_N * num_blocks + block)
+            up_NW = _deal_words(tl.load(up_NW_ptr + block * BLOCK_WORDS))
+            up_scale_NK = _deal_scales(tl.load(up_scales_NP_ptr + block * PIECES), LAYOUT)
         for plane in tl.static_range(PLANES):
-            start = block * BLOCK_INPUTS + plane * BLOCK_WORDS
+            start = block * BLOCK_INPUTS + 2 * plane
             if IS_EVEN:
-                x_WM = tl.load(x_WM_ptr + start)
+                x_KM = tl.load(x_KM_ptr + start)
             else:
-                x_WM = tl.load(x_WM_ptr + start, mask=(start + word_W < K)[:, None], other=0.0)
-            scale_N = (_scales_of_plane(scales_N, plane, LAYOUT) * power).to(tl.bfloat16)
-            acc_NM = tl.dot(_unpack_plane(words_NW, scale_N, plane, DTYPE), x_WM, acc_NM, input_precision="ieee")
+                x_KM = tl.load(x_KM_ptr + start, mask=(start + input_K < K)[:, None], other=0.0)
+            code_NK = _unpack_plane(words_NW, scale_NK, plane, DTYPE)
+            acc_NM = tl.dot(code_NK, x_KM, acc_NM, input_precision="ieee")
             if IS_GATED:
-                up_scale_N = (_scales_of_plane(up_scales_N, plane, LAYOUT) * power).to(tl.bfloat16)
-                up_code_NW = _unpack_plane(up_NW, up_scale_N, plane, DTYPE)
-                acc_up_NM = tl.dot(up_code_NW, x_WM, acc_up_NM, input_precision="ieee")
+                up_code_NK = _unpack_plane(up_NW, up_scale_NK, plane, DTYPE)
+                acc_up_NM = tl.dot(up_code_NK, x_KM, acc_up_NM, input_precision="ieee")
     missing = _power_of_2(CODE_EXPONENT - SCALE_EXPONENT)
     acc_NM *= (tl.load(factor_ptr + read_N) * missing)[:, None]
     if IS_GATED:
@@ -158,39 +205,38 @@ def tile(
 
 
 @triton.jit
-def load_scaling(weight, read_N, block, GROUP_INDEX: tl.constexpr, LAYOUT: tl.constexpr):
-    """Load as ``operand_triton.py`` says: scales of rows, times their factors."""
-    _, num_words, scale_ptr, factor_ptr = weight
-    packed_N = tl.load(scale_ptr + read_N * (num_words // BLOCK_WORDS) + block)
-    scale_N = _scales_of_plane(packed_N, GROUP_INDEX * LAYOUT.group // BLOCK_WORDS, LAYOUT)
-    return (scale_N * tl.load(factor_ptr + read_N),)
-
-
-@triton.jit
-def dequantize_plane(words_NW, scaling, PLANE: tl.constexpr):
-    """Return as ``operand_triton.py`` says the numbers of a plane."""
-    number_NW = _numbers_of_plane(words_NW, PLANE) * _power_of_2(CODE_EXPONENT)
-    return number_NW * scaling[0][:, None]
+def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
+    """Return as ``operand_triton.py`` says the numbers of a block."""
+    weight_ptr, num_words, scale_ptr, factor_ptr = weight
+    N: tl.constexpr = read_N.shape[0]
+    word_W = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    piece_P = block * PIECES + tl.arange(0, PIECES)
+    words_NW = tl.load(weight_ptr + (read_N * num_words)[:, None] + word_W[None, :])
+    packed_NP = tl.load(scale_ptr + (read_N * (num_words // PIECE_WORDS))[:, None] + piece_P[None, :])
+    scale_NPH = tl.join(*_scales_of_pieces(packed_NP, LAYOUT))
+    scale_NW = tl.reshape(tl.join(scale_NPH, scale_NPH), [N, BLOCK_WORDS])
+    number_NWI = tl.reshape(_unpack_words(words_NW), [N, BLOCK_WORDS, CODES_PER_WORD]) * _power_of_2(CODE_EXPONENT)
+    number_NWI *= (scale_NW * tl.load(factor_ptr + read_N)[:, None])[:, :, None]
+    return tl.reshape(number_NWI, [N, BLOCK_INPUTS])
 
 
 @triton.jit
 def _load_pieces(weight, row_CN, is_1N, start, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load pieces of rows, ``[J, C, N, W]``, and the scales of their blocks, ``[J, C, N]``."""
+    """Load pieces of rows, ``[J, C, N, G]``, and their scales, ``[J, C, N]``."""
     weight_ptr, num_words, scale_ptr, _ = weight
+    num_pieces = num_words // PIECE_WORDS
     piece_J = start // PIECE_INPUTS + tl.arange(0, BLOCK_K // PIECE_INPUTS)
-    word_JW = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
-    ptr_JCNW = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JW[:, None, None, :]
-    num_blocks = num_words // BLOCK_WORDS
-    block_J = piece_J // 4
-    scale_JCN_ptr = scale_ptr + (row_CN * num_blocks)[None, :, :] + block_J[:, None, None]
+    word_JG = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
+    ptr_JCNG = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JG[:, None, None, :]
+    scale_JCN_ptr = scale_ptr + (row_CN * num_pieces)[None, :, :] + piece_J[:, None, None]
     if IS_EVEN:
-        words_JCNW = tl.load(ptr_JCNW, eviction_policy="evict_first")
+        words_JCNG = tl.load(ptr_JCNG, eviction_policy="evict_first")
         scales_JCN = tl.load(scale_JCN_ptr)
     else:
-        is_JCN = is_1N[None, :, :] & (block_J < num_blocks)[:, None, None]
-        words_JCNW = tl.load(ptr_JCNW, mask=is_JCN[:, :, :, None], other=0, eviction_policy="evict_first")
+        is_JCN = is_1N[None, :, :] & (piece_J < num_pieces)[:, None, None]
+        words_JCNG = tl.load(ptr_JCNG, mask=is_JCN[:, :, :, None], other=0, eviction_policy="evict_first")
         scales_JCN = tl.load(scale_JCN_ptr, mask=is_JCN, other=0)
-    return words_JCNW, scales_JCN
+    return words_JCNG, scales_JCN
 
 
 @triton.jit
@@ -207,23 +253,34 @@ def load_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Load as ``operand_triton.py`` says: words of pieces and the scales of their blocks."""
+    """Load as ``operand_triton.py`` says: words of pieces and their scales."""
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     row_N = first_N + tl.arange(0, BLOCK_N)
     is_1N = (row_N < N)[None, :]
     row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
-    words_JCNW, scales_JCN = _load_pieces(weight, row_CN, is_1N, start, IS_EVEN, BLOCK_K)
-    up_JCNW, up_scales_JCN = words_JCNW, scales_JCN
+    words_JCNG, scales_JCN = _load_pieces(weight, row_CN, is_1N, start, IS_EVEN, BLOCK_K)
+    up_JCNG, up_scales_JCN = words_JCNG, scales_JCN
     if IS_GATED:
-        up_JCNW, up_scales_JCN = _load_pieces(weight, row_CN + N, is_1N, start, IS_EVEN, BLOCK_K)
-    return words_JCNW, scales_JCN, up_JCNW, up_scales_JCN
+        up_JCNG, up_scales_JCN = _load_pieces(weight, row_CN + N, is_1N, start, IS_EVEN, BLOCK_K)
+    return words_JCNG, scales_JCN, up_JCNG, up_scales_JCN
 
 
 @triton.jit
-def _multiply_plane(words_JCNW, scales_JCN, x_JMW, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the products of a plane's numbers with inputs, times its scales, ``[J, M, N]``."""
-    number_JCNW = _numbers_of_plane(words_JCNW, PLANE)
-    return tl.sum(number_JCNW * x_JMW[:, :, None, :], axis=3) * _scales_of_plane(scales_JCN, PLANE, LAYOUT)
+def _split_words(words_JCNG):
+    """Return the four words of pieces, ``[J, C, N]`` each."""
+    J: tl.constexpr = words_JCNG.shape[0]
+    even, odd = tl.split(tl.reshape(words_JCNG, [J, words_JCNG.shape[1], words_JCNG.shape[2], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _multiply_words(words_JCN, x_JMI):
+    """Return the sums of a word's products with inputs, ``[J, M, N]``, ``2 ** -CODE_EXPONENT`` times as large."""
+    J: tl.constexpr = words_JCN.shape[0]
+    shape: tl.constexpr = [J, words_JCN.shape[1], words_JCN.shape[2], CODES_PER_WORD]
+    return tl.sum(tl.reshape(_unpack_words(words_JCN), shape) * x_JMI[:, :, None, :], axis=3)
 
 
 @triton.jit
@@ -245,7 +302,7 @@ def multiply_rows(
     BLOCK_K: tl.constexpr,
 ):
     """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, M, N]``."""
-    words_JCNW, scales_JCN, up_JCNW, up_scales_JCN = loaded
+    words_JCNG, scales_JCN, up_JCNG, up_scales_JCN = loaded
     x_ptr, _, stride_x, _ = x
     _, _, _, factor_ptr = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
@@ -255,20 +312,21 @@ def multiply_rows(
     row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
     is_CN = (row_N < N)[None, :] & (row_CN >= 0)
     piece_J = start // PIECE_INPUTS + tl.arange(0, J)
-    col_J = piece_J // 4 * BLOCK_INPUTS + piece_J % 4 * PIECE_WORDS
-    col_JW = col_J[:, None] + tl.arange(0, PIECE_WORDS)[None, :]
-    x_JMW_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JW[:, None, :]
+    col_JI = (piece_J * PIECE_INPUTS)[:, None] + tl.arange(0, CODES_PER_WORD)[None, :]
+    x_JMI_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JI[:, None, :]
     power = _power_of_2(INPUT_EXPONENT)
+    words, up_words = _split_words(words_JCNG), _split_words(up_JCNG)
+    scales, up_scales = _scales_of_pieces(scales_JCN, LAYOUT), _scales_of_pieces(up_scales_JCN, LAYOUT)
     out_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
     out_up_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
-    for plane in tl.static_range(PLANES):
-        is_JMW = is_row_M[None, :, None]
+    for word in tl.static_range(PIECE_WORDS):
+        is_JMI = is_row_M[None, :, None]
         if not IS_EVEN:
-            is_JMW = is_JMW & (col_JW + plane * BLOCK_WORDS < K)[:, None, :]
-        x_JMW = tl.load(x_JMW_ptr + plane * BLOCK_WORDS, mask=is_JMW, other=0.0).to(tl.float32) * power
-        out_JMN += _multiply_plane(words_JCNW, scales_JCN, x_JMW, plane, LAYOUT)
+            is_JMI = is_JMI & (col_JI + word * CODES_PER_WORD < K)[:, None, :]
+        x_JMI = tl.load(x_JMI_ptr + word * CODES_PER_WORD, mask=is_JMI, other=0.0).to(tl.float32) * power
+        out_JMN += _multiply_words(words[word], x_JMI) * scales[word // 2]
         if IS_GATED:
-            out_up_JMN += _multiply_plane(up_JCNW, up_scales_JCN, x_JMW, plane, LAYOUT)
+            out_up_JMN += _multiply_words(up_words[word], x_JMI) * up_scales[word // 2]
     missing = _power_of_2(CODE_EXPONENT - INPUT_EXPONENT)
     out_JMN *= (tl.load(factor_ptr + row_CN, mask=is_CN, other=0.0) * missing)[None, :, :]
     if IS_GATED:

@@ -27,14 +27,10 @@ and ``start``, a constant, the first of ``BLOCK_K`` inputs. Loads are apart so t
 one: weights are older than any launch of a step. Products of several chunks of inputs are added before they are reduced
 by ``add``; their shape is the format's.
 
-``codes`` are of formats whose ``words`` hold codes of 4 bits (``weights.py``). They return the numbers that words
-``[N, W]`` of a block stand for, in float32, so that a library can multiply with them::
+``dequantize``, of formats whose ``words`` hold codes of 4 bits (``weights.py``), returns the numbers that a block of
+inputs of rows ``read_N`` stands for, in float32, so that a library can multiply with them::
 
-    codes.load_scaling(weight, read_N, block, GROUP_INDEX, LAYOUT) -> scaling
-    codes.dequantize_plane(words_NW, scaling, PLANE) -> number_NK
-
-``read_N`` are rows, ``GROUP_INDEX`` counts the groups of a block that share a scale, and ``PLANE`` its parts of
-``codes.plane_inputs`` neighbouring inputs.
+    dequantize(weight, read_N, block, LAYOUT) -> number_NK
 """
 # mypy: ignore-errors
 
@@ -66,19 +62,6 @@ class RowFunctions(NamedTuple):
         return "-".join(function.cache_key for function in self)
 
 
-class CodeFunctions(NamedTuple):
-    """Device functions that return the numbers of codes."""
-
-    load_scaling: JITFunction
-    dequantize_plane: JITFunction
-    plane_inputs: int
-
-    @property
-    def cache_key(self) -> str:
-        """As of ``RowFunctions``."""
-        return f"{self.load_scaling.cache_key}-{self.dequantize_plane.cache_key}-{self.plane_inputs}"
-
-
 class Format(NamedTuple):
     """What kernels need of a format."""
 
@@ -92,7 +75,8 @@ class Format(NamedTuple):
     """Returns a weight's tensors and strides."""
     layout: Callable[..., NamedTuple]
     """Returns the numbers that are compiled in."""
-    codes: CodeFunctions | None = None
+    dequantize: JITFunction | None = None
+    """Returns numbers; None: of formats of more bits."""
     multiplies_fp8: bool = False
     """Whether ``tile`` takes rows of x in FP8."""
     can_extend: Callable[..., bool] = lambda _weight, _extra: False
@@ -115,8 +99,7 @@ def _format(module: ModuleType, min_block_k: int, min_rows: int) -> Format:
 
 
 def _coded_format(module: ModuleType) -> Format:
-    codes = CodeFunctions(module.load_scaling, module.dequantize_plane, module.PLANE_INPUTS.value)
-    return _format(module, BLOCK_INPUTS, 1 << 30)._replace(codes=codes)
+    return _format(module, BLOCK_INPUTS, 1 << 30)._replace(dequantize=module.dequantize)
 
 
 FORMATS: Mapping[type, Format] = {
