@@ -31,11 +31,11 @@ PLANE_INPUTS = tl.constexpr(2 * weights.BLOCK_WORDS)
 PIECE_WORDS = tl.constexpr(4)
 PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
 
-LARGEST_POWER = tl.constexpr(2.0**127)
-"""The largest power of two in bfloat16."""
+LARGEST_EXPONENT = tl.constexpr(127)
+"""Exponent of the largest power of two in bfloat16."""
 
 UNIT = tl.constexpr(64.0)
-"""A code's bits are a number in bfloat16, ``2 ** -133`` times as large. ``LARGEST_POWER`` times that lacks this."""
+"""Bits of a code are a bfloat16 number ``2 ** -133`` times as large. Times the largest power of two, they lack this."""
 
 MAGIC = 0x43000000
 """128 in float32. As an argument of kernels, not a constant: the compiler then sets and masks bits at once."""
@@ -72,8 +72,10 @@ def join_halves(pair_NW, DTYPE: tl.constexpr):
 @triton.jit
 def _unpack_plane(words_NW, zero_N, PLANE: tl.constexpr, DTYPE: tl.constexpr):
     """Return the codes of a plane less their zero points, ``[N, K]``, and divided by ``UNIT``, as ``zero_N`` are."""
-    code_NK = join_halves((words_NW >> (4 * PLANE)) & 0x000F000F, tl.bfloat16)
-    power = tl.full([], LARGEST_POWER, tl.float32).to(tl.bfloat16)
+    # Up to eight bits are a number proportional to them: every second plane is not shifted, but 16 times as large.
+    SHIFT: tl.constexpr = 4 * (PLANE % 2)
+    code_NK = join_halves((words_NW >> (4 * PLANE - SHIFT)) & (0x000F000F << SHIFT), tl.bfloat16)
+    power = tl.full([], 2.0 ** (LARGEST_EXPONENT - SHIFT), tl.float32).to(tl.bfloat16)
     return (code_NK * power - zero_N[:, None]).to(DTYPE)
 
 
