@@ -54,12 +54,9 @@ UP_ONE_RELU: Final = (4, 1024, 1)
 FEW: Final = {
     ScaledWeight: (few_pair((4, 512, 1), 4, 4), few_pair((4, 512, 1), 8, 4)),
     FourBitWeight: (few_pair((8, 2048, 4), 4, 4), more := few_pair((8, 1024, 2), 4, 1)),
-    Fp4Weight: (few_pair((2, 2048, 1), 4, 4), more),
+    Fp4Weight: (few_pair((8, 1024, 2), 8, 4), more),
 }
-"""For one token, and for more. In FP8 a program of one warp of the first product needs no barrier.
-
-Those of FP4 were measured with another layout of codes (benchmarks/results/2026-11-27-h200-formats.md).
-"""
+"""For one token, and for more. In FP8 a program of one warp of the first product needs no barrier."""
 
 FEW_INPUTS: Final = 8 * 512
 """Inputs of an output of the second product, those of all choices of a token, for which ``FEW`` is measured."""

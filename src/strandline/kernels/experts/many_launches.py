@@ -60,10 +60,9 @@ FOUR_BIT: Final = Measured(
 )
 
 FP4: Final = Measured(
-    # With as many outputs as threads, each thread loads the scales of one row. Otherwise they are moved in every group.
-    decode=(fp4_small := Launch(16, 128, BLOCK_INPUTS, 4, 3), fp4_small),
-    middle=(fp4_middle := (fp4_large := Launch(64, 128, BLOCK_INPUTS, 4, 3), Launch(32, 128, BLOCK_INPUTS, 4, 3))),
-    prefill=(fp4_large, fp4_large),
+    decode=(Launch(16, 64, BLOCK_INPUTS, 4, 4), Launch(16, 128, BLOCK_INPUTS, 4, 4)),
+    middle=(fp4_middle := (Launch(64, 128, BLOCK_INPUTS, 8, 3), Launch(32, 128, BLOCK_INPUTS, 4, 3))),
+    prefill=fp4_middle,
     fixed=(fp4_middle, fp4_middle, fp4_middle),
     float32=FOUR_BIT.float32,
 )

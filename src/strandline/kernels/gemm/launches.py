@@ -139,7 +139,13 @@ FOUR_BIT: Final = Measured(
     programs_split=3 * NUM_SMS,
 )
 
-FP4: Final = FOUR_BIT
+FP4: Final = FOUR_BIT._replace(
+    tiles=Tiles(
+        {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), MANY: middle},
+        {16: Launch(16, 64, BLOCK_INPUTS, 4, 4), 32: middle, MANY: FOUR_BIT_MANY},
+        FOUR_BIT_FLOAT32,
+    )
+)
 
 MEASURED: Final[Mapping[type, Measured]] = {ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}
 """By the class of the weight; of a dense one, ``choose_dense``."""

@@ -155,8 +155,8 @@ def unpack_code_pairs(words: Tensor) -> Tensor:
 
 
 CODE_BITS: Final = ((6, 7, 8, 15), (10, 11, 12, 19), (0, 1, 2, 9), (4, 5, 14, 13))
-"""Bits of a word of an ``Fp4Weight`` that hold the codes of its inputs 0, 2, 4 and 6, the lowest bit of a code first.
-Those of the next input are 16 further, modulo 32.
+"""Bits of a word of an ``Fp4Weight`` that hold four of its codes, the lowest bit of a code first. Those of the codes of
+the next inputs are 16 further, modulo 32.
 
 Two numbers in bfloat16 have the bits of two codes at 6 to 8 and 15 of both halves. A mask gives the first two codes, a
 rotation or shift and a mask the next four, two of each the last two.
@@ -165,7 +165,7 @@ rotation or shift and a mask the next four, two of each the last two.
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of an ``Fp4Weight``, padded with zeros."""
-    codes = _padded(codes).unflatten(-1, (-1, CODES_PER_WORD))
+    codes = _padded(codes).unflatten(-1, (-1, 4, 4, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
     words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
     for i, position_8 in enumerate(_bit_positions(codes.device)):
         words |= ((codes >> i & 1).int() << position_8).sum(-1, dtype=torch.int32)
@@ -177,7 +177,8 @@ def unpack_codes(words: Tensor) -> Tensor:
     codes = torch.zeros((*words.shape, CODES_PER_WORD), dtype=torch.uint8, device=words.device)
     for i, position_8 in enumerate(_bit_positions(words.device)):
         codes |= (words.unsqueeze(-1) >> position_8 & 1).byte() << i
-    return codes.flatten(-2)
+    in_order: Tensor = codes.unflatten(-1, (4, 2)).unflatten(-3, (-1, 4)).transpose(-2, -3)
+    return in_order.flatten(-4)
 
 
 def _bit_positions(device: torch.device) -> Tensor:
@@ -201,13 +202,15 @@ E8M0_BIAS: Final = 127
 class Fp4Weight:
     """A matrix in FP4 (e2m1), or several of one shape: ``number * scale * factor``.
 
-    A word holds the codes of eight neighbouring inputs (``CODE_BITS``). The last block of 128 inputs is padded.
+    A row consists of blocks of 128 inputs, the last one padded. Word ``w`` of four holds inputs ``8 j + 2 w`` of 32 and
+    the next ones, for ``j`` from 0 to 3 (``CODE_BITS``).
     """
 
     words: Tensor
     """int32 ``[..., O, W]``, contiguous."""
     scales: Tensor
-    """``[..., O, X]``, contiguous, for all groups of all blocks: e4m3, or uint8 exponents (``E8M0_BIAS``)."""
+    """``[..., O, X]``, contiguous, for all groups of all blocks: e4m3, none of them negative, or uint8 exponents
+    (``E8M0_BIAS``)."""
     factors: Tensor
     """float32 ``[..., O]``, contiguous."""
     num_inputs: int

@@ -87,8 +87,9 @@ def exact(weight: Any) -> Tensor:
         zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros[..., column_I // weight.group].double()
         return (code.double() - zeros) * scale.double()
     bits = [(6, 10, 0, 4), (7, 11, 1, 5), (8, 12, 2, 14), (15, 19, 9, 13)]
-    bit_4I = torch.tensor(bits, device=column_I.device)[:, column_I % 8 // 2] + column_I % 2 * 16
-    code = sum((weight.words[..., column_I // 8] >> bit_I % 32 & 1) << i for i, bit_I in enumerate(bit_4I))
+    bit_4I = torch.tensor(bits, device=column_I.device)[:, column_I % 32 // 8] + column_I % 2 * 16
+    word_I = column_I // 32 * 4 + column_I % 8 // 2
+    code = sum((weight.words[..., word_I] >> bit_I % 32 & 1) << i for i, bit_I in enumerate(bit_4I))
     exponent, mantissa = (code >> 1 & 3).double(), (code & 1).double()
     number = torch.where(exponent > 0, (1 + mantissa / 2) * 2 ** (exponent - 1), mantissa / 2)
     numbers = 2 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()

@@ -4,12 +4,12 @@ Bits of two codes of a word are moved to where two bfloat16 numbers have them (`
 bits of a code are those of a number whose exponent is 126 too small, denormal ones included. The exponent is corrected
 by scales (tiles) and inputs (few rows), all by powers of two: every operand is exact.
 
-A plane is two neighbouring inputs of all words of a block: inputs ``8 w + 2 plane`` and the next one. A piece is four
-words of a row, 32 inputs, whose scales are one number. In tiles, a row of a tensor core's operand is held by four
-threads. Each takes another piece, so that it needs only the scales of that, and x is read in the order of their inputs.
+A piece is four words of a row, 32 neighbouring inputs. A plane is eight neighbouring inputs of all pieces, two of every
+word: words and halves of a plane are in the order of its inputs. The first two planes of a piece have one scale, the
+last two another one in NVFP4.
 
-Shape suffixes: as in ``four_bit_triton.py``; W words and P pieces of a block, G words of a piece, H its halves, I the
-inputs of a word.
+Shape suffixes: as in ``four_bit_triton.py``; P pieces of a block, I inputs of a piece in a plane, L
+numbers that hold the scales of a block.
 """
 # mypy: ignore-errors
 
@@ -27,6 +27,9 @@ BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
 BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
 CODES_PER_WORD = tl.constexpr(weights.CODES_PER_WORD)
 PLANES = tl.constexpr(weights.CODES_PER_WORD // 2)
+
+PLANE_INPUTS = tl.constexpr(weights.CODES_PER_WORD)
+"""Of a piece."""
 
 PIECES = tl.constexpr(weights.BLOCK_WORDS // 4)
 PIECE_WORDS = tl.constexpr(4)
@@ -79,8 +82,7 @@ def _power_of_2(EXPONENT: tl.constexpr):
 def _scales_of_pieces(packed, LAYOUT: tl.constexpr):
     """Return the scales of the first and of the second half of pieces, in float32."""
     if LAYOUT.has_exponents:
-        # By way of float32: if integers are extended, the compiler moves tiles through shared memory.
-        scale = (packed.to(tl.float32).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scale = (packed.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         return scale, scale
     else:
         low, high = packed & 0xFF, (packed >> 8) & 0xFF
@@ -104,12 +106,10 @@ def _unpack_pairs(words, PLANE: tl.constexpr):
 
 
 @triton.jit
-def _unpack_words(words):
-    """Return numbers in the order of inputs, ``[..., 2, 2, 2]``, ``2 ** -CODE_EXPONENT`` times as large, in float32."""
-    first, second = _unpack_pairs(words, 0), _unpack_pairs(words, 1)
-    third, fourth = _unpack_pairs(words, 2), _unpack_pairs(words, 3)
-    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
-    return tl.join(pairs << 16, pairs & -0x10000).to(tl.float32, bitcast=True)
+def _unpack_numbers(words, PLANE: tl.constexpr):
+    """Return the numbers of a plane's even and odd inputs, ``2 ** -CODE_EXPONENT`` times as large, in float32."""
+    pairs = _unpack_pairs(words, PLANE)
+    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -121,23 +121,19 @@ def _unpack_plane(words_NW, scale_NK, PLANE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _deal_words(words_NW):
-    """Return the words of blocks as tiles take them: the first one of every piece, then the second ones."""
-    words_NPG = tl.reshape(words_NW, [words_NW.shape[0], PIECES, PIECE_WORDS])
-    return tl.reshape(tl.permute(words_NPG, [0, 2, 1]), words_NW.shape)
-
-
-@triton.jit
-def _deal_scales(packed_NP, LAYOUT: tl.constexpr):
-    """Return the scales of the inputs of a plane, ``[N, K]``, whose words are in the order of ``_deal_words``."""
-    N: tl.constexpr = packed_NP.shape[0]
-    power = _power_of_2(SCALE_EXPONENT)
-    first_NP, second_NP = _scales_of_pieces(packed_NP, LAYOUT)
-    scale_NPH = tl.join((first_NP * power).to(tl.bfloat16), (second_NP * power).to(tl.bfloat16))
-    scale_NHP = tl.permute(scale_NPH, [0, 2, 1])
-    # Broadcast, not joined: else the compiler moves tiles through shared memory.
-    scales = tl.broadcast_to(scale_NHP[:, :, None, :, None], [N, 2, PIECE_WORDS // 2, PIECES, 2])
-    return tl.reshape(scales, [N, 2 * BLOCK_WORDS])
+def _scales_of_planes(packed_NL, IS_FIRST: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the scales of the first or last two planes, ``[N, K]``, times ``2 ** SCALE_EXPONENT``, in bfloat16."""
+    N: tl.constexpr = packed_NL.shape[0]
+    if LAYOUT.has_exponents:
+        # By way of float32: if integers are extended, the compiler moves tiles through shared memory.
+        scale_NP = (packed_NL.to(tl.float32).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scale_NP = (scale_NP * _power_of_2(SCALE_EXPONENT)).to(tl.bfloat16)
+    else:
+        # Bits of e4m3 are those of a number in bfloat16 whose exponent is 120 too small.
+        bits_NL = ((packed_NL << 4) if IS_FIRST else (packed_NL >> 4)) & 0x07F007F0
+        power = _power_of_2((SCALE_EXPONENT + 120) // 2).to(tl.bfloat16)
+        scale_NP = join_halves(bits_NL, tl.bfloat16) * power * power
+    return tl.reshape(tl.broadcast_to(scale_NP[:, :, None], [N, PIECES, PLANE_INPUTS]), [N, 2 * BLOCK_WORDS])
 
 
 @triton.jit
@@ -168,33 +164,36 @@ def tile(
     read_N = tl.cast(matrix, tl.int64) * (NUM_PARTS * N) + tl.minimum(col_N, N - 1)
     up_N = read_N + N
     word_W = tl.arange(0, BLOCK_WORDS)
-    piece_P = tl.arange(0, PIECES)
-    # The inputs of the first plane, whose words are in the order of ``_deal_words``.
     input_K = tl.arange(0, 2 * BLOCK_WORDS)
-    input_K = input_K // 2 % PIECES * PIECE_INPUTS + input_K // (2 * PIECES) * CODES_PER_WORD + input_K % 2
+    input_K = input_K // PLANE_INPUTS * PIECE_INPUTS + input_K % PLANE_INPUTS
     x_KM_ptr = x_ptr + (read_M.to(tl.int64) * stride_x)[None, :] + input_K[:, None]
     words_NW_ptr = weight_ptr + (read_N * num_words)[:, None] + word_W[None, :]
     up_NW_ptr = weight_ptr + (up_N * num_words)[:, None] + word_W[None, :]
-    num_pieces = num_words // PIECE_WORDS
-    scales_NP_ptr = scale_ptr + (read_N * num_pieces)[:, None] + piece_P[None, :]
-    up_scales_NP_ptr = scale_ptr + (up_N * num_pieces)[:, None] + piece_P[None, :]
+    NUM_PACKED: tl.constexpr = PIECES if LAYOUT.has_exponents else PIECES // 2
+    if not LAYOUT.has_exponents:
+        scale_ptr = scale_ptr.to(tl.pointer_type(tl.int32))
+    packed_L = tl.arange(0, NUM_PACKED)
+    packed_NL_ptr = scale_ptr + (read_N * (num_words // BLOCK_WORDS * NUM_PACKED))[:, None] + packed_L[None, :]
+    up_packed_NL_ptr = scale_ptr + (up_N * (num_words // BLOCK_WORDS * NUM_PACKED))[:, None] + packed_L[None, :]
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     acc_up_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for block in range(first, end):
-        words_NW = _deal_words(tl.load(words_NW_ptr + block * BLOCK_WORDS))
-        scale_NK = _deal_scales(tl.load(scales_NP_ptr + block * PIECES), LAYOUT)
+        words_NW = tl.load(words_NW_ptr + block * BLOCK_WORDS)
+        packed_NL = tl.load(packed_NL_ptr + block * NUM_PACKED)
         if IS_GATED:
-            up_NW = _deal_words(tl.load(up_NW_ptr + block * BLOCK_WORDS))
-            up_scale_NK = _deal_scales(tl.load(up_scales_NP_ptr + block * PIECES), LAYOUT)
+            up_NW = tl.load(up_NW_ptr + block * BLOCK_WORDS)
+            up_packed_NL = tl.load(up_packed_NL_ptr + block * NUM_PACKED)
         for plane in tl.static_range(PLANES):
-            start = block * BLOCK_INPUTS + 2 * plane
+            start = block * BLOCK_INPUTS + plane * PLANE_INPUTS
             if IS_EVEN:
                 x_KM = tl.load(x_KM_ptr + start)
             else:
                 x_KM = tl.load(x_KM_ptr + start, mask=(start + input_K < K)[:, None], other=0.0)
+            scale_NK = _scales_of_planes(packed_NL, plane < PLANES // 2, LAYOUT)
             code_NK = _unpack_plane(words_NW, scale_NK, plane, DTYPE)
             acc_NM = tl.dot(code_NK, x_KM, acc_NM, input_precision="ieee")
             if IS_GATED:
+                up_scale_NK = _scales_of_planes(up_packed_NL, plane < PLANES // 2, LAYOUT)
                 up_code_NK = _unpack_plane(up_NW, up_scale_NK, plane, DTYPE)
                 acc_up_NM = tl.dot(up_code_NK, x_KM, acc_up_NM, input_precision="ieee")
     missing = _power_of_2(CODE_EXPONENT - SCALE_EXPONENT)
@@ -213,30 +212,41 @@ def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
     piece_P = block * PIECES + tl.arange(0, PIECES)
     words_NW = tl.load(weight_ptr + (read_N * num_words)[:, None] + word_W[None, :])
     packed_NP = tl.load(scale_ptr + (read_N * (num_words // PIECE_WORDS))[:, None] + piece_P[None, :])
-    scale_NPH = tl.join(*_scales_of_pieces(packed_NP, LAYOUT))
-    scale_NW = tl.reshape(tl.join(scale_NPH, scale_NPH), [N, BLOCK_WORDS])
-    number_NWI = tl.reshape(_unpack_words(words_NW), [N, BLOCK_WORDS, CODES_PER_WORD]) * _power_of_2(CODE_EXPONENT)
-    number_NWI *= (scale_NW * tl.load(factor_ptr + read_N)[:, None])[:, :, None]
-    return tl.reshape(number_NWI, [N, BLOCK_INPUTS])
+    first_NP, second_NP = _scales_of_pieces(packed_NP, LAYOUT)
+    factor_N1 = tl.load(factor_ptr + read_N)[:, None]
+    first = _dequantize_planes(words_NW, first_NP * factor_N1, 0)
+    second = _dequantize_planes(words_NW, second_NP * factor_N1, PLANES // 2)
+    return tl.reshape(tl.permute(tl.join(first, second), [0, 1, 4, 3, 2]), [N, BLOCK_INPUTS])
+
+
+@triton.jit
+def _dequantize_planes(words_NW, scale_NP, FIRST: tl.constexpr):
+    """Return the numbers of two planes, ``[N, P, I, 2]``."""
+    N: tl.constexpr = words_NW.shape[0]
+    even, odd = _unpack_numbers(words_NW, FIRST)
+    next_even, next_odd = _unpack_numbers(words_NW, FIRST + 1)
+    numbers = tl.join(tl.join(even, next_even), tl.join(odd, next_odd))
+    numbers = tl.permute(numbers, [0, 1, 3, 2]) * _power_of_2(CODE_EXPONENT)
+    return tl.reshape(numbers, [N, PIECES, PLANE_INPUTS, 2]) * scale_NP[:, :, None, None]
 
 
 @triton.jit
 def _load_pieces(weight, row_CN, is_1N, start, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load pieces of rows, ``[J, C, N, G]``, and their scales, ``[J, C, N]``."""
+    """Load pieces of rows, ``[J, C, N, W]``, and their scales, ``[J, C, N]``."""
     weight_ptr, num_words, scale_ptr, _ = weight
     num_pieces = num_words // PIECE_WORDS
     piece_J = start // PIECE_INPUTS + tl.arange(0, BLOCK_K // PIECE_INPUTS)
-    word_JG = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
-    ptr_JCNG = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JG[:, None, None, :]
+    word_JW = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
+    ptr_JCNW = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JW[:, None, None, :]
     scale_JCN_ptr = scale_ptr + (row_CN * num_pieces)[None, :, :] + piece_J[:, None, None]
     if IS_EVEN:
-        words_JCNG = tl.load(ptr_JCNG, eviction_policy="evict_first")
+        words_JCNW = tl.load(ptr_JCNW, eviction_policy="evict_first")
         scales_JCN = tl.load(scale_JCN_ptr)
     else:
         is_JCN = is_1N[None, :, :] & (piece_J < num_pieces)[:, None, None]
-        words_JCNG = tl.load(ptr_JCNG, mask=is_JCN[:, :, :, None], other=0, eviction_policy="evict_first")
+        words_JCNW = tl.load(ptr_JCNW, mask=is_JCN[:, :, :, None], other=0, eviction_policy="evict_first")
         scales_JCN = tl.load(scale_JCN_ptr, mask=is_JCN, other=0)
-    return words_JCNG, scales_JCN
+    return words_JCNW, scales_JCN
 
 
 @triton.jit
@@ -258,29 +268,19 @@ def load_rows(
     row_N = first_N + tl.arange(0, BLOCK_N)
     is_1N = (row_N < N)[None, :]
     row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
-    words_JCNG, scales_JCN = _load_pieces(weight, row_CN, is_1N, start, IS_EVEN, BLOCK_K)
-    up_JCNG, up_scales_JCN = words_JCNG, scales_JCN
+    words_JCNW, scales_JCN = _load_pieces(weight, row_CN, is_1N, start, IS_EVEN, BLOCK_K)
+    up_JCNW, up_scales_JCN = words_JCNW, scales_JCN
     if IS_GATED:
-        up_JCNG, up_scales_JCN = _load_pieces(weight, row_CN + N, is_1N, start, IS_EVEN, BLOCK_K)
-    return words_JCNG, scales_JCN, up_JCNG, up_scales_JCN
+        up_JCNW, up_scales_JCN = _load_pieces(weight, row_CN + N, is_1N, start, IS_EVEN, BLOCK_K)
+    return words_JCNW, scales_JCN, up_JCNW, up_scales_JCN
 
 
 @triton.jit
-def _split_words(words_JCNG):
-    """Return the four words of pieces, ``[J, C, N]`` each."""
-    J: tl.constexpr = words_JCNG.shape[0]
-    even, odd = tl.split(tl.reshape(words_JCNG, [J, words_JCNG.shape[1], words_JCNG.shape[2], 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _multiply_words(words_JCN, x_JMI):
-    """Return the sums of a word's products with inputs, ``[J, M, N]``, ``2 ** -CODE_EXPONENT`` times as large."""
-    J: tl.constexpr = words_JCN.shape[0]
-    shape: tl.constexpr = [J, words_JCN.shape[1], words_JCN.shape[2], CODES_PER_WORD]
-    return tl.sum(tl.reshape(_unpack_words(words_JCN), shape) * x_JMI[:, :, None, :], axis=3)
+def _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, PLANE: tl.constexpr):
+    """Add the products with the codes of a plane."""
+    even_JCNW, odd_JCNW = _unpack_numbers(words_JCNW, PLANE)
+    acc_JMNW += even_JCNW * even_JMW[:, :, None, :]
+    return acc_JMNW + odd_JCNW * odd_JMW[:, :, None, :]
 
 
 @triton.jit
@@ -302,7 +302,7 @@ def multiply_rows(
     BLOCK_K: tl.constexpr,
 ):
     """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, M, N]``."""
-    words_JCNG, scales_JCN, up_JCNG, up_scales_JCN = loaded
+    words_JCNW, scales_JCN, up_JCNW, up_scales_JCN = loaded
     x_ptr, _, stride_x, _ = x
     _, _, _, factor_ptr = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
@@ -312,21 +312,27 @@ def multiply_rows(
     row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
     is_CN = (row_N < N)[None, :] & (row_CN >= 0)
     piece_J = start // PIECE_INPUTS + tl.arange(0, J)
-    col_JI = (piece_J * PIECE_INPUTS)[:, None] + tl.arange(0, CODES_PER_WORD)[None, :]
+    col_JI = (piece_J * PIECE_INPUTS)[:, None] + tl.arange(0, PLANE_INPUTS)[None, :]
     x_JMI_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JI[:, None, :]
     power = _power_of_2(INPUT_EXPONENT)
-    words, up_words = _split_words(words_JCNG), _split_words(up_JCNG)
     scales, up_scales = _scales_of_pieces(scales_JCN, LAYOUT), _scales_of_pieces(up_scales_JCN, LAYOUT)
     out_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
     out_up_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
-    for word in tl.static_range(PIECE_WORDS):
-        is_JMI = is_row_M[None, :, None]
-        if not IS_EVEN:
-            is_JMI = is_JMI & (col_JI + word * CODES_PER_WORD < K)[:, None, :]
-        x_JMI = tl.load(x_JMI_ptr + word * CODES_PER_WORD, mask=is_JMI, other=0.0).to(tl.float32) * power
-        out_JMN += _multiply_words(words[word], x_JMI) * scales[word // 2]
+    for half in tl.static_range(2):
+        acc_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
+        acc_up_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
+        for plane in tl.static_range(half * (PLANES // 2), (half + 1) * (PLANES // 2)):
+            is_JMI = is_row_M[None, :, None]
+            if not IS_EVEN:
+                is_JMI = is_JMI & (col_JI + plane * PLANE_INPUTS < K)[:, None, :]
+            x_JMI = tl.load(x_JMI_ptr + plane * PLANE_INPUTS, mask=is_JMI, other=0.0).to(tl.float32) * power
+            even_JMW, odd_JMW = tl.split(tl.reshape(x_JMI, [J, M, PIECE_WORDS, 2]))
+            acc_JMNW = _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, plane)
+            if IS_GATED:
+                acc_up_JMNW = _add_plane(acc_up_JMNW, up_JCNW, even_JMW, odd_JMW, plane)
+        out_JMN += tl.sum(acc_JMNW, axis=3) * scales[half]
         if IS_GATED:
-            out_up_JMN += _multiply_words(up_words[word], x_JMI) * up_scales[word // 2]
+            out_up_JMN += tl.sum(acc_up_JMNW, axis=3) * up_scales[half]
     missing = _power_of_2(CODE_EXPONENT - INPUT_EXPONENT)
     out_JMN *= (tl.load(factor_ptr + row_CN, mask=is_CN, other=0.0) * missing)[None, :, :]
     if IS_GATED:
