@@ -65,8 +65,10 @@ class Request:
         "stop_ids",
         "stop_reason",
         "suffixes",
+        "tenant",
         "tokens",
         "transfer",
+        "weight",
     )
 
     def __init__(self, submission: Submission, *, is_audit: bool = False) -> None:
@@ -93,6 +95,8 @@ class Request:
         self.max_total = submission.max_total
         """Most tokens of prompt and output together, by ``max_tokens`` or ``max_model_len``."""
         self.salt = submission.salt
+        self.tenant, self.weight = submission.tenant, submission.weight
+        """Whose it is, and the tenant's share of the engine while others wait, in proportion to theirs."""
         self.grammar: object = None
         """Keeps the compiled grammar of structured outputs while the request exists (``Executor.compile_grammar``)."""
         self.marks = submission.marks

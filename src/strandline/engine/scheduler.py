@@ -27,6 +27,7 @@ from strandline.cache import Lead, Lease, PrefixCache
 from strandline.cache.tiers import Loads
 from strandline.engine.adapter_admission import AdapterAdmission
 from strandline.engine.drafts import Drafts
+from strandline.engine.fair_shares import FairShares
 from strandline.engine.host_tokens import HostTokens
 from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
@@ -72,7 +73,11 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
         self._long_prefills = LongPrefills(limits.long_prefill_token_threshold, limits.max_num_batched_tokens)
         self._prompt_groups = PromptGroups(limits.fixed_step_tokens)
-        self.waiting = WaitingQueue((lambda x: cache.hit_tokens(x.tokens, x.salt)) if cache.is_enabled else None)
+        self._shares = shares = FairShares()
+        self.waiting = WaitingQueue(
+            (lambda x: cache.hit_tokens(x.tokens, x.salt)) if cache.is_enabled else None,
+            lambda tenants: shares.least_served(tenants, self.running),
+        )
         self.loading = LoadQueue(cache, loads, self.waiting)
         self._adapters = AdapterAdmission(self.waiting, limits.max_loras)
         self.running: list[Request] = []  # in order of priority, then of admission
@@ -112,6 +117,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._host_tokens.add(request)
         self._pictures.add(request)
+        self._shares.add(request)
         self.waiting.add(request)
         self.cache.expect(request.request_id, request.tokens, request.salt)
 
@@ -134,6 +140,7 @@ class Scheduler:
         del self._requests[request.request_id]
         self._host_tokens.remove(request)
         self._pictures.remove(request)
+        self._shares.remove(request)
         if request.is_introduced:
             self._ended.append(request.request_id)
 
@@ -392,6 +399,7 @@ class Scheduler:
             request.account = lease.account._replace(num_remembered=request.num_remembered)
         insort_right(self.running, request, key=_priority)
         self._num_admissions += 1
+        self._shares.serve(request, request.num_tokens - lease.computed)
         return lease
 
     def _may_read(self, request: Request) -> bool:

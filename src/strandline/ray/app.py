@@ -102,6 +102,7 @@ class Ingress:
         service = make_service(self._client, engine, server, template, defaults)
         options = AppOptions(
             api_keys=server.key_salts(),
+            tenants=server.tenants(),
             allowed_hosts=server.allowed_hosts or ("*",),
             max_body_bytes=server.body_limit(has_pictures=service.pictures is not None),
             cache_page="off",

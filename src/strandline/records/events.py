@@ -47,6 +47,10 @@ class Submission:
     """Pictures in its prompt, in order."""
     pixels: dict[bytes, Picture] = field(default_factory=dict)
     """These pictures, by digest. A message has them once for all of its sequences (``Submit``)."""
+    tenant: str = ""
+    """Whose it is: waiting requests of several tenants are admitted in turn."""
+    weight: float = 1.0
+    """Share of the tenant while others wait, in proportion to theirs."""
 
 
 @dataclass(frozen=True, slots=True)

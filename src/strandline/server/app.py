@@ -16,6 +16,7 @@ from strandline.server.http.cross_origin_access import CrossOriginAccess
 from strandline.server.http.error_responses import ERRORS, add_error_handlers
 from strandline.server.http.gate import Gate
 from strandline.server.http.host_check import HostCheck
+from strandline.server.http.quotas import Quotas
 from strandline.server.http.sse import json_response, while_connected
 from strandline.server.http.stream_pings import StreamPings
 from strandline.server.labels.decisions_api import DecisionsBody, decide
@@ -67,6 +68,7 @@ def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
     add_error_handlers(app)
     # What is added last comes first.
     app.add_middleware(StreamPings, interval_s=options.ping_interval_s)
+    app.add_middleware(Quotas, tenants=options.tenants)
     app.add_middleware(Gate, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
     if options.cross_origin is not None:
         app.add_middleware(CrossOriginAccess, allowed=options.cross_origin)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from strandline.server.engines.tenants import Tenant
 from strandline.server.http.cross_origin import CrossOrigin
 
 
@@ -13,6 +14,8 @@ class AppOptions:
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
     """As ``Gate`` takes them."""
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    """As ``Quotas`` takes them."""
     allowed_hosts: Collection[str] = ("*",)
     """As ``HostCheck`` takes them."""
     max_body_bytes: int = 8 * 2**20

@@ -12,9 +12,12 @@ from strandline.config import parse_bytes
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
 from strandline.log_format import LOG_FORMATS
+from strandline.server.engines.tenants import KeyLimits, Tenant
 from strandline.server.http.cross_origin import ORIGIN, TOKEN, CrossOrigin
+from strandline.server.http.gate import owner_digest
 from strandline.server.http.host_names import is_local, parse_host
 from strandline.server.http.tls import TlsFiles
+from strandline.server.keys_file import LIMITS, NamedKey, check_limit, read_keys_file
 
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 MAX_BODY_BYTES: Final = 8 * 2**20
@@ -41,6 +44,12 @@ class ServerConfig:
     served_model_name: Sequence[str] = ()
     """Names that requests may use; empty: the model's."""
     api_key: Sequence[str] = ()
+    api_keys_file: str | None = None
+    """File of further keys, with their names and limits."""
+    max_requests_per_minute: int | None = None
+    """Limit of each key, or of all requests if there are no keys; None: no limit."""
+    max_tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
     salt_per_key: bool = False
     """Requests share cached prefixes only with requests of the same key."""
     chat_template: str | None = None
@@ -114,6 +123,9 @@ class ServerConfig:
             raise ConfigError(f"--stream-ping-interval-s must be at least 0, got {self.stream_ping_interval_s:g}")
         self.cross_origin()
         self.tls()
+        for limit in LIMITS:
+            if (value := getattr(self, limit.replace("-", "_"))) is not None:
+                check_limit(f"--{limit}", value)
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"--log-format must be one of {', '.join(LOG_FORMATS)}; got {self.log_format!r}")
         if self.cache_page not in CACHE_PAGES:
@@ -148,7 +160,7 @@ class ServerConfig:
         key = read_api_key()
         if key is not None:
             _require_texts(API_KEY, [key])
-        keys = [*self.api_key, *([key] if key else [])]
+        keys = [*self.api_key, *(each.key for each in self._named_keys()), *([key] if key else [])]
         if self.allow_runtime_lora is not None and not keys:
             raise ConfigError(f"--allow-runtime-lora lets requests name paths; add --api-key or {API_KEY}")
         if self.salt_per_key and not keys:
@@ -156,6 +168,27 @@ class ServerConfig:
                 f"--salt-per-key gives each API key a salt, and there is none; add --api-key or {API_KEY}"
             )
         return {key: salt_of_key(key) if self.salt_per_key else "" for key in keys}
+
+    def _named_keys(self) -> Sequence[NamedKey]:
+        """Return the keys of the file. Raises as ``read_keys_file``."""
+        return [] if self.api_keys_file is None else read_keys_file(self.api_keys_file, self._key_limits)
+
+    @property
+    def _key_limits(self) -> KeyLimits:
+        return KeyLimits(self.max_requests_per_minute, self.max_tokens_per_minute, self.max_concurrent_requests)
+
+    def tenants(self) -> dict[str, Tenant]:
+        """Return the tenants by the digests of their keys; without keys, the only one. Raises as ``key_salts``."""
+        keys = [*self.key_salts()]
+        if not keys:
+            return {"": Tenant("", self._key_limits)}
+        named = {each.key: each for each in self._named_keys()}
+        tenants = {}
+        for key in keys:
+            entry = named.get(key, NamedKey("", key, self._key_limits))
+            id = owner_digest(key)
+            tenants[id] = Tenant(id, entry.limits, name=entry.name, weight=entry.weight, has_peers=len(keys) > 1)
+        return tenants
 
     def cross_origin(self) -> CrossOrigin | None:
         """Return what web pages of other origins may do; None: nothing.

@@ -51,6 +51,12 @@ def _add_access_flags(add: Any) -> None:
         metavar="KEY",
         help="API keys, one of them required in each request",
     )
+    add("--api-keys-file", metavar="FILE", help="TOML file of API keys, with a name and limits of each (default: none)")
+    add("--max-requests-per-minute", type=int, metavar="N", help="requests of each API key (default: no limit)")
+    text = "tokens of each API key: of prompts without cached ones, and of outputs (default: no limit)"
+    add("--max-tokens-per-minute", type=int, metavar="N", help=text)
+    text = "unfinished requests of each API key (default: no limit)"
+    add("--max-concurrent-requests", type=int, metavar="N", help=text)
     add("--salt-per-key", action="store_true", help="share cached prefixes only among requests with the same API key")
     text = "let requests load and unload LoRA adapters from below a directory, or from anywhere"
     add("--allow-runtime-lora", nargs="?", const="/", metavar="DIR", help=text)

@@ -102,6 +102,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         mode = server.page_mode(host)
         options = AppOptions(
             api_keys=keys,
+            tenants=server.tenants(),
             allowed_hosts=server.allowed_names(host),
             max_body_bytes=server.body_limit(has_pictures=service.pictures is not None),
             cache_page=mode,

@@ -30,6 +30,7 @@ from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
 from strandline.server.engines.request_observer import RequestObserver
+from strandline.server.engines.tenants import CURRENT_TENANT, KEYLESS, Tenant
 from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
 from strandline.text.output_streams import RequestStream
 from strandline.text.prompts import check_text
@@ -78,6 +79,7 @@ class _Request:
 
     job: Job
     engine: EngineLink
+    tenant: Tenant
     num_pixel_bytes: int = 0
     """Memory of its pictures, which the engine holds while it is unfinished."""
 
@@ -153,6 +155,8 @@ class EngineClient:
             check_text(text)
         self._require_room_for_pictures(sum(prompt.num_pixel_bytes for prompt in prompts))
         requests = [self.frontend.check(prompt.token_ids, params, prompt.pictures) for prompt in prompts]
+        tenant = CURRENT_TENANT.get()
+        tenant.take_prompt(sum(len(request.prompt_ids) for request in requests))
         submissions = []
         names = [f"{name}-{place}" for place in range(len(prompts))]
         for request_id, request, prompt in zip(names, requests, prompts, strict=True):
@@ -167,6 +171,8 @@ class EngineClient:
                     recollection=prompt.recollection,
                 )
             )
+        if tenant is not KEYLESS:
+            submissions = [[replace(x, tenant=tenant.id, weight=tenant.weight) for x in each] for each in submissions]
         engines = [self._choose(each, request, salt) for each, request in zip(names, requests, strict=True)]
         try:
             self._send_all(engines, submissions)
@@ -177,7 +183,7 @@ class EngineClient:
             raise
         job = Job(self.close, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
         for each, engine, prompt in zip(names, engines, prompts, strict=True):
-            self._requests[each] = _Request(job, engine, prompt.num_pixel_bytes)
+            self._requests[each] = _Request(job, engine, tenant, prompt.num_pixel_bytes)
         for observer in self._observers:
             for stream in job.streams:
                 observer.begin(stream)
@@ -237,6 +243,17 @@ class EngineClient:
             raise QueueFullError(
                 f"{num_taken} outputs run and wait already, at most {limit} may; try again later, or raise --max-queue"
             )
+        tenant, num_free = CURRENT_TENANT.get(), limit - num_taken
+        if tenant.has_peers and (own := self._num_unfinished_of(tenant)) and own + num_sequences > num_free:
+            raise QueueFullError(
+                f"{own} outputs of this API key run and wait already, and {num_free} more may; a key takes at most as "
+                "many as it leaves to others: try again later, or raise --max-queue"
+            )
+
+    def _num_unfinished_of(self, tenant: Tenant) -> int:
+        """Return how many outputs of a tenant run or wait."""
+        streams = (self.frontend.requests.get(name) for name, x in self._requests.items() if x.tenant is tenant)
+        return sum(stream.num_unfinished for stream in streams if stream is not None)
 
     @property
     def num_unfinished(self) -> int:
@@ -269,7 +286,7 @@ class EngineClient:
             if request is not None and not stream.is_finished:
                 unfinished.setdefault(request.engine.number, []).extend(self.frontend.close(stream.request_id))
                 self.metrics.forget(stream.request_id, request.engine.number)
-                self._observe_end(stream, request.engine, SYSTEM_CLOCK())
+                self._observe_end(stream, request, SYSTEM_CLOCK())
                 self._release(stream.request_id)
         for number, names in unfinished.items():
             self._finish(self.engines[number], names)
@@ -437,13 +454,14 @@ class EngineClient:
             if self._router is not None:
                 self._router.begin(request_id)
             if stream.is_finished:
-                self._observe_end(stream, engine, now)
+                self._observe_end(stream, self._requests[request_id], now)
                 self._release(request_id)
             self._requests[request_id].job.note(request_id)
 
-    def _observe_end(self, stream: RequestStream, engine: EngineLink, now_s: float) -> None:
+    def _observe_end(self, stream: RequestStream, request: _Request, now_s: float) -> None:
+        request.tenant.settle(stream)
         for observer in self._observers:
-            observer.end(stream, engine.number, now_s)
+            observer.end(stream, request.engine.number, now_s)
 
 
 def least_limits(engines: Sequence[EngineLink]) -> Limits:

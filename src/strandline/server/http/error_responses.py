@@ -4,6 +4,7 @@ On Anthropic's paths the error has Anthropic's types, and the body ``"type": "er
 """
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any, Final
 
 import msgspec
@@ -16,10 +17,12 @@ from strandline.errors import EngineError, PromptTooLongError, RequestError, cau
 from strandline.server.engines.engine_client import PausedError, QueueFullError
 from strandline.server.engines.engine_link import EngineDeadError, RequestTimeoutError
 from strandline.server.engines.jobs import NoTokenError, OutputFailedError
+from strandline.server.engines.tenants import RateLimitError
 from strandline.server.http.body_faults import fault_of
 
 MAX_MESSAGE: Final = 1000
 RETRY_AFTER_S: Final = 1
+RATE_LIMITED: Final = "rate_limit_exceeded"
 TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
@@ -87,11 +90,19 @@ def error_response(
     return Response(body, status, dict(headers or {}), media_type="application/json")
 
 
+def rate_limited(path: str, error: RateLimitError) -> Response:
+    """Return the response to a request that exceeds a limit of its key."""
+    headers = {"Retry-After": str(max(ceil(error.retry_after_s), RETRY_AFTER_S))}
+    return error_response(path, 429, str(error), code=RATE_LIMITED, headers=headers)
+
+
 def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
     """Return the HTTP status and OpenAI's code of an error."""
     match error:
         case QueueFullError():
             return 429, "queue_full"
+        case RateLimitError():
+            return 429, RATE_LIMITED
         case UnknownModelError():
             return 404, "model_not_found"
         case UnknownAdapterError() | UnknownResponseError():
@@ -127,6 +138,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineError)
+    if isinstance(error, RateLimitError):
+        return rate_limited(request.url.path, error)
     status, code = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
     param = error.param if isinstance(error, RequestError) else None

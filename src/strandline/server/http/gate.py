@@ -46,7 +46,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, api_keys: Mapping[str, str], max_body_bytes: int) -> None:
         self._app = app
-        self._keys = {key.encode(): (salt, _owner(key)) for key, salt in api_keys.items()}
+        self._keys = {key.encode(): (salt, owner_digest(key)) for key, salt in api_keys.items()}
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,5 +103,6 @@ class Gate:
         return f"the body is larger than {self._max_body_bytes} bytes; raise --max-body-bytes"
 
 
-def _owner(key: str) -> str:
+def owner_digest(key: str) -> str:
+    """Return the digest of a key that names its owner."""
     return blake2s(key.encode(), digest_size=16, person=b"owner").hexdigest()
