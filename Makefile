@@ -7,6 +7,7 @@ STAMP := $(VENV)/.setup-done
 CLIENTS := .venv-clients
 AGENTS := .clients
 NEWEST := .venv-newest
+TOOLS := .venv-tools
 # Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -17,7 +18,7 @@ SELDOM := '/(models|sympy|networkx|pip|setuptools|tests?|testing|_inductor)/'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-long test-newest clients lint kernels format clean
+.PHONY: help setup serve demo test test-long test-newest clients lint kernels format docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -69,8 +70,24 @@ format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: ## build the documentation as a site below build/site; a dead link is an error
+	test -x $(TOOLS)/bin/pip || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --disable-pip-version-check --quiet 'mkdocs-material>=9.7'
+	mkdir -p build/site-pages
+	for each in README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs benchmarks tests; do \
+	  ln -sfn $(CURDIR)/$$each build/site-pages/$$each; done
+	NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --strict
+
+dist: ## build wheel and source distribution below dist, check them, and serve the demo model from the wheel
+	test -x $(TOOLS)/bin/pip || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.4' 'twine>=6.2'
+	rm -rf dist
+	$(TOOLS)/bin/python -m build --outdir dist
+	$(TOOLS)/bin/twine check --strict dist/*
+	tools/try_wheel.sh dist/*.whl $(PYTHON)
+
 clean: ## remove the virtual environments and the tools' caches
-	rm -rf $(VENV) $(CLIENTS) $(AGENTS) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(AGENTS) $(NEWEST) $(TOOLS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
