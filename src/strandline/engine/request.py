@@ -1,6 +1,6 @@
 """A request in the engine: one sequence of tokens and its progress."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from strandline.cache import Lead, Lease
@@ -12,6 +12,7 @@ from strandline.records.account import Account
 from strandline.records.events import FinishReason, Submission
 from strandline.records.offer import Offer
 from strandline.records.pictures import with_virtual_ids
+from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.tokens import TokenBuffer
 
@@ -193,3 +194,15 @@ class Request:
 def adapters_of(requests: Sequence[Request]) -> set[str]:
     """Return the digests of the adapters that requests use."""
     return {request.new.adapter for request in requests} - {""}
+
+
+def introduce_all(requests: Sequence[Request], introduce: Callable[[Request], NewRequest]) -> list[NewRequest]:
+    """Return what the executor gets of those requests that no plan has announced; they count as announced from now."""
+    new = []
+    for request in requests:
+        if not request.is_introduced:
+            request.is_introduced = True
+            introduced = introduce(request)
+            request.is_independent = introduced.is_independent
+            new.append(introduced)
+    return new

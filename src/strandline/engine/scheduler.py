@@ -33,7 +33,7 @@ from strandline.engine.load_queue import LoadQueue, LoadState
 from strandline.engine.long_prefills import LongPrefills
 from strandline.engine.picture_steps import PictureSteps
 from strandline.engine.prompt_groups import PromptGroups
-from strandline.engine.request import Request, Status
+from strandline.engine.request import Request, Status, introduce_all
 from strandline.engine.spans import NO_DRAFTS, Span, as_exact, exact_end, sequence_plan, with_next
 from strandline.engine.step_limits import StepLimits
 from strandline.engine.stop_fallbacks import note_stop_tokens
@@ -115,9 +115,8 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
-        self._host_tokens.add(request)
-        self._pictures.add(request)
-        self._shares.add(request)
+        for counted in (self._host_tokens, self._pictures, self._shares):
+            counted.add(request)
         self.waiting.add(request)
         self.cache.expect(request.request_id, request.tokens, request.salt)
 
@@ -138,9 +137,8 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
-        self._host_tokens.remove(request)
-        self._pictures.remove(request)
-        self._shares.remove(request)
+        for counted in (self._host_tokens, self._pictures, self._shares):
+            counted.remove(request)
         if request.is_introduced:
             self._ended.append(request.request_id)
 
@@ -210,14 +208,8 @@ class Scheduler:
                 f"{len(self.waiting)} requests wait, none can run: the cache has "
                 f"{memory.num_free_slabs} free slabs of {memory.num_slabs}"
             )
-        new = []
         planned = [span[0] for span in spans]
-        for request in planned:
-            if not request.is_introduced:
-                request.is_introduced = True
-                introduced = self._introduce(request)
-                request.is_independent = introduced.is_independent
-                new.append(introduced)
+        new = introduce_all(planned, self._introduce)
         gone, self._ended = self._ended, []
         actions, pictures = tuple(self.cache.take_actions()), self._pictures.take_new()
         plan = StepPlan(tuple(sequences), actions, tuple(new), tuple(gone), pictures)
