@@ -18,7 +18,7 @@ SELDOM := '/(models|sympy|networkx|pip|setuptools|tests?|testing|_inductor)/'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-long test-newest clients lint kernels format docs dist clean
+.PHONY: help setup serve demo test test-long test-newest clients lint kernels format docs dist manifests clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -44,7 +44,7 @@ test-newest: ## all tests with the newest releases of all dependencies, in an en
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
 	  --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(NEWEST)/bin/python -m compileall -qq -j 0 -x $(SELDOM) $(NEWEST)/lib || true
-	$(NEWEST)/bin/python -c 'from tests.conftest import compile_kernels; compile_kernels()'
+	$(NEWEST)/bin/python -c 'from strandline.kernels.compilation import compile_kernels; compile_kernels()'
 	$(NEWEST)/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 ifdef CLIENT
@@ -64,7 +64,7 @@ lint: setup ## ruff, format check and mypy, without the tests
 	$(BIN)/mypy
 
 kernels: setup ## compile the kernels for CPUs where that has not been done
-	$(BIN)/python -c 'from tests.conftest import compile_kernels; compile_kernels()'
+	$(BIN)/python -c 'from strandline.kernels.compilation import compile_kernels; compile_kernels()'
 
 format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff format .
@@ -85,6 +85,14 @@ dist: ## build wheel and source distribution below dist, check them, and serve t
 	$(TOOLS)/bin/python -m build --outdir dist
 	$(TOOLS)/bin/twine check --strict dist/*
 	tools/try_wheel.sh dist/*.whl $(PYTHON)
+
+manifests: ## check the manifests of deploy/kubernetes against the schemas of Kubernetes (needs kubectl)
+	test -x $(TOOLS)/bin/pip || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --disable-pip-version-check --quiet 'kubernetes-validate>=1.34'
+	mkdir -p build/manifests
+	for each in single data-parallel autoscaled; do \
+	  kubectl kustomize deploy/kubernetes/$$each > build/manifests/$$each.yaml && \
+	  $(TOOLS)/bin/kubernetes-validate --strict -k 1.34 build/manifests/$$each.yaml || exit 1; done
 
 clean: ## remove the virtual environments and the tools' caches
 	rm -rf $(VENV) $(CLIENTS) $(AGENTS) $(NEWEST) $(TOOLS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -10,9 +10,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -84,37 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.getoption("long") else "fixed")
     is_worker = hasattr(config, "workerinput")
     if config.getoption("numprocesses", None) and not is_worker and importlib.util.find_spec("numba") is not None:
+        from strandline.kernels.compilation import compile_kernels
+
         compile_kernels()
-
-
-def compile_kernels() -> None:
-    """Fill Numba's cache unless that has been done: for half a minute, in two processes."""
-    from strandline.kernels import runtime_numba
-
-    directory = runtime_numba.cache_directory()
-    # Any process may have compiled some kernels already, or is about to: what lies there does not say that all do.
-    if directory is None or (directory / "complete").exists():
-        return
-    package = Path(runtime_numba.__file__).parent
-    paths = sorted(path.relative_to(package).with_suffix("") for path in package.rglob("*_numba.py"))
-    modules = [".".join(("strandline.kernels", *path.parts)) for path in paths]
-    programs = [f"import {', '.join(share)}" for share in (modules[::2], modules[1::2])]
-    processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
-    codes = [process.wait() for process in processes]
-    if not any(codes):
-        (directory / "complete").touch()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Let every other worker collect from the end: pytest compiles new files, and two workers meet halfway."""
-    report = yield
-    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
-    if isinstance(collector, pytest.Directory) and int(worker.removeprefix("gw")) % 2:
-        report.result.reverse()
-    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

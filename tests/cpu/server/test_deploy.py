@@ -1,0 +1,128 @@
+"""The files of deploy/: they name flags, paths and times that the server has."""
+
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from strandline.cli import build_parser
+from strandline.records.messages import FLUSH_S
+from strandline.server.http.gate import OPEN_PATHS
+from tests.cpu.server.process import running_server
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
+POD = yaml.safe_load((DEPLOY / "kubernetes/single/statefulset.yaml").read_text())["spec"]["template"]["spec"]
+SERVER = POD["containers"][0]
+COMPOSE = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())
+CONTAINERFILE = (DEPLOY / "container/Containerfile").read_text()
+
+
+def flags_of(arguments: list[str]) -> set[str]:
+    return {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
+
+
+def values(node: Any, key: str) -> Iterator[Any]:
+    """Yield what a document has under a key, wherever it is."""
+    if isinstance(node, dict):
+        yield from (node[key],) if key in node else ()
+        node = list(node.values())
+    for each in node if isinstance(node, list) else ():
+        yield from values(each, key)
+
+
+def test_flags_exist() -> None:
+    unit = (DEPLOY / "systemd/strandline.service").read_text()
+    [command] = re.findall("^ExecStart=(.*)$", unit, re.MULTILINE)
+    start = (DEPLOY / "container/start").read_text()
+    patches = re.findall(r"value: (--\S+)\}", (DEPLOY / "kubernetes/data-parallel/kustomization.yaml").read_text())
+    used = flags_of([*SERVER["args"], *COMPOSE["services"]["strandline"]["command"], *patches])
+    used |= flags_of(shlex.split(command)) | flags_of(start.split())
+    assert len(used) >= 7
+    assert used <= set(build_parser().parse_args(["serve"]).parser._option_string_actions)
+
+
+def test_arguments_are_accepted() -> None:
+    options = build_parser().parse_args(["serve", *SERVER["args"], "--host", "0.0.0.0", "--port", "8000"])
+    assert options.disk_cache.startswith("/var/lib/strandline/")
+
+
+def test_probes_ask_an_endpoint_that_needs_no_key() -> None:
+    probes = [SERVER[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+    assert {probe["httpGet"]["path"] for probe in probes} == {"/health"}
+    assert "/health" in OPEN_PATHS
+    # A hung engine may continue: it is taken out of the service at once, and restarted later.
+    readiness, liveness = (probe["periodSeconds"] * probe["failureThreshold"] for probe in probes[1:])
+    assert readiness <= 15 < 60 <= liveness
+
+
+def test_grace_period_covers_the_drain() -> None:
+    options = build_parser().parse_args(["serve", *SERVER["args"]])
+    pre_stop_s = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert POD["terminationGracePeriodSeconds"] >= pre_stop_s + options.request_timeout_s + FLUSH_S
+
+
+def test_only_volumes_are_written_to() -> None:
+    assert SERVER["securityContext"]["readOnlyRootFilesystem"]
+    assert COMPOSE["services"]["strandline"]["read_only"]
+    [declared] = re.findall(r"^VOLUME (\[.*\])$", CONTAINERFILE, re.MULTILINE)
+    declared = set(yaml.safe_load(declared))
+    mounted = {mount["mountPath"] for mount in SERVER["volumeMounts"]}
+    assert declared <= mounted
+    for name in ("HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
+        [path] = re.findall(rf"{name}=(/var\S+)", CONTAINERFILE)
+        assert any(path == volume or path.startswith(f"{volume}/") for volume in declared)
+
+
+def test_base_image_is_named_once() -> None:
+    assert re.findall(r"^FROM (\S+)", CONTAINERFILE, re.MULTILINE) == ["${BASE}", "${BASE}"]
+    assert len(re.findall(r"^ARG BASE=\S+$", CONTAINERFILE, re.MULTILINE)) == 1
+
+
+def test_compose_mounts_the_dashboard() -> None:
+    sources = [volume.split(":")[0] for volume in COMPOSE["services"]["grafana"]["volumes"]]
+    assert (DEPLOY / "compose" / sources[0]).resolve() == ROOT / "docs/grafana-dashboard.json"
+    for config in COMPOSE["configs"].values():
+        assert yaml.safe_load(config["content"])
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_manifest_is_yaml_and_names_files_that_exist(path: Path) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        for resources in values(document, "resources"):
+            if isinstance(resources, list):
+                assert all((path.parent / each).exists() for each in resources)
+
+
+def test_ray_service_has_the_applications_arguments() -> None:
+    from strandline.ray.options import read_options
+
+    service = yaml.safe_load((DEPLOY / "kubernetes/ray/rayservice.yaml").read_text())
+    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == "strandline.ray:build_app"
+    options = read_options(application["args"])
+    assert options.engine_config.model == "demo"
+    assert options.server_config.port == 8000
+
+
+def test_rollout_hits_what_the_old_server_had_cached(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, bytes_dir: Path
+) -> None:
+    """The signals of a rollout: SIGTERM, and another server on the same volume."""
+    flags = ["--disk-cache", str(tmp_path / "volume"), "--disk-cache-size", "1GiB", "--request-timeout-s", "300"]
+    body: dict[str, Any] = {"prompt": "a prompt that outlives its server " * 8, "max_tokens": 4, "temperature": 0}
+    cached = []
+    for number in range(2):
+        with running_server(bytes_dir, tmp_path / f"log-{number}", *flags) as server:
+            usage = server.post("/v1/completions", **body).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            server.signal(signal.SIGTERM)
+            assert server.exit_code() == 0
+            assert "every request was answered" in server.log()
+    assert cached == [0, len(body["prompt"])]
