@@ -21,7 +21,7 @@ OF_VLLM = {
     "--result-filename": "f", "--label": "l", "--metadata": "a=b", "--header": "a=b", "--logprobs": "1",
     "--extra-body": "{}", "--temperature": "0.5", "--top-p": "0.5", "--top-k": "5", "--min-p": "0.1",
     "--frequency-penalty": "0", "--presence-penalty": "0", "--repetition-penalty": "1",
-    "--ready-check-timeout-sec": "5",
+    "--ready-check-timeout-sec": "5", "--lora-modules": "sql", "--lora-assignment": "round-robin",
 }  # fmt: skip
 SWITCHES_OF_VLLM = [
     *("--ignore-eos", "--save-result", "--save-detailed", "--append-result", "--disable-tqdm"),

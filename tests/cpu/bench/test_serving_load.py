@@ -1,16 +1,19 @@
 """The load on a server: arrivals, the cap on concurrency, the ideal, and what is left when it is cut short."""
 
 import asyncio
+from argparse import Namespace
 from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
 import pytest
 
+from strandline.bench.serving.adapters import assign_adapters
 from strandline.bench.serving.load import Load, Run, arrival_times
 from strandline.bench.serving.options import Pace
 from strandline.bench.serving.prompt_vocabulary import Vocabulary
 from strandline.bench.serving.session import Answer, Ask, Asks, Session, single
+from strandline.errors import ConfigError
 from strandline.records.tokens import encode
 
 NOTHING = Vocabulary(())
@@ -48,6 +51,28 @@ def run(server: Echo, sessions: list[Session], pace: Pace) -> Run:
         return await Load(server, pace, NOTHING).execute(sessions)  # type: ignore[arg-type]
 
     return asyncio.run(execute())
+
+
+@pytest.mark.parametrize("assignment", ["random", "round-robin"])
+def test_conversations_name_adapters_that_share_no_prefix(assignment: str) -> None:
+    def asks() -> Asks:
+        answer = yield ask(1, 2, 3)
+        yield ask(1, 2, 3, *answer.token_ids, 4)
+
+    options = Namespace(lora_modules=["a", "b"], lora_assignment=assignment, seed=3)
+    sessions = assign_adapters([Session(asks, holds_its_place=True)] * 40, options, [])
+    server = Echo()
+    result = run(server, sessions, Pace(max_concurrency=1))
+    names = [each.body["model"] for each in server.sent]
+    assert names[::2] == names[1::2]
+    assert assignment == "random" or names[::2] == ["a", "b"] * 20
+    assert {*names} == {"a", "b"}
+    firsts = [names.index(name) for name in ("a", "b")]
+    assert [result.answers[index].ideal_tokens for index in firsts] == [0, 0]
+    assert sum(answer.ideal_tokens or 0 for answer in result.answers) > 38 * 3 + 40 * 5
+    with pytest.raises(ConfigError, match="the server serves base, a, not b"):
+        assign_adapters(sessions, options, ["base", "a"])
+    assert assign_adapters(sessions, Namespace(lora_modules=[]), ["base"]) == sessions
 
 
 def test_arrivals_keep_to_the_rate_whatever_the_burstiness() -> None:

@@ -13,6 +13,7 @@ from uuid import uuid4
 from tqdm import tqdm
 
 from strandline.bench.serving.acceptance import acceptance_figures, read_draft_counts
+from strandline.bench.serving.adapters import assign_adapters
 from strandline.bench.serving.datasets import make_sessions
 from strandline.bench.serving.figures import Figures, figures_of
 from strandline.bench.serving.load import Load, Run
@@ -76,7 +77,7 @@ async def _measure(options: Namespace, pace: Pace) -> Measured:
         vocabulary = load_vocabulary(tokenizer, options.vocab_size)
         max_model_len = next((card.get("max_model_len") for card in cards if card.get("id") == model), None)
         maker = Maker(vocabulary, options, is_chat=server.target.is_chat, max_model_len=max_model_len)
-        sessions = make_sessions(maker)
+        sessions = assign_adapters(make_sessions(maker), options, [str(card["id"]) for card in cards])
         await _warm_up(server, maker, sessions)
         before = read_draft_counts(await server.metrics())
         with tqdm(total=_expected(sessions, options), unit="request", disable=options.disable_tqdm) as bar:

@@ -146,6 +146,10 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logprobs", type=int, metavar="N", help="number of log probabilities per token")
     text = "cache_salt of all requests; 'random': a new one, so that earlier runs cannot be hit"
     group.add_argument("--cache-salt", metavar="TEXT", help=text)
+    text = "LoRA adapters of the server, one for each request or conversation (default: none)"
+    group.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME", help=text)
+    choices = ("random", "round-robin")
+    group.add_argument("--lora-assignment", choices=choices, default="random", help="default: %(default)s")
     for name, kind in SAMPLING_FLAGS:
         group.add_argument(f"--{name}", type=kind)
     group.add_argument("--extra-body", type=json.loads, metavar="JSON", help="fields to add to each request")

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -91,7 +92,8 @@ class Load:
         self._pace = pace
         self._vocabulary = vocabulary
         self._on_answer = on_answer
-        self._seen = SeenPrefixes()
+        self._seen = defaultdict[str, SeenPrefixes](SeenPrefixes)
+        """By adapter: prefixes are not shared across these."""
         self._num_left = pace.num_requests
         self._num_under_way = 0
         self._is_spent = asyncio.Event()
@@ -164,7 +166,7 @@ class Load:
         return True
 
     async def _send(self, ask: Ask) -> Answer:
-        ideal = None if ask.tokens is None else self._seen.add(bytearray(ask.tokens))
+        ideal = None if ask.tokens is None else self._seen_by(ask).add(bytearray(ask.tokens))
         self._num_under_way += 1
         answer = await self._server.send(ask)
         self._num_under_way -= 1
@@ -179,7 +181,10 @@ class Load:
         """Record generated text, which a later turn may contain."""
         ids = answer.token_ids or self._vocabulary.encode(answer.text)
         if ask.tokens is not None and ids:
-            self._seen.add(bytearray(ask.tokens + encode(ids)))
+            self._seen_by(ask).add(bytearray(ask.tokens + encode(ids)))
+
+    def _seen_by(self, ask: Ask) -> SeenPrefixes:
+        return self._seen[ask.body.get("model", "")]
 
     async def _wait_until(self, time_s: float) -> None:
         """Wait for a time, or until no more requests are to be sent."""
