@@ -76,8 +76,10 @@ class AdapterPool:
         if digest not in self._slot_of:
             if digest not in self._images:
                 raise EngineError(f"a request came with the adapter {digest}, which is not loaded")
-            slot = len(self._slot_of)
-            if slot >= self._slots.num_slots:
+            free = {*range(self._slots.num_slots)} - {*self._slot_of.values()}
+            if free:
+                slot = min(free)
+            else:
                 victim = next((each for each in self._slot_of if each not in used), None)
                 if victim is None:
                     raise EngineError(f"a step was planned with more than {self._slots.num_slots} adapters")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from strandline.config import EngineConfig
 from strandline.device import draft_layer
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.adapter_admission import MAX_OVERTAKEN_FOR_SLOT
+from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with
 from tests.cpu.engine import eager_graphs
@@ -230,6 +232,54 @@ def test_unloaded_adapters_end_with_the_requests_that_use_them(models: Models, m
     request = llm.engine.frontend.check(PROMPTS[3], llm.engine.frontend.check_params(params))
     with pytest.raises(RequestError, match="is not loaded any more"):
         llm.engine.add_checked("late", request, salt=salt_with(loaded, ""))
+
+
+def test_soak_of_swaps_gives_every_request_the_tokens_of_its_adapter(
+    models: Models, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters are loaded, unloaded and swapped while requests come, end early and hit the cache."""
+    monkeypatch.setenv(DEBUG_CACHE, "1")
+    llm = make(max_loras=2, max_num_seqs=6, memory="3MiB", max_model_len=256)
+    core, rng = llm.engine.core, Random(0)
+    adapters_of = [core.adapters.load(x.lora_name, x.lora_path) for x in models.requests]
+    expected: dict[tuple[int, int], list[int]] = {}
+    for index in range(-1, len(adapters_of)):
+        request = None if index < 0 else models.requests[index]
+        for number, tokens in enumerate(answers(llm, PROMPTS, [request] * len(PROMPTS))):
+            expected[index, number] = list(tokens)
+    running = dict[str, tuple[int, int]]()
+    num_checked = 0
+    for step in range(220):
+        if len(running) < 12 and step < 190:
+            key = rng.randrange(-1, 3), rng.randrange(len(PROMPTS))
+            adapter = None if key[0] < 0 else adapters_of[key[0]]
+            if adapter is not None and rng.random() < 0.3:
+                core.adapters.unload(adapter.digest)
+                core.adapters.load(adapter.name, adapter.path)
+            llm.engine.add_request(f"{step}", PROMPTS[key[1]], GREEDY, salt=salt_with(adapter, ""))
+            running[f"{step}"] = key
+        if running and rng.random() < 0.1:
+            name = rng.choice(sorted(running))
+            llm.engine.abort(name)
+            del running[name]
+        for output in llm.engine.step():
+            if output.finished and output.request_id in running:
+                assert output.outputs[0].token_ids == expected[running.pop(output.request_id)]
+                num_checked += 1
+    assert not running
+    assert num_checked > 60
+
+
+def test_unloading_frees_the_slot_of_that_adapter_alone(models: Models, make: MakeLLM) -> None:
+    llm = make(max_loras=2)
+    first, second, third = models.requests
+    for request in (first, second):
+        answers(llm, [PROMPTS[0]], [request])
+    llm.engine.core.adapters.unload(llm.engine.core.adapters.load(first.lora_name, first.lora_path).digest)
+    (found,) = answers(llm, [PROMPTS[1]], [third])
+    assert greedy_tokens(models.merged[2], [PROMPTS[1]], [found]) == [found]
+    (found,) = answers(llm, [PROMPTS[2]], [second])
+    assert greedy_tokens(models.merged[1], [PROMPTS[2]], [found]) == [found]
 
 
 def test_audits_replay_with_the_same_adapter(models: Models, make: MakeLLM) -> None:
