@@ -60,7 +60,7 @@ class AdapterWeights:
         return (self.part_O == part).nonzero().flatten()
 
 
-@operation(triton("gemm.low_rank_triton"))
+@operation(triton("gemm.low_rank_triton", takes_launches=True))
 def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: TiledRows) -> Tensor:
     """Add to every row what its adapter changes, in place, computed in float32; return the sum.
 

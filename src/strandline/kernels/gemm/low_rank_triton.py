@@ -4,8 +4,8 @@ Both take all parts of a weight, all tiles of rows, and whichever adapters these
 so that a CUDA graph serves any. Both start while the product still runs, and read what is older than it: the first its
 rows and factors, the second its factors.
 
-The sums over inputs are divided into spans, by the number of inputs alone: a row's result depends on that row alone, to
-the last bit.
+The sums over inputs are divided into spans, with fixed launches by the number of inputs alone: a row's result depends
+on that row alone, to the last bit.
 
 Shape suffixes: as in ``low_rank.py``; X spans; in kernels M rows of a tile, N outputs, K inputs.
 """
@@ -17,11 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.gemm.low_rank import TILE_ROWS, AdapterWeights, TiledRows
+from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
-MIN_SPAN = 512
-MAX_SPANS = 8
+MIN_SPAN = 256
+MAX_SPANS = 16
+MAX_SPANS_MANY = 2
+MAX_TILES_FEW = 8
+"""Up to so many tiles, programs have one block of inputs each, so that all wait for memory at once; further tiles are
+enough programs, and to add up spans takes longer."""
 BLOCK_INPUTS = 256
 BLOCK_INPUTS_FLOAT32 = 64
 MIN_BLOCK_RANKS, MAX_BLOCK_RANKS = 16, 64
@@ -61,7 +66,10 @@ def _shrink_kernel(
     # The next launch is the second one, which reads nothing but factors before it waits for this one.
     release_next(OVERLAPS)
     slot = tl.load(slots_ptr + tile)
-    rank = tl.load(rank_ptr + slot * stride_rank + part, mask=slot >= 0, other=0)
+    is_used = slot >= 0
+    if RANK_BLOCKS > 1:
+        rank = tl.load(rank_ptr + slot * stride_rank + part, mask=is_used, other=0)
+        is_used = tl.program_id(1) % RANK_BLOCKS * BLOCK_R < rank
     offset_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_M = tl.load(rows_ptr + offset_M)
     is_row_M = row_M >= 0
@@ -69,19 +77,20 @@ def _shrink_kernel(
     x_MK_ptr = x_ptr + (row_M * stride_x)[:, None] + offset_K[None, :]
     down_ptr += tl.maximum(slot, 0) * stride_slot + part.to(tl.int64) * MAX_RANK * K
     down_RK_ptr = down_ptr + (rank_R.to(tl.int64) * K)[:, None] + offset_K[None, :]
-    is_used = rank_R < rank
+    # Ranks that the adapter does not have get sums that are not read: to ask for its rank first would take longer.
+    is_rank_R = rank_R < MAX_RANK
     first = tl.program_id(2) * span_k
-    end = tl.where(tl.program_id(1) % RANK_BLOCKS * BLOCK_R < rank, tl.minimum(first + span_k, K), first)
+    end = tl.where(is_used, tl.minimum(first + span_k, K), first)
     acc_MR = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
     for start in range(first, end, BLOCK_K):
         is_K = start + offset_K < K
         x_MK = tl.load(x_MK_ptr + start, mask=is_row_M[:, None] & is_K[None, :], other=0.0)
-        down_RK = tl.load(down_RK_ptr + start, mask=is_used[:, None] & is_K[None, :], other=0.0)
+        down_RK = tl.load(down_RK_ptr + start, mask=is_rank_R[:, None] & is_K[None, :], other=0.0)
         acc_MR = tl.dot(x_MK, tl.trans(down_RK), acc_MR, input_precision="ieee")
     if IS_EARLY:
         wait_for_previous(OVERLAPS)
     out_M = (tl.program_id(2).to(tl.int64) * M + offset_M) * (PARTS * MAX_RANK) + part * MAX_RANK
-    tl.store(out_ptr + out_M[:, None] + rank_R[None, :], acc_MR, mask=is_row_M[:, None] & is_used[None, :])
+    tl.store(out_ptr + out_M[:, None] + rank_R[None, :], acc_MR, mask=is_row_M[:, None] & is_rank_R[None, :])
 
 
 @triton.jit
@@ -101,7 +110,9 @@ def _load_up(
     rank_R = index % RANK_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
     rank = tl.load(rank_ptr + part)
     up_RN_ptr = up_ptr + (col_N.to(tl.int64) * MAX_RANK)[None, :] + rank_R[:, None]
-    up_RN = tl.load(up_RN_ptr, mask=(part_N == part)[None, :] & (rank_R < rank)[:, None], other=0.0)
+    up_RN = tl.load(up_RN_ptr, mask=(part_N == part)[None, :] & (rank_R < MAX_RANK)[:, None], other=0.0)
+    # Not by the mask above: both loads are under way at once.
+    up_RN = tl.where((rank_R < rank)[:, None], up_RN, 0.0)
     return up_RN, part * MAX_RANK + rank_R, rank_R < rank
 
 
@@ -169,7 +180,14 @@ def block_outputs(num_outputs: int) -> int:
     return 128 if num_outputs >= WIDE_OUTPUTS else 64
 
 
-def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: TiledRows) -> Tensor:
+def add_low_rank(
+    out_TO: Tensor,
+    x_TI: Tensor,
+    weights: AdapterWeights,
+    tiled: TiledRows,
+    *,
+    launches: Launches = Launches.MEASURED,
+) -> Tensor:
     """Triton version of :func:`strandline.kernels.gemm.low_rank.add_low_rank`. Sums are rounded before they are
     multiplied with the second factors, as those are."""
     num_tiles, num_rows = len(tiled.slots_U), len(tiled.rows_M)
@@ -177,7 +195,9 @@ def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: T
     is_early = x_TI.stride(1) == 1
     x_TI = x_TI if is_early else x_TI.contiguous()
     block_k = BLOCK_INPUTS_FLOAT32 if x_TI.dtype == torch.float32 else BLOCK_INPUTS
-    span = max(MIN_SPAN, cdiv(num_inputs, MAX_SPANS * BLOCK_INPUTS) * BLOCK_INPUTS)
+    has_many = launches is Launches.MEASURED and num_tiles > MAX_TILES_FEW
+    max_spans = MAX_SPANS_MANY if has_many else MAX_SPANS
+    span = max(MIN_SPAN, cdiv(num_inputs, max_spans * BLOCK_INPUTS) * BLOCK_INPUTS)
     spans = cdiv(num_inputs, span)
     block_r = min(MAX_BLOCK_RANKS, max(MIN_BLOCK_RANKS, next_power_of_2(max_rank)))
     hidden_XMR = torch.empty((spans, num_rows, num_parts * max_rank), dtype=torch.float32, device=x_TI.device)
