@@ -83,8 +83,10 @@ def answers(llm: LLM, prompts: list[list[int]], requests: list[LoRARequest | Non
         {"deterministic": True},
         {"enable_prefix_caching": False, "max_num_batched_tokens": 64},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}, "async_scheduling": True},
+        {"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ],
-    ids=["uni", "mp", "ranks", "deterministic", "no cache, small steps", "drafts"],
+    ids=["uni", "mp", "ranks", "deterministic", "no cache, small steps", "ngrams", "suffixes", "drafts of ranks"],
 )
 def test_several_adapters_and_none_share_steps(models: Models, make: MakeLLM, options: dict[str, Any]) -> None:
     llm = make(**options)

@@ -25,7 +25,7 @@ MIN_SPAN = 256
 MAX_SPANS = 16
 MAX_SPANS_MANY = 2
 MAX_TILES_FEW = 8
-"""Up to so many tiles, programs have one block of inputs each, so that all wait for memory at once; further tiles are
+"""Up to this many tiles, programs have one block of inputs each, so that all wait for memory at once; further tiles are
 enough programs, and to add up spans takes longer."""
 BLOCK_INPUTS = 256
 BLOCK_INPUTS_FLOAT32 = 64

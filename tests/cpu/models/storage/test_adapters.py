@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.cpu.models import adapters, families, fp8
 from tests.cpu.models.adapters import ALPHA, RANK, Factors
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.quantized import assert_same_weights
+from tests.cpu.models.storage.test_four_bit_storage import save as save_four_bit
 from tests.cpu.models.storage.test_fp8_storage import BLOCKS
 from tests.cpu.models.storage.test_fp8_storage import save as save_fp8
 from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
@@ -197,8 +199,11 @@ def test_patterns_and_rank_stabilisation_scale_changes(
         torch.testing.assert_close(found.get_parameter(name), parameter, rtol=0, atol=1e-6, msg=name)
 
 
-def test_changed_weights_in_fp8_are_dequantised_and_others_stay(saved: Path, adapter: Path, tmp_path: Path) -> None:
-    directory = save_fp8("qwen3_5", tmp_path, BLOCKS)
+@pytest.mark.parametrize("save", [partial(save_fp8, scheme=BLOCKS), save_four_bit], ids=["FP8", "4 bits"])
+def test_changed_weights_are_dequantised_and_others_stay(
+    adapter: Path, tmp_path: Path, save: Callable[[str, Path], Path]
+) -> None:
+    directory = save("qwen3_5", tmp_path)
     factors = read_factors(adapter)
     plain, kept = load(directory), load(directory, adapter, keeps_quantized=True)
     expected = load(directory, adapter)
