@@ -27,6 +27,10 @@ class Agent:
         environment: variables that stop a client from using the network for something else.
         last_call: the arguments of the call that ends a session; None: a text ends each turn.
         num_turns: the number of questions that its commands ask.
+        picture_tool: the tool that reads a picture; None: there is none that returns pictures.
+        picture_arguments: the arguments of a call that reads ``screenshot.png``.
+        num_pictures: how often a session about a picture sends it: attached to the question, and read by the tool.
+        picture_begins_turn: the picture that the tool has read comes in a message of the user, which begins a turn.
         edits: what the client itself changes in its earlier messages when a turn begins; None: nothing.
     """
 
@@ -38,6 +42,10 @@ class Agent:
     last_call: Mapping[str, Any] | None = None
     edits: str | None = None
     num_turns: int = 2
+    picture_tool: str | None = None
+    picture_arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_pictures: int = 0
+    picture_begins_turn: bool = False
 
     @property
     def section(self) -> Section:
@@ -49,6 +57,11 @@ class Agent:
         read: dict[str, Any] = json.loads(text.replace("{}", str(number)).replace("{folder}", folder))
         return read
 
+    def read_picture(self, folder: str) -> dict[str, Any]:
+        """Return the arguments of a call that reads the picture in a folder."""
+        read: dict[str, Any] = json.loads(json.dumps(self.picture_arguments).replace("{folder}", folder))
+        return read
+
 
 CAT = {"command": "cat notes-{}.txt"}
 NO_COSTS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -56,19 +69,71 @@ NO_COSTS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 AGENTS = {
     agent.name: agent
     for agent in (
-        Agent("claude", "Claude Code", "Bash", {**CAT, "description": "Read notes"}, {"DISABLE_TELEMETRY": "1"}),
-        Agent("codex", "Codex CLI", "exec_command", {"cmd": "cat notes-{}.txt"}),
+        Agent(
+            "claude",
+            "Claude Code",
+            "Bash",
+            {**CAT, "description": "Read notes"},
+            {"DISABLE_TELEMETRY": "1"},
+            picture_tool="Read",
+            picture_arguments={"file_path": "{folder}/screenshot.png"},
+            num_pictures=1,
+        ),
+        Agent(
+            "codex",
+            "Codex CLI",
+            "exec_command",
+            {"cmd": "cat notes-{}.txt"},
+            picture_tool="view_image",
+            picture_arguments={"path": "{folder}/screenshot.png"},
+            num_pictures=2,
+        ),
         Agent(
             "opencode",
             "OpenCode",
             "bash",
             {**CAT, "description": "Read notes"},
             {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
+            picture_tool="read",
+            picture_arguments={"filePath": "{folder}/screenshot.png"},
+            num_pictures=2,
+            picture_begins_turn=True,
         ),
-        Agent("cline", "Cline", "run_commands", {"commands": ["cat notes-{}.txt"]}, {"DO_NOT_TRACK": "1"}, num_turns=1),
+        Agent(
+            "cline",
+            "Cline",
+            "run_commands",
+            {"commands": ["cat notes-{}.txt"]},
+            {"DO_NOT_TRACK": "1"},
+            num_turns=1,
+            picture_tool="read_files",
+            picture_arguments={"files": [{"path": "{folder}/screenshot.png"}]},
+            num_pictures=1,
+            picture_begins_turn=True,
+        ),
         Agent("continue", "Continue", "Bash", CAT, {"CONTINUE_TELEMETRY_ENABLED": "0"}),
-        Agent("qwen", "Qwen Code", "read_file", {"file_path": "{folder}/notes-{}.txt"}, edits="leaves out the date"),
-        Agent("pi", "pi", "bash", CAT, {"PI_OFFLINE": "1"}),
+        Agent(
+            "qwen",
+            "Qwen Code",
+            "read_file",
+            {"file_path": "{folder}/notes-{}.txt"},
+            edits="leaves out the date",
+            picture_tool="read_file",
+            picture_arguments={"file_path": "{folder}/screenshot.png"},
+            num_pictures=2,
+            picture_begins_turn=True,
+        ),
+        Agent(
+            "pi",
+            "pi",
+            "bash",
+            CAT,
+            {"PI_OFFLINE": "1"},
+            picture_tool="read",
+            picture_arguments={"path": "screenshot.png"},
+            num_pictures=2,
+            picture_begins_turn=True,
+        ),
         Agent("aider", "aider", None, {}, NO_COSTS, edits="sends files with their current text"),
         Agent(
             "mini",

@@ -10,6 +10,8 @@ ADDRESS = "http://127.0.0.1:8000"
 """The server's address on the page."""
 MODEL = "local"
 """The model's name on the page."""
+PICTURE = "screenshot.png"
+"""The name of the picture on the page."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class Section:
         package: the package, with its version.
         setup: shell commands that set the client up.
         commands: shell commands that ask questions.
+        picture_command: one that asks about a picture; None: the client sends none.
     """
 
     installer: str
     package: str
     setup: str
     commands: tuple[str, ...]
+    picture_command: str | None
 
     @property
     def version(self) -> str:
@@ -40,4 +44,7 @@ def section(title: str) -> Section:
     text = found[1]
     [(installer, package)] = re.findall(r"^```\n(npm|pipx) install (?:-g )?(\S+)\n```$", text, re.MULTILINE)
     setup, *commands = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return Section(installer, package, setup, tuple(commands))
+    picture_command = next((command for command in commands if PICTURE in command), None)
+    return Section(
+        installer, package, setup, tuple(each for each in commands if each != picture_command), picture_command
+    )

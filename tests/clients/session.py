@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tests.clients.agents import INSTALLED, WORDS, Agent
 from tests.clients.calls import WriteCall
-from tests.clients.page import ADDRESS
+from tests.clients.page import ADDRESS, PICTURE
 from tests.clients.proxy import Exchange, Script, running_proxy
+from tests.cpu.pictures.files import noise
 
 TURN_TIMEOUT_S = 300
 
@@ -80,25 +81,53 @@ def environment_of(client: Agent, home: Path) -> dict[str, str]:
 
 def run_session(agent: Agent, server: str, folder: Path, call: WriteCall) -> Session:
     """Run the commands of a client's section of the page in a folder of its own."""
-    home, work = folder / "home", folder / "work"
-    home.mkdir()
-    work.mkdir()
+    work = make_work(folder)
     for number, word in enumerate(WORDS, 1):
         (work / f"notes-{number}.txt").write_text(f"The word is {word}.\n")
-    subprocess.run(["git", "init", "-q", "."], cwd=work, check=True)
-    environment = environment_of(agent, home)
-    script = Script(agent.tool)
     commands = agent.section.commands
+    turns: list[tuple[str, list[tuple[int, str]]]] = []
+    for number, command in enumerate(commands):
+        # The last command may ask further questions.
+        end = number + 1 if number + 1 < len(commands) else agent.num_turns
+        due = [(turn, text) for turn in range(number, end) for text in answers(agent, turn, work, call)]
+        turns.append((command, due))
+    return run_turns(agent, server, folder, turns, Script(agent.tool))
+
+
+def run_picture_session(agent: Agent, server: str, folder: Path, call: WriteCall) -> Session:
+    """Ask about a picture, which the first answer has the client read with its tool, too; then ask another question."""
+    assert agent.section.picture_command is not None
+    assert agent.picture_tool is not None
+    work = make_work(folder)
+    noise(640, 480).save(work / PICTURE)
+    read = call(agent.picture_tool, agent.read_picture(str(work)))
+    turns = [(agent.section.picture_command, [(0, read), (int(agent.picture_begins_turn), "It shows noise.")])]
+    turns += [(command, [(2, "There is none.")]) for command in agent.section.commands[1:]]
+    return run_turns(agent, server, folder, turns, Script(agent.picture_tool))
+
+
+def make_work(folder: Path) -> Path:
+    """Make the folder in which a session runs."""
+    work = folder / "work"
+    work.mkdir()
+    subprocess.run(["git", "init", "-q", "."], cwd=work, check=True)
+    return work
+
+
+def run_turns(
+    agent: Agent, server: str, folder: Path, turns: Sequence[tuple[str, list[tuple[int, str]]]], script: Script
+) -> Session:
+    """Run commands one after the other, each with the answers that it gets."""
+    home = folder / "home"
+    home.mkdir()
+    environment = environment_of(agent, home)
     ended, unused = [], []
     with running_proxy(server, script) as proxy:
         setup = agent.section.setup.replace(ADDRESS, proxy.url)
         try:
-            for number, command in enumerate(commands):
-                # The last command may ask further questions.
-                end = number + 1 if number + 1 < len(commands) else agent.num_turns
-                for turn in range(number, end):
-                    script.answers += [(turn, text) for text in answers(agent, turn, work, call)]
-                ended.append(run(setup + command, work, environment))
+            for command, due in turns:
+                script.answers += due
+                ended.append(run(setup + command, folder / "work", environment))
                 unused += script.answers
                 script.answers.clear()
         finally:

@@ -3,6 +3,8 @@
 ``make clients`` installs the clients and runs these tests; no other run does.
 """
 
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,11 +15,13 @@ from tests.clients.calls import CALLS
 from tests.clients.hits import shortfalls
 from tests.clients.page import MODEL
 from tests.clients.proxy import Exchange, Script, running_proxy
-from tests.clients.session import run_session
+from tests.clients.session import run_picture_session, run_session
 from tests.clients.web_ui import chat, running_web_ui
 from tests.cpu.server.process import ServerProcess
 
 Record = Callable[[str, object], None]
+PICTURE_DATA = re.compile(r'"(?:data:image/\w+;base64,|data": "(?:iVBOR|/9j/))')
+"""Where a picture begins in a request."""
 
 
 @pytest.fixture(params=[name for name, agent in AGENTS.items() if is_selected(agent)])
@@ -45,6 +49,27 @@ def test_session_is_served_and_hits_what_it_computed(
     assert session.unused == [], "answers of the script that no request has asked for"
     anew = {"renders_turns_anew": template == "strict", "edits_turns": agent.edits is not None}
     assert shortfalls(session.conversation, **anew) == []
+
+
+@pytest.mark.parametrize("template", ["strict"], indirect=True)
+def test_pictures_are_sent_and_hit_by_the_requests_that_follow(
+    agent: Agent,
+    template: str,
+    long_server: ServerProcess,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    require(agent)
+    if not agent.num_pictures:
+        pytest.skip("the client sends no pictures")
+    session = run_picture_session(agent, long_server.url, tmp_path, CALLS[template])
+    record_property("row", row(agent, template, session.exchanges))
+    faults = list(refusals(session.exchanges))
+    assert faults == [], "\n".join(faults + [turn.stdout for turn in session.ended])
+    assert [turn.returncode for turn in session.ended] == [0] * len(session.ended), session.ended
+    assert session.unused == [], "answers of the script that no request has asked for"
+    assert len(PICTURE_DATA.findall(json.dumps(session.conversation[-1].body))) == agent.num_pictures
+    assert shortfalls(session.conversation, renders_turns_anew=True, edits_turns=agent.edits is not None) == []
 
 
 @pytest.mark.skipif(not is_selected(OPEN_WEBUI), reason="another client is selected")

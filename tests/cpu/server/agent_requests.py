@@ -7,7 +7,7 @@ entry says otherwise.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Json = dict[str, Any]
 
@@ -23,9 +23,11 @@ REMINDER = "<system-reminder>\nToday is Friday.\n</system-reminder>"
 
 @dataclass(frozen=True)
 class Question:
-    """A user's question, which begins a turn."""
+    """A user's question, which begins a turn, and a picture that the client attaches to it."""
 
     text: str
+    picture: str | None = None
+    """A PNG in base64."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Call:
 
     path: str
     result: str
+    picture: str | None = None
+    """A PNG in base64, which the client sends with the result."""
 
     @property
     def identity(self) -> str:
@@ -71,16 +75,22 @@ class AgentRequests:
         body: writes the request for the steps so far.
         path: where it is sent.
         edits: the client changes earlier messages when a turn begins.
+        pictures: where the client sends the pictures that its tools read; None: nowhere.
     """
 
     headers: Mapping[str, str]
     body: Callable[[Sequence[Step]], Json]
     path: str = "/v1/chat/completions"
     edits: bool = False
+    pictures: Literal["in the result", "in a user message"] | None = None
 
 
 def text_part(text: str) -> list[Json]:
     return [{"type": "text", "text": text}]
+
+
+def image_part(picture: str) -> Json:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
 
 
 def function_call(call: Call) -> Json:
@@ -105,6 +115,10 @@ class Chat:
         "tool_call_id": call.identity,
         "content": call.result,
     }
+    attach: Callable[[Question, Json], list[Json]] = lambda question, picture: [*text_part(question.text), picture]
+    """Writes a question with a picture."""
+    seen: Sequence[Json] = ()
+    """Parts before a picture in the message that follows a tool's result."""
     tools: Sequence[Json] = field(
         default=(
             {"type": "function", "function": {"name": TOOL, "description": "Read a file.", "parameters": PARAMETERS}},
@@ -114,12 +128,16 @@ class Chat:
     def __call__(self, steps: Sequence[Step]) -> Json:
         messages = list(self.first)
         for step in steps:
-            if isinstance(step, Question):
+            if isinstance(step, Question) and step.picture is not None:
+                messages.append({"role": "user", "content": self.attach(step, image_part(step.picture))})
+            elif isinstance(step, Question):
                 messages.append({"role": "user", "content": self.question(step.text)})
             elif isinstance(step, Call):
                 messages += [self.called(step), self.result(step)]
             else:
                 messages.append({"role": "assistant", "content": step.text})
+            if isinstance(step, Call) and step.picture is not None:
+                messages.append({"role": "user", "content": [*self.seen, image_part(step.picture)]})
         return {**self.fields, "messages": messages, **({"tools": list(self.tools)} if self.tools else {})}
 
 
@@ -142,6 +160,9 @@ def claude_code(steps: Sequence[Step]) -> Json:
         elif isinstance(step, Call):
             use = {"type": "tool_use", "id": step.identity, "name": TOOL, "input": step.arguments}
             result = {"tool_use_id": step.identity, "type": "tool_result", "content": step.result, "is_error": False}
+            if step.picture is not None:
+                source = {"type": "base64", "data": step.picture, "media_type": "image/png"}
+                result = {**result, "content": [{"type": "image", "source": source}]}
             messages += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
         else:
             messages.append({"role": "assistant", "content": text_part(step.text)})
@@ -174,6 +195,10 @@ def claude_code(steps: Sequence[Step]) -> Json:
     }
 
 
+def input_image(picture: str) -> Json:
+    return {"type": "input_image", "image_url": f"data:image/png;base64,{picture}", "detail": "high"}
+
+
 def codex(steps: Sequence[Step]) -> Json:
     """OpenAI's items, with developers' messages first, a namespace of tools, and a tool that OpenAI would run."""
 
@@ -188,12 +213,15 @@ def codex(steps: Sequence[Step]) -> Json:
     for step in steps:
         if isinstance(step, Question):
             items.append(message("user", step.text))
+            if step.picture is not None:
+                before, after = message("user", '<image name=[Image #1] path="a.png">', "</image>")["content"]
+                items[-1]["content"][:0] = [before, input_image(step.picture), after]
         elif isinstance(step, Call):
             arguments = json.dumps(step.arguments)
             call = {"type": "function_call", "id": f"fc_{len(items)}", "call_id": step.identity, "name": TOOL}
             items.append({**call, "arguments": arguments})
             output = {"type": "function_call_output", "id": f"fco_{len(items)}", "call_id": step.identity}
-            items.append({**output, "output": step.result})
+            items.append({**output, "output": [input_image(step.picture)] if step.picture else step.result})
         else:
             items.append(message("assistant", step.text, kind="output_text"))
     function = {"type": "function", "name": TOOL, "description": "Read a file.", "strict": False}
@@ -224,6 +252,9 @@ def qwen_code(steps: Sequence[Step]) -> Json:
     last = [step for step in steps if isinstance(step, Question)][-1]
     reminder = "<system-reminder>\nThere are two skills.\n</system-reminder>"
 
+    def attach(asked: Question, picture: Json) -> list[Json]:
+        return [*question(asked.text), *text_part("\n--- Content from referenced files ---"), picture]
+
     def question(text: str) -> list[Json]:
         skills = text_part(reminder) if text == STEPS[0].text else []  # type: ignore[union-attr]
         return [*skills, *(text_part(REMINDER) if text == last.text else []), *text_part(text)]
@@ -233,6 +264,8 @@ def qwen_code(steps: Sequence[Step]) -> Json:
         question=question,
         called=null_content,
         result=lambda call: {"role": "tool", "tool_call_id": call.identity, "content": text_part(call.result)},
+        attach=attach,
+        seen=text_part("(attached media from previous tool call)"),
     )
     return chat(steps)
 
@@ -272,6 +305,7 @@ AGENT_REQUESTS = {
         },
         claude_code,
         "/v1/messages?beta=true",
+        pictures="in the result",
     ),
     "codex": AgentRequests(
         {
@@ -286,6 +320,7 @@ AGENT_REQUESTS = {
         },
         codex,
         "/v1/responses",
+        pictures="in the result",
     ),
     "opencode": AgentRequests(
         {
@@ -293,11 +328,21 @@ AGENT_REQUESTS = {
             "x-session-affinity": "ses_1",
             "x-session-id": "ses_1",
         },
-        Chat({"model": "tiny", "max_tokens": 8192, "tool_choice": "auto", **STREAMED}),
+        Chat(
+            {"model": "tiny", "max_tokens": 8192, "tool_choice": "auto", **STREAMED},
+            attach=lambda question, picture: [
+                *text_part("Image read successfully"),
+                picture,
+                *text_part(question.text),
+            ],
+            seen=text_part("Attached media from tool result:"),
+        ),
+        pictures="in a user message",
     ),
     "cline": AgentRequests(
         {"User-Agent": "ai-sdk/openai-compatible/3.0.37 ai-sdk/provider-utils/5"},
         Chat({"model": "tiny", "tool_choice": "auto", **STREAMED}),
+        pictures="in a user message",
     ),
     "continue": AgentRequests(
         {"User-Agent": "ls/JS 5.23.2", "Authorization": "Bearer none", **STAINLESS},
@@ -306,7 +351,12 @@ AGENT_REQUESTS = {
             result=lambda call: {"role": "tool", "content": call.result, "tool_call_id": call.identity},
         ),
     ),
-    "qwen": AgentRequests({"User-Agent": "QwenCode/0.24.4 (linux; x64)", **STAINLESS}, qwen_code, edits=True),
+    "qwen": AgentRequests(
+        {"User-Agent": "QwenCode/0.24.4 (linux; x64)", **STAINLESS},
+        qwen_code,
+        edits=True,
+        pictures="in a user message",
+    ),
     "pi": AgentRequests(
         {"User-Agent": "OpenAI/JS 6.26.0", "accept-language": "*", "sec-fetch-mode": "cors", **STAINLESS},
         Chat(
@@ -314,7 +364,9 @@ AGENT_REQUESTS = {
             question=text_part,
             called=null_content,
             result=lambda call: {"role": "tool", "content": call.result, "tool_call_id": call.identity},
+            seen=text_part("Attached image(s) from tool result:"),
         ),
+        pictures="in a user message",
     ),
     "aider": AgentRequests({"User-Agent": "OpenAI/Python 2.20.0", "X-Stainless-Async": "false"}, aider, edits=True),
     "mini": AgentRequests(
