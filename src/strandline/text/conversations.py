@@ -226,13 +226,13 @@ class ChatRenderer:
         text, token_ids, characters = whole.text, whole.token_ids, Characters(whole)
         starts = self.turns.positions(token_ids)
         before_last = starts[-2:-1] if add_generation_prompt else starts[-1:]
-        marks = {start for start in before_last if start >= MIN_GAP_TOKENS}
+        marks = {start for start in before_last if self._is_worth_marking(token_ids[:start])}
         for other in _similar(plain, with_answer=add_generation_prompt):
             with contextlib.suppress(RequestError):  # a template may demand that roles alternate
                 other_text = show(other, False, bare_tools)
                 shared = common_length(other_text, text)
                 position = start_before(characters.position(shared), starts) if shared < len(text) else 0
-                marks |= {position} if position >= MIN_GAP_TOKENS else set()
+                marks |= {position} if self._is_worth_marking(token_ids[:position]) else set()
         if tools and plain[0].get("role") in SYSTEM_ROLES:
             marks |= _tools_end(text, plain[0].get("content"), characters)
         check_count(marked, tools)
@@ -296,6 +296,11 @@ class ChatRenderer:
         marked = read_messages(messages)
         self._check_roles(marked)
         return marked if self._telemetry is None else self._telemetry.drop(marked)
+
+    def _is_worth_marking(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prefix, in which a picture is still one token, is long enough to be marked."""
+        has_picture = self._pictures is not None and self._pictures.image_token_id in token_ids
+        return has_picture or len(token_ids) >= MIN_GAP_TOKENS
 
     def _with_pictures(self, chat: RenderedChat, messages: Messages, pictures: Sequence[Picture]) -> RenderedChat:
         """Return a prompt with as many tokens for each picture as it has.
