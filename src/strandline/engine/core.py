@@ -121,6 +121,8 @@ class EngineCore:
         """Those that a step in flight may still report, though their ids may be in use again."""
         self._is_closing = False
         """Whether nothing is added any more."""
+        self.is_stalled = False
+        """Whether the last step found nothing to do before pictures come."""
         parts = (executor, self.cache, self.loads, self.scheduler, self.settle)
         self.control = CoreControl(*parts, hands_over=self.hand_over is not None)
 
@@ -243,6 +245,7 @@ class EngineCore:
         if not self.scheduler.waiting and (replay := self._auditor.next()) is not None:
             self.scheduler.add(replay)
         plan = self.scheduler.plan()
+        self.is_stalled = plan is None and self._in_flight is None and self.scheduler.pictures.is_waiting
         if plan is None:
             self._settle_or_load(events)
             return events
@@ -263,12 +266,12 @@ class EngineCore:
     def _settle_or_load(self, events: StepEvents) -> None:
         """Wait for the step under way or, if there is none, a short time for what the requests wait for.
 
-        They wait for loads, or for memory that is held for other engines.
+        They wait for loads, for memory that is held for other engines, or for pictures, which the caller receives.
         """
         if self._in_flight is not None:
             self._settle(events)
             return
-        is_full = len(self.scheduler) > 0 and not self.loads
+        is_full = len(self.scheduler) > 0 and not self.loads and not self.scheduler.pictures.is_waiting
         if is_full and self.hand_over is not None and self.hand_over.give_up():
             return
         if self.cache.holds_for_others:

@@ -38,6 +38,7 @@ from strandline.records.messages import (
     TO_CORE,
     AdapterLoaded,
     AskCache,
+    AskPictures,
     AskStats,
     AskWhy,
     CacheChanged,
@@ -53,6 +54,7 @@ from strandline.records.messages import (
     LoadAdapter,
     Ready,
     Refused,
+    SendPictures,
     Start,
     Stats,
     Stepped,
@@ -66,6 +68,8 @@ Socket = zmq.Socket[bytes]
 LOGGER: Final = logging.getLogger(__name__)
 IPC: Final = "ipc://"
 LINGER_MS = 2000
+STALLED_MS: Final = 10
+"""Longest wait for pictures before other work is looked for."""
 TRIM_AFTER_S = 5.0
 """Idle time after which the engine returns free scratch memory to the system."""
 
@@ -82,6 +86,7 @@ class CoreLoop:
             lifeline: a file descriptor; when it closes, the loop ends.
         """
         self._core = core
+        core.scheduler.pictures.ask = lambda digests: self._send(AskPictures(digests))
         self._pending_grammars = PendingGrammars(core.executor.compile_grammar)
         self._socket = socket
         self._lifeline = lifeline
@@ -148,9 +153,11 @@ class CoreLoop:
                 return
 
     def _poll_timeout_ms(self) -> int | None:
-        """Return how long to wait for a message: not at all while there is work, else until memory is returned."""
+        """Return how long to wait for a message: not at all while there is work, a moment while sequences wait for
+        pictures, else until memory is returned.
+        """
         if self._core.has_unfinished:
-            return 0
+            return STALLED_MS if self._core.is_stalled else 0
         if self._trim_at_s is None:
             return None
         return max(int((self._trim_at_s - time.monotonic()) * 1000) + 1, 0)
@@ -163,6 +170,8 @@ class CoreLoop:
                         self._add(submission)
                     else:
                         self._pending_grammars.put(submission)
+            case SendPictures(pictures):
+                self._core.scheduler.pictures.receive(pictures)
             case Finish(request_ids):
                 for request_id in request_ids:
                     self._pending_grammars.discard(request_id)
@@ -248,7 +257,9 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
     freeze_gc()
-    socket.send(ENCODER.encode(Ready(core.limits, core.describe(), core.event_endpoints)))
+    # Audits compute prompts again from their first token, after they have ended.
+    limits = replace(core.limits, asks_for_pictures=not start.config.audit_rate)
+    socket.send(ENCODER.encode(Ready(limits, core.describe(), core.event_endpoints)))
     try:
         CoreLoop(core, socket, lifeline, heartbeat).run()
     except Exception as error:

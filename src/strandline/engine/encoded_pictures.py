@@ -32,16 +32,24 @@ class EncodedPictures:
         """Keep these pictures, which running prompts have begun, and no others from now on."""
         self._pinned = set(digests)
 
-    def take(self, picture: Picture, num_tokens: int) -> bool:
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a picture has rows."""
+        return digest in self._rows
+
+    def take(self, digest: bytes, num_tokens: int, picture: Picture | None) -> bool:
         """Find or allocate rows for a picture, and keep it until the next ``pin``; whether there is room.
 
+        Args:
+            picture: its pixels; None only if it has rows.
+
         Raises:
-            EngineError: there never is.
+            EngineError: there never is room.
         """
         if num_tokens > self._num_rows:
             raise EngineError(f"a picture of {num_tokens} tokens exceeds the {self._num_rows} that can be encoded")
-        digest = picture.digest
         if digest not in self._rows:
+            if picture is None:
+                raise EngineError(f"picture {digest.hex()} cannot be encoded without its pixels")
             first = self._make_room(num_tokens)
             if first is None:
                 return False

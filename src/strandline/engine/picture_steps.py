@@ -1,11 +1,12 @@
 """Pictures in steps: how far a prompt can be computed with those that are encoded, and what a plan says of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from strandline.engine.encoded_pictures import EncodedPictures
 from strandline.engine.request import Request
+from strandline.errors import EngineError
 from strandline.ids import FIRST_VIRTUAL_ID, NO_TOKEN, RequestId
-from strandline.records.pictures import rotary_delta
+from strandline.records.pictures import Picture, PictureSpan, rotary_delta
 from strandline.records.plan import PictureToEncode, SequencePlan
 
 
@@ -24,6 +25,12 @@ class PictureSteps:
         """Unfinished requests with pictures."""
         self._deltas = dict[RequestId, int]()
         """What all pictures of a request add to positions for rotary embeddings."""
+        self._asked = dict[RequestId, set[bytes]]()
+        """Digests of pictures that requests wait for, whose pixels are not here."""
+        self._missing = dict[bytes, None]()
+        """Those that ``ask`` has not been called with yet."""
+        self.ask: Callable[[list[bytes]], None] = _refuse
+        """Called with digests of pictures to be given to ``receive``."""
 
     def add(self, request: Request) -> None:
         """Note a new request."""
@@ -35,6 +42,20 @@ class PictureSteps:
         """Forget a request that has ended."""
         self._requests.pop(request.request_id, None)
         self._deltas.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether requests wait for pixels."""
+        return any(self._asked.values())
+
+    def receive(self, pictures: Sequence[Picture]) -> None:
+        """Give pictures to the requests that wait for them."""
+        for request_id, asked in self._asked.items():
+            for picture in pictures:
+                if picture.digest in asked:
+                    asked.remove(picture.digest)
+                    self._requests[request_id].pixels[picture.digest] = picture
 
     def begin_step(self) -> None:
         """Keep the pictures that prompts have computed in part."""
@@ -52,12 +73,32 @@ class PictureSteps:
         for span in request.pictures:
             if span.start >= end + self._num_ahead:
                 break
-            if span.end > start and not self._encoded.take(request.pixels[span.digest], span.num_tokens):
+            if span.end > start and not self._take(request, span):
                 return max(start, span.start - self._num_ahead)
         return end
 
+    def _take(self, request: Request, span: PictureSpan) -> bool:
+        """Whether a picture is encoded or can be in this step; ask for its pixels if they are not here."""
+        picture = request.pixels.get(span.digest)
+        if picture is None and span.digest not in self._encoded:
+            self._note_missing(request, span.start)
+            return False
+        return self._encoded.take(span.digest, span.num_tokens, picture)
+
+    def _note_missing(self, request: Request, start: int) -> None:
+        """Note all pictures from a position on that are not here, so that the prompt waits for them together."""
+        asked = self._asked.setdefault(request.request_id, set())
+        for span in request.pictures:
+            is_here = span.digest in request.pixels or span.digest in self._encoded
+            if span.start >= start and not is_here and span.digest not in asked:
+                asked.add(span.digest)
+                self._missing[span.digest] = None
+
     def complete(self, sequences: Sequence[SequencePlan]) -> list[SequencePlan]:
-        """Return sequences with what is said of their pictures."""
+        """Return sequences with what is said of their pictures; ask for those that the step's requests lack."""
+        if self._missing:
+            missing, self._missing = [*self._missing], {}
+            self.ask(missing)
         return [self._completed(each) if each.request_id in self._requests else each for each in sequences]
 
     def _completed(self, plan: SequencePlan) -> SequencePlan:
@@ -81,3 +122,7 @@ class PictureSteps:
     def take_new(self) -> tuple[PictureToEncode, ...]:
         """Return the pictures to be encoded before the step."""
         return self._encoded.take_new()
+
+
+def _refuse(digests: list[bytes]) -> None:
+    raise EngineError(f"a request lacks pixels of {len(digests)} pictures, and nobody can be asked for them")

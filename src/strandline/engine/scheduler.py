@@ -94,7 +94,7 @@ class Scheduler:
         self._logged_from = limits.logged_from
         self.drafts = Drafts(cache) if drafts is None else drafts
         self._host_tokens = HostTokens(self.drafts.draft_tokens)
-        self._pictures = PictureSteps(limits.encoder_tokens, looks_ahead=self.drafts.has_layer)
+        self.pictures = PictureSteps(limits.encoder_tokens, looks_ahead=self.drafts.has_layer)
         self._stopped: list[Request] = []
         """Requests that have ended at a stop string, to be ended when the step under way is advanced."""
 
@@ -115,7 +115,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._requests[request.request_id] = request
-        for counted in (self._host_tokens, self._pictures, self._shares):
+        for counted in (self._host_tokens, self.pictures, self._shares):
             counted.add(request)
         self.waiting.add(request)
         self.cache.expect(request.request_id, request.tokens, request.salt)
@@ -137,7 +137,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
-        for counted in (self._host_tokens, self._pictures, self._shares):
+        for counted in (self._host_tokens, self.pictures, self._shares):
             counted.remove(request)
         if request.is_introduced:
             self._ended.append(request.request_id)
@@ -169,7 +169,7 @@ class Scheduler:
         return self.drafts.can_launch_ahead
 
     def plan(self) -> StepPlan | None:
-        """Plan the next step; None when no request can run before a step is settled, or a load or a hold has ended.
+        """Plan the next step; None when no request can run before a step, a load or a hold ends, or pixels come.
 
         The cache's actions are in the plan. Without a plan they are still to be carried out.
         """
@@ -180,7 +180,7 @@ class Scheduler:
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
         self._long_prefills.begin_step(self.running)
-        self._pictures.begin_step()
+        self.pictures.begin_step()
         budget = self._plan_running(spans)
         if not spans and not drafts_of.follows_unsettled:
             # Those that decoded have been preempted: long prefills need not wait for them.
@@ -199,9 +199,9 @@ class Scheduler:
             sequences = list(map(with_next, sequences, spans, plans))
         if self._is_exact:
             sequences = [as_exact(sequence, span[0]) for sequence, span in zip(sequences, spans, strict=True)]
-        sequences = self._pictures.complete(sequences)
+        sequences = self.pictures.complete(sequences)
         if not sequences:
-            if self._planned or self.cache.holds_for_others:
+            if self._planned or self.cache.holds_for_others or self.pictures.is_waiting:
                 return None
             memory = self.cache.memory_use()
             raise EngineError(
@@ -211,7 +211,7 @@ class Scheduler:
         planned = [span[0] for span in spans]
         new = introduce_all(planned, self._introduce)
         gone, self._ended = self._ended, []
-        actions, pictures = tuple(self.cache.take_actions()), self._pictures.take_new()
+        actions, pictures = tuple(self.cache.take_actions()), self.pictures.take_new()
         plan = StepPlan(tuple(sequences), actions, tuple(new), tuple(gone), pictures)
         self._planned.append((plan, planned))
         drafts_of.end_step(sequences, len(self.running))
@@ -247,7 +247,7 @@ class Scheduler:
             if end - start > 1 or start < request.num_prompt_tokens:
                 end = start + self._long_prefills.allow(end - start, budget)
                 if request.pictures:
-                    end = self._pictures.limit(request, start, end)
+                    end = self.pictures.limit(request, start, end)
                 if is_exact:
                     end = exact_end(request, start, end)
                 if end == start:
@@ -328,7 +328,7 @@ class Scheduler:
             groups.add(request.num_tokens - start)
             end = start + self._long_prefills.allow(request.num_tokens - start, budget)
             if request.pictures:
-                end = self._pictures.limit(request, start, end)
+                end = self.pictures.limit(request, start, end)
             if self._is_exact:
                 end = exact_end(request, start, end)
             if end == start < request.num_tokens or not self.drafts.computes_ahead(request, lease, end):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import msgspec
@@ -90,6 +90,8 @@ class Ingress:
         defaults = default_sampling_params(find_model(engine.model))
         vocabulary = load_vocabulary(engine)
         limits = msgspec.msgpack.decode(await handle.limits.remote(), type=Limits)
+        # Each call brings its pictures: any replica may run it.
+        limits = replace(limits, asks_for_pictures=False)
         names = server.served_model_name or (engine.model_name,)
         self._client = EngineClient(
             [EngineLink(FleetSocket(Handle(handle), fleet_named(fleet, router)), limits, NeverHangs())],

@@ -46,7 +46,7 @@ class Submission:
     pictures: tuple[PictureSpan, ...] = ()
     """Pictures in its prompt, in order."""
     pixels: dict[bytes, Picture] = field(default_factory=dict)
-    """These pictures, by digest. A message has them once for all of its sequences (``Submit``)."""
+    """These pictures, by digest; without those that the engine asks for if no hit covers them."""
     tenant: str = ""
     """Whose it is: waiting requests of several tenants are admitted in turn."""
     weight: float = 1.0
@@ -154,6 +154,8 @@ class Limits:
     """Tokens of the largest picture; 0: the model reads none."""
     adapters: tuple[LoadedAdapter, ...] = ()
     """LoRA adapters that were loaded at the start."""
+    asks_for_pictures: bool = False
+    """Whether the engine asks for pictures that its messages leave out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the engine process: msgpack over a pair of ZeroMQ sockets."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -29,15 +29,27 @@ class Submit(msgspec.Struct, tag=True):
     """Those of all sequences, each once, instead of the sequences' own."""
 
     @classmethod
-    def of(cls, submissions: Sequence[Submission]) -> "Submit":
-        """Return the message that runs these sequences."""
-        pictures = {digest: picture for each in submissions for digest, picture in each.pixels.items()}
+    def of(cls, submissions: Sequence[Submission], left_out: Container[bytes] = ()) -> "Submit":
+        """Return the message that runs these sequences.
+
+        Args:
+            left_out: digests of pictures that it does not have: the engine asks for those that it needs.
+        """
+        pictures = {
+            digest: picture for each in submissions for digest, picture in each.pixels.items() if digest not in left_out
+        }
         return cls([replace(each, pixels={}) if each.pixels else each for each in submissions], [*pictures.values()])
 
     def complete(self) -> list[Submission]:
         """Return the sequences with their pictures."""
         pixels = {picture.digest: picture for picture in self.pictures}
         return [replace(each, pixels=pixels) if each.pictures else each for each in self.submissions]
+
+
+class SendPictures(msgspec.Struct, tag=True):
+    """The answer to ``AskPictures``."""
+
+    pictures: list[Picture]
 
 
 class Finish(msgspec.Struct, tag=True):
@@ -154,6 +166,12 @@ class Stepped(msgspec.Struct, tag=True):
     events: StepEvents
 
 
+class AskPictures(msgspec.Struct, tag=True):
+    """Answer with ``SendPictures``, unless the sequences that have these pictures have been ended."""
+
+    digests: list[bytes]
+
+
 class Stats(msgspec.Struct, tag=True):
     """The answer to ``AskStats``."""
 
@@ -211,11 +229,24 @@ class Died(msgspec.Struct, tag=True):
     message: str
 
 
-ToCore = Start | Submit | Finish | AskStats | AskCache | AskWhy | Flush | LoadAdapter | UnloadAdapter | Control
+ToCore = (
+    Start
+    | Submit
+    | SendPictures
+    | Finish
+    | AskStats
+    | AskCache
+    | AskWhy
+    | Flush
+    | LoadAdapter
+    | UnloadAdapter
+    | Control
+)
 FromCore = (
     Ready
     | Refused
     | Stepped
+    | AskPictures
     | Stats
     | CacheShown
     | Explained

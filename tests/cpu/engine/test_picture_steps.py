@@ -1,6 +1,6 @@
 """Pictures in the scheduler's steps: what is encoded when, and which rows of the memory sequences take."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 
 import pytest
@@ -35,7 +35,7 @@ PICTURES = {
 }
 
 
-def make_request(name: str, pieces: Pieces, *, max_tokens: int = 3) -> Request:
+def make_request(name: str, pieces: Pieces, *, max_tokens: int = 3, left_out: Collection[str] = ()) -> Request:
     prompt, spans = list[int](), list[PictureSpan]()
     for piece in pieces:
         if isinstance(piece, int):
@@ -46,7 +46,8 @@ def make_request(name: str, pieces: Pieces, *, max_tokens: int = 3) -> Request:
             spans.append(PictureSpan(len(prompt), rows, columns, picture.digest))
             prompt += [PAD] * (rows * columns)
     new = NewRequest(RequestId(name), tuple(prompt), SamplingParams(max_tokens=max_tokens), 0, frozenset({EOS}), ())
-    pixels = {span.digest: PICTURES[span.digest.decode()][0] for span in spans}
+    names = {span.digest.decode() for span in spans}
+    pixels = {name.encode(): PICTURES[name][0] for name in names.difference(left_out)}
     return Request(Submission(new, len(prompt) + max_tokens, pictures=tuple(spans), pixels=pixels))
 
 
@@ -67,6 +68,8 @@ class Steps:
         self.scheduler = Scheduler(cache, Loads(cache), limits, deterministic=deterministic)
         self.requests = dict[str, Request]()
         self.encoded = list[str]()
+        self.asked = list[str]()
+        self.scheduler.pictures.ask = lambda digests: self.asked.extend(digest.decode() for digest in digests)
         self._memory: list[tuple[bytes, int] | None] = [None] * encoder_tokens
         self._in_flight: StepPlan | None = None
 
@@ -116,12 +119,18 @@ class Steps:
             plan, self._in_flight = self._in_flight, None
             self.scheduler.settle(plan, StepResult(tuple((2,) if s.is_sampled else () for s in plan.sequences)))
 
+    def send_asked(self) -> None:
+        """Give the scheduler the pictures that it has asked for."""
+        names, self.asked = self.asked, []
+        self.scheduler.pictures.receive([PICTURES[name][0] for name in names])
+
     def run(self) -> None:
         for _ in range(10_000):
             if not len(self.scheduler):
                 return
             self.step()
             self.settle()
+            self.send_asked()
         raise AssertionError("requests do not end")
 
 
@@ -171,6 +180,45 @@ def test_picture_that_can_never_be_encoded_is_an_error() -> None:
         steps.step()
 
 
+def test_picture_that_a_hit_covers_is_not_asked_for() -> None:
+    steps = Steps(max_tokens=1000)
+    steps.add(make_request("a", [70, "cat", 30]))
+    steps.run()
+    steps.add(make_request("b", [70, "cat", 30, "dog", 10, "pig", 4], left_out=["cat", "dog", "pig"]))
+    plan = steps.step()
+    assert plan is not None
+    assert steps.asked == ["dog", "pig"]
+    assert [(each.start, each.end) for each in plan.sequences] == [(122, 123)]
+    assert steps.step() is None
+    steps.add(make_request("c", [20]))
+    assert steps.step() is not None
+    steps.send_asked()
+    steps.run()
+    assert steps.encoded == ["cat", "dog", "pig"]
+    assert steps.asked == []
+
+
+def test_request_asks_although_another_one_that_asked_has_been_ended() -> None:
+    steps = Steps(max_tokens=1000)
+    for name in "ab":
+        steps.add(make_request(name, [5, "cat"], left_out=["cat"]))
+        steps.step()
+        assert steps.asked == ["cat"]
+        steps.asked.clear()
+        steps.scheduler.finish(RequestId(name), FinishReason.ABORT)
+    assert not steps.scheduler.pictures.is_waiting
+
+
+def test_picture_that_comes_for_a_request_that_has_ended_is_ignored() -> None:
+    steps = Steps(max_tokens=1000)
+    steps.add(make_request("a", [5, "cat"], left_out=["cat"]))
+    steps.step()
+    steps.scheduler.finish(RequestId("a"), FinishReason.ABORT)
+    steps.send_asked()
+    steps.run()
+    assert steps.encoded == []
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 @given(
@@ -186,7 +234,10 @@ def test_picture_that_can_never_be_encoded_is_an_error() -> None:
 def test_rows_always_hold_the_pictures_that_sequences_name(
     rule: ResumeRule, deterministic: bool, prompts: list[Pieces], max_tokens: int, num_slabs: int, seed: int
 ) -> None:
-    """Requests come and are aborted at any time; memory for one or two is short, so others are preempted."""
+    """Requests come and are aborted at any time; memory for one or two is short, so others are preempted.
+
+    Some come without pixels, which are sent later if they are asked for.
+    """
     # Deterministic steps end on the grid: one may need the last tokens of a picture and the first ones of the next.
     steps = Steps(
         max_tokens=max_tokens,
@@ -196,7 +247,10 @@ def test_rows_always_hold_the_pictures_that_sequences_name(
         encoder_tokens=3 * MAX_PICTURE_TOKENS + 128 if deterministic else MAX_PICTURE_TOKENS,
     )
     choose = Random(seed)
-    waiting = [make_request(str(index), pieces) for index, pieces in enumerate(prompts)]
+    waiting = [
+        make_request(str(index), pieces, left_out=choose.sample([*PICTURES], choose.choice([0, 2, 4])))
+        for index, pieces in enumerate(prompts)
+    ]
     for _ in range(60):
         event = choose.random()
         if event < 0.3 and waiting:
@@ -205,6 +259,8 @@ def test_rows_always_hold_the_pictures_that_sequences_name(
             steps.settle()
             name = choose.choice([*steps.requests])
             steps.scheduler.finish(RequestId(name), FinishReason.ABORT)
+        elif event < 0.6:
+            steps.send_asked()
         elif len(steps.scheduler):
             steps.step(overlaps=choose.random() < 0.5)
     steps.settle()

@@ -14,13 +14,14 @@ from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
 from strandline.records.messages import (
+    AskPictures,
     CacheChanged,
     Died,
     Finish,
     FlushReport,
     LoadAdapter,
+    SendPictures,
     Stepped,
-    Submit,
     UnloadAdapter,
 )
 from strandline.records.pictures import PlacedPicture
@@ -80,8 +81,8 @@ class _Request:
     job: Job
     engine: EngineLink
     tenant: Tenant
-    num_pixel_bytes: int = 0
-    """Memory of its pictures, which the engine holds while it is unfinished."""
+    prompt: Prompt
+    """With its pictures, for which the engine may ask while it is unfinished."""
 
 
 class EngineClient:
@@ -183,7 +184,7 @@ class EngineClient:
             raise
         job = Job(self.close, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
         for each, engine, prompt in zip(names, engines, prompts, strict=True):
-            self._requests[each] = _Request(job, engine, tenant, prompt.num_pixel_bytes)
+            self._requests[each] = _Request(job, engine, tenant, prompt)
         for observer in self._observers:
             for stream in job.streams:
                 observer.begin(stream)
@@ -206,7 +207,7 @@ class EngineClient:
         parts: dict[int, list[Submission]] = {}
         for engine, sequences in zip(engines, submissions, strict=True):
             parts.setdefault(engine.number, []).extend(sequences)
-        messages = {number: encode(Submit.of(sequences)) for number, sequences in parts.items()}
+        messages = {number: self.engines[number].encode_submit(sequences) for number, sequences in parts.items()}
         for number, message in messages.items():
             self.engines[number].send(message)
 
@@ -264,7 +265,7 @@ class EngineClient:
         """Raise a QueueFullError if the pictures of unfinished requests would take too much memory."""
         if not num_bytes:
             return
-        num_taken = sum(request.num_pixel_bytes for request in self._requests.values())
+        num_taken = sum(request.prompt.num_pixel_bytes for request in self._requests.values())
         if num_taken and num_taken + num_bytes > MAX_PIXEL_BYTES:
             raise QueueFullError(
                 f"the pictures of requests that run and wait take {num_taken:,} bytes, and these {num_bytes:,}; "
@@ -436,6 +437,8 @@ class EngineClient:
             match message:
                 case Stepped(events):
                     self._receive_events(engine, events)
+                case AskPictures(digests):
+                    self._send_pictures(engine, digests)
                 case CacheChanged(batch):
                     if self._router is not None:
                         self._router.apply(engine.number, batch)
@@ -443,6 +446,14 @@ class EngineClient:
                     self.fail(engine, reason)
                 case _:
                     engine.take_answer(message)
+
+    def _send_pictures(self, engine: EngineLink, digests: Sequence[bytes]) -> None:
+        """Send an engine pictures of its requests. Those of requests that have been closed are wanted no longer."""
+        prompts = [request.prompt for request in self._requests.values() if request.engine is engine]
+        held = {picture.digest: picture for prompt in prompts for _, picture in prompt.pictures}
+        pictures = [held[digest] for digest in digests if digest in held]
+        if pictures:
+            engine.send(encode(SendPictures(pictures)))
 
     def _receive_events(self, engine: EngineLink, events: StepEvents) -> None:
         streams, stopped = self.frontend.take(events)

@@ -1,14 +1,15 @@
 """The HTTP process's link to one engine: messages to it, answers to questions, and detection of failures."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
 from strandline.errors import EngineError, RequestError
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
 from strandline.records.control import Action
-from strandline.records.events import CoreStats, Limits
+from strandline.records.events import CoreStats, Limits, Submission
 from strandline.records.messages import (
     ENCODER,
     FLUSH_S,
@@ -27,12 +28,15 @@ from strandline.records.messages import (
     FromCore,
     LoadAdapter,
     Stats,
+    Submit,
     ToCore,
 )
 
 ANSWER_TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 120.0
 """Time for an adapter, which is read between two steps."""
+MAX_SENT_PICTURES: Final = 16_384
+"""Pictures that an engine is taken to have: what it evicts, it asks for."""
 STATS_TIMEOUT_S: Final = 2.0
 """Shorter, since Prometheus gives up after 10 s by default."""
 
@@ -95,6 +99,8 @@ class EngineLink:
         self._stats_wanted: list[asyncio.Future[CoreStats]] = []
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_questions = 0
+        self._sent_pictures = OrderedDict[bytes, None]()
+        """Digests of pictures; the last sent last."""
 
     def reconnect(self, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
         """Use a new engine process."""
@@ -102,6 +108,7 @@ class EngineLink:
         self._heartbeat = heartbeat
         self.limits = limits
         self.failure = None
+        self._sent_pictures.clear()
 
     def fail(self, reason: str) -> None:
         """Mark the engine as exited and fail all questions. The first reason is kept."""
@@ -125,6 +132,22 @@ class EngineLink:
     def send(self, data: bytes) -> None:
         """Send an encoded message."""
         self._socket.send(data)
+
+    def encode_submit(self, submissions: Sequence[Submission]) -> bytes:
+        """Encode the message that runs sequences, without pictures that the engine has had: it asks for those that no
+        hit covers. The caller sends it, if it sends those to other engines, too.
+
+        Raises:
+            RequestError: a text in it is not valid Unicode.
+        """
+        message = encode(Submit.of(submissions, self._sent_pictures))
+        if self.limits.asks_for_pictures:
+            for digest in (span.digest for each in submissions for span in each.pictures):
+                self._sent_pictures[digest] = None
+                self._sent_pictures.move_to_end(digest)
+            while len(self._sent_pictures) > MAX_SENT_PICTURES:
+                self._sent_pictures.popitem(last=False)
+        return message
 
     async def receive(self) -> FromCore:
         """Return the next message."""
