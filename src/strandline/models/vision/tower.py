@@ -23,7 +23,7 @@ from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Fields
 from strandline.kernels.rowwise.rotary import apply_rotary
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
-from strandline.models.vision.positions import Grid, frequencies_2d, patch_places, rotary_2d, table_places
+from strandline.models.vision.positions import Grid, frequencies_2d, patch_coordinates, rotary_2d, table_entries
 from strandline.picture_config import NUM_CHANNELS, PictureConfig
 
 VISUAL: Final = "model.visual."
@@ -69,9 +69,9 @@ class TowerConfig:
             )
         if fields.size("out_hidden_size") != hidden_size:
             fields.reject("out_hidden_size", f"the text part's hidden_size, {hidden_size:,}")
-        num_places = fields.size("num_position_embeddings", at_most=MAX_TABLE_SIDE**2)
-        side = int(num_places**0.5)
-        if side * side != num_places:
+        num_entries = fields.size("num_position_embeddings", at_most=MAX_TABLE_SIDE**2)
+        side = int(num_entries**0.5)
+        if side * side != num_entries:
             fields.reject("num_position_embeddings", "a square number")
         return cls(
             num_blocks=fields.size("depth", at_most=MAX_LAYERS),
@@ -195,12 +195,12 @@ class VisionTower(nn.Module):
         """
         size, merge = self.pictures.patch_size, self.pictures.merge_size
         grids = [Grid(pixels_YXC.shape[0] // size, pixels_YXC.shape[1] // size) for pixels_YXC in pictures]
-        places = [patch_places(grid, merge, self.table_KW.device) for grid in grids]
+        coordinates = [patch_coordinates(grid, merge, self.table_KW.device) for grid in grids]
         values_PI = torch.cat([self._patches(*picture) for picture in zip(pictures, grids, strict=True)])
         hidden_PW = self.patch(values_PI)
-        embedded = [self._embedded_places(*place, grid) for place, grid in zip(places, grids, strict=True)]
+        embedded = [self._embedded_positions(*each, grid) for each, grid in zip(coordinates, grids, strict=True)]
         hidden_PW = hidden_PW + torch.cat(embedded).to(hidden_PW.dtype)
-        row_P, column_P = (torch.cat(of_picture) for of_picture in zip(*places, strict=True))
+        row_P, column_P = (torch.cat(of_picture) for of_picture in zip(*coordinates, strict=True))
         rotary = rotary_2d(row_P, column_P, self.inv_freq_F)
         lengths = [grid.num_patches for grid in grids]
         for block in self.blocks:
@@ -219,12 +219,12 @@ class VisionTower(nn.Module):
         # As the model was trained: summing weights of equal frames first would round differently.
         return values[:, :, None].expand(-1, -1, self.config.num_frames, -1).flatten(1)
 
-    def _embedded_places(self, row_P: Tensor, column_P: Tensor, grid: Grid) -> Tensor:
+    def _embedded_positions(self, row_P: Tensor, column_P: Tensor, grid: Grid) -> Tensor:
         """Return the position embeddings of patches, float32."""
-        places = table_places(row_P, column_P, grid, self.config.table_side)
+        entries = table_entries(row_P, column_P, grid, self.config.table_side)
         # One corner after the other: of the largest pictures, all together would take a gigabyte.
         embedded_PW = torch.zeros(grid.num_patches, self.config.width, device=self.table_KW.device)
-        for index_P, weight_P1 in zip(places.index_PK.T, places.weight_PK.T[..., None], strict=True):
+        for index_P, weight_P1 in zip(entries.index_PK.T, entries.weight_PK.T[..., None], strict=True):
             embedded_PW += self.table_KW[index_P] * weight_P1
         return embedded_PW
 
