@@ -71,6 +71,13 @@ def read_picture_config(directory: Path, config: ModelConfig) -> PictureConfig |
     Raises:
         ConfigError: a setting is wrong, or not supported.
     """
+    try:
+        return _read(directory, config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; with --language-model-only the vision tower is not loaded") from error
+
+
+def _read(directory: Path, config: ModelConfig) -> PictureConfig | None:
     found = None if config.vision is None else _read_file(directory)
     if config.vision is None or found is None:
         return None

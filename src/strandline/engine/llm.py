@@ -17,7 +17,7 @@ from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_engine
 from strandline.errors import ConfigError, RequestError
-from strandline.pictures.loader import new_loader
+from strandline.pictures.loader import RefusedPictures, new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
 from strandline.records.cache_questions import CacheQuestion
 from strandline.records.control import MEMORIES, Memory, ResetCache, Sleep, UpdateWeights, WakeUp
@@ -365,6 +365,8 @@ class LLM:
             raise RequestError(f"multi_modal_data must be {{'image': …}}, got {data!r:.100}")
         if self._pictures is None:
             raise RequestError("this model reads text only")
+        if isinstance(self._pictures, RefusedPictures):
+            raise RequestError(self._pictures.reason)
         images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
         config = self._pictures.config
         num_found = token_ids.count(config.image_token_id)

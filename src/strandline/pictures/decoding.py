@@ -25,7 +25,10 @@ MAX_DECODED_PIXELS: Final = 2**26
 START_OF_SCAN: Final = b"\xff\xda"
 """Encoded pixels do not contain it."""
 MAX_SCANS: Final = 100
+MAX_SCANNED_PIXELS: Final = 2**30
 """Each scan of a progressive JPEG takes the time of decoding all pixels. Encoders write about ten."""
+MAX_READS: Final = 200_000
+"""Reads of a file by its reader: a file of very many small parts would take half a minute of the interpreter's time."""
 LOW_DETAIL_TOKENS: Final = 256
 ORIENTATION: Final = 0x0112
 """The tag of EXIF that says how to turn a picture."""
@@ -41,6 +44,20 @@ def is_pillow_installed() -> bool:
     return find_spec("PIL") is not None
 
 
+class _CountedReads(io.BytesIO):
+    """A file that can be read a limited number of times."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._num_reads += 1
+        if self._num_reads > MAX_READS:
+            raise RequestError("the picture's file has too many parts; send it in another form")
+        return super().read(size)
+
+
 def decode_picture(data: bytes, config: PictureConfig, max_tokens: int) -> Picture:
     """Decode a file and scale the picture to the size that the model reads.
 
@@ -52,13 +69,16 @@ def decode_picture(data: bytes, config: PictureConfig, max_tokens: int) -> Pictu
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+        with Image.open(_CountedReads(data), formats=FORMATS) as opened:
             _check_size(*opened.size)
-            if opened.format == "JPEG" and data.count(START_OF_SCAN) > MAX_SCANS:
-                raise RequestError(f"a JPEG may have at most {MAX_SCANS} scans; send it in another form")
+            max_scans = min(MAX_SCANS, MAX_SCANNED_PIXELS // (opened.width * opened.height))
+            if opened.format == "JPEG" and data.count(START_OF_SCAN) > max_scans:
+                raise RequestError(f"a JPEG of this size may have at most {max_scans} scans; send it in another form")
             return scale_picture(opened, config, max_tokens)
     except RequestError:
         raise
+    except Image.DecompressionBombError:
+        raise RequestError(f"a picture may have at most {MAX_DECODED_PIXELS:,} pixels; send a smaller one") from None
     except UnidentifiedImageError:
         raise RequestError(f"the data are not a picture of a known format: {', '.join(FORMATS)}") from None
     except Exception as error:
@@ -117,9 +137,11 @@ def _in_colours(image: "Image.Image") -> "Image.Image":
     from PIL import Image
 
     if image.mode.startswith("I"):
-        # Pillow would cut off values above 255.
+        # Pillow would cut off values above 255, and leave out which of them is transparent.
         grey = np.clip(np.asarray(image).astype(np.int64), 0, 0xFFFF)
-        image = Image.fromarray(((grey * 255 + 0x7FFF) // 0xFFFF).astype(np.uint8))
+        shown = ((grey * 255 + 0x7FFF) // 0xFFFF).astype(np.uint8)
+        clear = image.info.get("transparency")
+        image = Image.fromarray(shown if clear is None else np.where(grey == clear, np.uint8(255), shown))
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         over = image.convert("RGBA")
         under = Image.new("RGB", over.size, WHITE)

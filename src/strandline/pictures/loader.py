@@ -13,7 +13,7 @@ from typing import Any, Final
 from strandline.config import EngineConfig
 from strandline.errors import RequestError
 from strandline.model_config import read_model_config
-from strandline.picture_config import PictureConfig, read_picture_config
+from strandline.picture_config import PREPROCESSOR_CONFIG, PictureConfig, read_picture_config
 from strandline.pictures.decoding import LOW_DETAIL_TOKENS, decode_picture, is_pillow_installed, scale_picture
 from strandline.pictures.references import MediaAccess
 from strandline.records.pictures import Picture, PictureReference
@@ -118,7 +118,25 @@ class PictureLoader:
                 self._num_kept_bytes -= len(dropped.pixels)
 
 
-def new_loader(config: EngineConfig, directory: Path) -> PictureLoader | None:
+class RefusedPictures:
+    """Refuses the pictures of requests to a model whose files do not say how to prepare them."""
+
+    config: None = None
+    reason: Final = f"pictures are refused: the model's directory has no {PREPROCESSOR_CONFIG}"
+
+    def check_number(self, number: int) -> None:
+        """Do nothing: each picture is refused by ``submit``."""
+
+    def submit(self, reference: PictureReference | Any) -> "Future[Picture]":
+        """Raise a RequestError."""
+        raise RequestError(self.reason)
+
+    def load(self, references: Sequence[PictureReference | Any]) -> list[Picture]:
+        """Raise a RequestError if there are pictures."""
+        return [self.submit(reference).result() for reference in references]
+
+
+def new_loader(config: EngineConfig, directory: Path) -> PictureLoader | RefusedPictures | None:
     """Return what loads the pictures of requests; None: the model reads none, or is not to.
 
     Args:
@@ -127,9 +145,12 @@ def new_loader(config: EngineConfig, directory: Path) -> PictureLoader | None:
     Raises:
         ConfigError: its files are wrong.
     """
-    pictures = None if config.language_model_only else read_picture_config(directory, read_model_config(directory))
-    if pictures is None:
+    model = read_model_config(directory)
+    if config.language_model_only or model.vision is None:
         return None
+    pictures = read_picture_config(directory, model)
+    if pictures is None:
+        return RefusedPictures()
     if not is_pillow_installed():
         LOGGER.warning("pictures are refused: %s", INSTALL)
     access = MediaAccess(config.allowed_media_domains, config.allowed_local_media_path)

@@ -1,6 +1,7 @@
 """Decoding of pictures, and of what only claims to be one."""
 
 import io
+import zlib
 from contextlib import suppress
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from strandline.errors import RequestError
 from strandline.picture_config import PictureConfig
+from strandline.pictures import decoding
 from strandline.pictures.decoding import decode_picture
 from strandline.records.pictures import Picture
 from tests.cpu.pictures.files import encoded, noise, png_of_size
@@ -78,6 +80,7 @@ def test_transparent_pixels_are_white() -> None:
         (encoded(palette), (255, 0, 0)),
         (encoded(Image.new("RGB", (64, 64), (9, 9, 9)), transparency=(9, 9, 9)), (255, 255, 255)),
         (encoded(half), (127, 127, 127)),
+        (encoded(Image.fromarray(np.full((64, 64), 0x1010, dtype=np.uint16)), transparency=0x1010), (255, 255, 255)),
     ]
     for data, colour in cases:
         assert_plain(decode(data), colour)
@@ -122,7 +125,7 @@ def test_large_pictures_are_scaled_down_to_the_limit() -> None:
         (b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>", "not a picture of a known format: PNG"),
         (b"GIF89a", "cannot be decoded|not a picture"),
         (b"II*\0" + bytes(100), "not a picture of a known format"),
-        (png_of_size(60_000, 60_000), "pixels"),
+        (png_of_size(60_000, 60_000), "at most 67,108,864 pixels"),
         (png_of_size(9000, 9000), "at most 67,108,864 pixels, got 9,000 × 9,000"),
         (png_of_size(500, 500), "cannot be decoded"),
         (png_of_size(0, 10), "cannot be decoded|must have pixels|not a picture"),
@@ -156,6 +159,22 @@ def test_jpeg_with_very_many_scans_is_refused() -> None:
     start = data.rindex(b"\xff\xda")
     with pytest.raises(RequestError, match="at most 100 scans"):
         decode(data[:start] + data[start:-2] * 100 + data[-2:])
+
+
+def test_large_jpeg_may_have_fewer_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MAX_SCANNED_PIXELS", 64 * 64 * 5)
+    data = encoded(noise(64, 64), "JPEG", progressive=True)
+    with pytest.raises(RequestError, match="of this size may have at most 5 scans"):
+        decode(data)
+
+
+def test_file_of_very_many_parts_is_refused() -> None:
+    file = encoded(noise(8, 8))
+    body = file.index(b"IDAT") - 4
+    text = b"\0\0\0\x03tEXtk\0v" + zlib.crc32(b"tEXtk\0v").to_bytes(4, "big")
+    assert decode(file[:body] + text * 100 + file[body:]).original_size == (8, 8)
+    with pytest.raises(RequestError, match="too many parts"):
+        decode(file[:body] + text * 100_000 + file[body:])
 
 
 def test_no_file_on_disk_is_read_by_name() -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -316,6 +317,21 @@ def test_model_without_its_tower_answers_as_one_that_reads_text(model: Path, tmp
         found = server.post("/v1/messages", messages=[{"role": "user", "content": [image]}], max_tokens=1)
         assert found.status_code == 400
         assert found.json()["error"]["message"] == "messages.0.content.0.image: this model reads text only"
+
+
+def test_model_whose_files_do_not_say_how_to_scale_says_so(model: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "model"
+    shutil.copytree(model, copied)
+    (copied / "preprocessor_config.json").unlink()
+    reason = "pictures are refused: the model's directory has no preprocessor_config.json"
+    with running_server(copied, tmp_path / "log") as server:
+        assert "has no preprocessor_config.json" in server.log()
+        assert refusal(server, question(picture())) == f"messages.0.content.0: {reason}"
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+        found = server.post("/v1/messages", messages=[{"role": "user", "content": [image]}], max_tokens=1)
+        assert found.status_code == 400
+        assert found.json()["error"]["message"] == f"messages.0.content.0.image: {reason}"
+        assert ask(server, question("Who?"))["choices"]
 
 
 def test_next_turn_goes_to_the_engine_that_knows_the_picture(model: Path, tmp_path: Path) -> None:

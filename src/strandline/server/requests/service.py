@@ -15,7 +15,7 @@ from fastapi import Request
 
 from strandline.errors import RequestError
 from strandline.kv_transfer_config import KVTransferConfig
-from strandline.pictures.loader import PictureLoader
+from strandline.pictures.loader import PictureLoader, RefusedPictures
 from strandline.reasoning_config import CLOSE
 from strandline.records.adapters import salt_with, with_epoch
 from strandline.records.pictures import Picture
@@ -67,7 +67,7 @@ class Service:
     """Keep known telemetry of clients in system messages."""
     kv_transfer: KVTransferConfig | None = None
     """Transfer of prefixes between engines; None: off."""
-    pictures: PictureLoader | None = None
+    pictures: PictureLoader | RefusedPictures | None = None
     """Loads pictures; None: the model reads none."""
     try_grammar: TryGrammar | None = None
     """Compiles a grammar before it is sent to the engine (``GrammarTrials.check``); by default a thread does."""
