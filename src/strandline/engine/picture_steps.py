@@ -125,4 +125,4 @@ class PictureSteps:
 
 
 def _refuse(digests: list[bytes]) -> None:
-    raise EngineError(f"a request lacks pixels of {len(digests)} pictures, and nobody can be asked for them")
+    raise EngineError(f"a request lacks the pixels of {len(digests)} pictures, and cannot ask for them")
