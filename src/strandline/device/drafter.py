@@ -29,7 +29,7 @@ class Verified(NamedTuple):
 
     batch: StepBatch
     block_table_NM: Tensor
-    """Of all sequences, the last filler included."""
+    """The blocks of all sequences, the last filler included."""
     sampled: SampledSequences
     accepted: AcceptedDrafts
     hidden_TE: Tensor

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strandline.device.arena_copies import Copies
-from strandline.device.graph_sizes import NO_PROMPTS, PromptRoom
 from strandline.device.lower_stores import LowerFacts
 from strandline.device.peer_store import PeerStore
+from strandline.device.prompt_room import NO_PROMPTS, PromptRoom
 from strandline.device.transfers import Completions
 from strandline.kernels.binding import Fallback
 from strandline.picture_config import PictureConfig

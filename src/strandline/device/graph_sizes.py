@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
-from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, StepSize
+from strandline.device.padded_step import StepSize
+from strandline.device.prompt_room import MAX_PROMPTS, PromptRoom
 
 PROMPT_ROWS: Final = (64, 128, 256, 512, 1024)
 DECODES_BESIDE_PROMPTS: Final = (0, 16, 64, 128)
@@ -20,9 +21,6 @@ DECODES_BESIDE_MANY: Final = (16,)
 
 VERIFIED_DEPTHS: Final = (1, 2, 4, 8)
 """Drafts per sequence in steps that verify some, and as many as there may be."""
-
-MAX_CAPTURED_PREFIX: Final = 32768
-"""Tokens before a prefill. Many rows after more are launched: kernels for prefixes need to know lengths."""
 
 
 def graph_sizes(
@@ -56,39 +54,7 @@ def verification_sizes(sizes: Sequence[StepSize], draft_tokens: int) -> list[Ste
     return [replace(size, log_tokens=draft_tokens) for size in (*decodes, *mixed)]
 
 
-CHUNKS_OF_PROMPT: Final = 3
-"""Chunks of a prompt beyond one per 64 rows: of its two ends, and of a snapshot."""
-
-
-class PromptRoom(NamedTuple):
-    """How much of prompts a captured step has room for with decodes that verify drafts."""
-
-    num_rows: int = 0
-    num_prompts: int = 0
-
-    @classmethod
-    def of(cls, sizes: Sequence[StepSize]) -> "PromptRoom":
-        """Return the room in the largest step."""
-        num_rows = max((size.num_prompt_rows for size in sizes if size.has_drafts), default=0)
-        return cls(num_rows, MAX_PROMPTS if num_rows else 0)
-
-    def has_room_for(self, ranges: Sequence[tuple[int, int]], num_cuts: int = 0) -> bool:
-        """Whether there is room for tokens ``[start, end)`` of some sequences, one or more of each.
-
-        Args:
-            num_cuts: snapshots among them, besides one for each.
-        """
-        if CHUNKS_OF_PROMPT * len(ranges) + num_cuts >= SPARE_CHUNKS:
-            return False
-        num_rows = sum(end - start for start, end in ranges)
-        if any(start == end for start, end in ranges) or len(ranges) > self.num_prompts or num_rows > self.num_rows:
-            return not ranges
-        return not is_prefix_long(num_rows, max((start for start, _ in ranges), default=0))
-
-
-NO_PROMPTS: Final = PromptRoom()
-
-
-def is_prefix_long(num_prompt_rows: int, start: int) -> bool:
-    """Whether a step has many rows of prompts, one of them after more tokens than graphs are for."""
-    return num_prompt_rows > PROMPT_ROWS[-1] and start > MAX_CAPTURED_PREFIX
+def prompt_room(sizes: Sequence[StepSize]) -> PromptRoom:
+    """Return the room of the largest step that verifies drafts."""
+    num_rows = max((size.num_prompt_rows for size in sizes if size.has_drafts), default=0)
+    return PromptRoom(num_rows, MAX_PROMPTS if num_rows else 0)

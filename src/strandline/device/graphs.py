@@ -27,9 +27,9 @@ from strandline.device.batch import HostBatch, SequenceColumns, build_host_batch
 from strandline.device.choice import Chosen
 from strandline.device.divided_sampling import likeliest
 from strandline.device.drafter import StepDrafter, Verified
-from strandline.device.graph_sizes import is_prefix_long
 from strandline.device.padded_step import PaddedStep, StepSize
 from strandline.device.pending import PendingTokens
+from strandline.device.prompt_room import is_prefix_long
 from strandline.device.upload import UploadedTable, upload_together
 from strandline.ids import NO_TOKEN
 from strandline.kernels.arena import ArenaTensors

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from strandline.device.adapter_tiles import HostTiles, most_tiles
 from strandline.device.batch import HostBatch, HostReplay, SequenceColumns
+from strandline.device.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
@@ -42,12 +43,6 @@ from strandline.kernels.sampling.verification import (
     VerificationTables,
 )
 from strandline.kernels.step import locate_rows
-
-MAX_PROMPTS: Final = 15
-"""Prompts of a padded step: sixteen sequences with the filler, as many as attention searches at once."""
-
-SPARE_CHUNKS: Final = 48
-"""Chunks beyond one per 64 rows: what cuts and the two ends of prompts add."""
 
 TYPICAL_CONTEXT_TOKENS: Final = 8192
 """Context length that attention's grid is chosen for; results are right for any."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.batch import SequenceColumns
-from strandline.device.padded_step import MAX_PROMPTS
+from strandline.device.prompt_room import MAX_PROMPTS
 from strandline.device.upload import upload
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId

@@ -13,7 +13,7 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.arena_copies import ArenaCopies
 from strandline.device.executor import ExecutorFacts, LaunchedStep
-from strandline.device.graph_sizes import PromptRoom, graph_sizes, verification_sizes
+from strandline.device.graph_sizes import graph_sizes, prompt_room, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.lower_stores import attach_stores, lower_device_bytes
 from strandline.device.model_memory import TensorMemory, copy_tensors, tensors_of
@@ -135,7 +135,7 @@ class UniExecutor:
             lower=lower,
             draft_tokens=draft_tokens,
             corrects_lengths=corrects_lengths,
-            verified_prompts=PromptRoom.of(self._graph_sizes if corrects_lengths else ()),
+            verified_prompts=prompt_room(self._graph_sizes if corrects_lengths else ()),
             picture_config=None if model.tower is None else model.tower.pictures,
             encoder_tokens=encoder_tokens,
             num_ranks=ranks.size,

@@ -218,7 +218,7 @@ class _Times:
         self.value = float("inf")
         """The least of those of decodes alone."""
         self.mixed = deque[tuple[int, float]](maxlen=NEWEST_MIXED)
-        """Of steps that compute prompts: how many of their tokens, and the time."""
+        """How many tokens of prompts the newest steps computed that had some, and the times."""
 
     def add(self, value: float) -> None:
         self.num_values += 1

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from strandline.cache import Lease, LogUse, PrefixCache
-from strandline.device.graph_sizes import NO_PROMPTS, PromptRoom
+from strandline.device.prompt_room import NO_PROMPTS, PromptRoom
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.drafting import Drafter, DraftLayerDrafter, DraftLayerOrNgramDrafter

@@ -45,7 +45,7 @@ class _Line:
         self._hit_tokens = hit_tokens
         self._requests: dict[QueueNumber, Request] = {}
         self.numbers: list[QueueNumber] = []
-        """Of these requests, sorted."""
+        """The numbers of these requests, sorted."""
         self._unranked: dict[QueueNumber, None] = {}
         """Numbers of requests that are not ranked yet."""
         self._ranked: list[tuple[int, QueueNumber, int]] = []

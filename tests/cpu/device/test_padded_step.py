@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.device.batch import NUM_PLANNED, HostBatch, SequenceColumns, build_host_batch
-from strandline.device.graph_sizes import MAX_CAPTURED_PREFIX, PromptRoom, graph_sizes, verification_sizes
-from strandline.device.padded_step import MAX_PROMPTS, SPARE_CHUNKS, PaddedStep, StepSize
+from strandline.device.graph_sizes import graph_sizes, prompt_room, verification_sizes
+from strandline.device.padded_step import PaddedStep, StepSize
+from strandline.device.prompt_room import MAX_CAPTURED_PREFIX, MAX_PROMPTS, SPARE_CHUNKS, PromptRoom
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS
@@ -190,7 +191,7 @@ def test_steps_of_thousands_of_tokens_are_captured_beside_any_decodes() -> None:
     assert max(size.num_prompt_rows for size in graph_sizes(256, 2048, num_ranks=2)) == 3072
 
 
-def test_steps_that_verify_drafts_have_room_for_prompts_beside_any_decodes() -> None:
+def test_steps_that_verify_drafts_have_room_for_prompts() -> None:
     plain = graph_sizes(256, 8192)
     sizes = verification_sizes(plain, 3)
     assert len(set(sizes)) == len(sizes)
@@ -202,8 +203,8 @@ def test_steps_that_verify_drafts_have_room_for_prompts_beside_any_decodes() -> 
         (size.num_decodes, size.num_prompt_rows) for size in plain if size.num_decodes and size.num_prompt_rows
     }
     assert all(size.draft_tokens == size.log_tokens == 3 for size in mixed)
-    assert PromptRoom.of(sizes) == (4096, MAX_PROMPTS)
-    assert PromptRoom.of(plain) == (0, 0)
+    assert prompt_room(sizes) == (4096, MAX_PROMPTS)
+    assert prompt_room(plain) == (0, 0)
 
 
 def test_prompts_with_drafts_have_room_where_a_graph_has() -> None:

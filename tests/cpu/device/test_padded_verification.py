@@ -210,7 +210,7 @@ def tensors_of(record: Any) -> dict[str, Any]:
 
 
 @given(verifications(), st.integers(0, 2), st.integers(0, 70), st.data())
-def test_drafts_and_prompts_of_one_step_are_laid_out_as_alone(
+def test_drafts_and_prompts_are_laid_out_as_alone(
     verified: list[SequencePlan], num_spare: int, num_spare_rows: int, data: st.DataObject
 ) -> None:
     prompts = []

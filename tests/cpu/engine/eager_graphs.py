@@ -13,9 +13,9 @@ from torch import Tensor
 from strandline.device.adapter_tiles import HostTiles
 from strandline.device.batch import build_host_batch, to_device
 from strandline.device.block_drafts import padded_blocks
-from strandline.device.graph_sizes import PromptRoom
 from strandline.device.graphs import CapturedStep, StepGraphs
-from strandline.device.padded_step import MAX_PROMPTS, StepSize, single_rows
+from strandline.device.padded_step import StepSize, single_rows
+from strandline.device.prompt_room import MAX_PROMPTS, PromptRoom
 from strandline.device.runner import Runner
 from strandline.engine.drafts import Drafts
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId

@@ -138,7 +138,7 @@ def test_drafts_of_captured_steps_are_those_of_the_reference(
         assert found == answers(make(speculative_config=None), prompts, MIXED)
 
 
-def test_drafts_after_hits_at_any_position_are_those_of_the_reference(make: MakeLLM, reference: Reference) -> None:
+def test_drafts_after_hits_equal_the_reference(make: MakeLLM, reference: Reference) -> None:
     llm, cold = make(max_num_batched_tokens=100), make(enable_prefix_caching=False)
     prompt = tokens(150)
     [expected] = answers(cold, [prompt], GREEDY)
@@ -155,9 +155,7 @@ def test_drafts_after_hits_at_any_position_are_those_of_the_reference(make: Make
     check_drafts(reference, drafted)
 
 
-def test_drafts_of_forked_and_preempted_requests_are_those_of_the_reference(
-    make: MakeLLM, reference: Reference
-) -> None:
+def test_drafts_of_forked_and_preempted_requests_equal_the_reference(make: MakeLLM, reference: Reference) -> None:
     spec = make().engine.core.spec
     llm = make(memory=(slabs_for(spec, 140) + 2) * spec.slab_bytes, max_model_len=140)
     drafted = note_drafts(llm)
@@ -171,9 +169,7 @@ def test_drafts_of_forked_and_preempted_requests_are_those_of_the_reference(
     check_drafts(reference, drafted)
 
 
-def test_drafts_after_loads_from_host_memory_and_disk_are_those_of_the_reference(
-    make: MakeLLM, reference: Reference, tmp_path: Path
-) -> None:
+def test_drafts_after_loads_from_tiers_equal_the_reference(make: MakeLLM, reference: Reference, tmp_path: Path) -> None:
     prompts = [tokens(count, seed=count) for count in (300, 257, 256, 191, 130, 65)]
     slab_bytes = make().engine.core.spec.slab_bytes
     tiers = {"host_memory": "8MiB", "disk_cache": str(tmp_path), "disk_cache_size": "64MiB"}

@@ -162,7 +162,7 @@ def test_queue_is_hardly_slower_than_at_the_best_depth(data: st.DataObject) -> N
     assert queue.adapt() < 1.06 * min(map(queue.fixed, range(3)))
 
 
-def test_drafts_that_pay_alone_are_left_out_where_they_slow_prompts_down() -> None:
+def test_drafts_are_left_out_where_they_slow_prompts_down() -> None:
     queue = Queue([1.0, 1.2, 1.4], [0.01, 0.05, 0.05], [0.9, 0.8], prompt_tokens=128, output_tokens=8)
     assert queue.fixed(0) < 0.8 * queue.fixed(2)
     assert queue.adapt() < 1.03 * queue.fixed(0)

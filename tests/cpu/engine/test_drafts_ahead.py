@@ -17,7 +17,7 @@ from strandline import LLM, SamplingParams
 from strandline.cache import LogUse
 from strandline.device import draft_layer
 from strandline.device.draft_layer import DraftLayer, Pairs
-from strandline.device.graph_sizes import NO_PROMPTS
+from strandline.device.prompt_room import NO_PROMPTS
 from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
 from strandline.device.step_in_flight import StepInFlight
@@ -357,7 +357,7 @@ def fail(*args: object) -> None:
     raise AssertionError("drafts are made one by one")
 
 
-def test_no_step_waits_for_one_whose_prompts_leave_no_room_for_drafts(
+def test_no_step_waits_for_prompts_that_leave_no_room(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(llm: LLM) -> dict[str, Answer]:

@@ -158,9 +158,7 @@ def test_a_rewritten_directory_hits_nothing_old(models: Models, make: MakeLLM, t
     assert llm.engine.cache.stats().hit_tokens > before
 
 
-def test_modules_that_no_adapter_changes_at_the_start_are_refused_later(
-    models: Models, make: MakeLLM, tmp_path: Path
-) -> None:
+def test_modules_that_adapters_leave_alone_are_refused_later(models: Models, make: MakeLLM, tmp_path: Path) -> None:
     query, value = (
         adapters.write(tmp_path / name, adapters.draw({f"model.layers.1.self_attn.{name}": (rows, 32)}))
         for name, rows in (("q_proj", 128), ("v_proj", 32))

@@ -29,7 +29,7 @@ CODES_PER_WORD = tl.constexpr(weights.CODES_PER_WORD)
 PLANES = tl.constexpr(weights.CODES_PER_WORD // 2)
 
 PLANE_INPUTS = tl.constexpr(weights.CODES_PER_WORD)
-"""Of a piece."""
+"""Inputs of a piece in a plane."""
 
 PIECES = tl.constexpr(weights.BLOCK_WORDS // 4)
 PIECE_WORDS = tl.constexpr(4)
