@@ -103,7 +103,8 @@ def padded_blocks(
     start_N1 = pad(sampled.end - sampled.num_drafts + verified.accepted.num_accepted_N, (0, 1))
     end_N1 = start_N1 + torch.cat((lengths_N, num_rows - ends_N[-1:]))
     starts_N2 = pad(ends_N, (1, 1))
-    starts_N2[-1] = num_rows
+    # Assigning a number would copy it from the host, which a graph that is being captured cannot.
+    starts_N2[-1:].fill_(num_rows)
     none_N1 = torch.zeros_like(start_N1)
     addresses = kernels[locate_rows](starts_N2, start_N1, end_N1, none_N1, none_N1, table_NM, num_rows)
     row_T = torch.arange(num_rows, device=newest_N.device)

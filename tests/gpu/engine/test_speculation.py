@@ -180,7 +180,8 @@ def test_steps_with_prompts_verify_drafts_and_wait_for_nothing(monkeypatch: pyte
 
         def step() -> None:
             for output in llm.engine.step():
-                answers[output.request_id] = (output.num_cached_tokens, output.outputs[0].token_ids)
+                # What is hit depends on which requests have ended, and those with drafts end earlier.
+                answers[output.request_id] = output.outputs[0].token_ids
 
         prompts = [llm.render(task.messages)["prompt_token_ids"] for task in make_suite(1, 6)]
         # Whole hits, and prompts that hit all but a token.

@@ -72,12 +72,20 @@ class Step(NamedTuple):
         return self.sampled, self.tokens_T, self.last, *tables, self.draft_tokens
 
 
+PROMPTS = st.lists(st.integers(1, 99), max_size=3)
+
+
 @st.composite
-def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZES) -> Step:
+def steps(
+    draw: st.DrawFn,
+    sizes: st.SearchStrategy[tuple[int, int, int]] = SIZES,
+    prompts: st.SearchStrategy[list[int]] = PROMPTS,
+) -> Step:
     """Draw a step of any padding, drafts and logs, behind a step of at least as many.
 
     Args:
-        sizes: of sequences, drafts of each, and places of a log.
+        sizes: numbers of sequences, of drafts of each, and of a log's tokens.
+        prompts: their rows.
     """
     count, depth, log_tokens = draw(sizes)
     num_real = draw(st.integers(0, count))
@@ -94,7 +102,8 @@ def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZE
     num_rows = count * (1 + depth)
     ends_N = ((1 + num_drafts_N) * is_real_N).cumsum(0)
     query_starts = torch.cat((torch.tensor([0]), ends_N, torch.tensor([num_rows])))
-    num_prompts = draw(st.integers(0, 3))
+    prompt_rows = torch.tensor(draw(prompts), dtype=torch.int64)
+    num_prompts = len(prompt_rows)
     num_before = count + num_prompts + 3
     last = LastStep(
         random(log_tokens, num_before),
@@ -123,7 +132,6 @@ def steps(draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int, int]] = SIZE
         stop_set=random(2, count) * is_real_N,
     )
     # Prompts, after the rows of no sequence.
-    prompt_rows = random(99, num_prompts, least=1)
     prompt_ends_N = prompt_rows.cumsum(0)
     num_all = num_rows + int(prompt_rows.sum())
     none_N = torch.zeros(num_prompts, dtype=torch.int64)
