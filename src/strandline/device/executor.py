@@ -53,6 +53,8 @@ class ExecutorFacts:
     """How pictures are prepared; None: the model reads none."""
     encoder_tokens: int = 0
     """Rows of the memory of encoded pictures; 0: the model reads no pictures."""
+    changes_weights: bool = True
+    """Whether other weights of the same model can be read; not where adapters or encoded pictures depend on them."""
     num_ranks: int = 1
     """Ranks that the model is divided among. Sizes are those of one rank, and the same for all."""
     start_s: dict[str, float] = field(default_factory=dict)

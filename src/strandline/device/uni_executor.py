@@ -120,9 +120,8 @@ class UniExecutor:
             self._graph_sizes += [replace(size, num_adapters=config.max_loras) for size in self._graph_sizes]
         self._arena_memory = TensorMemory([self.runner.arena.bytes])
         self._weights_memory = TensorMemory([])
-        self._rereads_weights = False
         self._read_model: Callable[[str], LanguageModel] | None = None
-        self._weights_path = config.model
+        self._weights_path, self._rereads_weights = config.model, False
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -138,6 +137,7 @@ class UniExecutor:
             verified_prompts=prompt_room(self._graph_sizes if corrects_lengths else ()),
             picture_config=None if model.tower is None else model.tower.pictures,
             encoder_tokens=encoder_tokens,
+            changes_weights=not config.enable_lora and model.tower is None,
             num_ranks=ranks.size,
             start_s=start_s,
         )
@@ -247,8 +247,8 @@ class UniExecutor:
         Raises:
             ConfigError: they cannot be read, or are not the model's.
         """
-        if self._read_model is None or self._config.enable_lora or self.facts.picture_config is not None:
-            raise ConfigError("weights change in engines without --enable-lora that read text: --language-model-only")
+        if self._read_model is None:
+            raise EngineError("no function reads weights")
         model = self._read_model(path)
         if model.spec != self.facts.spec or model.vocab_size != self.facts.vocab_size:
             raise ConfigError(f"{path} holds another model than the one that is served")

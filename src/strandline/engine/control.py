@@ -61,8 +61,7 @@ class CoreControl:
         Raises:
             ConfigError: it cannot be done in this engine, or weights cannot be read.
         """
-        if self._hands_over and not isinstance(action, Resume | Pause):
-            raise ConfigError("an engine with --kv-transfer-config keeps its memory, its cache and its weights")
+        self._check(action)
         self._settle()
         match action:
             case Pause(clears):
@@ -85,6 +84,17 @@ class CoreControl:
             case WakeUp(memories):
                 self._wake_up([memory for memory in memories if memory in self._given_back])
         return True
+
+    def _check(self, action: Action) -> None:
+        """Raise a ConfigError if the engine cannot do what is asked."""
+        if self._hands_over and not isinstance(action, Resume | Pause):
+            raise ConfigError("an engine with --kv-transfer-config keeps its memory, its cache and its weights")
+        rereads = isinstance(action, UpdateWeights) or (isinstance(action, Sleep) and action.level > 1)
+        if rereads and not self._executor.facts.changes_weights:
+            raise ConfigError(
+                "weights are read again, as sleep of level 2 does on waking, only in engines without --enable-lora "
+                "that read no pictures (--language-model-only)"
+            )
 
     def _drop(self, epoch: str) -> None:
         """Preempt all requests, drop what the device caches, and let later entries begin another epoch."""

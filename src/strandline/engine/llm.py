@@ -20,7 +20,7 @@ from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import RefusedPictures, new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
 from strandline.records.cache_questions import CacheQuestion
-from strandline.records.control import MEMORIES, Memory, ResetCache, Sleep, UpdateWeights, WakeUp
+from strandline.records.control import MEMORIES, Action, Memory, ResetCache, Sleep, UpdateWeights, WakeUp
 from strandline.records.outputs import RequestOutput
 from strandline.records.pictures import Picture, PlacedPicture, place_pictures, with_virtual_ids
 from strandline.records.sampling_params import SamplingParams
@@ -317,7 +317,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all that is cached; return whether that was possible: nothing may run."""
-        return self.engine.core.control.apply(ResetCache(self._new_epoch(), forced=False))
+        return self._clear(lambda epoch: ResetCache(epoch, forced=False))
 
     def update_weights_from_disk(self, model_path: str) -> None:
         """Compute with the weights of the same model in another directory; what is cached of others is never hit.
@@ -325,11 +325,20 @@ class LLM:
         Raises:
             ConfigError: they cannot be read, or are another model's. The weights are as before.
         """
-        self.engine.core.control.apply(UpdateWeights(model_path, self._new_epoch()))
+        self._clear(lambda epoch: UpdateWeights(model_path, epoch))
 
-    def _new_epoch(self) -> str:
-        self._epoch = uuid4().hex
-        return self._epoch
+    def _clear(self, action_of: Callable[[str], Action]) -> bool:
+        """Do what begins a new epoch; where it is refused, the old one goes on."""
+        before, self._epoch = self._epoch, uuid4().hex
+        is_done = False
+        try:
+            is_done = self.engine.core.control.apply(action_of(self._epoch))
+        except ConfigError:
+            self._epoch = before
+            raise
+        if not is_done:
+            self._epoch = before
+        return is_done
 
     # Parts
 

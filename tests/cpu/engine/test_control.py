@@ -11,6 +11,7 @@ from strandline import LLM, SamplingParams
 from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with, with_epoch
 from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.engine.vision_engine import save_vision_model
 
 PROMPT = list(range(90))
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
@@ -110,6 +111,22 @@ def test_other_models_weights_are_refused(llm: LLM, tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             llm.update_weights_from_disk(path)
     assert answer(llm)[0] == before
+
+
+@pytest.mark.parametrize("kind", ["adapters", "pictures"])
+def test_engines_whose_weights_stay_sleep_lightly(kind: str, models: tuple[str, str], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"memory": "16MiB", "device": "cpu", "skip_tokenizer_init": True}
+    model = models[0] if kind == "adapters" else str(save_vision_model("qwen3_5-vision", tmp_path))
+    with LLM(model, **options, enable_lora=kind == "adapters") as llm:
+        answer(llm)
+        before = answer(llm)
+        for change in (lambda: llm.sleep(2), lambda: llm.update_weights_from_disk(model)):
+            with pytest.raises(ConfigError, match="--language-model-only"):
+                change()
+        assert answer(llm) == before  # nothing was given back or dropped
+        llm.sleep(1)
+        llm.wake_up()
+        assert answer(llm)[0] == before[0]
 
 
 def test_epochs_keep_adapters_and_salts_apart() -> None:

@@ -58,14 +58,16 @@ class EngineControl:
     async def resume(self) -> None:
         """Run steps again."""
         async with self._turn:
-            await self._apply(Resume())
-            self.is_paused = False
-            self._refuse()
+            await self._resume()
 
     async def reset_cache(self, *, forced: bool) -> bool:
         """Drop all that is cached; return whether that was possible: only if nothing runs, or if ``forced``."""
         async with self._turn:
-            return all(await self._apply(ResetCache(self._new_epoch(), forced)))
+            before = self._client.epoch
+            are_done = await self._apply(ResetCache(self._new_epoch(), forced))
+            if not any(are_done):
+                self._client.epoch = before
+            return all(are_done)
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Give memory back, and run no step until it is taken again.
@@ -75,9 +77,15 @@ class EngineControl:
             mode: as of ``pause``.
         """
         async with self._turn:
+            was_stopped = self.is_paused or self.is_sleeping
             await self._pause(mode, clears=False)
             if level > 0:
-                await self._apply(Sleep(level))
+                try:
+                    await self._apply(Sleep(level))
+                except RequestError:
+                    if not was_stopped:
+                        await self._resume()
+                    raise
                 self._given_back.update(MEMORIES)
                 self._refuse()
 
@@ -87,10 +95,10 @@ class EngineControl:
             wanted = tuple(memory for memory in MEMORIES if memory in memories)
             await self._apply(WakeUp(wanted))
             self._given_back.difference_update(wanted)
-            if not self._given_back:
-                await self._apply(Resume())
-                self.is_paused = False
-            self._refuse()
+            if self._given_back:
+                self._refuse()
+            else:
+                await self._resume()
 
     async def update_weights(self, path: str, version: str, *, aborts: bool, stays_paused: bool) -> int:
         """Have all engines compute with the weights in a directory; return how many requests go on with them.
@@ -113,9 +121,7 @@ class EngineControl:
                 if was_stopped:
                     self._client.refusal = refusal
                 elif not stays_paused:
-                    await self._apply(Resume())
-                    self.is_paused = False
-                    self._refuse()
+                    await self._resume()
             return len(self._client.frontend.requests)
 
     async def _pause(self, mode: PauseMode, *, clears: bool) -> None:
@@ -127,6 +133,11 @@ class EngineControl:
                 await asyncio.sleep(DRAIN_S)
         await self._apply(Pause(self._new_epoch() if clears else None))
         self.is_paused = True
+
+    async def _resume(self) -> None:
+        await self._apply(Resume())
+        self.is_paused = False
+        self._refuse()
 
     def _refuse(self) -> None:
         """Refuse new requests while memory is given back, and no longer."""

@@ -135,7 +135,8 @@ def _exporter(endpoint: str) -> SpanExporter:
     if protocol == GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-        return GrpcExporter(endpoint=parts.netloc, insecure=parts.scheme != "https")
+        exporter: SpanExporter = GrpcExporter(endpoint=parts.netloc, insecure=parts.scheme != "https")
+        return exporter
     if protocol == HTTP:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
