@@ -27,11 +27,11 @@ FRONT_END = """
 from strandline.server import launch
 from strandline.server.config import ServerConfig
 
-async def run_http(*_):
+async def serve_http(*_):
     say_what_is_frozen()
-    return 0
+    return False
 
-launch._run_http = run_http
+launch.serve_http = serve_http
 sys.exit(launch.serve(engine, ServerConfig(port=0)))
 """
 

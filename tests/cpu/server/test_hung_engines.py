@@ -13,12 +13,12 @@ from strandline.records.events import Limits
 from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskWhy, Explained, Submit
 from strandline.records.sampling_params import SamplingParams
-from strandline.server import launch
 from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
 from strandline.server.engines.engine_link import EngineDeadError, EngineLink
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
+from strandline.server.http import serving
 from strandline.text.frontend import Frontend
 
 LIMITS = Limits(1000, 100)
@@ -125,14 +125,14 @@ def test_questions_are_answered_by_those_that_respond() -> None:
 
 
 def test_a_drain_does_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LOOK_S", 0.0)
+    monkeypatch.setattr(serving, "LOOK_S", 0.0)
 
     async def check(pair: Pair) -> None:
         http: Any = SimpleNamespace(should_exit=False)
         with pair.submit(PREFIX) as stuck:
             [first] = [i for i, core in enumerate(pair.cores) if core.num_submitted]
             with pair.submit([500, 501]) as running:
-                watching = asyncio.ensure_future(launch._fail_hung(http, pair.client))
+                watching = asyncio.ensure_future(serving._fail_hung(http, pair.client))
                 pair.cores[first].hang = "no sign of life"
                 for _ in range(5):
                     await asyncio.sleep(0)
