@@ -101,7 +101,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def generate_tokens(body: GenerateBody, request: Request) -> Response:
         return await while_connected(request, generate(service, body, request))
 
-    @app.post("/inference/v1/abort_requests")
+    @app.post("/inference/v1/abort_requests", response_class=Response)
     async def abort_own(body: AbortBody, request: Request) -> Response:
         return abort(service, body, request)
 

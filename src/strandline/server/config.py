@@ -12,9 +12,8 @@ from strandline.config import parse_bytes
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError
 from strandline.log_format import LOG_FORMATS
-from strandline.server.engines.tenants import KeyLimits, Tenant
+from strandline.server.engines.tenants import KeyLimits, Tenant, owner_digest
 from strandline.server.http.cross_origin import ORIGIN, TOKEN, CrossOrigin
-from strandline.server.http.gate import owner_digest
 from strandline.server.http.host_names import is_local, parse_host
 from strandline.server.http.tls import TlsFiles
 from strandline.server.keys_file import LIMITS, NamedKey, check_limit, read_keys_file

@@ -234,7 +234,7 @@ def test_unloaded_adapters_end_with_the_requests_that_use_them(models: Models, m
         llm.engine.add_checked("late", request, salt=salt_with(loaded, ""))
 
 
-def test_soak_of_swaps_gives_every_request_the_tokens_of_its_adapter(
+def test_every_request_keeps_its_adapter_in_a_soak(
     models: Models, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adapters are loaded, unloaded and swapped while requests come, end early and hit the cache."""

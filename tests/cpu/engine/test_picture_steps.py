@@ -209,7 +209,7 @@ def test_request_asks_although_another_one_that_asked_has_been_ended() -> None:
     assert not steps.scheduler.pictures.is_waiting
 
 
-def test_picture_that_comes_for_a_request_that_has_ended_is_ignored() -> None:
+def test_picture_for_an_ended_request_is_ignored() -> None:
     steps = Steps(max_tokens=1000)
     steps.add(make_request("a", [5, "cat"], left_out=["cat"]))
     steps.step()

@@ -53,7 +53,7 @@ def load(config: dict[str, Any] | None) -> LLM:
     return LLM("demo", memory="64MiB", dtype="float32", device="cpu", speculative_config=config)
 
 
-def test_structured_outputs_with_a_drafter_of_blocks_are_those_of_plain_decoding(plain: LLM) -> None:
+def test_structured_outputs_with_block_drafts_equal_plain_decoding(plain: LLM) -> None:
     llm, structure = load(DFLASH), StructuredOutputsParams(json=SCHEMA)
     messages = [{"role": "user", "content": PROMPT}]
     for options in SAMPLERS:

@@ -98,7 +98,7 @@ def test_pictures_of_agents_are_hit_by_the_requests_that_follow(name: str, serve
 
 
 @pytest.mark.parametrize("served", ["strict"], indirect=True)
-def test_few_words_about_a_picture_leave_it_to_the_next_turn(served: tuple[str, ServerProcess]) -> None:
+def test_next_turn_hits_a_picture_after_few_words(served: tuple[str, ServerProcess]) -> None:
     client = AGENT_REQUESTS["open-webui"]
     steps: list[Step] = [Question("Hm?", png(4)), Answer("Noise."), Question("Is it?"), Answer("Yes.")]
     exchanges = session(client, served[1], CALLS[served[0]], steps)

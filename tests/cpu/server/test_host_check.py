@@ -150,7 +150,7 @@ def test_allowed_hosts_must_be_names(name: str) -> None:
 class EmptyCache:
     """Stands in for the engines' client, and for its only engine: shows a cache with nothing in it."""
 
-    number, failure = 0, None
+    number, failure, epoch = 0, None, ""
 
     def __init__(self) -> None:
         self.frontend = SimpleNamespace(tokenizer=None)

@@ -319,7 +319,7 @@ def test_model_without_its_tower_answers_as_one_that_reads_text(model: Path, tmp
         assert found.json()["error"]["message"] == "messages.0.content.0.image: this model reads text only"
 
 
-def test_model_whose_files_do_not_say_how_to_scale_says_so(model: Path, tmp_path: Path) -> None:
+def test_model_without_sizes_of_pictures_says_so(model: Path, tmp_path: Path) -> None:
     copied = tmp_path / "model"
     shutil.copytree(model, copied)
     (copied / "preprocessor_config.json").unlink()

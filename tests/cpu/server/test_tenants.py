@@ -10,10 +10,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from strandline.errors import ConfigError
-from strandline.ids import RequestId
-from strandline.records.account import Account
 from strandline.records.events import Limits
-from strandline.records.plan import NewRequest
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.config import ServerConfig
 from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
@@ -23,7 +20,6 @@ from strandline.server.engines.tenants import CURRENT_TENANT, KEYLESS, KeyLimits
 from strandline.server.http.gate import OWNER
 from strandline.server.http.quotas import Quotas
 from strandline.text.frontend import Frontend
-from strandline.text.output_streams import RequestStream
 from tests.cpu.server.core_loop import new_heartbeat
 from tests.cpu.server.process import ServerProcess, http_post, running_server
 from tests.cpu.server.test_queue import SilentCore
@@ -75,23 +71,15 @@ def test_requests_of_a_minute_may_come_at_once() -> None:
     assert [begin(tenant) for _ in range(8)] == [True] * 6 + [False] * 2
 
 
-def stream_of(num_tokens: int, hit: int, num_output: int) -> RequestStream:
-    new = NewRequest(RequestId("r"), (1,) * num_tokens, SamplingParams(), 0, frozenset(), ())
-    stream = RequestStream("r", None, [new], None, 0.0)
-    stream.account = Account(num_tokens, hit, hit, None, ())
-    stream.outputs[0].num_tokens = num_output
-    return stream
-
-
 def test_cached_tokens_do_not_count_and_outputs_do() -> None:
     clock = Clock()
     tenant = Tenant(limits=KeyLimits(max_tokens_per_minute=600), clock=clock)
     tenant.take_prompt(500)
     with pytest.raises(RateLimitError, match=r"max-tokens-per-minute 600; try again in 10.0 s"):
         tenant.take_prompt(200)
-    tenant.settle(stream_of(500, hit=450, num_output=50))  # 500 are left
+    tenant.settle(50, num_hit=450)  # 500 are left
     tenant.take_prompt(500)
-    tenant.settle(stream_of(500, hit=0, num_output=60))
+    tenant.settle(60, num_hit=0)
     with pytest.raises(RateLimitError, match=r"try again in 6.0 s"):
         tenant.begin_request()
     clock.now_s += 6

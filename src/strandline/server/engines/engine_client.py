@@ -470,7 +470,8 @@ class EngineClient:
             self._requests[request_id].job.note(request_id)
 
     def _observe_end(self, stream: RequestStream, request: _Request, now_s: float) -> None:
-        request.tenant.settle(stream)
+        num_hit = 0 if stream.account is None else stream.account.hit
+        request.tenant.settle(stream.num_output_tokens, num_hit)
         for observer in self._observers:
             observer.end(stream, request.engine.number, now_s)
 

@@ -7,11 +7,11 @@ will generate is not known, so it is taken at the end, and the bucket may then b
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from hashlib import blake2s
 from typing import Final
 
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.errors import RequestError
-from strandline.text.output_streams import RequestStream
 
 MINUTE_S: Final = 60.0
 SLOT_FREE_S: Final = 1.0
@@ -131,10 +131,9 @@ class Tenant:
         self._require(self._tokens, num_tokens, "max-tokens-per-minute", self.limits.max_tokens_per_minute)
         self._tokens.take(num_tokens)
 
-    def settle(self, stream: RequestStream) -> None:
+    def settle(self, num_output_tokens: int, num_hit: int) -> None:
         """Take the output of a request that has ended, and put back those tokens of its prompt that were hit."""
-        hit = 0 if stream.account is None else stream.account.hit
-        self._tokens.take(stream.num_output_tokens - hit)
+        self._tokens.take(num_output_tokens - num_hit)
 
     @property
     def _subject(self) -> str:
@@ -154,3 +153,8 @@ KEYLESS: Final = Tenant()
 """The tenant of servers without keys and limits."""
 CURRENT_TENANT: Final[ContextVar[Tenant]] = ContextVar("tenant", default=KEYLESS)
 """The tenant whose HTTP request is being answered."""
+
+
+def owner_digest(key: str) -> str:
+    """Return the digest of a key that names its owner."""
+    return blake2s(key.encode(), digest_size=16, person=b"owner").hexdigest()

@@ -2,13 +2,13 @@
 
 import hmac
 from collections.abc import Mapping
-from hashlib import blake2s
 from typing import Final
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from strandline.server.engines.tenants import owner_digest
 from strandline.server.http.error_responses import error_response
 
 OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/load", "/cache"})
@@ -101,8 +101,3 @@ class Gate:
 
     def _too_large(self) -> str:
         return f"the body is larger than {self._max_body_bytes} bytes; raise --max-body-bytes"
-
-
-def owner_digest(key: str) -> str:
-    """Return the digest of a key that names its owner."""
-    return blake2s(key.encode(), digest_size=16, person=b"owner").hexdigest()

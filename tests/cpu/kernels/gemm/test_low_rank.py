@@ -24,7 +24,7 @@ from strandline.kernels.gemm import low_rank_triton
 Add = Callable[[Tensor, Tensor, AdapterWeights, TiledRows], Tensor]
 NONE = NO_SLOT
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-"""Of any sum of up to 2,048 inputs; twice that for the worst of millions of sums."""
+"""Largest difference of a sum; twice that for the worst of millions."""
 
 MEAN_TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 """Norm of all differences over that of all sums."""
