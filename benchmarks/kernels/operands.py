@@ -17,7 +17,7 @@ from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, mixture
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, Weight
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, Weight
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.quantized_rows import GROUP, Rows
 from strandline.kernels.rowwise.quantizing import rms_norm_zero_centered_quantized
@@ -42,15 +42,16 @@ def random_weight(weight_format: str, *shape: int, group: int = 128) -> Any:
             rows.copy_(random(*rows.shape, scale=100).clamp_(-448, 448))
         scales = torch.rand(*shape[:-2], -(-shape[-2] // GROUP), -(-num_inputs // GROUP)).add_(0.5)
         return ScaledWeight(values, scales.mul_(num_inputs**-0.5 / 100))
-    words = torch.randint(-(2**31), 2**31, (*shape[:-1], num_inputs // 8), dtype=torch.int32)
+    num_padded = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS
+    words = torch.randint(-(2**31), 2**31, (*shape[:-1], num_padded // 8), dtype=torch.int32)
     if weight_format == "nvfp4":
-        e4m3_scales = torch.randint(0x50, 0x58, (*shape[:-1], num_inputs // 16), dtype=torch.uint8)
+        e4m3_scales = torch.randint(0x50, 0x58, (*shape[:-1], num_padded // 16), dtype=torch.uint8)
         factors = torch.full(shape[:-1], num_inputs**-0.5 / 2.9 / 11.5)
         return Fp4Weight(words, e4m3_scales.view(torch.float8_e4m3fn), factors, num_inputs)
     if weight_format == "mxfp4":
-        exponents = torch.randint(126, 128, (*shape[:-1], num_inputs // 32), dtype=torch.uint8)
+        exponents = torch.randint(126, 128, (*shape[:-1], num_padded // 32), dtype=torch.uint8)
         return Fp4Weight(words, exponents, torch.full(shape[:-1], num_inputs**-0.5 / 2.9 / 0.75), num_inputs)
-    group_scales = torch.rand(*shape[:-1], num_inputs // group).add_(0.5).mul_(num_inputs**-0.5 / 4.6)
+    group_scales = torch.rand(*shape[:-1], num_padded // group).add_(0.5).mul_(num_inputs**-0.5 / 4.6)
     return FourBitWeight(words, group_scales.bfloat16(), None, num_inputs, group)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strandline import LLM, SamplingParams
-from strandline.device import block_drafts
+from strandline.device import block_drafts, draft_layer
 from strandline.device.sizing import slabs_for
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.request import Request
@@ -19,7 +19,12 @@ from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, WeightsError
 from strandline.ids import RequestId
 from tests.cpu.engine.conftest import llm_maker
-from tests.cpu.engine.eager_graphs import complete_on_device, padded_blocks_on_the_host, replay_eagerly
+from tests.cpu.engine.eager_graphs import (
+    complete_on_device,
+    padded_blocks_on_the_host,
+    replay_eagerly,
+    single_rows_on_the_host,
+)
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
@@ -110,9 +115,11 @@ def test_drafts_are_those_of_the_reference(
 def in_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """Verify and draft as CUDA graphs do, and plan steps ahead."""
     monkeypatch.setattr(block_drafts, "padded_blocks", padded_blocks_on_the_host)
+    monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)
     executor = llm.engine.core.executor
     assert isinstance(executor, UniExecutor)
-    replay_eagerly(executor.runner, NUM_DRAFTS, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
+    most = (executor.facts.draft_tokens, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
+    replay_eagerly(executor.runner, *most)
     complete_on_device(llm.engine.scheduler.drafts)
     return llm
 
@@ -125,10 +132,13 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("speculation", [{}, SYNTHETIC], ids=["standard", "synthetic"])
-def test_drafts_of_captured_steps_are_those_of_the_reference(
-    make: MakeLLM, reference: Reference, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, object]
+def check_captured_steps(
+    make: MakeLLM,
+    reference: Reference | EagleReference,
+    monkeypatch: pytest.MonkeyPatch,
+    speculation: dict[str, object],
 ) -> None:
+    """Compare drafts of captured steps with the reference, and tokens with plain decoding."""
     llm = in_graphs(make(speculation, async_scheduling=True, max_num_seqs=3), monkeypatch)
     drafted = note_drafts(llm)
     prompts = [tokens(count, seed=count) for count in (5, 63, 64, 100)]
@@ -136,6 +146,13 @@ def test_drafts_of_captured_steps_are_those_of_the_reference(
     check_drafts(reference, drafted)
     if not speculation:
         assert found == answers(make(speculative_config=None), prompts, MIXED)
+
+
+@pytest.mark.parametrize("speculation", [{}, SYNTHETIC], ids=["standard", "synthetic"])
+def test_drafts_of_captured_steps_are_those_of_the_reference(
+    make: MakeLLM, reference: Reference, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, object]
+) -> None:
+    check_captured_steps(make, reference, monkeypatch, speculation)
 
 
 def test_drafts_after_hits_equal_the_reference(make: MakeLLM, reference: Reference) -> None:

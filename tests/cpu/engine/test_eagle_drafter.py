@@ -11,13 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strandline import LLM, SamplingParams
-from strandline.device import draft_layer
-from strandline.device.uni_executor import UniExecutor
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, WeightsError
 from tests.cpu.engine.conftest import llm_maker
-from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
-from tests.cpu.engine.test_block_drafter import MIXED, SEVERAL_STREAMS, check_drafts, note_drafts
+from tests.cpu.engine.test_block_drafter import MIXED, SEVERAL_STREAMS, check_captured_steps, check_drafts, note_drafts
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
@@ -80,18 +77,7 @@ def test_drafts_are_those_of_the_reference(
 def test_drafts_of_captured_steps_are_those_of_the_reference(
     make: MakeLLM, reference: EagleReference, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)
-    llm = make(speculation, async_scheduling=True, max_num_seqs=3)
-    executor = llm.engine.core.executor
-    assert isinstance(executor, UniExecutor)
-    replay_eagerly(executor.runner, NUM_DRAFTS, 3, llm.engine.core.limits.max_model_len)
-    llm.engine.scheduler.drafts.corrects_lengths = True
-    drafted = note_drafts(llm)
-    prompts = [tokens(count, seed=count) for count in (5, 63, 64, 100)]
-    found = answers(llm, prompts, MIXED)
-    check_drafts(reference, drafted)
-    if not speculation:
-        assert found == answers(make(speculative_config=None), prompts, MIXED)
+    check_captured_steps(make, reference, monkeypatch, speculation)
 
 
 def test_drafts_after_hits_are_those_of_the_reference(make: MakeLLM, reference: EagleReference) -> None:

@@ -100,6 +100,16 @@ def test_every_api_takes_the_name_of_an_adapter(client: Client) -> None:
         assert contents[0] != contents[1]
 
 
+def test_refused_sleep_leaves_the_server_running(client: Client) -> None:
+    before = client.complete("one", cache_salt="sleep")
+    refusal = client.post("/sleep?level=2")
+    assert refusal.status_code == 400
+    assert "--enable-lora" in refusal.json()["error"]["message"]
+    text, num_hit = client.complete("one", cache_salt="sleep")
+    assert text == before[0]
+    assert num_hit > before[1]
+
+
 def test_prefixes_are_cached_per_adapter(client: Client) -> None:
     salt = {"cache_salt": "prefixes"}
     assert client.load("two", client.folder / "two").status_code == 200

@@ -31,30 +31,22 @@ def drafting(make_llm: MakeLLM, drafter: Path, config: dict[str, Any], **options
 
 @pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("config", [{}, SYNTHETIC], ids=["standard", "synthetic"])
+@pytest.mark.parametrize(("method", "reference_class"), [("dflash", Reference), ("eagle3", EagleReference)])
 def test_drafts_are_those_of_the_reference(
-    make_llm: MakeLLM, model_dir: Path, drafter: Path, config: dict[str, Any], is_eager: bool
+    make_llm: MakeLLM,
+    model_dir: Path,
+    method: str,
+    reference_class: type[Reference | EagleReference],
+    config: dict[str, Any],
+    is_eager: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
-    llm = drafting(make_llm, drafter, config, enforce_eager=is_eager)
+    drafter: Path = request.getfixturevalue("drafter" if method == "dflash" else "eagle")
+    llm = drafting(make_llm, drafter, {"method": method, **config}, enforce_eager=is_eager)
     params = [MIXED[index % len(MIXED)] for index in range(len(PROMPTS))]
-    reference = Reference(load_oracle(model_dir), drafter)
+    reference = reference_class(load_oracle(model_dir), drafter)
     for _ in range(2):
         # The second time, prompts are hit whole.
-        drafted = note_drafts(llm)
-        found = answers(llm, PROMPTS, params)
-        check_drafts(reference, drafted)
-        if not config:
-            assert found == answers(make_llm(memory="64MiB", max_model_len=512), PROMPTS, params)
-
-
-@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("config", [{}, SYNTHETIC], ids=["standard", "synthetic"])
-def test_drafts_of_eagle_are_those_of_the_reference(
-    make_llm: MakeLLM, model_dir: Path, eagle: Path, config: dict[str, Any], is_eager: bool
-) -> None:
-    llm = drafting(make_llm, eagle, {"method": "eagle3", **config}, enforce_eager=is_eager)
-    params = [MIXED[index % len(MIXED)] for index in range(len(PROMPTS))]
-    reference = EagleReference(load_oracle(model_dir), eagle)
-    for _ in range(2):
         drafted = note_drafts(llm)
         found = answers(llm, PROMPTS, params)
         check_drafts(reference, drafted)
