@@ -161,6 +161,8 @@ class WaitingQueue:
         del self._requests[number]
         if self._blocked.pop(number, None) is None:
             self._dequeue(request)
+        if not self._requests:
+            self._num_overtakes.clear()  # clients choose priorities: their number has no limit
 
     def admit(self, request: Request) -> None:
         """Remove a queued request that is admitted, and count whether it overtook the front of its line."""

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from strandline.records.adapters import with_epoch
 from strandline.records.events import CoreStats, Limits
 from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskStats, FromCore, Stats, Submit
@@ -142,6 +143,37 @@ def test_requests_being_prepared_count_as_queued(name: str) -> None:
             assert (await server.post(path, body)).status_code == 429
             server.client.fail(server.client.engines[0], "the test is over")
             assert (await waiting).status_code == 503
+
+    asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
+
+
+def test_epoch_that_begins_during_tokenization_reaches_the_engine() -> None:
+    async def ask() -> None:
+        async with held_server() as server:
+            server.client.epoch.begin()
+            server.hold_tokenizer()
+            waiting = asyncio.ensure_future(server.post("/v1/completions", {"prompt": "x", "cache_salt": "mine"}))
+            while not server.client.num_unfinished:
+                await asyncio.sleep(0)
+            epoch = server.client.epoch.begin()
+            server.may_go.set()
+            [submission] = (await server.core.submitted.get()).submissions
+            assert submission.salt == with_epoch("mine", epoch)
+            server.client.fail(server.client.engines[0], "the test is over")
+            assert (await waiting).status_code == 503
+
+    asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("has_changed", [True, False])
+def test_restarted_engine_hits_nothing_of_changed_weights(has_changed: bool) -> None:
+    async def ask() -> None:
+        async with held_server() as server:
+            [engine] = server.client.engines
+            before = server.client.epoch.begin() if has_changed else ""
+            core: Any = server.core
+            server.client.reconnect(engine, core, engine.limits, new_heartbeat())
+            assert (server.client.epoch.name != before) == has_changed
 
     asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
 

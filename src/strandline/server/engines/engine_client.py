@@ -26,6 +26,7 @@ from strandline.records.messages import (
 )
 from strandline.records.pictures import PlacedPicture
 from strandline.records.transfer_params import TransferParams
+from strandline.server.engines.cache_epoch import CacheEpoch
 from strandline.server.engines.engine_link import CoreSocket, EngineLink, HangDetector, encode
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.jobs import Job
@@ -123,8 +124,7 @@ class EngineClient:
         self._num_expected = 0
         self.refusal: str | None = None
         """Why requests are refused; None: they are not."""
-        self.epoch = ""
-        """Begins salts: requests of another epoch share no prefix with those of this one."""
+        self.epoch = CacheEpoch()
         self.weight_version = FIRST_VERSION
 
     # Jobs
@@ -152,6 +152,7 @@ class EngineClient:
             raise PausedError(self.refusal)
         wanted = params.params
         self.require_room(len(prompts) * wanted.n)
+        salt = self.epoch.salt(salt)  # another one may have begun while the prompt was tokenized
         for text in (salt, *wanted.stop_strings, *(wanted.bad_words or ())):
             check_text(text)
         self._require_room_for_pictures(sum(prompt.num_pixel_bytes for prompt in prompts))
@@ -350,6 +351,8 @@ class EngineClient:
         """Use a new process of an engine; all jobs of the old one have failed."""
         engine.reconnect(socket, limits, heartbeat)
         self.name_weights(FIRST_VERSION)  # it has read the model's own
+        if self.epoch.name:
+            self.epoch.begin()  # its disk cache has entries of weights that it has no more
         for adapter in self._adapters.values():
             engine.send(encode(LoadAdapter(0, adapter.name, adapter.path)))
         self.frontend.limits = least_limits(self.engines)

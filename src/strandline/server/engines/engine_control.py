@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Collection, Sequence
 from typing import Final, get_args
-from uuid import uuid4
 
 from strandline.errors import RequestError
 from strandline.records.control import (
@@ -63,10 +62,10 @@ class EngineControl:
     async def reset_cache(self, *, forced: bool) -> bool:
         """Drop all that is cached; return whether that was possible: only if nothing runs, or if ``forced``."""
         async with self._turn:
-            before = self._client.epoch
-            are_done = await self._apply(ResetCache(self._new_epoch(), forced))
+            before = self._client.epoch.name
+            are_done = await self._apply(ResetCache(self._client.epoch.begin(), forced))
             if not any(are_done):
-                self._client.epoch = before
+                self._client.epoch.name = before
             return all(are_done)
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
@@ -114,7 +113,7 @@ class EngineControl:
             was_stopped, refusal = self.is_paused or self.is_sleeping, self._client.refusal
             await self._pause("abort" if aborts else "keep", clears=False)
             try:
-                await self._apply(UpdateWeights(path, self._new_epoch()))
+                await self._apply(UpdateWeights(path, self._client.epoch.begin()))
                 self._given_back.discard("weights")
                 self._client.name_weights(version)
             finally:
@@ -131,7 +130,7 @@ class EngineControl:
         elif mode == "wait":
             while len(self._client.frontend):
                 await asyncio.sleep(DRAIN_S)
-        await self._apply(Pause(self._new_epoch() if clears else None))
+        await self._apply(Pause(self._client.epoch.begin() if clears else None))
         self.is_paused = True
 
     async def _resume(self) -> None:
@@ -142,11 +141,6 @@ class EngineControl:
     def _refuse(self) -> None:
         """Refuse new requests while memory is given back, and no longer."""
         self._client.refusal = ASLEEP if self._given_back else None
-
-    def _new_epoch(self) -> str:
-        """Begin a new epoch of the cache: nothing that is cached so far is hit any more, in any tier."""
-        self._client.epoch = uuid4().hex
-        return self._client.epoch
 
     async def _apply(self, action: Action) -> list[bool]:
         self._client.require_running()

@@ -17,7 +17,7 @@ from strandline.errors import RequestError
 from strandline.kv_transfer_config import KVTransferConfig
 from strandline.pictures.loader import PictureLoader, RefusedPictures
 from strandline.reasoning_config import CLOSE
-from strandline.records.adapters import salt_with, with_epoch
+from strandline.records.adapters import salt_with
 from strandline.records.pictures import Picture
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
@@ -122,8 +122,7 @@ class Service:
 
     def salt_of(self, request: Request, given: str | None, model: str | None) -> str:
         """Return the salt of a request: the prefixes of its model's LoRA adapter and of its key, and its own."""
-        salt = salt_with(self.adapters.get(model), salt_of(request, given))
-        return with_epoch(salt, self.client.epoch) if self.client.epoch else salt
+        return self.client.epoch.salt(salt_with(self.adapters.get(model), salt_of(request, given)))
 
     async def in_thread(self, work: Callable[[], T], num_characters: int = 0) -> T:
         """Run work in a thread.
