@@ -152,7 +152,7 @@ def test_epoch_that_begins_during_tokenization_reaches_the_engine() -> None:
         async with held_server() as server:
             server.client.epoch.begin()
             server.hold_tokenizer()
-            waiting = asyncio.ensure_future(server.post("/v1/completions", {"prompt": "x", "cache_salt": "mine"}))
+            waiting = asyncio.ensure_future(server.post("/v1/chat/completions", {**CHAT, "cache_salt": "mine"}))
             while not server.client.num_unfinished:
                 await asyncio.sleep(0)
             epoch = server.client.epoch.begin()
