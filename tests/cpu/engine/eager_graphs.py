@@ -1,6 +1,7 @@
 """What stands for CUDA graphs on a CPU: what they are replayed for is computed at once, from the same buffers.
 
-Padding is left out of the model's pass, which CPU kernels have no use for; the rows of a step stay where they are.
+Padding is left out of the model's pass, which CPU kernels have no use for; the rows of a step stay where they are. What
+is captured on a GPU runs without the host (``without_host.py``), but for what these functions do instead.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from strandline.device.runner import Runner
 from strandline.engine.drafts import Drafts
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS
 from strandline.records.plan import SequencePlan
+from tests.cpu.engine.without_host import on_the_host, without_host
 
 PROMPT_ROWS = (16, 64, 128)
 PADDED_TABLE = "padded table"
@@ -30,8 +33,12 @@ PADDED_TABLE = "padded table"
 class Rerun:
     """A function instead of a CUDA graph."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = run
+    def __init__(self, run: Callable[[], None], kernels: Kernels) -> None:
+        self._run, self._kernels = run, kernels
+
+    def replay(self) -> None:
+        with without_host(self._kernels):
+            self._run()
 
 
 class EagerGraphs(StepGraphs):
@@ -49,7 +56,7 @@ class EagerGraphs(StepGraphs):
         super().__init__(*args, **options)
 
     def _captured(self, run: Callable[[], None]) -> Rerun:
-        return Rerun(run)
+        return Rerun(run, self._kernels)
 
     def replay(self, step: CapturedStep, *args: Any) -> None:
         super().replay(step, *args)
@@ -59,8 +66,14 @@ class EagerGraphs(StepGraphs):
 
     def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
         self._replayed = step
+        padded = super()._batch(step, tables)
         if not step.padded.size.has_drafts:
-            return super()._batch(step, tables)
+            return padded
+        with on_the_host():
+            return self._by_sequence(step)
+
+    def _by_sequence(self, step: CapturedStep) -> StepBatch:
+        """Return a step with drafts whose sequences are prompts."""
         size, named = step.padded.size, {name: part.tolist() for name, part in step.named.items()}
         starts = named["query_starts"]
         self.num_mixed += size.num_prompts > 0
@@ -104,6 +117,16 @@ class EagerGraphs(StepGraphs):
         """Compute without padding, but for the filler of steps with drafts."""
         if self._replayed.padded.size.has_drafts:
             return super()._forward(batch)
+        with on_the_host():
+            compact, rows = self._without_padding(batch)
+        compact_TE = super()._forward(compact)
+        hidden_TE = compact_TE.new_full((len(batch.positions_T), compact_TE.shape[1]), float("nan"))
+        with on_the_host():
+            hidden_TE[rows] = compact_TE
+        return hidden_TE
+
+    def _without_padding(self, batch: StepBatch) -> tuple[StepBatch, list[int]]:
+        """Return a step without drafts, and its rows in the padded one."""
         captured = self._replayed
         size, named = captured.padded.size, {name: part.tolist() for name, part in captured.named.items()}
         self.num_replayed[size.num_prompts > 0] += 1
@@ -150,10 +173,7 @@ class EagerGraphs(StepGraphs):
             is_used_M = (tile_slots_M != NO_SLOT) & (tiled.rows_M.numpy() != NO_ROW)
             slots_T[tiled.rows_M.numpy()[is_used_M]] = tile_slots_M[is_used_M]
             self._adapters.compute_with(HostTiles.of(slots_T[rows]).to_device(captured.buffer_I.device))
-        compact_TE = super()._forward(compact)
-        hidden_TE = compact_TE.new_full((size.num_rows, compact_TE.shape[1]), float("nan"))
-        hidden_TE[rows] = compact_TE
-        return hidden_TE
+        return compact, rows
 
 
 def cuts_of(step: CapturedStep, index: int) -> tuple[tuple[int, SlotId], ...]:
@@ -174,7 +194,8 @@ def cuts_of(step: CapturedStep, index: int) -> tuple[tuple[int, SlotId], ...]:
 def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
     """Return what kernels that look for lengths on the host need."""
     single = single_rows(batch, *args)
-    lengths = tuple(single.attention.context_lens_N.tolist())
+    with on_the_host():
+        lengths = tuple(single.attention.context_lens_N.tolist())
     table_NM = batch.attention.gathers[PADDED_TABLE][: len(lengths)]
     return replace(
         single, attention=replace(single.attention, context_lens=lengths, block_table_NM=table_NM, gathers={})
@@ -184,6 +205,11 @@ def single_rows_on_the_host(batch: StepBatch, *args: Any) -> StepBatch:
 def padded_blocks_on_the_host(*args: Any) -> StepBatch:
     """Return what kernels that look for lengths on the host need."""
     blocks = padded_blocks(*args)
+    with on_the_host():
+        return _without_padding(blocks)
+
+
+def _without_padding(blocks: StepBatch) -> StepBatch:
     attention = blocks.attention
     starts = attention.query_starts_N1.tolist()
     used = [n for n in range(len(starts) - 1) if starts[n + 1] > starts[n]]
