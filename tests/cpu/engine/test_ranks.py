@@ -24,26 +24,9 @@ from tests.cpu.engine.threaded_executor import ThreadedExecutor
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families
 
-NUM_RANKS = {
-    "falcon_h1": 2,
-    "glm5_next": 2,
-    "granite_hybrid": 2,
-    "inkling": 2,
-    "jamba": 2,
-    "kimi_linear": 2,
-    "lfm2_moe": 2,
-    "llama": 4,
-    "mamba2": 4,
-    "minimax": 2,
-    "nemotron_h": 2,
-    "olmo_hybrid": 2,
-    "qwen3_5": 2,
-    "qwen3_next": 2,
-    "qwen4_exp": 2,
-    "recurrent_gemma": 2,
-    "zamba2": 2,
-}
-"""Families of ``tests.cpu.models.families``, all kinds of layers among them, and how many ranks divide them."""
+NUM_RANKS = {name: shards[0] for name in families.FAMILIES if (shards := families.CONFIGS[name].shards)}
+NUM_RANKS |= {"llama": 4, "mamba2": 4}
+"""Families with all kinds of layers, and how many ranks divide them."""
 
 PREEMPTED = ["kimi_linear", "nemotron_h", "qwen3_5", "zamba2"]
 """Some of them: keys and values or latents beside states of different kinds."""

@@ -5,7 +5,7 @@ import json
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -395,19 +395,41 @@ INKLING_TOWERS: dict[str, Any] = {
 
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
-CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
-    "qwen3_5": ("Qwen3_5ForCausalLM", Qwen3_5TextConfig, dense()),
-    "qwen3_5-odd-tied": (
+
+class Family(NamedTuple):
+    """A tiny model: all that tests know of it."""
+
+    architecture: str
+    config_class: type[PretrainedConfig]
+    values: dict[str, Any]
+    shards: tuple[int, ...] = ()
+    """Into how many shards tests divide it: four where heads or groups are fewer than that. First configurations of
+    their builders also run on so many ranks of an engine."""
+    is_altered: bool = False
+    """Whether a test alters each of its tensors in turn: one of each family is."""
+    is_quantized: bool = False
+    """Whether tests keep it in every format of weights."""
+    is_captured: bool = True
+    """Whether CUDA graphs hold its steps; an operation that reads sizes on the host prevents that."""
+    keeps_e4m3: bool = True
+    """Whether keys and values, which are all that it keeps of tokens, may be kept in FP8."""
+
+
+CONFIGS: dict[str, Family] = {
+    "qwen3_5": Family("Qwen3_5ForCausalLM", Qwen3_5TextConfig, dense(), shards=(2,), is_quantized=True),
+    "qwen3_5-odd-tied": Family(
         "Qwen3_5ForCausalLM",
         Qwen3_5TextConfig,
         dense(**ODD, tie_word_embeddings=True, rope_parameters=rope(1.0)),
+        is_altered=True,
+        is_quantized=True,
     ),
-    "qwen3_5-gva4": (
+    "qwen3_5-gva4": Family(
         "Qwen3_5ForCausalLM",
         Qwen3_5TextConfig,
         dense(linear_num_key_heads=1, num_key_value_heads=4, rope_parameters=rope(0.5)),
     ),
-    "qwen3_5-vision": (
+    "qwen3_5-vision": Family(
         "Qwen3_5ForConditionalGeneration",
         Qwen3_5Config,
         {
@@ -416,26 +438,41 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             **PICTURE_TOKENS,
             "tie_word_embeddings": True,
         },
+        shards=(2,),
     ),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", Qwen3_5MoeTextConfig, sparse()),
-    "qwen3_5_moe-vision": (
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM", Qwen3_5MoeTextConfig, sparse(), shards=(2,), is_altered=True, is_quantized=True
+    ),
+    "qwen3_5_moe-vision": Family(
         "Qwen3_5MoeForConditionalGeneration",
         Qwen3_5MoeConfig,
         {"text_config": sparse(rope_parameters=MROPE), "vision_config": VISION, **PICTURE_TOKENS},
     ),
-    "qwen3_next": ("Qwen3NextForCausalLM", Qwen3NextConfig, dense(**EXPERTS, norm_topk_prob=True)),
-    "qwen3_next-odd": (
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", Qwen3NextConfig, dense(**EXPERTS, norm_topk_prob=True), shards=(2,), is_altered=True
+    ),
+    "qwen3_next-odd": Family(
         "Qwen3NextForCausalLM",
         Qwen3NextConfig,
         dense(**EXPERTS, **ODD, mlp_only_layers=[1], norm_topk_prob=False, tie_word_embeddings=True),
+        is_quantized=True,
     ),
-    "qwen3_next-gva4": (
+    "qwen3_next-gva4": Family(
         "Qwen3NextForCausalLM",
         Qwen3NextConfig,
         dense(**EXPERTS, linear_num_key_heads=1, decoder_sparse_step=2, rope_parameters=rope(0.5)),
     ),
-    "qwen4_exp": ("Qwen4ExpForCausalLM", Qwen4ExpTextConfig, QWEN4),
-    "qwen4_exp-odd": (
+    "qwen4_exp": Family(
+        "Qwen4ExpForCausalLM",
+        Qwen4ExpTextConfig,
+        QWEN4,
+        shards=(2,),
+        is_altered=True,
+        is_quantized=True,
+        keeps_e4m3=False,
+        is_captured=False,
+    ),
+    "qwen4_exp-odd": Family(
         "Qwen4ExpForCausalLM",
         Qwen4ExpTextConfig,
         {
@@ -455,14 +492,18 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "eos_token_id": [5, VOCAB_SIZE - 1],
             "rope_parameters": rope(1.0),
         },
+        keeps_e4m3=False,
+        is_captured=False,
     ),
-    "qwen4_exp-vision": (
+    "qwen4_exp-vision": Family(
         "Qwen4ExpForConditionalGeneration",
         Qwen4ExpConfig,
         {"text_config": {**QWEN4, "rope_parameters": MROPE}, "vision_config": VISION, **PICTURE_TOKENS},
+        keeps_e4m3=False,
+        is_captured=False,
     ),
-    "mamba": ("MambaForCausalLM", MambaConfig, MAMBA),
-    "mamba-odd": (
+    "mamba": Family("MambaForCausalLM", MambaConfig, MAMBA),
+    "mamba-odd": Family(
         "MambaForCausalLM",
         MambaConfig,
         {
@@ -475,9 +516,11 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "use_conv_bias": False,
             "tie_word_embeddings": False,
         },
+        shards=(2,),
+        is_altered=True,
     ),
-    "minimax": ("MiniMaxForCausalLM", MiniMaxConfig, MINIMAX),
-    "minimax-odd": (
+    "minimax": Family("MiniMaxForCausalLM", MiniMaxConfig, MINIMAX, shards=(2,), is_altered=True, is_quantized=True),
+    "minimax-odd": Family(
         "MiniMaxForCausalLM",
         MiniMaxConfig,
         {
@@ -489,8 +532,10 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "olmo_hybrid": ("OlmoHybridForCausalLM", OlmoHybridConfig, OLMO),
-    "olmo_hybrid-odd": (
+    "olmo_hybrid": Family(
+        "OlmoHybridForCausalLM", OlmoHybridConfig, OLMO, shards=(2,), is_altered=True, is_quantized=True
+    ),
+    "olmo_hybrid-odd": Family(
         "OlmoHybridForCausalLM",
         OlmoHybridConfig,
         {
@@ -503,9 +548,9 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "falcon_mamba": ("FalconMambaForCausalLM", FalconMambaConfig, MAMBA),
-    "jamba": ("JambaForCausalLM", JambaConfig, JAMBA),
-    "jamba-odd": (
+    "falcon_mamba": Family("FalconMambaForCausalLM", FalconMambaConfig, MAMBA, shards=(2,)),
+    "jamba": Family("JambaForCausalLM", JambaConfig, JAMBA, shards=(2,), is_altered=True, is_quantized=True),
+    "jamba-odd": Family(
         "JambaForCausalLM",
         JambaConfig,
         {
@@ -524,8 +569,16 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "kimi_linear": ("KimiLinearForCausalLM", KimiLinearConfig, KIMI),
-    "kimi_linear-odd": (
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        KimiLinearConfig,
+        KIMI,
+        shards=(2,),
+        is_altered=True,
+        is_quantized=True,
+        keeps_e4m3=False,
+    ),
+    "kimi_linear-odd": Family(
         "KimiLinearForCausalLM",
         KimiLinearConfig,
         {
@@ -543,13 +596,19 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "n_shared_experts": 2,
             "norm_topk_prob": False,
         },
+        keeps_e4m3=False,
     ),
-    "glm5_next": (
+    "glm5_next": Family(
         "Glm5NextForConditionalGeneration",
         Glm5NextConfig,
         {"text_config": GLM5, "vision_config": GLM5_VISION},
+        shards=(2,),
+        is_altered=True,
+        is_quantized=True,
+        keeps_e4m3=False,
+        is_captured=False,
     ),
-    "glm5_next-odd": (
+    "glm5_next-odd": Family(
         "Glm5NextForConditionalGeneration",
         Glm5NextConfig,
         {
@@ -577,9 +636,13 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "vision_config": GLM5_VISION,
             "tie_word_embeddings": True,
         },
+        keeps_e4m3=False,
+        is_captured=False,
     ),
-    "recurrent_gemma": ("RecurrentGemmaForCausalLM", RecurrentGemmaConfig, RECURRENT_GEMMA),
-    "recurrent_gemma-odd": (
+    "recurrent_gemma": Family(
+        "RecurrentGemmaForCausalLM", RecurrentGemmaConfig, RECURRENT_GEMMA, shards=(2, 4), is_altered=True
+    ),
+    "recurrent_gemma-odd": Family(
         "RecurrentGemmaForCausalLM",
         RecurrentGemmaConfig,
         {
@@ -592,9 +655,10 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "logits_soft_cap": 5.0,
             "tie_word_embeddings": False,
         },
+        shards=(2,),
     ),
-    "lfm2": ("Lfm2ForCausalLM", Lfm2Config, LFM2),
-    "lfm2-odd": (
+    "lfm2": Family("Lfm2ForCausalLM", Lfm2Config, LFM2),
+    "lfm2-odd": Family(
         "Lfm2ForCausalLM",
         Lfm2Config,
         {
@@ -609,9 +673,11 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "block_multiple_of": 8,
             "tie_word_embeddings": False,
         },
+        shards=(2,),
+        is_altered=True,
     ),
-    "lfm2_moe": ("Lfm2MoeForCausalLM", Lfm2MoeConfig, LFM2_MOE),
-    "lfm2_moe-odd": (
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", Lfm2MoeConfig, LFM2_MOE, shards=(2,), is_altered=True, is_quantized=True),
+    "lfm2_moe-odd": Family(
         "Lfm2MoeForCausalLM",
         Lfm2MoeConfig,
         {
@@ -623,8 +689,8 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "bamba": ("BambaForCausalLM", BambaConfig, BAMBA),
-    "bamba-odd": (
+    "bamba": Family("BambaForCausalLM", BambaConfig, BAMBA, shards=(2, 4)),
+    "bamba-odd": Family(
         "BambaForCausalLM",
         BambaConfig,
         {
@@ -641,9 +707,10 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "attn_layer_indices": [0],
             "time_step_limit": (0.6, 1.2),
         },
+        is_altered=True,
     ),
-    "falcon_h1": ("FalconH1ForCausalLM", FalconH1Config, FALCON_H1),
-    "falcon_h1-odd": (
+    "falcon_h1": Family("FalconH1ForCausalLM", FalconH1Config, FALCON_H1, shards=(2,), is_quantized=True),
+    "falcon_h1-odd": Family(
         "FalconH1ForCausalLM",
         FalconH1Config,
         {
@@ -662,9 +729,18 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_limit": (0.6, 1.2),
             "tie_word_embeddings": True,
         },
+        is_altered=True,
     ),
-    "inkling": ("InklingForCausalLM", InklingTextConfig, INKLING),
-    "inkling-odd": (
+    "inkling": Family(
+        "InklingForCausalLM",
+        InklingTextConfig,
+        INKLING,
+        shards=(2, 4),
+        is_altered=True,
+        is_quantized=True,
+        is_captured=False,
+    ),
+    "inkling-odd": Family(
         "InklingForCausalLM",
         InklingTextConfig,
         {
@@ -679,14 +755,20 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "mlp_layer_types": ["sparse", "sparse", "dense"],
             "n_shared_experts": 1,
         },
+        is_captured=False,
     ),
-    "inkling-towers": (
+    "inkling-towers": Family(
         "InklingForConditionalGeneration",
         InklingConfig,
         {"text_config": INKLING, **INKLING_TOWERS},
+        shards=(2,),
+        is_quantized=True,
+        is_captured=False,
     ),
-    "granite_hybrid": ("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig, GRANITE),
-    "granite_hybrid-dense-tied": (
+    "granite_hybrid": Family(
+        "GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig, GRANITE, shards=(2,), is_altered=True, is_quantized=True
+    ),
+    "granite_hybrid-dense-tied": Family(
         "GraniteMoeHybridForCausalLM",
         GraniteMoeHybridConfig,
         {
@@ -696,9 +778,10 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "rope_parameters": rope(1.0),
             "tie_word_embeddings": True,
         },
+        shards=(2,),
     ),
-    "mamba2": ("Mamba2ForCausalLM", Mamba2Config, PURE_MAMBA2),
-    "mamba2-odd": (
+    "mamba2": Family("Mamba2ForCausalLM", Mamba2Config, PURE_MAMBA2, shards=(2,)),
+    "mamba2-odd": Family(
         "Mamba2ForCausalLM",
         Mamba2Config,
         {
@@ -713,9 +796,10 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_limit": (0.0005, 0.05),
             "tie_word_embeddings": True,
         },
+        is_altered=True,
     ),
-    "nemotron_h": ("NemotronHForCausalLM", NemotronHConfig, NEMOTRON),
-    "nemotron_h-odd": (
+    "nemotron_h": Family("NemotronHForCausalLM", NemotronHConfig, NEMOTRON, shards=(2, 4), is_quantized=True),
+    "nemotron_h-odd": Family(
         "NemotronHForCausalLM",
         NemotronHConfig,
         {
@@ -738,20 +822,25 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "norm_topk_prob": False,
             "moe_latent_size": 24,
         },
+        is_altered=True,
+        is_quantized=True,
     ),
-    "llama": (
+    "llama": Family(
         "LlamaForCausalLM",
         LlamaConfig,
         {**ATTENTION_ONLY, "rope_parameters": {**LLAMA3_ROPE, "rope_type": "llama3"}},
+        shards=(2, 4),
     ),
-    "qwen3": ("Qwen3ForCausalLM", Qwen3Config, ATTENTION_ONLY),
-    "qwen3_moe": (
+    "qwen3": Family("Qwen3ForCausalLM", Qwen3Config, ATTENTION_ONLY),
+    "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         Qwen3MoeConfig,
         {**ATTENTION_ONLY, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        shards=(2,),
+        is_quantized=True,
     ),
-    "zamba2": ("Zamba2ForCausalLM", Zamba2Config, ZAMBA2),
-    "zamba2-odd": (
+    "zamba2": Family("Zamba2ForCausalLM", Zamba2Config, ZAMBA2, shards=(2, 4), is_altered=True, keeps_e4m3=False),
+    "zamba2-odd": Family(
         "Zamba2ForCausalLM",
         Zamba2Config,
         {
@@ -767,14 +856,15 @@ CONFIGS: dict[str, tuple[str, type[PretrainedConfig], dict[str, Any]]] = {
             "use_shared_attention_adapter": False,
             "add_bias_linear": True,
         },
+        keeps_e4m3=False,
     ),
-    "zaya": ("ZayaForCausalLM", ZayaConfig, ZAYA),
-    "zaya-odd": (
+    "zaya": Family("ZayaForCausalLM", ZayaConfig, ZAYA, is_altered=True, is_quantized=True),
+    "zaya-odd": Family(
         "ZayaForCausalLM",
         ZayaConfig,
         {**ZAYA, "num_key_value_heads": 4, "cca_time0": 3, "cca_time1": 1, "tie_word_embeddings": False},
     ),
-    "qwen3-odd-tied": (
+    "qwen3-odd-tied": Family(
         "Qwen3ForCausalLM",
         Qwen3Config,
         {
@@ -807,7 +897,7 @@ def kinds_of_layers(name: str) -> set[str]:
 
 
 def config_of(name: str) -> PretrainedConfig:
-    architecture, config_class, values = CONFIGS[name]
+    architecture, config_class, values, *_ = CONFIGS[name]
     config = config_class(**values)
     config.architectures = [architecture]
     return config

@@ -135,29 +135,7 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
     assert torch.equal(driver.arena.slot(snapshots[1])[:hidden], state[:hidden])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "glm5_next",
-        "granite_hybrid",
-        "inkling",
-        "jamba",
-        "kimi_linear",
-        "lfm2_moe",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_next",
-        "qwen4_exp",
-        "recurrent_gemma",
-        "zaya",
-    ],
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     tokens = prompt(100)
     model = load_model(save(name, tmp_path), dtype=torch.bfloat16)
@@ -167,32 +145,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     assert float((logits - expected).std() / expected.std()) < 0.1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bamba-odd",
-        "falcon_h1-odd",
-        "glm5_next",
-        "granite_hybrid",
-        "inkling",
-        "jamba",
-        "kimi_linear",
-        "lfm2-odd",
-        "lfm2_moe",
-        "mamba-odd",
-        "mamba2-odd",
-        "minimax",
-        "nemotron_h-odd",
-        "olmo_hybrid",
-        "qwen3_5-odd-tied",
-        "qwen3_5_moe",
-        "qwen3_next",
-        "qwen4_exp",
-        "recurrent_gemma",
-        "zamba2",
-        "zaya",
-    ],
-)
+@pytest.mark.parametrize("name", [name for name, family in CONFIGS.items() if family.is_altered])
 def test_a_wrong_tensor_anywhere_shows_in_the_logits(name: str, tmp_path: Any) -> None:
     model, tokens = load_model(save(name, tmp_path), dtype=torch.float32), prompt(64)
     for parameter_name, parameter in model.named_parameters():

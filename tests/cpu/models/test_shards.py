@@ -19,38 +19,7 @@ from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.few_rows import CountingFewRows
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
-NUM_SHARDS = {
-    "bamba": (2, 4),
-    "falcon_h1": (2,),
-    "falcon_mamba": (2,),
-    "glm5_next": (2,),
-    "granite_hybrid": (2,),
-    "granite_hybrid-dense-tied": (2,),
-    "inkling": (2, 4),
-    "inkling-towers": (2,),
-    "jamba": (2,),
-    "kimi_linear": (2,),
-    "lfm2-odd": (2,),
-    "lfm2_moe": (2,),
-    "llama": (2, 4),
-    "mamba-odd": (2,),
-    "mamba2": (2,),
-    "minimax": (2,),
-    "nemotron_h": (2, 4),
-    "olmo_hybrid": (2,),
-    "qwen3_5": (2,),
-    "qwen3_5-vision": (2,),
-    "qwen3_5_moe": (2,),
-    "qwen3_moe": (2,),
-    "qwen3_next": (2,),
-    "qwen4_exp": (2,),
-    "recurrent_gemma": (2, 4),
-    "recurrent_gemma-odd": (2,),
-    "zamba2": (2, 4),
-}
-"""Families, and into how many shards their tiny models are divided: four where heads or groups are fewer than that."""
-
-CASES = [(name, count) for name, counts in NUM_SHARDS.items() for count in counts]
+CASES = [(name, count) for name, family in families.CONFIGS.items() for count in family.shards]
 
 
 def shards(count: int) -> list[Shard]:

@@ -19,22 +19,7 @@ from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 
-CASES = [
-    ("bamba", 4),
-    ("falcon_h1", 2),
-    ("granite_hybrid", 2),
-    ("jamba", 2),
-    ("kimi_linear", 2),
-    ("lfm2_moe", 2),
-    ("llama", 4),
-    ("mamba2", 2),
-    ("minimax", 2),
-    ("nemotron_h", 4),
-    ("olmo_hybrid", 2),
-    ("qwen3_5", 2),
-    ("recurrent_gemma", 4),
-    ("zamba2", 4),
-]
+CASES = [(name, shards[-1]) for name in families.FAMILIES if (shards := families.CONFIGS[name].shards)]
 """Families with all kinds of layers, and numbers of ranks: four where keys and values or groups are fewer."""
 NUM_TOKENS = 70
 

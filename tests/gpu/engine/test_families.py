@@ -26,10 +26,10 @@ KINDS = families.REPRESENTATIVES
 FURTHER = ["falcon_h1", "granite_hybrid", "mamba", "zamba2"]
 """Combine the same layers in other ways."""
 
-UNCAPTURED = ["glm5_next", "inkling", "qwen4_exp"]
-"""Have an operation that reads sizes on the host, so that their kernels are launched in any case."""
-
-CASES = [*((name, False) for name in [*KINDS, *FURTHER]), *((name, True) for name in KINDS if name not in UNCAPTURED)]
+CASES = [
+    *((name, False) for name in [*KINDS, *FURTHER]),
+    *((name, True) for name in KINDS if families.CONFIGS[name].is_captured),
+]
 """And whether every kernel is launched by itself."""
 
 CAPTURED = [(name, False) for name in KINDS]
@@ -90,7 +90,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert [len(answer) for answer in expected] == [LONG.max_tokens] * len(PROMPTS)
     assert expected == families.greedy_tokens(case[0], PROMPTS, expected)
     assert answers(llm, PROMPTS, LONG) == expected  # resumed where the prompts end
-    assert (sum(replayed) > 20) is not (case[1] or case[0] in UNCAPTURED)
+    assert (sum(replayed) > 20) is (not case[1] and families.CONFIGS[case[0]].is_captured)
 
 
 def counting(replay: Any, replayed: list[bool]) -> Any:

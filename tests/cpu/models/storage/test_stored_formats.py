@@ -81,11 +81,7 @@ SIZES = {
 }
 """Multiples of groups."""
 
-FAMILIES = [
-    *("qwen3_5", "qwen3_5-odd-tied", "qwen3_next-odd", "falcon_h1", "olmo_hybrid"),
-    *("qwen3_moe", "qwen3_5_moe", "qwen4_exp", "nemotron_h", "nemotron_h-odd", "granite_hybrid", "kimi_linear"),
-    *("lfm2_moe", "zaya", "jamba", "minimax", "glm5_next", "inkling", "inkling-towers"),
-]
+FAMILIES = [name for name, family in families.CONFIGS.items() if family.is_quantized]
 
 OWN_SIZES = {"nemotron_h-odd": {"moe_latent_size": 32, "moe_intermediate_size": 160}}
 
