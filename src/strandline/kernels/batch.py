@@ -33,6 +33,9 @@ class KVMemory:
     k_scale: float = 1.0
     """1 unless the dtype is e4m3."""
     v_scale: float = 1.0
+    sinks_H: Tensor | None = None
+    """A score of each query head, float32, that its softmax has besides those of keys; no value belongs to it. None:
+    there are none."""
 
 
 @dataclass(frozen=True, slots=True)

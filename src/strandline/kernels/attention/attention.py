@@ -8,6 +8,8 @@ rows of its last block past its context, nor the null block.
 
 Shape suffixes: T tokens, N sequences, M blocks of a sequence, L keys of a sequence, B blocks, P tokens in a block,
 G key/value heads, R query heads per key/value head, H = G R query heads, D head dim.
+
+Source of sinks: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
 """
 
 from collections.abc import Iterator
@@ -52,7 +54,10 @@ def paged_attention(
     q_TGRD, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, out_THD))
     for rows, k_LGD, v_LGD in gathered_sequences(memory, batch, 0, window_tokens, q_THD.dtype):
         inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale * memory.k_scale, window_tokens)
-        attend_sequence(*inputs, is_causal=is_causal)
+        if memory.sinks_H is None:
+            attend_sequence(*inputs, is_causal=is_causal)
+        else:
+            attend_with_sinks(*inputs, memory.sinks_H, is_causal=is_causal)
     return out_THD if memory.v_scale == 1 else out_THD.mul_(memory.v_scale)
 
 
@@ -146,6 +151,32 @@ def attend_sequence(
         out_GRTD[:, :, start:end] = F.scaled_dot_product_attention(
             q_GRTD[:, :, start:end], k_GRLD[:, :, first:last], v_GRLD[:, :, first:last], attn_mask=mask_TL, scale=scale
         )
+
+
+def attend_with_sinks(
+    q_TGRD: Tensor,
+    k_LGD: Tensor,
+    v_LGD: Tensor,
+    out_TGRD: Tensor,
+    scale: float,
+    window_tokens: int | None,
+    sinks_H: Tensor,
+    *,
+    is_causal: bool = True,
+) -> None:
+    """Attend as ``attend_sequence`` does, with a sink in each head's softmax; in float32."""
+    num_queries, num_keys = len(q_TGRD), len(k_LGD)
+    offset, heads = num_keys - num_queries, q_TGRD.shape[1:3]
+    k_GLD, v_GLD = (x.transpose(0, 1).float() for x in (k_LGD, v_LGD))
+    for start in range(0, num_queries, QUERY_TOKENS):
+        end = min(start + QUERY_TOKENS, num_queries)
+        positions = (offset + start, offset + end)
+        q_GRTD = q_TGRD[start:end].permute(1, 2, 0, 3).float()
+        mask_TL = _mask(positions, (0, num_keys), window_tokens, q_GRTD, is_causal=is_causal)
+        score_GRTL = q_GRTD @ k_GLD.mT.unsqueeze(1) * scale + mask_TL
+        sink_GRT1 = sinks_H.float().view(*heads, 1, 1).expand(*heads, end - start, 1)
+        weight_GRTL = torch.cat((score_GRTL, sink_GRT1), dim=-1).softmax(-1)[..., :-1]
+        out_TGRD[start:end] = (weight_GRTL @ v_GLD.unsqueeze(1)).permute(2, 0, 1, 3)
 
 
 def by_query_head(x_LGD: Tensor, heads_per_key: int) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.attention.attention import attend_sequence, gathered_sequences, seen_span
+from strandline.kernels.attention.attention import attend_sequence, attend_with_sinks, gathered_sequences, seen_span
 from strandline.kernels.attention.kv_rows_numba import float32_rows, halves, join, split
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.gemm.linear import has_fast_gemms
@@ -87,10 +87,12 @@ def paged_attention(
         inputs = (q_TGRD[rows], k_LGD, v_LGD, out_TGRD[rows], scale * memory.k_scale, window_tokens)
         query_tokens = min(MAX_QUERY_TOKENS, SCORE_BYTES // (4 * q_THD.shape[1] * len(k_LGD)))
         num_queries = rows.stop - rows.start
-        if num_queries * len(k_LGD) < MIN_SCORES or query_tokens < MIN_QUERY_TOKENS or not is_causal:
-            attend_sequence(*inputs, is_causal=is_causal)
+        if query_tokens >= MIN_QUERY_TOKENS and is_causal and num_queries * len(k_LGD) >= MIN_SCORES:
+            _attend_prefill(*inputs, min(query_tokens, num_queries), memory.sinks_H)
+        elif memory.sinks_H is not None:
+            attend_with_sinks(*inputs, memory.sinks_H, is_causal=is_causal)
         else:
-            _attend_prefill(*inputs, min(query_tokens, num_queries))
+            attend_sequence(*inputs, is_causal=is_causal)
         if memory.v_scale != 1:
             out_TGRD[rows] *= memory.v_scale
     return out_THD
@@ -100,14 +102,14 @@ def paged_attention(
 class _Plan:
     """The parts of a step's decodes."""
 
-    parts_X4: Tensor
-    """Sequence, first position, end, and whether it is the whole of what the sequence sees."""
+    parts_X5: Tensor
+    """Sequence, first position, end, whether it is the whole of what the sequence sees, and whether it is its first."""
     merged_Y3: Tensor
     """Sequence, first part and number of parts."""
 
 
 def _plan(batch: AttentionBatch, num_decodes: int, window_tokens: int | None) -> _Plan:
-    parts: list[tuple[int, int, int, bool]] = []
+    parts: list[tuple[int, int, int, bool, bool]] = []
     merged: list[tuple[int, int, int]] = []
     for sequence in range(num_decodes):
         span = seen_span(batch, sequence, window_tokens)
@@ -116,7 +118,7 @@ def _plan(batch: AttentionBatch, num_decodes: int, window_tokens: int | None) ->
         is_whole = span.end <= (start // PART_TOKENS + 1) * PART_TOKENS
         while start < span.end:
             end = min((start // PART_TOKENS + 1) * PART_TOKENS, span.end)
-            parts.append((sequence, start, end, is_whole))
+            parts.append((sequence, start, end, is_whole, len(parts) == first))
             start = end
         if not is_whole:
             merged.append((sequence, first, len(parts) - first))
@@ -138,7 +140,7 @@ def _attend_decodes(
     k_BPGD, v_BPGD, table_NM = memory.k_BPGD, memory.v_BPGD, batch.block_table_NM
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads = k_BPGD.shape[2]
-    num_parts, num_merged = len(plan.parts_X4), len(plan.merged_Y3)
+    num_parts, num_merged = len(plan.parts_X5), len(plan.merged_Y3)
     # Per part and head the sums, divided by nothing yet, then the maximum and the total.
     scratch_XHD = torch.empty((num_parts, num_heads, head_dim + 2) if num_merged else 0)
     # All heads of a token lie together; bits are the same either way.
@@ -161,13 +163,19 @@ def _attend_decodes(
         v_scale=memory.v_scale,
         q=q_THD.data_ptr(),
         q_stride=q_THD.stride(0),
-        parts=plan.parts_X4.data_ptr(),
+        parts=plan.parts_X5.data_ptr(),
+        sinks=_address(memory.sinks_H),
         table=table_NM.data_ptr(),
         table_stride=table_NM.stride(0),
         **block_arguments(k_BPGD, v_BPGD),
     )
     if num_merged:
         _merge_kernel(num_merged * num_heads, **shared, num_heads=num_heads, merged=plan.merged_Y3.data_ptr())
+
+
+def _address(sinks_H: Tensor | None) -> int:
+    """Return where the sinks are; 0: there are none."""
+    return 0 if sinks_H is None else sinks_H.data_ptr()
 
 
 def _attend_prefill(
@@ -178,6 +186,7 @@ def _attend_prefill(
     scale: float,
     window_tokens: int | None,
     query_tokens: int,
+    sinks_H: Tensor | None,
 ) -> None:
     """Attend as :func:`strandline.kernels.attention.attention.attend_sequence` does, ``query_tokens`` at a time.
 
@@ -211,6 +220,7 @@ def _attend_prefill(
             scale=scale,
             scores=score_GXL.data_ptr(),
             weights=weight_GXL.data_ptr(),
+            sinks=_address(sinks_H),
             dtype=kind(weight_GXL),
         )
         out_GXD = torch.bmm(weight_GXL, v_GLD[:, first:last])
@@ -228,7 +238,7 @@ def _largest(scores):
     return np.int32(largest ^ ((largest >> 31) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
-@kernel("num_queries num_keys offset window scale:float scores weights dtype")
+@kernel("num_queries num_keys offset window scale:float scores weights sinks dtype")
 def _softmax_kernel(tasks):
     args = arguments(tasks)
     num_keys, scale = args.num_keys, np.float32(args.scale)
@@ -241,6 +251,10 @@ def _softmax_kernel(tasks):
         seen = weights[start:end]
         largest = _largest(scores)
         total = np.float32(0.0)
+        if args.sinks != 0:
+            sink = floats(args.sinks + 4 * (task // args.num_queries), 1)[0]
+            largest = max(largest, sink / scale)
+            total = exp(sink - largest * scale)
         for i in range(seen.size):
             weight = exp((scores[i] - largest) * scale)
             seen[i] = weight
@@ -349,12 +363,23 @@ def _add(values, stride, count, weights, sums, fetch):
                 high_b[i] += b_1 * high_1 + b_2 * high_2 + b_3 * high_3 + b_4 * high_4
 
 
+@helper
+def _begin(sinks, first_kv_head, heads_per_key, maxima, totals):
+    """Set what online softmaxes of key/value heads start from: nothing, or sinks at an address other than 0."""
+    maxima[:] = -np.inf
+    totals[:] = 0.0
+    for kv_head in range(len(maxima) if sinks != 0 else 0):
+        at = 4 * (first_kv_head + kv_head) * heads_per_key
+        maxima[kv_head, :heads_per_key] = floats(sinks + at, heads_per_key)
+        totals[kv_head, :heads_per_key] = 1.0
+
+
 SHARED = "dtype head_dim out out_stride scratch "
 
 
 @kernel(
     SHARED + BLOCK_FIELDS + "num_kv_heads heads_per_key heads_per_task memory_dtype scale:float v_scale:float q "
-    "q_stride parts table table_stride"
+    "q_stride parts sinks table table_stride"
 )
 def _decode_kernel(tasks):
     args = arguments(tasks)
@@ -375,7 +400,7 @@ def _decode_kernel(tasks):
     task = claim(tasks)
     while task < args.num_tasks:
         part_index, first_kv_head = task // tasks_per_part, task % tasks_per_part * heads_per_task
-        part = ints(args.parts + 32 * part_index, 4)
+        part = ints(args.parts + 40 * part_index, 5)
         sequence, start, end, is_whole = part[0], part[1], part[2], part[3]
         table = int32s(args.table + 4 * sequence * args.table_stride, (end - 1) // BLOCK_TOKENS + 1)
         for kv_head in range(heads_per_task):
@@ -383,9 +408,8 @@ def _decode_kernel(tasks):
                 query_head = (first_kv_head + kv_head) * heads_per_key + head
                 load(args.q, dtype, sequence * args.q_stride + query_head * head_dim, row)
                 split(memory_dtype, row, queries[kv_head, head], np.float32(args.scale))
-        maxima[:] = -np.inf
-        totals[:] = 0.0
         sums[:] = 0.0
+        _begin(args.sinks if part[4] else 0, first_kv_head, heads_per_key, maxima, totals)
 
         while start < end:
             block, offset = np.int64(table[start // BLOCK_TOKENS]), start % BLOCK_TOKENS

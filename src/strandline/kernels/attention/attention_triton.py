@@ -21,7 +21,7 @@ of up to 16 sequences and of more, and of one sequence behind a prefix; combinat
 Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
 
 Invariants: what a sequence does not own never reaches its result, NaN included: a key that no row of the tile may see
-is not read, and zero takes the place of its value. An empty context gives zeros.
+is not read, and zero takes the place of its value. An empty context gives zeros. The first split has the sinks.
 
 Source: Dao, "FlashAttention-2" (tiles of queries, deferred normalisation); Dao et al., "Flash-Decoding" (splits).
 
@@ -31,7 +31,7 @@ Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a ti
 
 import warnings
 from functools import cache, partial
-from math import log2
+from math import e, log2
 from typing import NamedTuple
 
 import torch
@@ -85,6 +85,8 @@ MIN_PREFIX_BLOCKS = 32
 
 MAX_PREFIX_DIFFERENCE = 1e-2
 """Relative tolerance of the check before the first use of the prefix kernel: results are rounded to bfloat16."""
+
+LOG2_E: tl.constexpr = tl.constexpr(log2(e))
 
 COMBINE_ELEMENTS = 4096
 """Elements of partial results that one program combines: 32 per thread."""
@@ -174,6 +176,16 @@ def _attend(
 
 
 @triton.jit
+def _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, has_sink_M):
+    """Take in the score of each row's head that no value belongs to."""
+    sink_M = tl.load(sinks_ptr + head_M, mask=has_sink_M, other=float("-inf")) * LOG2_E
+    new_max_M = tl.maximum(max_M, sink_M)
+    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    decay_M = tl.exp2(max_M - base_M)
+    return acc_MD * decay_M[:, None], new_max_M, sum_M * decay_M + tl.exp2(sink_M - base_M)
+
+
+@triton.jit
 def store_rows(
     acc_MD,
     max_M,
@@ -221,6 +233,7 @@ def _decode_kernel(
     v_ptr,
     table_ptr,
     context_len_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -298,6 +311,8 @@ def _decode_kernel(
         True,
         PRECISION,
     )
+    if sinks_ptr is not None:
+        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, is_row_M & (split == 0))
     store_rows(
         acc_MD,
         max_M,
@@ -351,6 +366,7 @@ def _prefill_kernel(
     table_ptr,
     query_start_ptr,
     context_len_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -463,6 +479,8 @@ def _prefill_kernel(
         position_M, last_seen_M, window_tokens, scale_log2, stride_block, stride_row,
         PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, IS_WINDOWED, False, PRECISION,
     )
+    if sinks_ptr is not None:
+        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, is_row_M & (split == 0))
     store_rows(
         acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
         v_scale, NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
@@ -626,6 +644,7 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         memory.v_BPGD,
         batch.block_table_NM,
         batch.context_lens_N,
+        memory.sinks_H,
         out_THD,
         partial,
         lse,
@@ -784,6 +803,7 @@ def _launch_prefills(
         batch.block_table_NM,
         batch.query_starts_N1,
         batch.context_lens_N,
+        memory.sinks_H,
         out_THD,
         *partials,
         scale_log2,

@@ -66,7 +66,10 @@ class Case:
                 first = 0 if window_tokens is None else max(0, position - window_tokens + 1)
                 seen = slice(first, position + 1 if is_causal else end)
                 scores_HL = torch.einsum("hd,lhd->hl", next(q_rows), k_LHD[seen]) * 0.3
-                rows.append(torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LHD[seen]))
+                if self.memory.sinks_H is not None:
+                    scores_HL = torch.cat((scores_HL, self.memory.sinks_H.unsqueeze(-1)), dim=-1)
+                weights_HL = scores_HL.softmax(-1)[:, : len(k_LHD[seen])]
+                rows.append(torch.einsum("hl,lhd->hd", weights_HL, v_LHD[seen]))
         return torch.stack(rows)
 
 
@@ -127,6 +130,12 @@ def make_case(
     )
     q_THD = torch.randn(query_starts[-1], num_kv_heads * heads_per_key, head_dim).to(dtype)
     return Case(q_THD, memory, batch, keys, values, list(ranges), num_decodes)
+
+
+def with_sinks(case: Case) -> Case:
+    """Add sinks from far below to far above the other scores."""
+    sinks_H = torch.linspace(-60, 60, case.q_THD.shape[1]).roll(1)
+    return replace(case, memory=replace(case.memory, sinks_H=sinks_H))
 
 
 def decodes(*context_lens: int) -> list[tuple[int, int]]:
@@ -253,3 +262,15 @@ def test_rows_that_see_to_the_end_equal_the_oracle(window_tokens: int | None) ->
     case = make_case(ranges, 2, window_tokens=window_tokens)
     found, expected = (function(window_tokens, is_causal=False) for function in (case.run, case.oracle))
     torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("window_tokens", [None, 5, 600])
+def test_sinks_take_their_share_of_each_head(window_tokens: int | None) -> None:
+    ranges = [*decodes(400, 1, 1100, 70), (0, 20), (0, 300), (60, 70), (0, 1), (640, 700)]
+    case = with_sinks(make_case(ranges, 4, heads=(2, 3, 8), window_tokens=window_tokens))
+    assert_right(case, window_tokens)
+
+
+def test_sinks_are_not_scaled_with_keys() -> None:
+    case = make_case([*decodes(400, 70), (0, 300)], 2, dtype=torch.bfloat16, scales=(0.5, 2.0))
+    assert_right(with_sinks(case), tolerance=0.04)

@@ -17,7 +17,7 @@ from torch import Tensor
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_prefill_splits
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.operation import Launches
-from tests.cpu.kernels.attention.test_attention import Case, decodes, make_case
+from tests.cpu.kernels.attention.test_attention import Case, decodes, make_case, with_sinks
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -37,7 +37,8 @@ def to_device(case: Case, device: str) -> Case:
         for field in fields(AttentionBatch)
     }
     moved = (_moved(view, device) for view in (case.memory.k_BPGD, case.memory.v_BPGD))
-    memory = KVMemory(*moved, case.memory.k_scale, case.memory.v_scale)
+    sinks_H = None if case.memory.sinks_H is None else case.memory.sinks_H.to(device)
+    memory = KVMemory(*moved, case.memory.k_scale, case.memory.v_scale, sinks_H)
     return replace(case, q_THD=case.q_THD.to(device), memory=memory, batch=AttentionBatch(**tensors))
 
 
@@ -159,6 +160,17 @@ def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatc
     check(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), "cpu")
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window_tokens", [None, 65])
+def test_sinks_take_their_share_once_however_keys_are_split(
+    monkeypatch: pytest.MonkeyPatch, num_splits: int, window_tokens: int | None
+) -> None:
+    monkeypatch.setattr(attention_triton, "num_decode_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_splits, "num_prefill_splits", lambda *_: num_splits)
+    case = make_case([*decodes(200, 3), (60, 75)], 2, heads=(2, 3, 16), window_tokens=window_tokens)
+    check(with_sinks(case), "cpu", window_tokens)
+
+
 def test_many_sequences_find_their_tiles() -> None:
     check(make_case([(i, i + 1 + i % 3) for i in range(19)], heads=(1, 2, 4)), "cpu")
 
@@ -246,7 +258,9 @@ def test_prefills_start_from_the_result_of_the_prefix_kernel(
     monkeypatch.setattr(attention_triton, "attend_prefix", attend_prefix)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_QUERIES", 3)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
-    check(make_case(ranges, num_decodes, heads=(2, 3, 16), dtype=dtype, scales=scales), "cpu")
+    case = make_case(ranges, num_decodes, heads=(2, 3, 16), dtype=dtype, scales=scales)
+    check(case, "cpu")
+    check(with_sinks(case), "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
