@@ -404,7 +404,7 @@ class Family(NamedTuple):
     values: dict[str, Any]
     shards: tuple[int, ...] = ()
     """Into how many shards tests divide it: four where heads or groups are fewer than that. First configurations of
-    their builders also run on so many ranks of an engine."""
+    their builders also run on that many ranks of an engine."""
     is_altered: bool = False
     """Whether a test alters each of its tensors in turn: one of each family is."""
     is_quantized: bool = False

@@ -13,10 +13,24 @@ from triton.runtime.jit import JITFunction
 
 from strandline.kernels.experts.moe import Activation
 from strandline.kernels.operation import Operation
-from strandline.kernels.rowwise.activation import relu_squared, swiglu
+from strandline.kernels.rowwise.activation import biased_swiglu, relu_squared, swiglu
 from strandline.kernels.rowwise.activation_triton import silu_times, squared_relu
 
-FUNCTIONS: Final[Mapping[Operation, JITFunction]] = {swiglu: silu_times, relu_squared: squared_relu}
+
+@triton.jit
+def _biased_silu_times(gate, up, dtype: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """Round as the reference: both products, and the result; NaN stays NaN."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return (gate * tl.sigmoid(SLOPE * gate) * (up + 1.0)).to(dtype)
+
+
+FUNCTIONS: Final[Mapping[Operation, JITFunction]] = {
+    swiglu: silu_times,
+    biased_swiglu: _biased_silu_times,
+    relu_squared: squared_relu,
+}
 
 
 class Activate(NamedTuple):
@@ -25,19 +39,22 @@ class Activate(NamedTuple):
     function: JITFunction
     is_gated: bool
     limit: float | None
+    slope: float | None
 
     @property
     def cache_key(self) -> str:
         """As of ``RowFunctions``."""
-        return f"{self.function.cache_key}-{self.is_gated}-{self.limit}"
+        return f"{self.function.cache_key}-{self.is_gated}-{self.limit}-{self.slope}"
 
 
 def activation_argument(activation: Activation) -> Activate:
     """Return an activation as an argument of kernels."""
-    return Activate(FUNCTIONS[activation.operation], activation.is_gated, activation.limit)
+    return Activate(FUNCTIONS[activation.operation], activation.is_gated, activation.limit, activation.slope)
 
 
 @triton.jit
 def activate(x, up, ACTIVATE: tl.constexpr, DTYPE: tl.constexpr):
     """Return hidden features of float32 outputs of the first product, rounded as the reference; ``up``: with a gate."""
+    if ACTIVATE.slope is not None:
+        return ACTIVATE.function(x, up, DTYPE, ACTIVATE.limit, ACTIVATE.slope)
     return ACTIVATE.function(x, up, DTYPE, ACTIVATE.limit) if ACTIVATE.is_gated else ACTIVATE.function(x, DTYPE)

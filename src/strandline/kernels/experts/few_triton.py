@@ -41,6 +41,24 @@ class _ProjectedArgument(NamedTuple):
     num_tokens: int
 
 
+@triton.jit
+def add_bias(out_MN, bias_ptr, expert_M, col_N, num_rows):
+    """Add the bias of each row's expert to some of its features."""
+    bias_MN_ptr = bias_ptr + expert_M[:, None].to(tl.int64) * num_rows + col_N[None, :]
+    return out_MN + tl.load(bias_MN_ptr, mask=(col_N < num_rows)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def add_biases(first_MN, up_MN, bias_ptr, expert_M, col_N, F, IS_GATED: tl.constexpr):
+    """Add the biases of the first product, of gates and up projections or of these alone."""
+    bias_MN_ptr = bias_ptr + expert_M[:, None].to(tl.int64) * (F * (1 + IS_GATED)) + col_N[None, :]
+    is_MN = (col_N < F)[None, :]
+    first_MN += tl.load(bias_MN_ptr, mask=is_MN, other=0.0).to(tl.float32)
+    if IS_GATED:
+        up_MN += tl.load(bias_MN_ptr + F, mask=is_MN, other=0.0).to(tl.float32)
+    return first_MN, up_MN
+
+
 class _SharedArgument(NamedTuple):
     """A shared expert's hidden features and second product as a runtime argument."""
 
@@ -84,6 +102,7 @@ def _few_up_kernel(
     logits_ptr,
     bias_ptr,
     weight,
+    up_bias_ptr,
     shared,
     hidden_ptr,
     stride_logits,
@@ -149,6 +168,8 @@ def _few_up_kernel(
             BLOCK_N,
             BLOCK_K,
         )
+        if up_bias_ptr is not None:
+            first_MN, up_MN = add_biases(first_MN, up_MN, up_bias_ptr, expert_C, row_N, F, ACTIVATE.is_gated)
         hidden_MN = activate(first_MN, up_MN, ACTIVATE, dtype)
         hidden_MN_ptr = hidden_ptr + (choice.to(tl.int64) * F + row_N)[None, :]
         tl.store(hidden_MN_ptr, hidden_MN, mask=(row_N < F)[None, :])
@@ -200,6 +221,7 @@ def _few_down_kernel(
     logits_ptr,
     bias_ptr,
     weight,
+    down_bias_ptr,
     shared,
     out_ptr,
     stride_logits,
@@ -266,6 +288,8 @@ def _few_down_kernel(
             BLOCK_N,
             BLOCK_K,
         )
+        if down_bias_ptr is not None:
+            out_CN = add_bias(out_CN, down_bias_ptr, chosen_C, first_N + tl.arange(0, BLOCK_N), D)
         out_CN = tl.where(is_choice_C[:, None], out_CN.to(dtype).to(tl.float32) * weight_C[:, None], 0.0)
         out_N = tl.sum(out_CN, axis=0)
         if SHARED is not None:
@@ -297,6 +321,7 @@ def mixture_few(
     num_tokens, num_choices = len(x_TD), len(x_TD) * routing.top_k
     hidden_AF = torch.empty((num_choices, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
+    up_bias, down_bias = experts.biases or (None, None)
     first_expert = 0 if experts.held is None else experts.held.start
     sizes = (logits_TE.stride(0), num_channels, size, logits_TE.shape[1], first_expert, num_held)
     options = {
@@ -318,6 +343,7 @@ def mixture_few(
         logits_TE,
         bias_E,
         weight.data,
+        up_bias,
         projected,
         hidden_AF,
         *sizes,
@@ -342,6 +368,7 @@ def mixture_few(
         logits_TE,
         bias_E,
         weight.data,
+        down_bias,
         argument,
         out_TD,
         *sizes,

@@ -35,6 +35,12 @@ from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quanti
 from strandline.kernels.sizes import cdiv
 
 
+@triton.jit
+def _bias_row(bias_ptr, expert, num_rows, col_N):
+    """Return some of the biases of an expert's features, as a row."""
+    return tl.load(bias_ptr + expert * num_rows + col_N, mask=col_N < num_rows, other=0.0).to(tl.float32)[None, :]
+
+
 class Listed(NamedTuple):
     """Choices by expert, as ``list_choices`` returns them."""
 
@@ -88,6 +94,7 @@ def _activate_shared(
 def _up_tile(
     x,
     weight,
+    bias_ptr,
     expert,
     choices_ptr,
     hidden,
@@ -129,6 +136,10 @@ def _up_tile(
         BLOCK_N,
         BLOCK_K,
     )
+    if bias_ptr is not None:
+        first_MN += _bias_row(bias_ptr, expert * (1 + ACTIVATE.is_gated), F, col_N)
+        if ACTIVATE.is_gated:
+            up_MN += _bias_row(bias_ptr, expert * 2 + 1, F, col_N)
     activated_MN = activate(first_MN, up_MN, ACTIVATE, DTYPE)
     _store_hidden(hidden, activated_MN, row_M, is_row_M, col_N, F)
 
@@ -137,6 +148,7 @@ def _up_tile(
 def _up_kernel(
     x,
     weight,
+    bias_ptr,
     starts_ptr,
     choices_ptr,
     hidden,
@@ -171,6 +183,7 @@ def _up_kernel(
             _up_tile(
                 x,
                 weight,
+                bias_ptr,
                 expert,
                 choices_ptr,
                 hidden,
@@ -192,6 +205,7 @@ def _up_kernel(
             _up_tile(
                 x,
                 weight,
+                bias_ptr,
                 expert,
                 choices_ptr,
                 hidden,
@@ -224,6 +238,7 @@ def _program_expert(num_experts, HAS_SHARED: tl.constexpr):
 def _down_tile(
     hidden,
     weight,
+    bias_ptr,
     expert,
     choices_ptr,
     out_ptr,
@@ -264,6 +279,8 @@ def _down_tile(
         BLOCK_N,
         BLOCK_K,
     )
+    if bias_ptr is not None:
+        out_MN += _bias_row(bias_ptr, expert, D, col_N)
     if HAS_SHARED:
         choice_M = tl.load(choices_ptr + tl.minimum(read_M, num_choices - 1)).to(tl.int64)
         choice_M = tl.where(is_shared, read_M.to(tl.int64), choice_M)
@@ -277,6 +294,7 @@ def _down_tile(
 def _down_kernel(
     hidden,
     weight,
+    bias_ptr,
     starts_ptr,
     choices_ptr,
     out_ptr,
@@ -311,6 +329,7 @@ def _down_kernel(
             _down_tile(
                 hidden,
                 weight,
+                bias_ptr,
                 expert,
                 choices_ptr,
                 out_ptr,
@@ -332,6 +351,7 @@ def _down_kernel(
             _down_tile(
                 hidden,
                 weight,
+                bias_ptr,
                 expert,
                 choices_ptr,
                 out_ptr,
@@ -375,7 +395,7 @@ def compute_choices(
     hidden = _unfilled(num_rows, size, rows, is_quantized=is_quantized)
     out_AD = torch.empty((num_rows, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     launch_up(quantized(rows) if is_quantized else rows, experts, listed, hidden, launches[0], joined)
-    launch_down(hidden, experts.down, listed, out_AD, launches[1], None if joined is None else joined.down)
+    launch_down(hidden, experts, listed, out_AD, launches[1], None if joined is None else joined.down)
     gate_T1 = None if shared is None else shared.gate_T1
     shared_TD = shared.out_TD if isinstance(shared, SharedOutput) else None if joined is None else out_AD[num_choices:]
     return ExpertChoices(out_AD[:num_choices], *chosen, shared_TD, gate_T1, experts.held, add_choices)
@@ -404,6 +424,7 @@ def launch_up(
     _up_kernel[(cdiv(size, launch.block_n), launch.splits, num_experts + (shared is not None))](
         rows_operand(x_TD),
         up.data,
+        None if experts.biases is None else experts.biases.up_EF,
         listed.starts_E,
         listed.choices_A,
         rows_operand(hidden),
@@ -425,18 +446,20 @@ def launch_up(
 
 def launch_down(
     hidden: Rows,
-    weight: ExpertsWeight,
+    experts: ExpertWeights,
     listed: Listed,
     out_AD: Tensor,
     launch: Launch,
     shared: ExpertsWeight | None = None,
 ) -> None:
     """Fill ``out_AD`` in the order of the tokens, and after that with the shared expert's outputs."""
-    num_experts, num_channels, size = weight.shape
-    num_choices, down = len(listed.choices_A), operand(weight, shared)
+    num_experts, num_channels, size = experts.down.shape
+    num_choices, down = len(listed.choices_A), operand(experts.down, shared)
+    bias_ED = None if experts.biases is None else experts.biases.down_ED
     _down_kernel[(cdiv(num_channels, launch.block_n), launch.splits, num_experts + (shared is not None))](
         rows_operand(hidden),
         down.data,
+        bias_ED,
         listed.starts_E,
         listed.choices_A,
         out_AD,

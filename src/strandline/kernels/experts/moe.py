@@ -34,17 +34,27 @@ class Activation(NamedTuple):
     """Whether experts have a gate, whose outputs come before those of the up projection."""
     limit: float | None = None
     """What a gated operation clamps to; None: nothing is clamped."""
+    slope: float | None = None
+    """Factor in a gated operation's sigmoid, where it takes one."""
 
     @property
     def reference(self) -> Callable[[Tensor], Tensor]:
         """The reference implementation."""
-        if self.limit is None:
-            return self.operation.reference
-        return partial(self.operation.reference, limit=self.limit)
+        options = {"limit": self.limit, "slope": self.slope}
+        given = {name: value for name, value in options.items() if value is not None}
+        return partial(self.operation.reference, **given) if given else self.operation.reference
 
 
 SWIGLU: Final = Activation(swiglu, is_gated=True)
 RELU_SQUARED: Final = Activation(relu_squared, is_gated=False)
+
+
+class ExpertBiases(NamedTuple):
+    """What is added to both products of every expert."""
+
+    up_EF: Tensor
+    """``[E, 2 F]``, as rows of the weight; dense."""
+    down_ED: Tensor
 
 
 class ExpertWeights(NamedTuple):
@@ -57,6 +67,8 @@ class ExpertWeights(NamedTuple):
     activation: Activation = SWIGLU
     held: range | None = None
     """Numbers of these experts among all that tokens may choose; others add nothing. None: these are all."""
+    biases: ExpertBiases | None = None
+    """None: there are none. Experts with biases have no shared one before its activation."""
 
 
 class SharedExpert(NamedTuple):
@@ -115,7 +127,9 @@ def sum_of_chosen(
     activate = experts.activation.reference
 
     def apply(expert: int, x_AD: Tensor) -> Tensor:
-        return linear.reference(activate(linear.reference(x_AD, experts.up[expert])), experts.down[expert])
+        up, down = (None, None) if experts.biases is None else (bias[expert] for bias in experts.biases)
+        hidden_AF = activate(linear.reference(x_AD, experts.up[expert], up))
+        return linear.reference(hidden_AF, experts.down[expert], down)
 
     out_TD = sum_of_experts(apply, experts.down.shape[0], x_TD, *chosen, experts.held)
     return out_TD if shared is None else with_shared(out_TD, shared)

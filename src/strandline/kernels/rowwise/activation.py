@@ -23,6 +23,18 @@ def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+@operation()
+def biased_swiglu(gate_up: Tensor, limit: float, slope: float) -> Tensor:
+    """Return ``gate * sigmoid(slope * gate) * (up + 1)`` of ``[..., 2 F]``, in float32 and rounded once.
+
+    Args:
+        limit: as of ``swiglu``.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * (slope * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
+
 @operation(triton("rowwise.activation_triton"))
 def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """Return ``x * sigmoid(gate)``, the sigmoid rounded to its input's dtype; ``x_TO`` is overwritten."""

@@ -16,6 +16,8 @@ from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.experts.moe import (
     RELU_SQUARED,
     SWIGLU,
+    Activation,
+    ExpertBiases,
     ExpertWeights,
     Router,
     SharedExpert,
@@ -27,6 +29,7 @@ from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
+from strandline.kernels.rowwise.activation import biased_swiglu
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from tests.cpu.kernels.gemm.formats import exact, four_bit_weight, multiplied, scaled_weight
 from tests.poison import poisoned_memory
@@ -127,10 +130,16 @@ class Case:
         is_shared_dense: bool = False,
         has_shared_gate: bool = True,
         has_bias: bool = False,
+        has_biases: bool = False,
         **options: Any,
     ) -> None:
         num_experts, top_k, channels, size, shared_size = shape
         self.format, self.activation = FORMATS[name], SWIGLU._replace(limit=limit) if is_gated else RELU_SQUARED
+        self.biases: ExpertBiases | None = None
+        if has_biases:
+            self.activation = Activation(biased_swiglu, is_gated=True, limit=1.5, slope=1.7)
+            up_EF, down_ED = (torch.randn(num_experts, n, device=device).to(dtype) for n in (2 * size, channels))
+            self.biases = ExpertBiases(up_EF, down_ED)
         self.routing, parts = Routing(top_k, is_normalised=True), 1 + is_gated
         sizes = [parts * shared_size, num_experts, 1, 2]
         wide = torch.full((num_tokens, channels + sum(sizes)), torch.nan, dtype=dtype, device=device)
@@ -160,7 +169,8 @@ class Case:
     def run(self, way: Callable[..., Summand], held: range | None = None, num_tokens: int | None = None) -> Tensor:
         """Compute the first tokens on a rank with some of the experts; the first rank has all of the shared expert."""
         tokens, rows = slice(num_tokens), slice(None) if held is None else slice(held.start, held.stop)
-        experts = ExpertWeights(rows_of(self.up, rows), rows_of(self.down, rows), self.activation, held)
+        biases = None if self.biases is None else ExpertBiases(*(bias[rows] for bias in self.biases))
+        experts = ExpertWeights(rows_of(self.up, rows), rows_of(self.down, rows), self.activation, held, biases)
         shared = None
         if self.shared_down is not None:
             projected_TS = self.projected_TS[tokens]
@@ -179,6 +189,8 @@ class Case:
         gate, up = projected.chunk(2, dim=-1)
         if (limit := self.activation.limit) is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if (slope := self.activation.slope) is not None:
+            return (gate * (slope * gate).sigmoid() * (up + 1)).to(self.x_TD.dtype)
         return (gate * gate.sigmoid() * up).to(self.x_TD.dtype)
 
     def product(self, x: Tensor, weight: Any) -> Tensor:
@@ -196,8 +208,9 @@ class Case:
             out_TD *= self.gate_T1.double().sigmoid()
         for expert in self.experts.unique().tolist():
             token_A, choice_A = (self.experts == expert).nonzero(as_tuple=True)
-            hidden = self.activated(self.product(self.x_TD[token_A], self.up[expert]))
-            out_AD = self.product(hidden, self.down[expert])
+            up_F, down_D = (0, 0) if self.biases is None else (bias[expert] for bias in self.biases)
+            hidden = self.activated(self.product(self.x_TD[token_A], self.up[expert]) + up_F)
+            out_AD = self.product(hidden, self.down[expert]) + down_D
             out_TD.index_add_(0, token_A, out_AD * self.weights[token_A, choice_A].double().unsqueeze(-1))
         return out_TD
 
@@ -315,6 +328,15 @@ def test_a_shared_expert_is_quantised_alone(name: str, num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_clamped_experts_equal_a_loop_in_float64(name: str, num_tokens: int) -> None:
     check_mixture(name, num_tokens, SHAPES[0], torch.float32, "cpu", limit=0.6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("num_tokens", "are_dense"), [(1, False), (1, True), (7, False), (7, True)])
+def test_biases_of_both_products_are_added(name: str, num_tokens: int, are_dense: bool) -> None:
+    options = {"has_shared_gate": False, "has_biases": True, "are_dense": are_dense}
+    check_mixture(name, num_tokens, (3, 2, 130, 160, 0), torch.float32, "cpu", **options)
+    check_ranks(name, num_tokens, (4, 3, 40, 8, 0), torch.float32, "cpu", **options)
 
 
 @pytest.mark.usefixtures("small_tiles")
