@@ -108,8 +108,11 @@ def test_phases_follow_each_other_inside_the_request(traced: ServerProcess, coll
     for request in collector.named("llm_request"):
         parts = [span for span in collector.spans if span.parent_span_id == request.span_id]
         assert {span.trace_id for span in parts} == {request.trace_id}
-        times = [(span.name, span.start_time_unix_nano, span.end_time_unix_nano) for span in parts]
+        found = [(span.name, span.start_time_unix_nano, span.end_time_unix_nano) for span in parts]
+        [first_token] = (times for times in found if times[0] == "first_token")
+        times = [times for times in found if times is not first_token]
         assert [name for name, _, _ in times] == ["queue", "prefill", "decode"]
+        assert first_token[1:] == (request.start_time_unix_nano, times[-1][1])
         ends = [request.start_time_unix_nano, *(end for _, _, end in times)]
         assert [start for _, start, _ in times] == pytest.approx(ends[:-1], abs=2000)
         assert ends == sorted(ends)
@@ -154,7 +157,8 @@ def test_load_has_a_span_between_queue_and_prefill() -> None:
     traces.end(stream, 0, 6.0)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     lengths_s = {name: round((span.end_time - span.start_time) / 1e9, 3) for name, span in spans.items()}
-    assert lengths_s == {"queue": 1.0, "load": 1.0, "prefill": 1.0, "decode": 1.0, "llm_request": 5.0}
+    phases = {"queue": 1.0, "load": 1.0, "prefill": 1.0, "first_token": 4.0, "decode": 1.0}
+    assert lengths_s == {**phases, "llm_request": 5.0}
     assert spans["llm_request"].attributes["gen_ai.response.finish_reasons"] == ("abort",)
 
 

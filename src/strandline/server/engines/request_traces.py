@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests; imported only if they are exported, as OpenTelemetry is optional.
 
 A request's span begins with its submission and has the names and attributes that vLLM gives it. The spans in it, of the
-queue, loads, prefill and decode, are made from the engine's times when the request ends.
+queue, loads, prefill, the first token and decode, are made from the engine's times when the request ends.
 """
 
 import os
@@ -79,7 +79,10 @@ class RequestTraces:
 
 
 def _phases(stream: RequestStream, now_s: float) -> list[tuple[str, float, float]]:
-    """Return the phases of a request, each with its beginning and end. What is not known is left out."""
+    """Return the phases of a request, each with its beginning and end. What is not known is left out.
+
+    All but one follow each other: the wait for the first token covers those before it.
+    """
     times, phases = stream.times, []
     queued_until_s = times.load_begun_s or times.admitted_s
     if queued_until_s is not None:
@@ -89,6 +92,7 @@ def _phases(stream: RequestStream, now_s: float) -> list[tuple[str, float, float
     if times.admitted_s is not None and times.first_token_s is not None:
         phases.append(("prefill", times.admitted_s, times.first_token_s))
     if times.first_token_s is not None:
+        phases.append(("first_token", times.arrival_s, times.first_token_s))
         phases.append(("decode", times.first_token_s, now_s))
     return phases
 
