@@ -7,7 +7,7 @@ Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or con
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +30,7 @@ from strandline.config import (
     flag,
 )
 from strandline.errors import ConfigError, RequestError, StrandlineError
+from strandline.foreign_flags import FOREIGN_FLAGS
 from strandline.server.flags import Extend, add_server_flags
 from strandline.specs import SNAPSHOT_DTYPES
 
@@ -52,23 +53,6 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("max-tokens", int, "maximum number of tokens to generate (default: {max_tokens})"),
     ("min-tokens", int, "minimum number of tokens to generate"),
 )
-
-
-REFUSED_FLAGS: Mapping[str, str] = {
-    "--model": "the model is an argument without a flag: strandline serve MODEL",
-    "--model-path": "the model is an argument without a flag: strandline serve MODEL",
-    "--pipeline-parallel-size": "pipeline parallelism is not supported yet",
-    "--data-parallel-size": "only 'strandline serve' runs several engines",
-    "--quantization": "quantised weights are detected in the model's files; 'strandline quantize' writes them",
-    "--block-size": "blocks always have 64 tokens, and hits are exact to the token",
-    "--enable-chunked-prefill": "prefill is always chunked: see --max-num-batched-tokens",
-    "--enable-prompt-tokens-details": "responses always have cached_tokens",
-    "--swap-space": "give --host-memory for evicted entries; a preempted request keeps its state",
-    "--trust-remote-code": "code from a model's repository is never run; docs/models.md lists the architectures",
-    "--mem-fraction-static": "use --gpu-memory-utilization",
-    "--context-length": "use --max-model-len",
-}
-"""Flags of vLLM and SGLang that are not supported, not by all commands, or not needed, and what to do instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
     def _reject(self, name: str, parsed: argparse.Namespace) -> NoReturn:
         parser: argparse.ArgumentParser = getattr(parsed, "parser", self)
-        reason = REFUSED_FLAGS.get(name.split("=")[0])
+        reason = FOREIGN_FLAGS.get(name.split("=")[0])
         if reason is not None:
             parser.error(f"{name.split('=')[0]}: {reason}")
         known = list(parser._option_string_actions)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from strandline.cli import REFUSED_FLAGS, build_parser
+from strandline.cli import build_parser
+from strandline.foreign_flags import FOREIGN_FLAGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["from-vllm.md", "from-sglang.md"]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def rows(page: str) -> Iterator[tuple[set[str], set[str]]]:
@@ -17,7 +19,7 @@ def rows(page: str) -> Iterator[tuple[set[str], set[str]]]:
     table = (DOCS / page).read_text().partition("## Flags")[2]
     for line in table.splitlines():
         if line.startswith("| ") and "---" not in line:
-            theirs, ours = (set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", cell)) for cell in line.split("|")[1:3])
+            theirs, ours = (set(FLAG.findall(cell)) for cell in line.split("|")[1:3])
             yield theirs, ours
 
 
@@ -39,6 +41,15 @@ def test_flags_without_counterpart_are_not_ours(page: str) -> None:
             assert theirs & serve_flags() == set()
 
 
-def test_refused_flags_are_on_a_page() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_error_about_a_foreign_flag_names_ours(page: str) -> None:
+    for theirs, ours in rows(page):
+        for flag in theirs - serve_flags():
+            assert not ours or any(each in FOREIGN_FLAGS[flag] for each in ours), flag
+
+
+def test_foreign_flags_are_on_a_page_and_name_ours() -> None:
     named = {flag for page in PAGES for theirs, _ in rows(page) for flag in theirs}
-    assert set(REFUSED_FLAGS) - named == set()
+    assert set(FOREIGN_FLAGS) - named == set()
+    advice = {flag for reason in FOREIGN_FLAGS.values() for flag in FLAG.findall(reason)}
+    assert advice - serve_flags() == set()
