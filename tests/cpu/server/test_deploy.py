@@ -2,7 +2,10 @@
 
 import re
 import shlex
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,16 +83,42 @@ def test_only_volumes_are_written_to() -> None:
         assert any(path == volume or path.startswith(f"{volume}/") for volume in declared)
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_unit_is_valid(tmp_path: Path) -> None:
+    unit = tmp_path / "strandline.service"
+    text = (DEPLOY / "systemd/strandline.service").read_text()
+    # That the command exists is checked, too.
+    unit.write_text(text.replace("/opt/strandline/bin/strandline", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
 def test_base_image_is_named_once() -> None:
     assert re.findall(r"^FROM (\S+)", CONTAINERFILE, re.MULTILINE) == ["${BASE}", "${BASE}"]
     assert len(re.findall(r"^ARG BASE=\S+$", CONTAINERFILE, re.MULTILINE)) == 1
 
 
-def test_compose_mounts_the_dashboard() -> None:
-    sources = [volume.split(":")[0] for volume in COMPOSE["services"]["grafana"]["volumes"]]
-    assert (DEPLOY / "compose" / sources[0]).resolve() == ROOT / "docs/grafana-dashboard.json"
-    for config in COMPOSE["configs"].values():
-        assert yaml.safe_load(config["content"])
+def mounted_file(service: str, target: str) -> Path:
+    """Return the file of this repository that a compose service finds at a path."""
+    mounts = (volume.split(":") for volume in COMPOSE["services"][service]["volumes"])
+    [source] = (mount[0] for mount in mounts if mount[1] == target)
+    return (DEPLOY / "compose" / source).resolve()
+
+
+def test_compose_has_prometheus_scrape_the_server() -> None:
+    config = yaml.safe_load(mounted_file("prometheus", "/etc/prometheus/prometheus.yml").read_text())
+    [job] = config["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["strandline:8000"]}]
+    assert COMPOSE["services"]["strandline"]["ports"] == ["127.0.0.1:8000:8000"]
+
+
+def test_compose_has_grafana_load_the_dashboard() -> None:
+    provisioning = "/etc/grafana/provisioning"
+    source = yaml.safe_load(mounted_file("grafana", f"{provisioning}/datasources/strandline.yaml").read_text())
+    assert [each["url"] for each in source["datasources"]] == ["http://prometheus:9090"]
+    dashboards = yaml.safe_load(mounted_file("grafana", f"{provisioning}/dashboards/strandline.yaml").read_text())
+    [folder] = (each["options"]["path"] for each in dashboards["providers"])
+    assert mounted_file("grafana", f"{folder}/strandline.json") == ROOT / "docs/grafana-dashboard.json"
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: f"{path.parent.name}/{path.name}")
