@@ -14,7 +14,7 @@ def disk_cache_weights(config: EngineConfig) -> str:
 
 
 def weights_digest(config: EngineConfig) -> str:
-    """Return a digest of a model's weights, of the adapter that is added to them, and of a drafter's weights.
+    """Return a digest of a model's weights, of the adapter that is added to them, and of what drafts.
 
     Raises:
         ConfigError: they cannot be read.
@@ -24,6 +24,9 @@ def weights_digest(config: EngineConfig) -> str:
     digests = [fingerprint(find_model(config.model))]
     if config.merged_lora is not None:
         digests.append(read_adapter(Path(config.merged_lora.path)).digest)
-    if config.speculation is not None and config.speculation.model is not None:
-        digests.append(fingerprint(find_drafter(config.speculation.model)))
+    speculation = config.speculation
+    if speculation is not None and speculation.has_drafter:
+        digests += ["with", speculation.method]
+        if speculation.model is not None:
+            digests.append(fingerprint(find_drafter(speculation.model)))
     return " ".join(digests)
