@@ -116,7 +116,7 @@ class StoreOut:
     Addresses are new numbers, used once.
 
     With a path, the store outlives the process, and what is copied is neither written, moved nor dropped before the
-    completion. The sources are on the device (``blocks``, ``slots``) and in another store (``stored``).
+    completion. The sources are on the device (``blocks``, ``slots``) and in the store above (``stored``).
     """
 
     transfer: TransferId
@@ -126,7 +126,7 @@ class StoreOut:
     slots: tuple[tuple[SlotId, int], ...]
     """Source and address of each slot."""
     stored: tuple[tuple[int, int], ...] = ()
-    """Address in the other store, and address in this one."""
+    """Address in the store above, and address in this one."""
     path: StoredPath | None = None
     is_held: bool = False
     """Whether only a ``LoadIn`` that follows writes the sources: it can wait, and nothing needs to be copied aside."""

@@ -117,7 +117,7 @@ class Device:
                     for slot, address in slot_addresses:
                         self.stored[address] = self.state(slot) or ()
                 case DropStored(store, addresses):
-                    kept = [load for load in self.loading.values() if load.store == store == "disk"]
+                    kept = [load for load in self.loading.values() if load.store == store != "host"]
                     read = {address for load in kept for _, address in (*load.blocks, *load.slots)}
                     read |= {source for spill in self.spilling.values() for source, _ in spill.stored}
                     for stored in addresses:

@@ -39,9 +39,8 @@ class Driver:
         placement: Placement = AUTO,
         enabled: bool = True,
         emits_events: bool = False,
-        lower_blocks: int = 0,
+        lower_blocks: Sequence[int] = (),
         lower_slot_blocks: int | None = None,
-        disk_blocks: int = 0,
         kept: Kept = NOTHING,
     ) -> None:
         slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
@@ -55,7 +54,7 @@ class Driver:
             enabled=enabled,
             announcer=announcer,
         )
-        memories = tiers(lower_blocks, disk_blocks, slot_blocks if rule.needs_slots else 0, kept)
+        memories = tiers(lower_blocks, slot_blocks if rule.needs_slots else 0, kept)
         self.loads = Loads(self.cache, memories, announcer=announcer)
         self.holds = Holds(self.cache)
         self.device = Device(num_slabs, blocks_per_slab)
@@ -221,7 +220,7 @@ class Driver:
             self.end_load(transfer, is_done=False)
         while self.end_spill(is_done=False):
             pass
-        self.loads.spills = None
+        self.loads.spills = ()
         for lease in list(self.cache.internals().leases.values()):
             self.release(lease, SnapshotKind.PREEMPTION)
         memory, allocator = self.cache.internals().memory, self.cache.internals().allocator
@@ -238,12 +237,24 @@ class Driver:
         assert (memory.num_evictable_blocks, memory.num_evictable_slots) == (0, 0)
 
 
-def tiers(lower_blocks: int, disk_blocks: int, slot_blocks: int, kept: Kept = NOTHING) -> list[LowerMemory]:
-    """Return memories below the device of these sizes; 0: none. What leaves the upper one early is a third of it."""
-    spare = lower_blocks // 3 + 1 if disk_blocks else 0
-    memories = [LowerMemory("host", lower_blocks, 1, slot_blocks, LoadCosts(), spare)] if lower_blocks else []
-    if disk_blocks:
-        memories.append(LowerMemory("disk", disk_blocks, 1, slot_blocks, LoadCosts(), key=b"secret", kept=kept))
+STORES = ("host", "disk", "far")
+"""The stores of tiers, nearest first."""
+
+
+def tiers(lower_blocks: Sequence[int], slot_blocks: int, kept: Kept = NOTHING) -> list[LowerMemory]:
+    """Return memories below the device of these sizes, nearest first; 0: none.
+
+    What leaves each of them early, but the last, is a third of it.
+
+    Args:
+        kept: what the second one holds from an earlier process.
+    """
+    sizes = [size for size in lower_blocks if size]
+    memories = []
+    for index, (store, size) in enumerate(zip(STORES, sizes, strict=False)):
+        spare = size // 3 + 1 if index + 1 < len(sizes) else 0
+        key, found = (b"secret" if index else None), (kept if index == 1 else NOTHING)
+        memories.append(LowerMemory(store, size, 1, slot_blocks, LoadCosts(), spare, key, found))
     return memories
 
 

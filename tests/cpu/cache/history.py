@@ -43,17 +43,11 @@ class History:
         rule: ResumeRule = AT_SNAPSHOTS,
         *,
         emits_events: bool = False,
-        lower_blocks: int = 0,
-        disk_blocks: int = 0,
+        lower_blocks: Sequence[int] = (),
     ) -> None:
         self.rule = rule
         self.driver = Driver(
-            num_slabs,
-            blocks_per_slab,
-            rule=rule,
-            emits_events=emits_events,
-            lower_blocks=lower_blocks,
-            disk_blocks=disk_blocks,
+            num_slabs, blocks_per_slab, rule=rule, emits_events=emits_events, lower_blocks=lower_blocks
         )
         self.cache, self.loads = self.driver.cache, self.driver.loads
         self.prompts: list[Tokens] = [()]

@@ -81,7 +81,7 @@ def test_nothing_is_published_or_resumed_inside_a_picture(
     stop_after: int,
     lower_blocks: int,
 ) -> None:
-    driver = Driver(60, 5, rule=rule, placement=placement, lower_blocks=lower_blocks)
+    driver = Driver(60, 5, rule=rule, placement=placement, lower_blocks=(lower_blocks,))
     prompt = prompt_of(pieces)
     serve(driver, prompt, chunks, stop_after)
     serve(driver, (*prompt, 8), chunks, stop_after)

@@ -1,7 +1,7 @@
 """A state machine over the cache, compared with a dictionary after every event."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings
@@ -21,6 +21,9 @@ LENGTHS = [0, 1, 7, 62, 63, 64, 65, 66, 127, 128, 129, 200]
 EDITED = [-1, -1, 0, 5, 63, 64, 70, 128]
 CHUNKS = [500, 1, 3, 63, 64, 65, 128, 0]
 MAX_RUNNING = 4
+SIZES = [(60, 25, 200, 8, 1), (300, 60, 20, 1), (300, 100, 20, 1)]
+"""Of tiers in blocks, nearest first."""
+RULES = [AT_SNAPSHOTS, AT_SNAPSHOTS, AtTokens()]
 ORDERS: list[TakeOrder] = ["blocks first", "slots first", "by turns"]
 RELEASE_KINDS = [SnapshotKind.GENERATION_END, SnapshotKind.PREEMPTION]
 
@@ -170,12 +173,17 @@ class LoadingCacheMachine(CacheMachine):
         self.history.take(num_blocks, num_slots, order)
 
 
-class TieredCacheMachine(LoadingCacheMachine):
-    """The same, with memory below the device."""
+def tier_sizes(least: int, most: int) -> st.SearchStrategy[Sequence[int]]:
+    """Draw the sizes of a number of tiers below the device, nearest first."""
+    return st.integers(least, most).flatmap(lambda num_tiers: st.tuples(*map(st.sampled_from, SIZES[:num_tiers])))
 
-    @initialize(shape=st.sampled_from(SHAPES[::-1]), lower_blocks=st.sampled_from([60, 200, 25, 8, 1]))
-    def start(self, shape: tuple[int, int], lower_blocks: int = 1) -> None:
-        self.history = History(*shape, lower_blocks=lower_blocks)
+
+class TieredCacheMachine(LoadingCacheMachine):
+    """The same, with a tier below the device."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), rule=st.sampled_from(RULES), lower_blocks=tier_sizes(1, 1))
+    def start(self, shape: tuple[int, int], rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()) -> None:
+        self.history = History(*shape, rule, lower_blocks=lower_blocks)
 
     @rule(
         base=st.integers(0, 30),
@@ -187,46 +195,31 @@ class TieredCacheMachine(LoadingCacheMachine):
     def load_from_tier(self, base: int, kept: int, seed: int, num_more: int, salt: str) -> None:
         self.history.load_from_tier(base, kept, seed, num_more, salt)
 
-
-class StatelessTieredCacheMachine(TieredCacheMachine):
-    """The same, of a model that keeps no states."""
-
-    @initialize(shape=st.sampled_from(SHAPES[::-1]), lower_blocks=st.sampled_from([60, 200, 25, 8, 1]))
-    def start(self, shape: tuple[int, int], lower_blocks: int = 1) -> None:
-        self.history = History(*shape, AtTokens(), lower_blocks=lower_blocks)
-
-
-class DiskCacheMachine(TieredCacheMachine):
-    """The same, with a persistent tier below that memory, and spills that end late, in any order, well or badly."""
-
-    @initialize(
-        shape=st.sampled_from(SHAPES[::-1]),
-        lower_blocks=st.sampled_from([25, 60, 8, 1]),
-        disk_blocks=st.sampled_from([300, 60, 20, 1]),
-    )
-    def start(self, shape: tuple[int, int], lower_blocks: int = 1, disk_blocks: int = 1) -> None:
-        self.history = History(*shape, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
-
-    @precondition(lambda self: self.history.loads.spills)
+    @precondition(lambda self: any(map(len, self.history.loads.spills)))
     @rule(index=st.integers(0, 3), is_done=st.sampled_from([True, True, True, False]))
     def end_spill(self, index: int, is_done: bool) -> None:
         self.history.end_spill(index, is_done=is_done)
 
+    @precondition(lambda self: self.history.loads.spills)
     @rule()
     def flush(self) -> None:
         self.history.flush()
 
 
-class StatelessDiskCacheMachine(DiskCacheMachine):
-    """The same, of a model that keeps no states."""
+class TwoTierCacheMachine(TieredCacheMachine):
+    """The same, with a persistent tier below that one, and spills that end late, in any order, well or badly."""
 
-    @initialize(
-        shape=st.sampled_from(SHAPES[::-1]),
-        lower_blocks=st.sampled_from([25, 60, 8, 1]),
-        disk_blocks=st.sampled_from([300, 60, 20, 1]),
-    )
-    def start(self, shape: tuple[int, int], lower_blocks: int = 1, disk_blocks: int = 1) -> None:
-        self.history = History(*shape, AtTokens(), lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), rule=st.sampled_from(RULES), lower_blocks=tier_sizes(2, 2))
+    def start(self, shape: tuple[int, int], rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()) -> None:
+        self.history = History(*shape, rule, lower_blocks=lower_blocks)
+
+
+class ThreeTierCacheMachine(TieredCacheMachine):
+    """The same, with two persistent tiers."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), rule=st.sampled_from(RULES), lower_blocks=tier_sizes(3, 3))
+    def start(self, shape: tuple[int, int], rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()) -> None:
+        self.history = History(*shape, rule, lower_blocks=lower_blocks)
 
 
 class StatelessLoadingCacheMachine(LoadingCacheMachine):
@@ -260,18 +253,11 @@ LoadingCacheMachine.TestCase.settings = settings(max_examples=settings().max_exa
 StatelessLoadingCacheMachine.TestCase.settings = settings(
     max_examples=settings().max_examples // 4, stateful_step_count=50
 )
-TieredCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
-StatelessTieredCacheMachine.TestCase.settings = settings(
-    max_examples=settings().max_examples // 4, stateful_step_count=50
-)
-DiskCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
-StatelessDiskCacheMachine.TestCase.settings = settings(
-    max_examples=settings().max_examples // 4, stateful_step_count=50
-)
-TestDiskCacheMachine = DiskCacheMachine.TestCase
-TestStatelessDiskCacheMachine = StatelessDiskCacheMachine.TestCase
+for machine in (TieredCacheMachine, TwoTierCacheMachine, ThreeTierCacheMachine):
+    machine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
 TestTieredCacheMachine = TieredCacheMachine.TestCase
-TestStatelessTieredCacheMachine = StatelessTieredCacheMachine.TestCase
+TestTwoTierCacheMachine = TwoTierCacheMachine.TestCase
+TestThreeTierCacheMachine = ThreeTierCacheMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
 TestLoadingCacheMachine = LoadingCacheMachine.TestCase
 TestStatelessLoadingCacheMachine = StatelessLoadingCacheMachine.TestCase
@@ -307,21 +293,19 @@ def test_long_histories_with_loads_agree_with_the_dictionary(shape: tuple[int, i
     history.driver.drain()
 
 
-@pytest.mark.parametrize(("lower_blocks", "disk_blocks"), [(12, 0), (300, 0), (30, 40), (16, 400)])
+@pytest.mark.parametrize("lower_blocks", [(12,), (300,), (30, 40), (16, 400), (16, 20, 400)], ids=str)
 @pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 @pytest.mark.parametrize("shape", [(16, 1), (9, 5)])
 def test_long_histories_with_tiers_below_agree_with_the_dictionary(
-    shape: tuple[int, int], rule: ResumeRule, lower_blocks: int, disk_blocks: int
+    shape: tuple[int, int], rule: ResumeRule, lower_blocks: tuple[int, ...]
 ) -> None:
-    check_long_history_with_tiers(shape, rule, lower_blocks, disk_blocks)
+    check_long_history_with_tiers(shape, rule, lower_blocks)
 
 
-def check_long_history_with_tiers(
-    shape: tuple[int, int], rule: ResumeRule, lower_blocks: int, disk_blocks: int
-) -> None:
+def check_long_history_with_tiers(shape: tuple[int, int], rule: ResumeRule, lower_blocks: Sequence[int]) -> None:
     """Apply many random events to a cache with memories of these sizes below the device."""
     choose = random.Random(str(shape))
-    history = History(*shape, rule, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+    history = History(*shape, rule, lower_blocks=lower_blocks)
     for _ in range(300):
         event = choose.random()
         if event < 0.15:
@@ -336,16 +320,15 @@ def check_long_history_with_tiers(
             history.end_load(choose.randrange(4), is_done=choose.random() < 0.8)
         elif event < 0.32:
             history.take(choose.randrange(shape[0] * shape[1] // 2), 0, "blocks first")
-        elif event < 0.45 and disk_blocks:
+        elif event < 0.45 and len(lower_blocks) > 1:
             history.end_spill(choose.randrange(4), is_done=choose.random() < 0.8)
         else:
             random_event(history, choose)
         history.check()
-    assert lower_blocks < 20 or not rule.needs_slots or history.cache.stats().loads.num_done > 0
-    if disk_blocks and rule.needs_slots:
-        _, disk = history.loads.stats()
-        assert disk.num_snapshots_demoted > 0
-        assert disk_blocks < 100 or disk.num_loads > 0
+    assert lower_blocks[0] < 20 or not rule.needs_slots or history.cache.stats().loads.num_done > 0
+    for index, tier in enumerate(history.loads.stats()[1:] if rule.needs_slots else ()):
+        assert tier.num_snapshots_demoted > 0
+        assert index or tier.num_blocks < 100 or tier.num_loads > 0
     history.driver.drain()
 
 

@@ -4,6 +4,7 @@ The simulated device poisons what is freed and fails a step that reads it.
 """
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -23,10 +24,11 @@ from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import History, pattern
 from tests.cpu.cache.test_state_machine import (
     SHAPES,
-    DiskCacheMachine,
     HungryCacheMachine,
+    TieredCacheMachine,
     check_long_history_with_tiers,
     random_event,
+    tier_sizes,
 )
 
 WINDOWS = [1, 2, 63, 64, 65, 100, 130, 200]
@@ -44,32 +46,26 @@ WindowedCacheMachine.TestCase.settings = settings(max_examples=settings().max_ex
 TestWindowedCacheMachine = WindowedCacheMachine.TestCase
 
 
-class WindowedDiskCacheMachine(DiskCacheMachine):
-    """The same, with loads from other stores, and with memory and a persistent tier below the device."""
+class WindowedTiersMachine(TieredCacheMachine):
+    """The same, with loads from other stores, and with one to three tiers below the device."""
 
     @initialize(
-        shape=st.sampled_from(SHAPES[::-1]),
-        window_tokens=st.sampled_from(WINDOWS),
-        lower_blocks=st.sampled_from([25, 60, 8, 1]),
-        disk_blocks=st.sampled_from([300, 60, 20, 0]),
+        shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS), lower_blocks=tier_sizes(1, 3)
     )
-    def start(
-        self, shape: tuple[int, int], window_tokens: int = 1, lower_blocks: int = 1, disk_blocks: int = 1
-    ) -> None:
-        rule = BehindWindows(window_tokens)
-        self.history = History(*shape, rule, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+    def start(self, shape: tuple[int, int], window_tokens: int = 1, lower_blocks: Sequence[int] = ()) -> None:
+        self.history = History(*shape, BehindWindows(window_tokens), lower_blocks=lower_blocks)
 
 
-WindowedDiskCacheMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
-TestWindowedDiskCacheMachine = WindowedDiskCacheMachine.TestCase
+WindowedTiersMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+TestWindowedTiersMachine = WindowedTiersMachine.TestCase
 
 
-@pytest.mark.parametrize(("lower_blocks", "disk_blocks"), [(30, 0), (300, 0), (30, 40), (16, 400)])
+@pytest.mark.parametrize("lower_blocks", [(30,), (300,), (30, 40), (16, 400), (16, 20, 400)], ids=str)
 @pytest.mark.parametrize(("shape", "window_tokens"), [((16, 1), 65), ((9, 5), 1), ((9, 5), 130)])
 def test_long_histories_with_tiers_below_agree_with_the_dictionary(
-    shape: tuple[int, int], window_tokens: int, lower_blocks: int, disk_blocks: int
+    shape: tuple[int, int], window_tokens: int, lower_blocks: tuple[int, ...]
 ) -> None:
-    check_long_history_with_tiers(shape, BehindWindows(window_tokens), lower_blocks, disk_blocks)
+    check_long_history_with_tiers(shape, BehindWindows(window_tokens), lower_blocks)
 
 
 @pytest.mark.parametrize("window_tokens", WINDOWS)
@@ -206,7 +202,7 @@ def test_hold_keeps_the_windows_of_its_snapshots() -> None:
 
 @pytest.mark.parametrize("disk_blocks", [0, 100])
 def test_a_window_rests_and_returns_without_what_lies_behind_it(disk_blocks: int) -> None:
-    talk = Driver(rule=BehindWindows(100), lower_blocks=100, disk_blocks=disk_blocks)
+    talk = Driver(rule=BehindWindows(100), lower_blocks=(100, disk_blocks))
     for tier in talk.loads.tiers[: disk_blocks > 0]:
         tier.num_spare_blocks = tier.num_blocks
     prompt = pattern(0, 700)

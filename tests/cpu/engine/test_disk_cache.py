@@ -31,8 +31,7 @@ def disk_of(llm: LLM) -> LowerStats:
 def settle(llm: LLM) -> None:
     """Wait until nothing is on its way to the disk."""
     core = llm.engine.core
-    spills = core.loads.spills
-    assert spills is not None
+    [spills] = core.loads.spills
     for _ in range(1000):
         core.executor.carry_out(core.cache.take_actions())
         if not len(spills):

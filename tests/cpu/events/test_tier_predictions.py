@@ -1,6 +1,7 @@
 """With tiers below the device, a prediction is what a request hits if all that rests is loaded for it."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -18,7 +19,7 @@ from strandline.records.path_hashes import num_blocks_before
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, encode
 from tests.cpu.cache.driver import Driver, published
 from tests.cpu.cache.history import SALTS, History, pattern
-from tests.cpu.cache.test_state_machine import KEPT, LENGTHS, SHAPES, DiskCacheMachine, random_event
+from tests.cpu.cache.test_state_machine import KEPT, LENGTHS, SHAPES, TieredCacheMachine, random_event, tier_sizes
 from tests.cpu.cache.tiers.test_spills import end_spills, restarted, spilled
 from tests.cpu.events.reader import Reader, apply_all
 
@@ -26,22 +27,19 @@ PROMPT = pattern(7, 400)
 RULES = [AT_SNAPSHOTS, AtTokens(), BehindWindows(150)]
 
 
-class TieredEventMachine(DiskCacheMachine):
-    """Requests over one cache with two tiers below it, and a reader of its events."""
+class TieredEventMachine(TieredCacheMachine):
+    """Requests over one cache with one to three tiers below it, and a reader of its events."""
 
     reader: Reader
 
-    @initialize(
-        rule=st.sampled_from(RULES),
-        shape=st.sampled_from(SHAPES[::-1]),
-        lower_blocks=st.sampled_from([25, 60, 8, 1]),
-        disk_blocks=st.sampled_from([0, 300, 60, 1]),
-    )
-    def start_with(self, rule: ResumeRule, shape: tuple[int, int], lower_blocks: int, disk_blocks: int) -> None:
-        self.history = History(*shape, rule, emits_events=True, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+    @initialize(rule=st.sampled_from(RULES), shape=st.sampled_from(SHAPES[::-1]), lower_blocks=tier_sizes(1, 3))
+    def start_with(self, rule: ResumeRule, shape: tuple[int, int], lower_blocks: Sequence[int]) -> None:
+        self.history = History(*shape, rule, emits_events=True, lower_blocks=lower_blocks)
         self.reader = Reader(self.history.cache)
 
-    def start(self, shape: tuple[int, int] = (1, 1), lower_blocks: int = 1, disk_blocks: int = 1) -> None:
+    def start(
+        self, shape: tuple[int, int] = (1, 1), rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()
+    ) -> None:
         """Leave it to ``start_with``."""
 
     @invariant()
@@ -54,11 +52,11 @@ TieredEventMachine.TestCase.settings = settings(max_examples=settings().max_exam
 TestTieredEventMachine = TieredEventMachine.TestCase
 
 
-@pytest.mark.parametrize(("lower_blocks", "disk_blocks"), [(12, 0), (300, 0), (30, 40), (16, 400)])
+@pytest.mark.parametrize("lower_blocks", [(12,), (300,), (30, 40), (16, 400), (16, 20, 400)], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_predictions_are_bounds_over_long_histories(rule: ResumeRule, lower_blocks: int, disk_blocks: int) -> None:
-    choose = random.Random(f"{lower_blocks} {disk_blocks}")
-    history = History(9, 5, rule, emits_events=True, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+def test_predictions_are_bounds_over_long_histories(rule: ResumeRule, lower_blocks: tuple[int, ...]) -> None:
+    choose = random.Random(str(lower_blocks))
+    history = History(9, 5, rule, emits_events=True, lower_blocks=lower_blocks)
     reader = Reader(history.cache)
     for _ in range(250):
         event = choose.random()
@@ -70,7 +68,7 @@ def test_predictions_are_bounds_over_long_histories(rule: ResumeRule, lower_bloc
             history.end_load(choose.randrange(4), is_done=choose.random() < 0.8)
         elif event < 0.32:
             history.take(choose.randrange(20), 0, "blocks first")
-        elif event < 0.45 and disk_blocks:
+        elif event < 0.45 and len(lower_blocks) > 1:
             history.end_spill(choose.randrange(4), is_done=choose.random() < 0.8)
         else:
             random_event(history, choose)
@@ -123,7 +121,7 @@ def snapshot_key(salt: str, data: bytes) -> int:
 
 def evicted(rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: int = 100, salt: str = "") -> Driver:
     """Return a driver that has served a prompt, announced it and evicted it since."""
-    driver = Driver(rule=rule, lower_blocks=lower_blocks, emits_events=True)
+    driver = Driver(rule=rule, lower_blocks=(lower_blocks,), emits_events=True)
     driver.serve(PROMPT, salt=salt)
     take_events(driver.cache)
     evict_unused(driver.cache)
@@ -205,7 +203,7 @@ def test_restarted_cache_announces_a_salt_with_its_first_request() -> None:
 
 
 def test_spill_announces_nothing() -> None:
-    driver = Driver(lower_blocks=13, disk_blocks=100, emits_events=True)
+    driver = Driver(lower_blocks=(13, 100), emits_events=True)
     driver.loads.tiers[0].num_spare_blocks = 13
     driver.serve(PROMPT)
     assert isinstance(take_events(driver.cache)[0], Cleared)

@@ -22,7 +22,7 @@ class Fleet:
     def __init__(self, router: Router, num_replicas: int = 3, *, lower_blocks: int = 0) -> None:
         self.router = router
         names = [chr(ord("a") + index) for index in range(num_replicas)]
-        self.drivers = {name: Driver(emits_events=True, lower_blocks=lower_blocks) for name in names}
+        self.drivers = {name: Driver(emits_events=True, lower_blocks=(lower_blocks,)) for name in names}
         for name in self.drivers:
             router.add(name)
         self._num_requests = 0

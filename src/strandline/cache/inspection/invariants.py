@@ -18,7 +18,7 @@ from strandline.cache.probation import max_probes
 from strandline.cache.resume import first_block_seen
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.spills import OnTheirWay
+from strandline.cache.tiers.spills import NOTHING_ON_ITS_WAY, OnTheirWay
 from strandline.cache.tiers.tier_tree import NO_ADDRESS
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, held_child, path_blocks, tail_that_begins
 from strandline.cache.walk import walk
@@ -56,9 +56,9 @@ def check(checked: PrefixCache) -> None:
             _check_kept_window(cache.rule, lease)
     _require(all(run.num_gaps == run.blocks.count(NULL_BLOCK) for run in runs), "gaps miscounted")
     if isinstance(cache.below, Loads):
-        for tier in cache.below.tiers:
-            spills = cache.below.spills if tier.is_persistent else None
-            _check_tier(cache, tier, OnTheirWay(0, set(), set()) if spills is None else spills.on_their_way())
+        arriving = [NOTHING_ON_ITS_WAY, *(spills.on_their_way() for spills in cache.below.spills)]
+        for tier, on_their_way in zip(cache.below.tiers, arriving, strict=False):
+            _check_tier(cache, tier, on_their_way)
 
 
 def _require(condition: bool, message: str) -> None:

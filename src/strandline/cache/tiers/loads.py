@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Final, NamedTuple
 
 from strandline.cache.announcing.announcer import Announcer
@@ -49,7 +49,7 @@ class Loads:
     """The tiers of a cache, and the loads under way from them and from other stores.
 
     Args:
-        lower: memories below the device, nearest first: none, one or two.
+        lower: memories below the device, nearest first. All but the first are persistent.
         announcer: the one of the cache, which collects the tiers' events as well; None: events are off.
     """
 
@@ -74,13 +74,11 @@ class Loads:
         """Nearest first."""
         self._tier_loads = {tier.store: TierLoads(tier) for tier in self.tiers}
         """The loads from each of them, by the name of its store."""
-        self.spills: Spills | None = None
-        """Spills from the first tier to the second; None: there is at most one tier."""
+        holds, issue = Holds(cache), self._memory.issue
+        self.spills = tuple(Spills(*pair, issue, holds, self.next_transfer) for pair in pairwise(self.tiers))
+        """The spills from each tier to the next."""
         self.flush: Flush | None = None
         """Replaces the spills before the process ends."""
-        if len(self.tiers) > 1:
-            upper, persistent = self.tiers
-            self.spills = Spills(upper, persistent, self._memory.issue, Holds(cache), self.next_transfer)
         cache.attach(self)
 
     @property
@@ -162,19 +160,20 @@ class Loads:
             tier.costs.observe_prefill(num_tokens, seconds)
 
     def begin_spills(self) -> None:
-        """Begin to spill what the first tier will have no memory for or, in a flush, everything."""
+        """Begin to spill what the tiers will have no memory for or, in a flush, all that would be lost."""
         if self.flush is not None:
             self.flush.begin()
-        elif self.spills is not None:
-            self.spills.begin()
+            return
+        for spills in self.spills:
+            spills.begin()
 
     def begin_flush(self) -> Flush | None:
-        """Start writing what only the device or the first tier has to the persistent tier; None: there is no such tier.
+        """Start writing what only the device or the first tier has to the second, which is persistent; None: none is.
 
         No step runs and no request is admitted any more.
         """
-        if self.spills is not None:
-            self.flush = Flush(self._index, self.tiers[0], self.spills)
+        if self.spills:
+            self.flush = Flush(self._index, self.tiers[0], self.spills[0])
         return self.flush
 
     def is_lacking(self, tokens: TokenBuffer, offer: Offer, salt: str = "") -> bool:
@@ -324,8 +323,8 @@ class Loads:
             raise CacheInvariantError(f"transfer {completion.transfer} ended but had not begun")
         load = self._load_of.pop(completion.transfer, None)
         if load is None:
-            if self.spills is not None:
-                self.spills.complete(completion)
+            for spills in self.spills:
+                spills.complete(completion)
             return None
         load.pending.remove(completion.transfer)
         load.ended.append(completion)

@@ -21,6 +21,9 @@ class LowerMemory:
     num_spare_blocks: int = 0
     """Blocks to leave free, by spilling what is worth least to the tier below."""
     key: bytes | None = None
-    """Secret for hashing salts in its files. None: it ends with the process, and drops what is loaded."""
+    """Secret for hashing salts in its files, the same for all that have one.
+
+    None: it ends with the process, and drops what is loaded.
+    """
     kept: Kept = NOTHING
     """What it holds from an earlier process."""

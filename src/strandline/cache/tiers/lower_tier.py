@@ -6,8 +6,8 @@ device at different times, but leave the tier together: it stores a block exactl
 the block, and both return to the device in one load (``tier_loads.py``). The first tier drops what returns, so the two
 memories hold different entries.
 
-The second tier, a *persistent* one, gets what leaves the first (``spills.py``). It stores whole paths, as nothing else
-outlives the process, and retains what has returned to the device, as reading is cheaper than writing again.
+Further tiers are *persistent*, and each gets what leaves the one above it (``spills.py``). They store whole paths, as
+nothing else outlives the process, and retain what has returned to the device, as reading is cheaper than writing again.
 
 Memory is counted in blocks; a slot takes as many as its encoded bytes need. Neither has a static share.
 
@@ -104,6 +104,10 @@ class LowerTier:
         """Number of transfers that read each address."""
         self.to_free: dict[int, int] = {}
         """Sizes of addresses to free when the transfers that read them have ended."""
+
+    def tree_below(self, upper: "LowerTier", tree: str) -> str:
+        """Return the name of a tree of the tier above in this one: persistent tiers have the same key."""
+        return tree if upper.is_persistent else self.tree_name(tree)
 
     def tree_name(self, salt: str) -> str:
         """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
@@ -241,7 +245,9 @@ class LowerTier:
             self.announcer.enter(demoted)
 
     def is_whole(self, demoted: TierSnapshot) -> bool:
-        """Whether all blocks that a snapshot needs are in the tier or on the device."""
+        """Whether all blocks that a snapshot needs are in the tier or, unless it is persistent, on the device."""
+        if self.is_persistent:
+            return all(node.address != NO_ADDRESS for node in self.needed_blocks(demoted))
         return not self.returning or self.returning.keys().isdisjoint(self.needed_blocks(demoted))
 
     # Evicting

@@ -1,9 +1,9 @@
-"""Spills: copies of snapshots from host memory to the persistent tier, made before host memory is full.
+"""Spills: copies of snapshots from a tier to the persistent one below it, made before the upper one is full.
 
 A spill begins while memory is left, with the snapshot of least worth, and frees its memory when it has ended. Until
-then its source is pinned in the tier above and on the device, which may have some of its blocks: the persistent tier
-needs all of them. What the persistent tier has already is not copied again, and what takes longer to load than to
-compute is not stored.
+then its source is pinned in the upper tier and on the device, which may have blocks that the first tier lacks: the
+lower tier needs all of them. What the lower tier has already is not copied again, and what takes longer to load than
+to compute is not stored.
 
 Invariants: nothing can be loaded before it has been written; a spill that fails leaves nothing in the tier.
 """
@@ -80,12 +80,15 @@ class OnTheirWay(NamedTuple):
     snapshots: set[TierSnapshot]
 
 
+NOTHING_ON_ITS_WAY: Final = OnTheirWay(0, set(), set())
+
+
 class Spills:
     """The spills between two tiers.
 
     Args:
         upper: loses what is worth least.
-        lower: the persistent tier.
+        lower: the persistent tier below it.
         issue: takes actions.
         next_transfer: numbers transfers.
     """
@@ -135,7 +138,7 @@ class Spills:
     def spill(self, leaving: TierSnapshot) -> None:
         """Begin to spill a snapshot, or drop it if the tier has it, it is worth too little or it would not be loaded.
 
-        While a load brings blocks that it needs to the device, it stays.
+        While a load brings blocks that it needs to the device, or they are being written to the upper tier, it stays.
         """
         if not self._upper.is_whole(leaving):
             self._upper.push(leaving)
@@ -143,7 +146,7 @@ class Spills:
         if not self._pays(leaving):
             self._refuse(leaving)
             return
-        data, tree = leaving.path(), self._lower.tree_name(leaving.salt)
+        data, tree = leaving.path(), self._lower.tree_below(self._upper, leaving.salt)
         if self._is_known(leaving, tree, data):
             self._upper.remove(leaving, is_elsewhere=True)
         elif (missing := self._make_room(leaving, tree, data)) is None:

@@ -200,7 +200,7 @@ def test_divergence_is_omitted_once_the_cached_prompt_is_evicted() -> None:
 
 
 def test_what_rests_is_said_to_be_loaded_or_computed() -> None:
-    driver = Driver(lower_blocks=100)
+    driver = Driver(lower_blocks=(100,))
     driver.serve(prompt(300))
     evict_all(driver)
     advice = only_advice(explain(driver, prompt(300)))
@@ -213,7 +213,7 @@ def test_what_rests_is_said_to_be_loaded_or_computed() -> None:
 
 
 def test_requests_that_computed_what_rested_are_told_why() -> None:
-    driver = Driver(lower_blocks=100)
+    driver = Driver(lower_blocks=(100,))
     driver.serve(prompt(300))
     evict_all(driver)
     lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
@@ -227,7 +227,7 @@ def test_requests_that_computed_what_rested_are_told_why() -> None:
 
 
 def test_at_admission_it_is_known_why_nothing_was_loaded() -> None:
-    driver = Driver(lower_blocks=100)
+    driver = Driver(lower_blocks=(100,))
     driver.serve(prompt(300))
     evict_all(driver)
     lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
@@ -242,7 +242,7 @@ def test_at_admission_it_is_known_why_nothing_was_loaded() -> None:
 
 
 def test_what_no_longer_rests_is_explained_with_both_causes() -> None:
-    driver = Driver(lower_blocks=100)
+    driver = Driver(lower_blocks=(100,))
     driver.serve(prompt(300))
     evict_all(driver)
     lookup = Lookup(RequestId("a"), "", 0.0, driver.lookup(prompt(300)))
@@ -270,7 +270,7 @@ def test_failed_loads_send_to_the_log() -> None:
     ],
 )
 def test_advised_memory_names_the_flags_there_are(lower_blocks: int, disk_blocks: int, flags: str) -> None:
-    driver = Driver(4, 2, lower_blocks=lower_blocks, disk_blocks=disk_blocks)
+    driver = Driver(4, 2, lower_blocks=(lower_blocks, disk_blocks))
     driver.serve(prompt(128))
     other = driver.admit(prompt(300, 5000))
     assert driver.cache.extend(other, 300)

@@ -33,7 +33,7 @@ def tier(driver: Driver) -> LowerTier:
 
 def evicted(prompt: list[int] = PROMPT, lower_blocks: int = 100, rule: ResumeRule = AT_SNAPSHOTS) -> Driver:
     """Return a driver that has served a prompt and evicted it."""
-    driver = Driver(lower_blocks=lower_blocks, rule=rule)
+    driver = Driver(lower_blocks=(lower_blocks,), rule=rule)
     driver.serve(prompt)
     evict_all(driver)
     return driver
@@ -50,7 +50,7 @@ def test_evicted_prompts_return_whole_and_rest_no_more() -> None:
 
 
 def test_only_the_evicted_part_of_a_path_is_loaded() -> None:
-    driver = Driver(lower_blocks=100)
+    driver = Driver(lower_blocks=(100,))
     driver.serve(PROMPT[:192])
     driver.serve(PROMPT)
     memory = driver.cache.internals().memory
@@ -151,7 +151,7 @@ def test_loads_take_the_place_of_what_they_evict(monkeypatch: pytest.MonkeyPatch
     prompts = [pattern(seed, 640) for seed in range(3)]
     for piece_slabs, is_kept in ((1, True), (4, False)):
         set_piece_slabs(monkeypatch, piece_slabs)
-        driver = Driver(num_slabs=5, lower_blocks=200)
+        driver = Driver(num_slabs=5, lower_blocks=(200,))
         for prompt in prompts:
             driver.serve(prompt)
         evict_all(driver)
@@ -167,7 +167,7 @@ def test_loads_take_the_place_of_what_they_evict(monkeypatch: pytest.MonkeyPatch
 def loading_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Return a driver that loads a prompt in four transfers, beside which a prompt that begins alike rests."""
     set_piece_slabs(monkeypatch, 1)
-    driver = Driver(blocks_per_slab=2, lower_blocks=100)
+    driver = Driver(blocks_per_slab=2, lower_blocks=(100,))
     driver.serve(PROMPT)
     driver.serve(FORK)
     evict_all(driver)
@@ -230,7 +230,7 @@ def test_all_pieces_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_snapshot_saves_tokens_that_another_one_saves() -> None:
-    driver = Driver(lower_blocks=100)
+    driver = Driver(lower_blocks=(100,))
     for num_tokens in (128, 256, 384):
         driver.serve(PROMPT[:num_tokens])
     memory = driver.cache.internals().memory
@@ -305,7 +305,7 @@ def test_slow_stores_are_seldom_tried() -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_tiers_that_were_slow_once_are_measured_again(index: int) -> None:
-    driver = Driver(lower_blocks=13 if index else 100, disk_blocks=100 if index else 0)
+    driver = Driver(lower_blocks=(13, 100) if index else (100,))
     driver.serve(PROMPT)
     evict_all(driver)
     while driver.end_spill():
@@ -321,7 +321,7 @@ def test_tiers_that_were_slow_once_are_measured_again(index: int) -> None:
 
 
 def test_resting_slots_take_the_blocks_of_their_encoding() -> None:
-    driver = Driver(lower_blocks=100, lower_slot_blocks=2)
+    driver = Driver(lower_blocks=(100,), lower_slot_blocks=2)
     driver.serve(PROMPT)
     evict_all(driver)
     assert tier(driver).num_used == 6 + 1 + 2
