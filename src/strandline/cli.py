@@ -278,6 +278,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--remembered-answers", metavar="SIZE", help=text)
     text = "fraction of hits to replay without the cache, to measure the difference (default: %(default)s)"
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
+    _add_json_flags(add)
+    _add_picture_flags(add)
+    add("--seed", type=int, default=0, help="default seed of requests and of dummy weights (default: %(default)s)")
+
+
+def _add_json_flags(add: Any) -> None:
     text = 'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 3} (default: none)'
     add("--speculative-config", metavar="JSON", help=text)
     text = 'what ends reasoning at its budget, such as {"reasoning_end_str": "So.</think>"} (default: the closing tag)'
@@ -288,8 +294,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         'transfers between engines, such as {"kv_connector": "SocketConnector", "kv_role": "kv_both"} (default: none)'
     )
     add("--kv-transfer-config", metavar="JSON", help=text)
-    _add_picture_flags(add)
-    add("--seed", type=int, default=0, help="default seed of requests and of dummy weights (default: %(default)s)")
+    text = 'weights that trainers send, such as {"backend": "nccl"} (default: none)'
+    add("--weight-transfer-config", metavar="JSON", help=text)
 
 
 def _add_picture_flags(add: Any) -> None:

@@ -17,6 +17,7 @@ from strandline.lora_config import LoRAPath, read_lora_path
 from strandline.reasoning_config import ReasoningConfig, read_reasoning_config
 from strandline.specs import SNAPSHOT_DTYPES, ModelSpec
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
+from strandline.weight_transfer_config import WeightTransferConfig, read_weight_transfer_config
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
@@ -136,6 +137,9 @@ class EngineConfig:
     kv_transfer_config: str | Mapping[str, Any] | None = None
     """Transfer of prefixes between engines (``KVTransferConfig``), as a mapping or as JSON; None: off. Supported by the
     server, not by ``LLM``."""
+    weight_transfer_config: str | Mapping[str, Any] | None = None
+    """Weights that trainers send (``WeightTransferConfig``), as a mapping or as JSON; None: off. Supported by the
+    server, not by ``LLM``."""
     reasoning_config: str | Mapping[str, Any] | None = None
     """What ends reasoning at its budget (``ReasoningConfig``), as a mapping or as JSON; None: the closing tag, if the
     server parses reasoning."""
@@ -223,7 +227,7 @@ class EngineConfig:
         self._require_cache()
         _require_count("max_image_tokens", self.max_image_tokens)
         _require_names("allowed_media_domains", self.allowed_media_domains)
-        _ = self.remembered_bytes, self.max_images
+        _ = self.remembered_bytes, self.max_images, self.weight_transfer
         self._require_loras()
         has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
         if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
@@ -332,6 +336,12 @@ class EngineConfig:
     def kv_transfer(self) -> KVTransferConfig | None:
         """Transfer of prefixes between engines; None: off."""
         return None if self.kv_transfer_config is None else read_kv_transfer_config(self.kv_transfer_config)
+
+    @property
+    def weight_transfer(self) -> WeightTransferConfig | None:
+        """How trainers send weights; None: they do not."""
+        given = self.weight_transfer_config
+        return None if given is None else read_weight_transfer_config(given)
 
     @property
     def reasoning(self) -> ReasoningConfig | None:

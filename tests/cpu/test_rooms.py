@@ -26,7 +26,7 @@ VOCABULARY = frozenset(
         "json_options",
     }
     | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields"}
-    | {"architectures", "picture_config", "lora_config", "log_format", "foreign_flags"}
+    | {"architectures", "picture_config", "lora_config", "log_format", "foreign_flags", "weight_transfer_config"}
 )
 ROOMS = {
     "vocabulary": frozenset[str](),

@@ -20,6 +20,7 @@ from strandline.records.adapters import LoadedAdapter
 from strandline.records.control import Memory
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.weight_transfer import SentTensors, TransferGroup
 from strandline.specs import ModelSpec
 
 
@@ -155,19 +156,55 @@ class Executor(Protocol):
             level: 1: weights stay in host memory; 2: they are read again.
         """
 
-    def wake_up(self, memory: Memory) -> None:
-        """Take memory again that has been given back.
+    def wake_up(self, memory: Memory) -> bool:
+        """Take memory again that has been given back; return False if weights are to be sent again first.
 
         Raises:
             ConfigError: the weights cannot be read again.
         """
 
-    def update_weights(self, path: str) -> None:
-        """Compute with other weights of the same model, which a directory holds. No step is in flight.
+    def join_trainer(self, group: TransferGroup) -> None:
+        """Join the group in which a trainer sends weights; all ranks do.
 
         Raises:
-            ConfigError: they cannot be read, or are not the model's.
+            ConfigError: the trainer does not come, or sends nothing to this engine.
         """
+
+    def leave_trainer(self) -> None:
+        """Leave the group, if one was joined."""
+
+    def begin_weights(self) -> None:
+        """Begin to receive weights; what an unfinished update has received is forgotten.
+
+        Raises:
+            ConfigError: trainers send nothing to this engine.
+        """
+
+    def receive_weights(self, sent: Sequence[SentTensors]) -> None:
+        """Receive tensors of an update that has begun; those in use stay.
+
+        Args:
+            sent: one for all ranks of the server, or one for each.
+
+        Raises:
+            ConfigError: they do not come as announced, and the update has failed.
+        """
+
+    def prepare_weights(self, path: str | None) -> None:
+        """Read and check other weights of the same model; those in use stay.
+
+        Args:
+            path: a directory that holds them; None: those that were received.
+
+        Raises:
+            ConfigError: they cannot be read, or are not the model's. No rank uses them.
+        """
+
+    def use_prepared_weights(self) -> None:
+        """Compute with the weights that were prepared. No step is in flight."""
+
+    def drop_prepared_weights(self) -> None:
+        """Forget weights that were prepared, if any were."""
 
     def release_free_memory(self) -> None:
         """Return memory that is kept for the next step's intermediate results to the system."""

@@ -1,4 +1,4 @@
-"""The memory of a model's tensors: given back to the device or the system, taken again, and filled from another model.
+"""The memory of a model's tensors: given back to the device or the system, taken again, and paired with another's.
 
 Tensors stay the same objects, so all that refers to them stays valid. On a CPU they also stay at their addresses; on
 a GPU, memory that is taken again may be elsewhere, so captured graphs are of no use any more.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from strandline.errors import ConfigError
 from strandline.kernels.binding import Kernels
-from strandline.kernels.gemm.weights import Weight
+from strandline.kernels.gemm.weights import HalfWeight, Weight
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
@@ -28,8 +28,16 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def copy_tensors(target: nn.Module, source: nn.Module) -> None:
-    """Fill a model's tensors with those of another that was built alike.
+def can_copy(model: nn.Module) -> bool:
+    """Return whether all weights are in layouts whose memory can be filled again; those of some libraries are not."""
+    modules = list(model.modules())
+    has_opaque = any(isinstance(value, HalfWeight) for module in modules for value in vars(module).values())
+    tensors = (tensor for module in modules for tensor in _tensors_in(vars(module)))
+    return not has_opaque and all(tensor.layout is torch.strided for tensor in tensors)
+
+
+def pair_tensors(target: nn.Module, source: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return a model's tensors, each with that of another model that was built alike.
 
     Raises:
         ConfigError: one has another shape or format.
@@ -40,8 +48,7 @@ def copy_tensors(target: nn.Module, source: nn.Module) -> None:
         if [(each.shape, each.dtype) for each in old] != [(each.shape, each.dtype) for each in new]:
             raise ConfigError(f"the weights of {name} have another format than those that the engine has loaded")
         pairs += zip(old, new, strict=True)
-    for mine, given in pairs:
-        mine.copy_(given)
+    return pairs
 
 
 class TensorMemory:

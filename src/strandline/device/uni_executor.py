@@ -1,13 +1,12 @@
 """The executor that runs steps in this process."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Final, cast
+from typing import Final
 
 import torch
-from torch import nn
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -16,7 +15,7 @@ from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.graph_sizes import graph_sizes, prompt_room, verification_sizes
 from strandline.device.heap import release_free_memory
 from strandline.device.lower_stores import attach_stores, lower_device_bytes
-from strandline.device.model_memory import TensorMemory, copy_tensors, tensors_of
+from strandline.device.model_memory import TensorMemory
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
 from strandline.device.shared_copies import Copy, SharedCopies
 from strandline.device.sizing import (
@@ -29,8 +28,10 @@ from strandline.device.sizing import (
     require_determinism,
 )
 from strandline.device.transfers import Transfers
+from strandline.device.weight_changes import WeightChanges
+from strandline.device.weight_receiver import WeightReceiver
 from strandline.env import is_cache_debugged
-from strandline.errors import ConfigError, EngineError
+from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -38,9 +39,10 @@ from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.constraints import OutputConstraints
-from strandline.records.control import Memory
+from strandline.records.control import MEMORIES, Memory
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.weight_transfer import SentTensors, TransferGroup
 
 PREFAULTED_BYTES: Final = 512 * 2**20
 """Prefaulted beginning of a CPU's memory for the cache, where slots and blocks are allocated first. The system zeroes a
@@ -119,9 +121,8 @@ class UniExecutor:
         if config.enable_lora:
             self._graph_sizes += [replace(size, num_adapters=config.max_loras) for size in self._graph_sizes]
         self._arena_memory = TensorMemory([self.runner.arena.bytes])
-        self._weights_memory = TensorMemory([])
-        self._read_model: Callable[[str], LanguageModel] | None = None
-        self._weights_path, self._rereads_weights = config.model, False
+        self._given_back = set[Memory]()
+        self.weights, self._receiver = WeightChanges(self.runner, config.model), _new_receiver(config, ranks, device)
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
@@ -141,10 +142,6 @@ class UniExecutor:
             num_ranks=ranks.size,
             start_s=start_s,
         )
-
-    def read_weights_with(self, read_model: Callable[[str], LanguageModel]) -> None:
-        """Set what reads a model's weights from a directory; without, they do not change."""
-        self._read_model = read_model
 
     @cached_property
     def copies(self) -> ArenaCopies:
@@ -219,50 +216,65 @@ class UniExecutor:
         On a CPU, weights of level 1 stay where they are, which is the host's memory.
         """
         self._arena_memory.give_back(keeps=False)
-        self._weights_memory = TensorMemory(tensors_of(self._module))
-        self._weights_memory.give_back(keeps=level == 1)
-        self._rereads_weights = level > 1
+        self.weights.give_back(keeps=level == 1)
+        self._given_back.update(MEMORIES)
         self.release_free_memory()
 
-    def wake_up(self, memory: Memory) -> None:
-        """Take memory again.
+    def wake_up(self, memory: Memory) -> bool:
+        """Take memory again; return False if weights are to be sent again first.
 
         Raises:
             ConfigError: the weights cannot be read again.
         """
         if memory == "kv_cache":
             self._arena_memory.take_again()
-        else:
-            self._weights_memory.take_again()
-            if self._rereads_weights:
-                self.update_weights(self._weights_path)
-        if self.facts.device_type == "cuda":
-            self.capture_graphs()  # memory may be elsewhere now
+        elif not self.weights.take_again():
+            return False
+        self._have_again(memory)
+        return True
 
-    def update_weights(self, path: str) -> None:
-        """Compute with other weights of the same model, which a directory holds.
+    def _have_again(self, memory: Memory) -> None:
+        """Capture graphs again when all memory that was given back is there: it may be elsewhere now."""
+        if memory in self._given_back:
+            self._given_back.remove(memory)
+            if not self._given_back and self.facts.device_type == "cuda":
+                self.capture_graphs()
 
-        On a GPU they are copied into the memory of those before, so that captured graphs stay valid.
+    def join_trainer(self, group: TransferGroup) -> None:
+        """Join a trainer's group; raises a ConfigError if it does not come."""
+        self._receiver.join(group)
+
+    def leave_trainer(self) -> None:
+        """Leave the group, if one was joined."""
+        self._receiver.leave()
+
+    def begin_weights(self) -> None:
+        """Begin to receive weights; raises a ConfigError if trainers send nothing to this engine."""
+        self._receiver.begin()
+
+    def receive_weights(self, sent: Sequence[SentTensors]) -> None:
+        """Receive tensors; raises a ConfigError if they do not come as announced."""
+        self._receiver.receive(sent)
+
+    def prepare_weights(self, path: str | None) -> None:
+        """Read and check other weights of the same model; those in use stay.
+
+        Args:
+            path: a directory that holds them; None: those that were received.
 
         Raises:
             ConfigError: they cannot be read, or are not the model's.
         """
-        if self._read_model is None:
-            raise EngineError("no function reads weights")
-        model = self._read_model(path)
-        if model.spec != self.facts.spec or model.vocab_size != self.facts.vocab_size:
-            raise ConfigError(f"{path} holds another model than the one that is served")
-        self._weights_memory.take_again()
-        model.use_kernels(self.runner.kernels)
-        if self.facts.device_type == "cuda":
-            copy_tensors(self._module, cast(nn.Module, model))
-        else:
-            self.runner.use_model(model)
-        self._weights_path, self._rereads_weights = path, False
+        self.weights.prepare(self._receiver.take() if path is None else path)
 
-    @property
-    def _module(self) -> nn.Module:
-        return cast(nn.Module, self.runner.model)
+    def use_prepared_weights(self) -> None:
+        """Compute with the weights that were prepared, in the memory of those before, if it is there."""
+        self.weights.use()
+        self._have_again("weights")
+
+    def drop_prepared_weights(self) -> None:
+        """Forget weights that were prepared, if any were."""
+        self.weights.drop()
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs, unless the configuration asks for eager steps or operations need the host."""
@@ -284,7 +296,13 @@ class UniExecutor:
 
     def close(self) -> None:
         """End transfers. Memory is freed with the executor."""
+        self._receiver.leave()
         self.runner.transfers.close()
+
+
+def _new_receiver(config: EngineConfig, ranks: Ranks, device: torch.device) -> WeightReceiver:
+    rank = config.data_parallel_rank * ranks.size + ranks.rank
+    return WeightReceiver(config.weight_transfer, rank, device)
 
 
 def choose_kernels(

@@ -14,7 +14,24 @@ from strandline.device.executor import Executor
 from strandline.engine.scheduler import Scheduler
 from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import with_epoch
-from strandline.records.control import MEMORIES, Action, Memory, Pause, ResetCache, Resume, Sleep, UpdateWeights, WakeUp
+from strandline.records.control import (
+    MEMORIES,
+    Action,
+    BeginWeights,
+    DropWeights,
+    JoinTrainer,
+    LeaveTrainer,
+    Memory,
+    Pause,
+    PrepareWeights,
+    ReceiveWeights,
+    ResetCache,
+    Resume,
+    Sleep,
+    UseWeights,
+    WakeUp,
+    WeightsAction,
+)
 
 WAIT_S: Final = 0.1
 """How long to wait at a time for transfers that use the memory to be given back."""
@@ -74,22 +91,41 @@ class CoreControl:
                 if self._scheduler.running and not forced:
                     return False
                 self._drop(clears)
-            case UpdateWeights(path, clears):
-                # First: entries of weights that are gone are never hit.
-                self._drop(clears)
-                self._executor.update_weights(path)
-                self._given_back.discard("weights")
             case Sleep(level):
                 self._sleep(level)
             case WakeUp(memories):
-                self._wake_up([memory for memory in memories if memory in self._given_back])
+                return self._wake_up([memory for memory in memories if memory in self._given_back])
+            case _:
+                self._change_weights(action)
         return True
+
+    def _change_weights(self, action: WeightsAction) -> None:
+        match action:
+            case JoinTrainer(group):
+                self._executor.join_trainer(group)
+            case LeaveTrainer():
+                self._executor.leave_trainer()
+            case BeginWeights():
+                self._executor.begin_weights()
+            case ReceiveWeights(sent):
+                self._executor.receive_weights(sent)
+            case PrepareWeights(path):
+                self._executor.prepare_weights(path)
+            case UseWeights(clears):
+                # First: entries of weights that are gone are never hit.
+                self._drop(clears)
+                self._executor.use_prepared_weights()
+                self._given_back.discard("weights")
+            case DropWeights():
+                self._executor.drop_prepared_weights()
 
     def _check(self, action: Action) -> None:
         """Raise a ConfigError if the engine cannot do what is asked."""
-        if self._hands_over and not isinstance(action, Resume | Pause):
+        if self._hands_over and not isinstance(action, Resume | Pause | LeaveTrainer | DropWeights):
             raise ConfigError("an engine with --kv-transfer-config keeps its memory, its cache and its weights")
-        rereads = isinstance(action, UpdateWeights) or (isinstance(action, Sleep) and action.level > 1)
+        rereads = isinstance(action, JoinTrainer | BeginWeights | PrepareWeights) or (
+            isinstance(action, Sleep) and action.level > 1
+        )
         if rereads and not self._executor.facts.changes_weights:
             raise ConfigError(
                 "weights are read again, as sleep of level 2 does on waking, only in engines without --enable-lora "
@@ -115,10 +151,12 @@ class CoreControl:
         self._executor.sleep(level)
         self._given_back.update(MEMORIES)
 
-    def _wake_up(self, memories: list[Memory]) -> None:
+    def _wake_up(self, memories: list[Memory]) -> bool:
+        """Take memory again; return whether all of it is there."""
         for memory in memories:
-            self._executor.wake_up(memory)
-            self._given_back.discard(memory)
+            if self._executor.wake_up(memory):
+                self._given_back.discard(memory)
+        return self._given_back.isdisjoint(memories)
 
     def _finish_transfers(self) -> None:
         """Carry out the cache's actions, and wait for transfers that use the device's memory."""

@@ -20,7 +20,7 @@ from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import RefusedPictures, new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
 from strandline.records.cache_questions import CacheQuestion
-from strandline.records.control import MEMORIES, Action, Memory, ResetCache, Sleep, UpdateWeights, WakeUp
+from strandline.records.control import MEMORIES, Action, Memory, PrepareWeights, ResetCache, Sleep, UseWeights, WakeUp
 from strandline.records.outputs import RequestOutput
 from strandline.records.pictures import Picture, PlacedPicture, place_pictures, with_virtual_ids
 from strandline.records.sampling_params import SamplingParams
@@ -325,7 +325,8 @@ class LLM:
         Raises:
             ConfigError: they cannot be read, or are another model's. The weights are as before.
         """
-        self._clear(lambda epoch: UpdateWeights(model_path, epoch))
+        self.engine.core.control.apply(PrepareWeights(model_path))
+        self._clear(UseWeights)
 
     def _clear(self, action_of: Callable[[str], Action]) -> bool:
         """Do what begins a new epoch; where it is refused, the old one goes on."""

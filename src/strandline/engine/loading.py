@@ -1,11 +1,13 @@
 """Loads a model and builds an engine around it."""
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
 import torch
+from torch import Tensor
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -28,7 +30,7 @@ from strandline.engine.engine import Engine
 from strandline.engine.model_identity import disk_cache_weights
 from strandline.engine.mp_executor import MpExecutor
 from strandline.errors import ConfigError
-from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
+from strandline.kernels.gemm.weights import DenseWeight, Layout, lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import read_model_config
 from strandline.models.adapter_slots import SlotSizes
@@ -131,7 +133,8 @@ def load_uni_executor(
         adapter=None if lora is None else read_adapter(Path(lora.path)),
         adapter_slots=choose_adapter_slots(config),
     )
-    complete = partial(_complete, drafter=drafter, config=config, device=device, is_widened=choice.is_widened)
+    layout = lay_out_in_half if choice.is_widened else lay_out
+    complete = partial(_complete, drafter=drafter, config=config, device=device, layout=layout)
     model = complete(load(directory, load_format=config.load_format))
     notes = [unused_note(model.weights_report)] if shard.is_first else []
     if storage.keeps_quantized:
@@ -151,8 +154,21 @@ def load_uni_executor(
         weights_s=weights_s,
         progress=progress,
     )
-    executor.read_weights_with(lambda path: complete(load(find_model(path), load_format=_format_of(path, config))))
+    if device.type != "cpu":  # into the host's memory, in the GPU's layout
+        host = torch.device("cpu")
+        load, complete = partial(load, device=host), partial(complete, device=host, layout=DenseWeight)
+    executor.weights.read_with(lambda source: complete(_load_other(source, load, config)))
     return executor
+
+
+def _load_other(
+    source: str | Mapping[str, Tensor], load: Callable[..., LoadedModel], config: EngineConfig
+) -> LoadedModel:
+    """Load other weights of a model: those in a directory, or published tensors."""
+    if not isinstance(source, str):
+        return load(find_model(config.model), load_format="auto", tensors=source)
+    # Random weights stand for the model's own alone.
+    return load(find_model(source), load_format=config.load_format if source == config.model else "auto")
 
 
 def _complete(
@@ -160,26 +176,16 @@ def _complete(
     drafter: DrafterConfig | None,
     config: EngineConfig,
     device: torch.device,
-    *,
-    is_widened: bool,
+    layout: Layout,
 ) -> LoadedModel:
-    """Load a drafter that has its own files, limit what is drafted, and lay out the weights.
-
-    Args:
-        is_widened: whether the model computes in a wider dtype than the published one.
-    """
+    """Load a drafter that has its own files, limit what is drafted, and lay out the weights."""
     if drafter is not None:
         kv_cache_dtype = choose_kv_cache_dtype(config, device)
         load_drafter(cast(CausalLM, model), drafter, device, config.load_format, config.seed, kv_cache_dtype)
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
-    model.lay_out(lay_out_in_half if is_widened else lay_out)
+    model.lay_out(layout)
     return model
-
-
-def _format_of(path: str, config: EngineConfig) -> str:
-    """Return the load format of a directory with other weights: random ones stand for the model's own alone."""
-    return config.load_format if path == config.model else "auto"
 
 
 def choose_drafter(config: EngineConfig) -> DrafterConfig | None:

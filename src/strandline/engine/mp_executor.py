@@ -22,6 +22,7 @@ from strandline.records.adapters import LoadedAdapter
 from strandline.records.control import Memory
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
+from strandline.records.weight_transfer import SentTensors, TransferGroup
 
 STEP_TIMEOUT_S: Final = 300.0
 """How long a step may take: more than the compilation of its kernels."""
@@ -179,13 +180,37 @@ class MpExecutor:
         """Have the workers give their memory back."""
         self._call("sleep", level)
 
-    def wake_up(self, memory: Memory) -> None:
-        """Have the workers take memory again; raises as ``Executor.wake_up``."""
-        self._call("wake_up", memory)
+    def wake_up(self, memory: Memory) -> bool:
+        """Have the workers take memory again; returns and raises as ``Executor.wake_up``."""
+        return all(self._workers.results(self._begin("wake_up", memory)))  # however long files take
 
-    def update_weights(self, path: str) -> None:
-        """Have the workers read other weights; raises as ``Executor.update_weights``."""
-        self._workers.results(self._begin("update_weights", path))  # however long the files take
+    def join_trainer(self, group: TransferGroup) -> None:
+        """Have the workers join a trainer's group; raises as ``Executor.join_trainer``."""
+        self._workers.results(self._begin("join_trainer", group))
+
+    def leave_trainer(self) -> None:
+        """Have the workers leave the group."""
+        self._call("leave_trainer")
+
+    def begin_weights(self) -> None:
+        """Have the workers begin to receive weights; raises as ``Executor.begin_weights``."""
+        self._call("begin_weights")
+
+    def receive_weights(self, sent: Sequence[SentTensors]) -> None:
+        """Have the workers receive tensors; raises as ``Executor.receive_weights``."""
+        self._workers.results(self._begin("receive_weights", sent))  # however many there are
+
+    def prepare_weights(self, path: str | None) -> None:
+        """Have the workers read other weights; raises as ``Executor.prepare_weights``."""
+        self._workers.results(self._begin("prepare_weights", path))  # however long the files take
+
+    def use_prepared_weights(self) -> None:
+        """Have the workers use them."""
+        self._call("use_prepared_weights")
+
+    def drop_prepared_weights(self) -> None:
+        """Have the workers forget them."""
+        self._call("drop_prepared_weights")
 
     def release_free_memory(self) -> None:
         """Return the workers' free memory to the system."""

@@ -34,6 +34,7 @@ from strandline.models.storage.formats import WeightFormat, find_weights, read_f
 from strandline.models.storage.low_rank import LowRank, MergedWeight, is_matrix
 from strandline.models.storage.published import Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
+from strandline.models.storage.received_tensors import received_file
 from strandline.models.storage.recipe import choose_schemes
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
 from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat, base_of
@@ -94,6 +95,7 @@ def load_model(
     pictures: PictureConfig | None = None,
     adapter: AdapterFiles | None = None,
     adapter_slots: SlotSizes | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -112,6 +114,7 @@ def load_model(
         pictures: load the vision tower, too, which encodes pictures prepared in this way; None: the model serves text.
         adapter: is merged into the weights; those that it changes are dequantised.
         adapter_slots: memory for adapters that requests name; None: none.
+        tensors: published tensors by their names, to load instead of those in files.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -137,9 +140,9 @@ def load_model(
         fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
-        model.weights_report = _fill_from_files(
-            model, Path(path), formats, rounded_to, device if keeps_quantized else None, adapter, progress=progress
-        )
+        source = Path(path) if tensors is None else tensors
+        kept_device = device if keeps_quantized else None
+        model.weights_report = _fill(model, source, formats, rounded_to, kept_device, adapter, progress=progress)
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
     filled: LoadedModel = model.eval()
@@ -215,9 +218,9 @@ def published_dtype(config: ModelConfig) -> torch.dtype:
     return dtype
 
 
-def _fill_from_files(
+def _fill(
     model: Any,
-    directory: Path,
+    source: Path | Mapping[str, Tensor],
     formats: tuple[WeightFormat, ...],
     rounded_to: torch.dtype | None,
     kept_device: torch.device | str | None,
@@ -227,12 +230,12 @@ def _fill_from_files(
 ) -> WeightsReport:
     """Fill a model; ``kept_device`` is where matrices without memory go, None where there are none."""
     with ExitStack() as stack:
-        files = open_files(directory, stack)
+        files = open_files(source, stack) if isinstance(source, Path) else [received_file(source)]
         own_names = text_names(name for file in files for name in file.names())
         files = [file.renamed(own_names) for file in files]
         holders = {name: file for file in files for name in file.names()}
         quantized = find_weights(formats, holders)
-        skipped = _account_for_names(model, directory, holders, quantized, own_names)
+        skipped = _account_for_names(model, files[0].path.parent, holders, quantized, own_names)
         targets = dict(model.targets(_names(holders, quantized)))
         plain = {name: PlainWeight(name, holders[name]) for name in targets if name not in quantized}
         weights: dict[str, PublishedWeight] = {name: plain.get(name) or quantized[name][1] for name in targets}
@@ -246,12 +249,13 @@ def _fill_from_files(
         by_tensor = {weight.tensors[0]: name for name, weight in weights.items()}
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
             for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
-                _fill(name, weights[name], targets[name], storage, rounded_to)
+                _fill_one(name, weights[name], targets[name], storage, rounded_to)
         if storage is not None:
             storage.finish()
     used = {name for name in quantized if name in targets and targets[name].pieces}
     num_kept = 0 if storage is None else len(storage.kept & used)
-    return WeightsReport(len(targets), len(used), skipped, num_kept, tuple(list_unread(directory)))
+    unread = list_unread(source) if isinstance(source, Path) else []
+    return WeightsReport(len(targets), len(used), skipped, num_kept, tuple(unread))
 
 
 def _names(holders: Holders, quantized: QuantizedWeights) -> frozenset[str]:
@@ -319,7 +323,7 @@ def _new_storage(
     return QuantizedStorage(model, targets, found, stored, device)
 
 
-def _fill(
+def _fill_one(
     name: str,
     weight: PublishedWeight,
     target: Target,

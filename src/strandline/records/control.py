@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from strandline.records.weight_transfer import SentTensors, TransferGroup
+
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of unfinished requests: they are ended, finished first, or frozen."""
 Memory = Literal["weights", "kv_cache"]
@@ -43,12 +45,44 @@ class WakeUp(msgspec.Struct, tag=True, frozen=True):
     memories: tuple[Memory, ...]
 
 
-class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Compute with the weights in a directory from now on, also what unfinished requests have computed."""
+class JoinTrainer(msgspec.Struct, tag=True, frozen=True):
+    """Join the group in which a trainer sends weights."""
 
-    path: str
+    group: TransferGroup
+
+
+class LeaveTrainer(msgspec.Struct, tag=True, frozen=True):
+    """Leave that group."""
+
+
+class BeginWeights(msgspec.Struct, tag=True, frozen=True):
+    """Begin to receive weights."""
+
+
+class ReceiveWeights(msgspec.Struct, tag=True, frozen=True):
+    """Receive tensors; the weights in use stay."""
+
+    sent: tuple[SentTensors, ...]
+    """One for all ranks of the server, or one for each."""
+
+
+class PrepareWeights(msgspec.Struct, tag=True, frozen=True):
+    """Read and check other weights; those in use stay."""
+
+    path: str | None
+    """A directory that holds them; None: those that were received."""
+
+
+class UseWeights(msgspec.Struct, tag=True, frozen=True):
+    """Compute with the prepared weights from now on, also what unfinished requests have computed."""
+
     clears: str
     """As of ``Pause``."""
 
 
-Action = Pause | Resume | ResetCache | Sleep | WakeUp | UpdateWeights
+class DropWeights(msgspec.Struct, tag=True, frozen=True):
+    """Forget the prepared weights."""
+
+
+WeightsAction = JoinTrainer | LeaveTrainer | BeginWeights | ReceiveWeights | PrepareWeights | UseWeights | DropWeights
+Action = Pause | Resume | ResetCache | Sleep | WakeUp | WeightsAction

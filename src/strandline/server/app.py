@@ -64,7 +64,7 @@ def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
     add_operation(app, service, options.flags)
     add_cache_page(app, service, options.cache_page)
     if options.has_admin:
-        add_admin(app, service.client)
+        add_admin(app, service.client, options.num_ranks)
     add_error_handlers(app)
     # What is added last comes first.
     app.add_middleware(StreamPings, interval_s=options.ping_interval_s)

@@ -29,5 +29,7 @@ class AppOptions:
     """Whether requests continue the traces that their headers name."""
     has_admin: bool = False
     """Whether there are endpoints that pause and change the engines."""
+    num_ranks: int = 1
+    """Ranks of each engine."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, as ``/server_info`` shows it: without secrets."""

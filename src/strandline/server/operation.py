@@ -58,7 +58,8 @@ def add_operation(app: FastAPI, service: Service, flags: Mapping[str, Any]) -> N
             for engine in service.client.engines
         ]
         names = [*service.model_names, *(adapter.name for adapter in service.adapters)]
-        return json_response({**shown, "models": names, "engines": engines, "flags": flags})
+        of_vllm = {"weight_transfer_config": flags.get("weight_transfer_config")}  # which TRL asks for
+        return json_response({**shown, "models": names, "engines": engines, "flags": flags, "vllm_config": of_vllm})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -27,7 +27,8 @@ FLAGS = [
     "--reasoning-field", "--reasoning-parser", "--remembered-answers", "--request-timeout-s", "--response-store",
     "--restart", "--salt-per-key", "--scheduling-policy", "--seed", "--served-model-name", "--snapshot-dtype",
     "--speculative-config", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile",
-    "--stream-ping-interval-s", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser", "-dp", "-tp",
+    "--stream-ping-interval-s", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser",
+    "--weight-transfer-config", "-dp", "-tp",
 ]  # fmt: skip
 
 OF_VLLM = {
@@ -42,6 +43,7 @@ OF_VLLM = {
     "--data-parallel-size": "2", "--allowed-origins": '["https://app.example"]', "--allowed-methods": '["POST"]',
     "--allowed-headers": '["Authorization"]',
     "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
+    "--weight-transfer-config": '{"backend": "nccl"}',
     "--kv-transfer-config": '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "10.0.0.1"}',
     "--reasoning-config": '{"reasoning_start_str": "<think>", "reasoning_end_str": "So.</think>"}',
     "--otlp-traces-endpoint": "http://127.0.0.1:4317",

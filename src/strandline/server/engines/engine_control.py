@@ -8,13 +8,19 @@ from strandline.errors import RequestError
 from strandline.records.control import (
     MEMORIES,
     Action,
+    BeginWeights,
+    DropWeights,
+    JoinTrainer,
+    LeaveTrainer,
     Memory,
     Pause,
     PauseMode,
+    PrepareWeights,
+    ReceiveWeights,
     ResetCache,
     Resume,
     Sleep,
-    UpdateWeights,
+    UseWeights,
     WakeUp,
 )
 from strandline.server.engines.engine_client import EngineClient
@@ -92,17 +98,29 @@ class EngineControl:
         """Take memory again; when all of it is there, run steps again."""
         async with self._turn:
             wanted = tuple(memory for memory in MEMORIES if memory in memories)
-            await self._apply(WakeUp(wanted))
-            self._given_back.difference_update(wanted)
+            if all(await self._apply(WakeUp(wanted))):
+                self._given_back.difference_update(wanted)
             if self._given_back:
                 self._refuse()
             else:
                 await self._resume()
 
-    async def update_weights(self, path: str, version: str, *, aborts: bool, stays_paused: bool) -> int:
-        """Have all engines compute with the weights in a directory; return how many requests go on with them.
+    async def exchange_weights(self, action: JoinTrainer | LeaveTrainer | BeginWeights | ReceiveWeights) -> None:
+        """Have all engines take part in what a trainer does; the weights in use stay.
+
+        Raises:
+            RequestError: the trainer does not do what it says, or no trainer is expected.
+        """
+        async with self._turn:
+            await self._apply(action)
+
+    async def update_weights(
+        self, path: str | None, version: str, *, aborts: bool = False, stays_paused: bool = False
+    ) -> int:
+        """Have all engines compute with other weights; return how many requests go on with them.
 
         Args:
+            path: a directory that holds them; None: those that were received.
             aborts: end unfinished requests; else they are computed anew, with what they have generated so far.
             stays_paused: run no step until ``resume``.
 
@@ -113,7 +131,12 @@ class EngineControl:
             was_stopped, refusal = self.is_paused or self.is_sleeping, self._client.refusal
             await self._pause("abort" if aborts else "keep", clears=False)
             try:
-                await self._apply(UpdateWeights(path, self._client.epoch.begin()))
+                try:
+                    await self._apply(PrepareWeights(path))
+                except RequestError:
+                    await self._apply(DropWeights())  # where they could be read
+                    raise
+                await self._apply(UseWeights(self._client.epoch.begin()))
                 self._given_back.discard("weights")
                 self._client.name_weights(version)
             finally:

@@ -35,6 +35,8 @@ from strandline.records.messages import (
 ANSWER_TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 120.0
 """Time for an adapter, which is read between two steps."""
+CONTROL_TIMEOUT_S: Final = 600.0
+"""Time for weights, which may take minutes to read or to receive."""
 MAX_SENT_PICTURES: Final = 16_384
 """Pictures that an engine is taken to have: what it evicts, it asks for."""
 STATS_TIMEOUT_S: Final = 2.0
@@ -221,7 +223,7 @@ class EngineLink:
         Raises:
             RequestError: it cannot be done; else as ``ask_stats``.
         """
-        result: bool | str = await self._ask(lambda number: Control(number, action), LOAD_TIMEOUT_S)
+        result: bool | str = await self._ask(lambda number: Control(number, action), CONTROL_TIMEOUT_S)
         if isinstance(result, str):
             raise RequestError(result)
         return result

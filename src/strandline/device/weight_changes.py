@@ -1,0 +1,104 @@
+"""The weights of a model that is served: their memory is given back, and others of the same model replace them.
+
+Other weights are read, or received from a trainer, and checked as a whole while those in use stay; only then are they
+copied into the memory of the former. So a change that fails half-way changes nothing, and captured graphs stay valid.
+On a GPU they are read into the host's memory: next to the cache, the GPU has no room for them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from torch import Tensor, nn
+
+from strandline.device.model_memory import TensorMemory, can_copy, pair_tensors, tensors_of
+from strandline.device.runner import Runner
+from strandline.errors import ConfigError, EngineError
+from strandline.models.layers.protocol import LanguageModel
+
+ReadModel = Callable[[str | Mapping[str, Tensor]], LanguageModel]
+"""Builds a model with the weights in a directory, or with published tensors by their names."""
+
+
+class WeightChanges:
+    """Changes of the weights of a runner's model.
+
+    Args:
+        path: the directory that its weights were read from.
+    """
+
+    def __init__(self, runner: Runner, path: str) -> None:
+        self._runner = runner
+        self._path: str | None = path
+        """None: they were received."""
+        self._read_model: ReadModel | None = None
+        self._prepared: tuple[LanguageModel, str | None] | None = None
+        self._memory = TensorMemory([])
+        self._is_lost = False
+        """Whether the memory was given back without its contents."""
+
+    def read_with(self, read_model: ReadModel) -> None:
+        """Set what reads weights; without, they do not change."""
+        self._read_model = read_model
+
+    def prepare(self, source: str | Mapping[str, Tensor]) -> None:
+        """Read and check the weights that ``use`` then computes with.
+
+        Raises:
+            ConfigError: they cannot be read, or are not the model's.
+        """
+        if self._read_model is None:
+            raise EngineError("no function reads weights")
+        self.drop()
+        model, path = self._read_model(source), source if isinstance(source, str) else None
+        spec, ours = model.spec, self._runner.model
+        if spec != ours.spec or model.vocab_size != ours.vocab_size:
+            raise ConfigError(f"{path or 'what was sent'} is another model than the one that is served")
+        model.use_kernels(self._runner.kernels)
+        if can_copy(self._module):
+            pair_tensors(self._module, cast(nn.Module, model))
+        self._prepared = model, path
+
+    def use(self) -> None:
+        """Compute with the weights that ``prepare`` has read. No step is in flight."""
+        if self._prepared is None:
+            raise EngineError("no weights were prepared")
+        model, self._path = self._prepared
+        self._memory.take_again()
+        if can_copy(self._module):
+            for mine, other in pair_tensors(self._module, cast(nn.Module, model)):
+                mine.copy_(other)
+        else:
+            self._runner.use_model(model)
+        self._is_lost = False
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what ``prepare`` has read."""
+        self._prepared = None
+
+    def give_back(self, *, keeps: bool) -> None:
+        """Give the memory of the weights back.
+
+        Args:
+            keeps: keep them in the host's memory, where a CPU's weights are already.
+        """
+        self._memory = TensorMemory(tensors_of(self._module))
+        self._memory.give_back(keeps=keeps)
+        self._is_lost = not keeps
+
+    def take_again(self) -> bool:
+        """Take the memory again, with the weights; return whether they are there: lost ones may have been received.
+
+        Raises:
+            ConfigError: they cannot be read again.
+        """
+        if not self._is_lost:
+            self._memory.take_again()
+        elif self._path is not None:
+            self.prepare(self._path)
+            self.use()
+        return not self._is_lost
+
+    @property
+    def _module(self) -> nn.Module:
+        return cast(nn.Module, self._runner.model)

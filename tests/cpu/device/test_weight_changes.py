@@ -1,0 +1,45 @@
+"""Weights that are copied into the memory of others: nothing of the old ones stays, and no address changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strandline.device.model_memory import can_copy, pair_tensors, tensors_of
+from strandline.kernels.gemm.weights import lay_out
+from strandline.models.weights import load_model
+from tests.cpu.models import families
+from tests.cpu.models.driver import Driver, Part, Running
+
+
+def random_model(directory: Path, seed: int) -> Any:
+    model = load_model(directory, dtype=torch.float32, load_format="dummy", seed=seed)
+    model.lay_out(lay_out)
+    return model
+
+
+def logits(driver: Driver) -> Tensor:
+    """Return logits of a prompt and of a token after it."""
+    tokens, sequence = families.prompt(71), Running()
+    (prefilled,), _ = driver.step([Part(sequence, tokens[:-1])])
+    (decoded,), _ = driver.step([Part(sequence, tokens[-1:])])
+    return torch.cat((prefilled, decoded))
+
+
+def addresses(model: nn.Module) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors_of(model)]
+
+
+@pytest.mark.parametrize("name", list(families.CONFIGS))
+def test_copied_weights_compute_as_their_own_model(name: str, tmp_path: Path) -> None:
+    directory = families.save(name, tmp_path)
+    old, new = random_model(directory, 1), random_model(directory, 2)
+    driver, expected, before = Driver(old), logits(Driver(new)), addresses(old)
+    assert not torch.equal(logits(driver), expected)
+    assert can_copy(old)
+    for mine, other in pair_tensors(old, new):
+        mine.copy_(other)
+    assert torch.equal(logits(driver), expected)
+    assert addresses(old) == before
