@@ -24,6 +24,7 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
 POD = yaml.safe_load((DEPLOY / "kubernetes/single/statefulset.yaml").read_text())["spec"]["template"]["spec"]
 SERVER = POD["containers"][0]
 COMPOSE = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())
+UNIT = (DEPLOY / "systemd/strandline.service").read_text()
 CONTAINERFILE = (DEPLOY / "container/Containerfile").read_text()
 
 
@@ -41,8 +42,7 @@ def values(node: Any, key: str) -> Iterator[Any]:
 
 
 def test_flags_exist() -> None:
-    unit = (DEPLOY / "systemd/strandline.service").read_text()
-    [command] = re.findall("^ExecStart=(.*)$", unit, re.MULTILINE)
+    [command] = re.findall("^ExecStart=(.*)$", UNIT, re.MULTILINE)
     start = (DEPLOY / "container/start").read_text()
     patches = re.findall(r"value: (--\S+)\}", (DEPLOY / "kubernetes/data-parallel/kustomization.yaml").read_text())
     used = flags_of([*SERVER["args"], *COMPOSE["services"]["strandline"]["command"], *patches])
@@ -65,10 +65,22 @@ def test_probes_ask_an_endpoint_that_needs_no_key() -> None:
     assert readiness <= 15 < 60 <= liveness
 
 
-def test_grace_period_covers_the_drain() -> None:
-    options = build_parser().parse_args(["serve", *SERVER["args"]])
+def drain_s(arguments: list[str]) -> float:
+    """Return how long a server with these arguments takes to stop, at most."""
+    limit_s = build_parser().parse_args(["serve", *arguments]).request_timeout_s
+    assert limit_s is not None
+    return float(limit_s) + FLUSH_S
+
+
+def test_grace_periods_cover_the_drain() -> None:
     pre_stop_s = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert POD["terminationGracePeriodSeconds"] >= pre_stop_s + options.request_timeout_s + FLUSH_S
+    assert POD["terminationGracePeriodSeconds"] >= pre_stop_s + drain_s(SERVER["args"])
+    service = COMPOSE["services"]["strandline"]
+    grace_s = int(service["stop_grace_period"].removesuffix("s"))
+    assert grace_s >= drain_s([each.replace("${DISK_CACHE_SIZE:-20GiB}", "20GiB") for each in service["command"]])
+    [command] = re.findall("^ExecStart=.* serve (.*)$", UNIT, re.MULTILINE)
+    [stop_s] = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
+    assert int(stop_s) >= drain_s(command.replace("$MODEL", "demo").replace("$FLAGS", "").split())
 
 
 def test_only_volumes_are_written_to() -> None:
@@ -86,9 +98,8 @@ def test_only_volumes_are_written_to() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_unit_is_valid(tmp_path: Path) -> None:
     unit = tmp_path / "strandline.service"
-    text = (DEPLOY / "systemd/strandline.service").read_text()
     # That the command exists is checked, too.
-    unit.write_text(text.replace("/opt/strandline/bin/strandline", sys.executable))
+    unit.write_text(UNIT.replace("/opt/strandline/bin/strandline", sys.executable))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
