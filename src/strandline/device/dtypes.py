@@ -160,7 +160,7 @@ def kept_note(report: WeightsReport) -> str | None:
 
     Which weights these are is in docs/quantization.md.
     """
-    num_dequantized = report.num_quantized - report.num_kept
+    num_dequantized = report.num_quantized - len(report.kept)
     if not num_dequantized:
         return None
     return (

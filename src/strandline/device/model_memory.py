@@ -44,7 +44,7 @@ def pair_tensors(target: nn.Module, source: nn.Module) -> list[tuple[Tensor, Ten
     """
     pairs = list[tuple[Tensor, Tensor]]()
     for (name, ours), theirs in zip(target.named_modules(), source.modules(), strict=True):
-        old, new = list(_tensors_in(vars(ours))), list(_tensors_in(vars(theirs)))
+        old, new = (list(map(_unrepeated, _tensors_in(vars(module)))) for module in (ours, theirs))
         if [(each.shape, each.dtype) for each in old] != [(each.shape, each.dtype) for each in new]:
             raise ConfigError(f"the weights of {name} have another format than those that the engine has loaded")
         pairs += zip(old, new, strict=True)
@@ -105,6 +105,14 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type | Kernels):
         for field in fields(value):
             yield from _tensors_in(getattr(value, field.name))
+
+
+def _unrepeated(tensor: Tensor) -> Tensor:
+    """Return a tensor without the dimensions in which one element stands for all, as a scale of whole rows does."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -157,6 +157,7 @@ def load_uni_executor(
     if device.type != "cpu":  # into the host's memory, in the GPU's layout
         host = torch.device("cpu")
         load, complete = partial(load, device=host), partial(complete, device=host, layout=DenseWeight)
+    load = partial(load, quantized_as=model.weights_report.kept)
     executor.weights.read_with(lambda source: complete(_load_other(source, load, config)))
     return executor
 

@@ -30,15 +30,17 @@ from strandline.models.layers.targets import Target
 from strandline.models.registry import builder_for
 from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
+from strandline.models.storage.conversion import quantized_like
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
 from strandline.models.storage.low_rank import LowRank, MergedWeight, is_matrix
-from strandline.models.storage.published import Holders, PlainWeight, PublishedWeight
+from strandline.models.storage.published import STORED_DTYPES, Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
+from strandline.models.storage.quantizers import quantizer_of
 from strandline.models.storage.received_tensors import received_file
 from strandline.models.storage.recipe import choose_schemes
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
 from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat, base_of
-from strandline.models.storage.weights_files import list_unread, open_files
+from strandline.models.storage.weights_files import WeightsFile, list_unread, open_files
 from strandline.models.vision.tower import VISUAL
 from strandline.picture_config import PictureConfig
 
@@ -47,6 +49,9 @@ MAX_HOST_ELEMENTS = 2**22
 
 QuantizedWeights = Mapping[str, tuple[int, PublishedWeight]]
 """Quantised weights in files, by their names as if they were not, each with the index of its format."""
+
+SENT = "what was sent"
+"""Where tensors come from that are in no file."""
 
 MAX_NAMES = 5
 """Maximum number of tensors listed in an error; further ones are counted."""
@@ -58,11 +63,11 @@ class WeightsReport:
 
     num_tensors: int = 0
     num_quantized: int = 0
-    """Weights that are published in FP8 or 4 bits, and used here; they were dequantised but for ``num_kept``."""
+    """Weights that are published in FP8 or 4 bits, and used here; they were dequantised but for those ``kept``."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of tensors that were recognised and skipped, by what they belong to (``published_names.py``)."""
-    num_kept: int = 0
-    """Quantised weights that stay so."""
+    kept: Mapping[str, int] = field(default_factory=dict)
+    """Quantised weights that stay so, each with the index of its format."""
     unread: tuple[str, ...] = ()
     """Names of safetensors files that are not the model's."""
 
@@ -96,6 +101,7 @@ def load_model(
     adapter: AdapterFiles | None = None,
     adapter_slots: SlotSizes | None = None,
     tensors: Mapping[str, Tensor] | None = None,
+    quantized_as: Mapping[str, int] | None = None,
 ) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -115,6 +121,8 @@ def load_model(
         adapter: is merged into the weights; those that it changes are dequantised.
         adapter_slots: memory for adapters that requests name; None: none.
         tensors: published tensors by their names, to load instead of those in files.
+        quantized_as: weights to convert if they are not quantised, as ``WeightsReport.kept`` of another model names
+            them; unless all are dequantised.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -142,7 +150,10 @@ def load_model(
     elif load_format in ("auto", "safetensors"):
         source = Path(path) if tensors is None else tensors
         kept_device = device if keeps_quantized else None
-        model.weights_report = _fill(model, source, formats, rounded_to, kept_device, adapter, progress=progress)
+        wanted = quantized_as if keeps_quantized and quantized_as else {}
+        model.weights_report = _fill(
+            model, source, formats, rounded_to, kept_device, adapter, wanted, progress=progress
+        )
     else:
         raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
     filled: LoadedModel = model.eval()
@@ -225,6 +236,7 @@ def _fill(
     rounded_to: torch.dtype | None,
     kept_device: torch.device | str | None,
     adapter: AdapterFiles | None,
+    quantized_as: Mapping[str, int],
     *,
     progress: bool,
 ) -> WeightsReport:
@@ -232,10 +244,12 @@ def _fill(
     with ExitStack() as stack:
         files = open_files(source, stack) if isinstance(source, Path) else [received_file(source)]
         own_names = text_names(name for file in files for name in file.names())
-        files = [file.renamed(own_names) for file in files]
+        files = _quantized([file.renamed(own_names) for file in files], formats, quantized_as)
         holders = {name: file for file in files for name in file.names()}
         quantized = find_weights(formats, holders)
-        skipped = _account_for_names(model, files[0].path.parent, holders, quantized, own_names)
+        skipped = _account_for_names(
+            model, str(source) if isinstance(source, Path) else SENT, holders, quantized, own_names
+        )
         targets = dict(model.targets(_names(holders, quantized)))
         plain = {name: PlainWeight(name, holders[name]) for name in targets if name not in quantized}
         weights: dict[str, PublishedWeight] = {name: plain.get(name) or quantized[name][1] for name in targets}
@@ -253,9 +267,27 @@ def _fill(
         if storage is not None:
             storage.finish()
     used = {name for name in quantized if name in targets and targets[name].pieces}
-    num_kept = 0 if storage is None else len(storage.kept & used)
+    kept = {} if storage is None else {name: quantized[name][0] for name in sorted(storage.kept & used)}
     unread = list_unread(source) if isinstance(source, Path) else []
-    return WeightsReport(len(targets), len(used), skipped, num_kept, tuple(unread))
+    return WeightsReport(len(targets), len(used), skipped, kept, tuple(unread))
+
+
+def _quantized(
+    files: list[WeightsFile], formats: tuple[WeightFormat, ...], quantized_as: Mapping[str, int]
+) -> list[WeightsFile]:
+    """Return files in which weights are quantised as those of the same names in another model.
+
+    Raises:
+        WeightsError: nothing converts them to its format.
+    """
+    holders = {name: file for file in files for name in file.names()}
+    quantizers = {name: quantizer_of(formats[index].scheme) for name, index in quantized_as.items()}
+    for name, quantizer in quantizers.items():
+        if quantizer is None and name in holders and holders[name].dtype(name) in STORED_DTYPES:
+            scheme = formats[quantized_as[name]].scheme
+            raise WeightsError(f"{name} is not quantised, and nothing converts it to the model's format: {scheme}")
+    tensors, replaced = quantized_like(holders, {name: each for name, each in quantizers.items() if each is not None})
+    return [received_file(tensors), *(file.without(replaced) for file in files)] if tensors else files
 
 
 def _names(holders: Holders, quantized: QuantizedWeights) -> frozenset[str]:
@@ -265,7 +297,7 @@ def _names(holders: Holders, quantized: QuantizedWeights) -> frozenset[str]:
 
 
 def _account_for_names(
-    model: Any, directory: Path, holders: Holders, quantized: QuantizedWeights, own_names: Mapping[str, str]
+    model: Any, origin: str, holders: Holders, quantized: QuantizedWeights, own_names: Mapping[str, str]
 ) -> dict[str, int]:
     """Return how many tensors are skipped, by what they belong to; set the model's scales of keys and values.
 
@@ -278,7 +310,7 @@ def _account_for_names(
     empty_biases = {name for name in names - targets.keys() if _is_empty_bias(name, quantized, holders)}
     known = {*targets, *parts, *empty_biases, *_set_kv_scales(model, holders, prefixes)}
     unused = _find_unused(names - known, holders, prefixes)
-    _check_names(directory, names.difference(unused), targets, known, own_names)
+    _check_names(origin, names.difference(unused), targets, known, own_names)
     return dict(Counter(unused.values()))
 
 
@@ -388,7 +420,7 @@ def _set_kv_scales(model: LoadableModel, holders: Holders, skipped_prefixes: tup
 
 
 def _check_names(
-    directory: Path,
+    origin: str,
     names: frozenset[str],
     targets: Mapping[str, Target],
     known: Collection[str],
@@ -405,7 +437,7 @@ def _check_names(
     if unexpected:
         faults.append(f"{first_names(unexpected)} not known to this architecture")
     if faults:
-        raise WeightsError(f"{directory}: {'; '.join(faults)}")
+        raise WeightsError(f"{origin}: {'; '.join(faults)}")
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ Shape suffixes: N rows, K columns.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -155,6 +155,34 @@ def _make_directory(path: Path) -> None:
             raise ConfigError(f"{path} is not empty; name a new directory")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written to: {error}") from error
+
+
+def quantized_like(holders: Holders, quantizers: Mapping[str, Quantizer]) -> tuple[dict[str, Tensor], set[str]]:
+    """Convert weights to the formats that weights of the same names have in another model.
+
+    Args:
+        holders: weights that are quantised already are left out.
+        quantizers: by the names of such weights, those of one expert each.
+
+    Returns:
+        The tensors that are published instead, and the names of those that they replace.
+
+    Raises:
+        WeightsError: a weight is not a finite number, or has inputs that its format does not allow.
+    """
+    found, replaced = dict[str, Tensor](), set[str]()
+    for name, file in holders.items():
+        fused = FUSED_EXPERTS.fullmatch(name)
+        expert = f"{fused[1]}.0.{fused[2].replace('gate_up', 'up')}.weight" if fused else name
+        quantizer = quantizers.get(name) or quantizers.get(expert)
+        if quantizer is None or file.dtype(name) not in STORED_DTYPES:
+            continue
+        shape = file.shape(name)
+        if shape[-1] % quantizer.multiple:
+            raise WeightsError(f"{name} has {shape[-1]} inputs; its format asks for a multiple of {quantizer.multiple}")
+        found.update(_Conversion(quantizer, holders, ConversionReport()).converted(name))
+        replaced.add(name)
+    return found, replaced
 
 
 @dataclass(frozen=True, slots=True)

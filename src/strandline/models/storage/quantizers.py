@@ -15,7 +15,7 @@ group.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,17 @@ from torch import Tensor
 
 from strandline.kernels.gemm.weights import E2M1, SYMMETRIC_ZERO
 from strandline.models.storage.four_bit import PER_NUMBER
+from strandline.models.storage.quantization_config import (
+    Block,
+    FourBitScheme,
+    Fp4Layout,
+    Fp4Scheme,
+    Fp8Scheme,
+    Scheme,
+)
 
 BLOCK: Final = 128
+SQUARE: Final = Block(BLOCK, BLOCK)
 MAX_E4M3: Final = 448.0
 
 GROUP_FP4: Final = 16
@@ -77,27 +86,36 @@ class Quantizer(Protocol):
         """Return ``quantization_config``, given the modules that are not converted."""
 
 
+@dataclass(frozen=True, slots=True)
 class Fp8Quantizer:
     """See ``Quantizer``."""
 
-    multiple, takes_drafts, has_factor = 1, True, False
+    block: Block = SQUARE
+    """What one scale covers."""
+    multiple: ClassVar[int] = 1
+    takes_drafts: ClassVar[bool] = True
+    has_factor: ClassVar[bool] = False
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``."""
         num_rows, num_columns = weight_NK.shape
-        padded = F.pad(weight_NK.float(), (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
-        blocks_YBXB = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
-        smallest = torch.finfo(torch.float32).tiny
-        scale_YX = (blocks_YBXB.abs().amax((1, 3)) / MAX_E4M3).clamp_(min=smallest)
+        rows, columns = self.block.rows or num_rows, self.block.columns or num_columns
+        padded = F.pad(weight_NK.float(), (0, -num_columns % columns, 0, -num_rows % rows))
+        blocks_YBXB = padded.view(padded.shape[0] // rows, rows, -1, columns)
+        scale_YX = self._scales(blocks_YBXB.abs().amax((1, 3)) if self.block.rows else largest.view(1, 1))
         blocks_YBXB = blocks_YBXB / scale_YX[:, None, :, None]
         rounded_YBXB = blocks_YBXB.clamp_(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
         restored = (rounded_YBXB.float() * scale_YX[:, None, :, None]).view(padded.shape)
         quantized, restored = (x[:num_rows, :num_columns] for x in (rounded_YBXB.view(padded.shape), restored))
-        return QuantizedRows({"": quantized.contiguous(), "_scale_inv": scale_YX}, restored)
+        scales = {"_scale_inv": scale_YX} if self.block.rows else {}
+        return QuantizedRows({"": quantized.contiguous(), **scales}, restored)
 
     def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
         """See ``Quantizer``."""
-        return {}
+        return {} if self.block.rows else {"_scale_inv": self._scales(largest).reshape(-1)}
+
+    def _scales(self, largest: Tensor) -> Tensor:
+        return (largest / MAX_E4M3).clamp_(min=torch.finfo(torch.float32).tiny)
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
@@ -110,10 +128,14 @@ class Fp8Quantizer:
         }
 
 
+@dataclass(frozen=True, slots=True)
 class Fp4Quantizer:
     """See ``Quantizer``."""
 
-    multiple, takes_drafts, has_factor = GROUP_FP4, False, True
+    layout: Fp4Layout = "nvfp4-pack-quantized"
+    multiple: ClassVar[int] = GROUP_FP4
+    takes_drafts: ClassVar[bool] = False
+    has_factor: ClassVar[bool] = True
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``."""
@@ -125,11 +147,13 @@ class Fp4Quantizer:
         table = torch.tensor((*E2M1, *(-number for number in E2M1)))
         restored_NK = (table[code_NXG.int()] * scaled_NX1).flatten(1)
         low, high = code_NXG.view(len(weight_NK), -1, 2).unbind(2)
-        return QuantizedRows({"_packed": low | high << 4, "_scale": scale_NX}, restored_NK)
+        codes = "" if self.layout == "modelopt" else "_packed"
+        return QuantizedRows({codes: low | high << 4, "_scale": scale_NX}, restored_NK)
 
     def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
         """See ``Quantizer``."""
-        return {"_global_scale": _global_scale(largest).reshape(-1)}
+        scale = _global_scale(largest).reshape(-1)
+        return {"_scale_2": scale.reciprocal()} if self.layout == "modelopt" else {"_global_scale": scale}
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
@@ -137,14 +161,22 @@ class Fp4Quantizer:
         return _compressed("nvfp4-pack-quantized", weights, unconverted)
 
 
+@dataclass(frozen=True, slots=True)
 class Int4Quantizer:
     """See ``Quantizer``."""
 
-    multiple, takes_drafts, has_factor = GROUP_INT4, False, False
+    group: int = GROUP_INT4
+    takes_drafts: ClassVar[bool] = False
+    has_factor: ClassVar[bool] = False
+
+    @property
+    def multiple(self) -> int:
+        """See ``Quantizer``."""
+        return self.group
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``."""
-        weight_NXG = weight_NK.float().unflatten(1, (-1, GROUP_INT4))
+        weight_NXG = weight_NK.float().unflatten(1, (-1, self.group))
         smallest = torch.finfo(weight_NK.dtype).tiny
         scale_NX = (weight_NXG.abs().amax(2) / (SYMMETRIC_ZERO - 0.5)).clamp_(min=smallest).to(weight_NK.dtype)
         scale_NX1 = scale_NX.float().unsqueeze(2)
@@ -159,8 +191,20 @@ class Int4Quantizer:
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
-        weights = {"type": "int", "strategy": "group", "group_size": GROUP_INT4}
+        weights = {"type": "int", "strategy": "group", "group_size": self.group}
         return _compressed("pack-quantized", weights, unconverted)
+
+
+def quantizer_of(scheme: Scheme) -> Quantizer | None:
+    """Return what converts weights to the format of a published model; None: nothing does."""
+    match scheme:
+        case Fp8Scheme():
+            return Fp8Quantizer(scheme.blocks[0])
+        case Fp4Scheme() if not scheme.is_mxfp4:
+            return Fp4Quantizer(scheme.layout)
+        case FourBitScheme("compressed-tensors", (int(group), *_), has_zeros=False):
+            return Int4Quantizer(group)
+    return None
 
 
 QUANTIZERS: Final[Mapping[str, Quantizer]] = {

@@ -26,7 +26,7 @@ DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {
 
 def received_file(tensors: Mapping[str, Tensor]) -> WeightsFile:
     """Return tensors as the only file of a model."""
-    return WeightsFile(Path("what was sent/tensors"), _Received(tensors))
+    return WeightsFile(Path("what was sent"), _Received(tensors))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

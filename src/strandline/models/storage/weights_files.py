@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,16 +37,21 @@ class WeightsFile:
     _opened: Any
     _renamed: Mapping[str, str] = field(default_factory=dict)
     """Names in the file by those that differ from them here."""
+    _left_out: frozenset[str] = frozenset()
 
     def renamed(self, names: Mapping[str, str]) -> "WeightsFile":
         """Return the file with other names for its tensors: maps these names to those in the file."""
         own = set(self.names())
         return WeightsFile(self.path, self._opened, {new: name for new, name in names.items() if name in own})
 
+    def without(self, names: Collection[str]) -> "WeightsFile":
+        """Return the file without some of its tensors."""
+        return WeightsFile(self.path, self._opened, self._renamed, frozenset(names))
+
     def names(self) -> list[str]:
         """Return the names of its tensors."""
         names: list[str] = self._opened.keys()
-        return list(self._renamed) or names
+        return [name for name in list(self._renamed) or names if name not in self._left_out]
 
     def shape(self, name: str) -> list[int]:
         """Return a tensor's shape; does not read it."""
