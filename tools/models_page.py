@@ -58,6 +58,7 @@ MODELS: Final = {
         "Falcon-Mamba-7B", {"hidden_size": 4096, "num_hidden_layers": 64, "intermediate_size": 8192}
     ),
     "Glm5NextForConditionalGeneration": Model("GLM-5.3-Flash"),
+    "GptOssForCausalLM": Model("gpt-oss-120b"),
     "GraniteMoeHybridForCausalLM": Model(
         "Granite-4.0-H-Small",
         {
@@ -131,6 +132,7 @@ SIZES: Final = {
     "FalconH1ForCausalLM": (128_000, 4096, 14_336, 32, 32),
     "FalconMambaForCausalLM": (50_280, 768, 1536, 32, None),
     "Glm5NextForConditionalGeneration": (154_880, 4096, 12_288, 45, 64),
+    "GptOssForCausalLM": (201_088, 2880, 2880, 36, 64),
     "GraniteMoeHybridForCausalLM": (32_000, 4096, 11_008, 32, 32),
     "InklingForCausalLM": (201_024, 6144, 24_576, 66, 64),
     "JambaForCausalLM": (65_536, 4096, 14_336, 32, 32),
@@ -195,6 +197,7 @@ FAMILIES: Final = {
     "Glm5NextForConditionalGeneration": Family(
         "GLM-5.3-Flash; images are not taken", "indexed latent attention; dense or MoE"
     ),
+    "GptOssForCausalLM": Family("gpt-oss", "attention with sinks, in every other layer with a window; MoE"),
     "GraniteMoeHybridForCausalLM": Family("Granite 4", DENSE_OR_MOE),
     "InklingForCausalLM": Family("Inkling, text only", RELATIVE, BEHIND_PARTS),
     "InklingForConditionalGeneration": Family("Inkling; images and audio are not taken", RELATIVE, BEHIND_PARTS),

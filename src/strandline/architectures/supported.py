@@ -6,6 +6,7 @@ from strandline.architectures.architecture import Architecture
 from strandline.architectures.bamba import BAMBA
 from strandline.architectures.falcon_h1 import FALCON_H1
 from strandline.architectures.glm5_next import GLM5_NEXT
+from strandline.architectures.gpt_oss import GPT_OSS
 from strandline.architectures.granite_hybrid import GRANITE_HYBRID
 from strandline.architectures.inkling import INKLING
 from strandline.architectures.jamba import JAMBA
@@ -29,6 +30,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "FalconH1ForCausalLM": FALCON_H1,
     "FalconMambaForCausalLM": FALCON_MAMBA,
     "Glm5NextForConditionalGeneration": GLM5_NEXT,
+    "GptOssForCausalLM": GPT_OSS,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "InklingForCausalLM": INKLING,
     "InklingForConditionalGeneration": INKLING,

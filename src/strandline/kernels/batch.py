@@ -1,7 +1,8 @@
 """The tensors of one step that every layer shares, and an attention layer's memory.
 
 Shape suffixes: T tokens of the step, N sequences, M blocks per table, B blocks, P tokens in a block (64), G key/value
-heads, D channels of a head; Q logged tokens, K drafts, R the rows of the step's prefills and those of logged tokens.
+heads, H query heads, D channels of a head; Q logged tokens, K drafts, R the rows of the step's prefills and those of
+logged tokens.
 
 The sequences of a step are ordered: first the *decodes* (one token each, no cut), whose tokens are rows
 ``[0, num_decodes)``; then the *prefills* (one token or more), whose tokens are the rows after. Tensors live on the

@@ -30,7 +30,7 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
 from strandline.models.layers.decoder import Decoder, DecoderLayer
-from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows
+from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows, alternating
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
@@ -39,7 +39,7 @@ from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, Piece, Target, interleaved, renamed, spanned, whole
+from strandline.models.layers.targets import NamedTargets, interleaved, renamed, spanned, whole
 from strandline.specs import LayerSpec
 
 SLIDING: Final = "hybrid_sliding"
@@ -106,7 +106,7 @@ class SharedRouterMoe(SigmoidMoe):
         """Yield the tensors of published models, where an expert's gate and up projections alternate row by row."""
         yield from self._router_targets(prefix, bias_name)
         for kind, rows in zip(("experts.", "shared_experts.shared_"), self._rows_by_kind(), strict=True):
-            yield f"{prefix}{kind}w13_weight", _of_alternating_experts(rows)
+            yield f"{prefix}{kind}w13_weight", alternating(rows.up_XFE, rows.held, rows.num)
             yield f"{prefix}{kind}w2_weight", spanned(rows.down_XEF, rows.held, rows.num)
 
     def _router_targets(self, prefix: str, bias_name: str) -> NamedTargets:
@@ -117,13 +117,6 @@ class SharedRouterMoe(SigmoidMoe):
         """Return the routed experts, and those that every token takes."""
         num_routed = self.num_routed
         return self.experts.rows(range(num_routed)), self.experts.rows(range(num_routed, self.bias_X.numel()))
-
-
-def _of_alternating_experts(rows: ExpertRows) -> Target:
-    """Return the target of experts in one tensor, whose gate's and up projection's rows alternate."""
-    experts = zip(rows.held, *rows.up_XFE.unsqueeze(2).chunk(2, dim=1), strict=True)
-    pieces = tuple(Piece((slice(index, index + 1),), tuple(parts)) for index, *parts in experts)
-    return Target((rows.num, *rows.up_XFE.shape[1:]), pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
 from strandline.models.falcon_h1 import build_falcon_h1
 from strandline.models.glm5_next import build_glm5_next
+from strandline.models.gpt_oss import build_gpt_oss
 from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.inkling import build_inkling
 from strandline.models.jamba import build_jamba
@@ -44,6 +45,7 @@ ARCHITECTURES: dict[str, Builder] = {
     "FalconH1ForCausalLM": build_falcon_h1,
     "FalconMambaForCausalLM": build_falcon_mamba,
     "Glm5NextForConditionalGeneration": build_glm5_next,
+    "GptOssForCausalLM": build_gpt_oss,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "InklingForCausalLM": build_inkling,
     "InklingForConditionalGeneration": build_inkling,

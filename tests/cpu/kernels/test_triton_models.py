@@ -46,6 +46,7 @@ FOUR_BIT_TOLERANCE = 5e-4
         ("bamba", False),
         ("kimi_linear", True),
         ("nemotron_h", False),
+        ("gpt_oss", False),
         # Their kernels are those of others; the interpreter takes long.
         pytest.param("glm5_next", False, marks=pytest.mark.long),
         pytest.param("inkling", False, marks=pytest.mark.long),
@@ -66,7 +67,9 @@ def test_triton_versions_fit_the_layers(
 
 def save_in(form: str, name: str, directory: Path) -> Path:
     """Write a family in a format, with its experts one by one; in FP4 also the head."""
-    source = families.save(name, directory)
+    source = families.save(name, directory, **({"intermediate_size": 32} if form == "gpt_oss" else {}))
+    if form == "gpt_oss":
+        return fp4.convert(source, directory, form, lambda name, tensor: name.endswith("_proj"))[0]
     if form == "dense":
         return source
     source = fp8.change_tensors(source, unfuse_experts)
@@ -86,6 +89,7 @@ def save_in(form: str, name: str, directory: Path) -> Path:
         ("qwen3_5", "gptq", True),
         ("qwen3_5_moe", "modelopt", False),
         ("falcon_h1", "mxfp4", True),
+        ("gpt_oss", "gpt_oss", False),
         # Its kernels are those of the others.
         pytest.param("kimi_linear", "awq", False, marks=pytest.mark.long),
         pytest.param("nemotron_h", "modelopt", False, marks=pytest.mark.long),

@@ -16,6 +16,7 @@ from transformers import (
     FalconH1Config,
     FalconMambaConfig,
     Glm5NextConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     InklingConfig,
     InklingTextConfig,
@@ -210,6 +211,21 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.2,
 }
 
+GPT_OSS: dict[str, Any] = {
+    **ATTENTION_ONLY,
+    "intermediate_size": 12,
+    "sliding_window": 20,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 NEMOTRON: dict[str, Any] = {
     **{name: value for name, value in ATTENTION_ONLY.items() if name not in ("num_hidden_layers", "rope_parameters")},
     "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
@@ -765,6 +781,24 @@ CONFIGS: dict[str, Family] = {
         is_quantized=True,
         is_captured=False,
     ),
+    "gpt_oss": Family("GptOssForCausalLM", GptOssConfig, GPT_OSS, shards=(2, 4), is_altered=True),
+    "gpt_oss-odd": Family(
+        "GptOssForCausalLM",
+        GptOssConfig,
+        {
+            **GPT_OSS,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 70,
+            "attention_bias": False,
+            "swiglu_alpha": 1.3,
+            "num_experts_per_tok": 1,
+            "rope_parameters": rope(1.0),
+            "tie_word_embeddings": True,
+        },
+    ),
     "granite_hybrid": Family(
         "GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig, GRANITE, shards=(2,), is_altered=True, is_quantized=True
     ),
@@ -931,6 +965,8 @@ def random_model(config: Any, seed: int) -> Any:
             parameter.normal_(0, 0.2)
         elif parameter_name.endswith(("_hc.base", "_hc.scale")):
             parameter.normal_(1, 0.5)
+        elif parameter_name.endswith("sinks"):
+            parameter.normal_(0, 2)
         elif parameter_name.endswith(("qk_norm.temp", "global_scale")):
             parameter.normal_(1, 0.2)
     for buffer_name, buffer in model.named_buffers():

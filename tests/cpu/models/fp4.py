@@ -86,6 +86,15 @@ def mxfp4(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
     return (numbers_of(code) * torch.exp2(exponent)[..., None]).flatten(-2)
 
 
+def gpt_oss(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
+    """As gpt-oss has its experts, which are transposed where they are not quantised."""
+    written = Tensors()
+    numbers = mxfp4(name, weight.mT, written)
+    tensors[f"{name}_blocks"] = written[f"{name}_packed"].unflatten(-1, (-1, 16))
+    tensors[f"{name}_scales"] = written[f"{name}_scale"]
+    return numbers.mT
+
+
 WAYS: dict[str, tuple[Convert, dict[str, Any]]] = {
     "modelopt": (modelopt, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
     "compressed": (
@@ -107,9 +116,10 @@ WAYS: dict[str, tuple[Convert, dict[str, Any]]] = {
 }
 """How weights are written, and the configuration."""
 
-WAYS_OF_INKLING = {
+OWN_WAYS = {
     "inkling": (inkling, WAYS["modelopt"][1]),
     "inkling-compressed": (inkling_compressed, WAYS["compressed"][1]),
+    "gpt_oss": (gpt_oss, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
 }
 
 
@@ -125,7 +135,7 @@ def convert(
     config: dict[str, Any] | None = None,
 ) -> tuple[Path, Path]:
     """Write a saved model in FP4, and what it stands for in float32; return both directories."""
-    write, written_config = (WAYS | WAYS_OF_INKLING)[way]
+    write, written_config = (WAYS | OWN_WAYS)[way]
     quantized, plain = directory / "fp4", directory / "plain"
     tensors, expected, published = load_file(source / "model.safetensors"), dict[str, Tensor](), dict[str, Tensor]()
     multiple = 32 if way == "mxfp4" else 16

@@ -9,7 +9,7 @@ rows of its last block past its context, nor the null block.
 Shape suffixes: T tokens, N sequences, M blocks of a sequence, L keys of a sequence, B blocks, P tokens in a block,
 G key/value heads, R query heads per key/value head, H = G R query heads, D head dim.
 
-Source of sinks: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
+Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (sinks, here as learnt scores).
 """
 
 from collections.abc import Iterator

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEADS, Fields, read_eps, read_head_dim
@@ -66,6 +67,8 @@ class AttentionConfig:
     """Number of last tokens that each token attends to, itself included; None: all."""
     is_causal: bool = True
     """Whether a token attends to none after it; else to all tokens of the sequence that the step computes."""
+    has_sinks: bool = False
+    """Whether the softmax of each head has a further score, which is a parameter."""
     input_size: int | None = None
     """Features of the input; None: those of the output, ``hidden_size``."""
 
@@ -132,6 +135,7 @@ class Attention(nn.Module):
         """Rows: query, key, value, gate."""
         has_out_bias = config.has_bias if config.has_out_bias is None else config.has_out_bias
         self.out_proj = SummedProjection(hidden_size, query_rows, site, has_bias=has_out_bias)
+        self.sinks_H = site.parameter(config.num_heads, dtype=torch.float32) if config.has_sinks else None
         if config.norm is QueryKeyNorm.WIDE:
             self.operations = (*self.operations, rms_norm)
             self.q_norm_O = site.gain(query_rows)
@@ -160,7 +164,7 @@ class Attention(nn.Module):
     def bind(self, memory: LayerMemory) -> KVMemory:
         """Return the layer's memory as ``forward`` takes it."""
         scales = self.kv_scales if self.kv_dtype == E4M3 else KVScales()
-        return KVMemory(memory.streams["key"], memory.streams["value"], scales.key, scales.value)
+        return KVMemory(memory.streams["key"], memory.streams["value"], scales.key, scales.value, self.sinks_H)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> Tensor:
         out_TO, _ = self._attended(hidden_TE, step, memory)
@@ -208,6 +212,8 @@ class Attention(nn.Module):
                 yield f"{prefix}k_proj.{kind}", sharded(k, self.kv_shard)
                 yield f"{prefix}v_proj.{kind}", sharded(v, self.kv_shard)
         yield from self.out_proj.targets(f"{prefix}o_proj.")
+        if self.sinks_H is not None:
+            yield f"{prefix}sinks", sharded(self.sinks_H, self.shard)
         if self.config.norm is QueryKeyNorm.WIDE:
             yield f"{prefix}q_norm.weight", sharded(self.q_norm_O, self.shard)
             yield f"{prefix}k_norm.weight", sharded(self.k_norm_O, self.kv_shard)

@@ -17,6 +17,7 @@ from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.experts.moe import (
     SWIGLU,
     Activation,
+    ExpertBiases,
     ExpertsWeight,
     ExpertWeights,
     Router,
@@ -28,7 +29,7 @@ from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, spanned, unused, whole
+from strandline.models.layers.targets import NamedTargets, Piece, Target, spanned, unused, whole
 
 MAX_EXPERTS: Final = 2**14
 
@@ -45,6 +46,8 @@ class ExpertsConfig:
     size: int
     routing: Routing
     activation: Activation = SWIGLU
+    has_biases: bool = False
+    """Whether both products have a bias."""
 
     @property
     def is_gated(self) -> bool:
@@ -82,6 +85,20 @@ class ExpertRows(NamedTuple):
                 yield f"{prefix}{expert}.{name}.weight", target
 
 
+def alternating(values: Tensor, held: range, num: int, *, is_transposed: bool = False) -> Target:
+    """Return the target of experts in one tensor, weights or biases: rows of gates and up projections alternate.
+
+    Args:
+        values: ``[X, F, ...]``, those of the experts that are held, gates first.
+        num: experts in the published tensor.
+        is_transposed: as of ``Piece``.
+    """
+    experts = zip(held, *values.unsqueeze(2).chunk(2, dim=1), strict=True)
+    pieces = (Piece((slice(index, index + 1),), tuple(parts), is_transposed) for index, *parts in experts)
+    shape = values.mT.shape if is_transposed else values.shape
+    return Target((num, *shape[1:]), tuple(pieces))
+
+
 class ExpertsPart(NamedTuple):
     """Neighbouring experts of a layer, all in one format."""
 
@@ -106,6 +123,8 @@ class Experts(nn.Module):
         self.up_XFE = site.matrix(num_held, (1 + config.is_gated) * size, num_channels)
         self.down_XEF = site.matrix(num_held, num_channels, size)
         self._kept = dict[str, Sequence[ExpertsWeight]]()
+        self.up_bias_XF = site.parameter(*self.up_XFE.shape[:2]) if config.has_biases else None
+        self.down_bias_XE = site.parameter(*self.down_XEF.shape[:2]) if config.has_biases else None
 
     @property
     def share(self) -> float:
@@ -163,7 +182,13 @@ class Experts(nn.Module):
     def _weights(self, part: ExpertsPart, router: Router) -> ExpertWeights:
         """Return the experts of a part. Tokens may choose others, also such that no rank holds."""
         held = part.held if router.logits_TE.shape[-1] > len(part.held) else None
-        return ExpertWeights(part.up, part.down, self.config.activation, held)
+        return ExpertWeights(part.up, part.down, self.config.activation, held, self._biases(part.held))
+
+    def _biases(self, experts: range) -> ExpertBiases | None:
+        if self.up_bias_XF is None or self.down_bias_XE is None:
+            return None
+        rows = slice(experts.start - self.held.start, experts.stop - self.held.start)
+        return ExpertBiases(self.up_bias_XF[rows], self.down_bias_XE[rows])
 
     def rows(self, span: range | None = None) -> ExpertRows:
         """Return parameters of the experts whose numbers are in ``span``, numbered from 0; None: of all experts."""

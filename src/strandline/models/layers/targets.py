@@ -27,9 +27,13 @@ class Piece:
     index: Index
     parts: tuple[Tensor, ...]
     """Views; several are ``[groups, rows of a group, ...]``, whose rows alternate group by group."""
+    is_transposed: bool = False
+    """Whether matrices are published with their inputs before their rows."""
 
     def copy_from(self, published: Tensor) -> None:
         """Copy the part; converts dtype and device."""
+        if self.is_transposed:
+            published = published.mT
         if len(self.parts) == 1:
             self.parts[0].copy_(published)
             return

@@ -198,6 +198,7 @@ class _Conversion:
         shape = self.holders[name].shape(name)
         return (
             is_converted(name, shape)
+            and f"{name}_bias" not in self.holders  # transposed experts, whose rows alternate
             and shape[-1] % self.quantizer.multiple == 0
             and (self.quantizer.takes_drafts or DRAFT.search(name) is None)
         )

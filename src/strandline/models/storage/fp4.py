@@ -6,6 +6,7 @@ A weight is ``code * scale * factor``: a scale covers a group of neighbouring in
 | --- | --- | --- | --- |
 | ModelOpt, NVFP4 | ``M.weight`` | ``M.weight_scale``, e4m3, of 16 inputs | ``M.weight_scale_2`` |
 | compressed-tensors, NVFP4 | ``M.weight_packed`` | the same | 1 / ``M.weight_global_scale`` |
+| gpt-oss, MXFP4 | ``E_blocks``, groups in a dimension of their own | ``E_scales``, uint8 exponents | 1 |
 | compressed-tensors, MXFP4 | ``M.weight_packed`` | ``M.weight_scale``, uint8 exponents, of 32 inputs | 1 |
 
 Experts in one tensor have one dimension more, and a factor each. The files decide, tensor by tensor, what is quantised.
@@ -56,6 +57,7 @@ SUFFIXES: Final[Mapping[Fp4Layout, _Suffixes]] = {
     "modelopt": _Suffixes("", "_scale", "_scale_2", ("input_scale",)),
     "nvfp4-pack-quantized": _Suffixes("_packed", "_scale", "_global_scale", ("input_global_scale",)),
     "mxfp4-pack-quantized": _Suffixes("_packed", "_scale", None, ()),
+    "mxfp4": _Suffixes("_blocks", "_scales", None, ()),
 }
 """Added to the name of the weight; those of scales of activations replace ``weight`` at its end."""
 
@@ -122,7 +124,9 @@ class PublishedFp4:
                 f"{self.codes} stands for a weight of shape {list(target.shape)}; in FP4 are matrices, "
                 f"whose inputs are a multiple of {self.scheme.group}"
             )
-        self._check_shape(self.codes, (*outer, num_rows, num_inputs // 2))
+        in_groups = self.scheme.byte_groups
+        packed = (num_inputs // 2,) if in_groups is None else (num_inputs // in_groups, in_groups // 2)
+        self._check_shape(self.codes, (*outer, num_rows, *packed))
         self._check_shape(self.scales, (*outer, num_rows, num_inputs // self.scheme.group))
         dtype, wanted = self.holders[self.scales].dtype(self.scales), self.scheme.scale_dtype
         if dtype != wanted:
@@ -190,9 +194,11 @@ class OpenFp4Weight:
         """
         index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         inputs = range(*index[-1].indices(self.shape[-1]))
-        group, first = self.published.scheme.group, inputs.start % 2
-        pairs = self.file.get(self.published.codes, (*index[:-1], slice(inputs.start // 2, -(-inputs.stop // 2))))
-        pairs = pairs.to(self.device).flatten(0, -2)
+        group, unit = self.published.scheme.group, self.published.scheme.byte_groups or 2
+        first = inputs.start % unit
+        read = (*index[:-1], slice(inputs.start // unit, -(-inputs.stop // unit)))
+        pairs = self.file.get(self.published.codes, read).to(self.device)
+        pairs = (pairs if unit == 2 else pairs.flatten(-2)).flatten(0, -2)
         code_NK = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)[:, first : first + len(inputs)]
         scale_NX = self.scale_NX[index[:-1]][..., inputs.start // group : -(-inputs.stop // group)].to(self.device)
         factor = self.factor[index[:-2]].to(self.device)

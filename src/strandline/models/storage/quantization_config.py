@@ -18,7 +18,7 @@ SUPPORTED: Final = (
     '"float-quantized" with 8-bit float weights, "pack-quantized" with 4-bit integers, or "nvfp4-pack-quantized" or '
     '"mxfp4-pack-quantized" with 4-bit float weights; "gptq" (checkpoint_format '
     '"gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits; "modelopt" with quant_algo FP8, '
-    "FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, or MIXED_PRECISION of these"
+    'FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, or MIXED_PRECISION of these; "mxfp4"'
 )
 
 ORDERED: Final = ("group", "dynamic")
@@ -95,7 +95,7 @@ class FourBitScheme:
         return f"4 bits ({self.packing}, {', '.join(sizes)})"
 
 
-Fp4Layout = Literal["modelopt", "nvfp4-pack-quantized", "mxfp4-pack-quantized"]
+Fp4Layout = Literal["modelopt", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp4"]
 """How published files hold FP4 weights."""
 
 
@@ -108,7 +108,12 @@ class Fp4Scheme:
     @property
     def is_mxfp4(self) -> bool:
         """Whether scales are powers of two, and there are no factors."""
-        return self.layout == "mxfp4-pack-quantized"
+        return self.layout.startswith("mxfp4")
+
+    @property
+    def byte_groups(self) -> int | None:
+        """Inputs of a dimension of their own in the tensor of codes; None: all are in one."""
+        return self.group if self.layout == "mxfp4" else None
 
     @property
     def group(self) -> int:
@@ -149,6 +154,8 @@ def _read_schemes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
             return (_read_fp8(fields),)
         case "compressed-tensors":
             return _read_compressed_tensors(values)
+        case "mxfp4":
+            return (Fp4Scheme("mxfp4"),)
         case "gptq":
             _require_four_bits(values)
             format = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")

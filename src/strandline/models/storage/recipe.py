@@ -20,6 +20,8 @@ Chooser = Callable[[str, Sequence[int]], int | None]
 
 def choose_schemes(values: Mapping[str, Any], schemes: Sequence[Scheme]) -> Chooser:
     """Return what chooses among the schemes that ``read_schemes`` found in a ``quantization_config``."""
+    if isinstance(schemes[0], Fp4Scheme) and schemes[0].layout == "mxfp4":
+        return lambda name, shape: 0 if len(shape) == 3 else None
     if len(schemes) == 1:
         return lambda name, shape: 0 if is_converted(name, shape) else None
     recipe = values.get("quantization", values)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.errors import WeightsError
 from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
 from strandline.model_config import read_model_config
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
+from strandline.models.weights import load_model
 from tests.cpu.models import families, four_bit, fp4, fp8
 from tests.cpu.models.fp8 import Tensors
 from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, load, logits
@@ -46,7 +48,7 @@ def is_in_inkling(name: str, _: Tensor) -> bool:
     return re.search(r"layers\.2\.mlp\.experts\.w", name) is not None
 
 
-@pytest.mark.parametrize("way", fp4.WAYS_OF_INKLING)
+@pytest.mark.parametrize("way", ["inkling", "inkling-compressed"])
 def test_routed_experts_stay_if_the_shared_ones_are_not_quantised(way: str, tmp_path: Path) -> None:
     source = families.save("inkling-towers", tmp_path, **SIZES)
     directory, plain = fp4.convert(source, tmp_path, way, is_converted=is_in_inkling)
@@ -55,6 +57,52 @@ def test_routed_experts_stay_if_the_shared_ones_are_not_quantised(way: str, tmp_
     parts = [experts.parts for experts in model.modules() if isinstance(experts, Experts)]
     formats = [[(type(part.up), part.held) for part in of_layer] for of_layer in parts]
     assert formats == [[(DenseWeight, range(7))], [(Fp4Weight, range(5)), (DenseWeight, range(5, 7))]]
+
+
+def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
+    """Write gpt-oss as published, and dequantised."""
+    source = families.save("gpt_oss", directory, intermediate_size=32)
+    return fp4.convert(source, directory, "gpt_oss", is_converted=lambda name, tensor: name.endswith("_proj"))
+
+
+def test_transposed_experts_stay_as_gpt_oss_has_them(tmp_path: Path) -> None:
+    directory, plain = save_gpt_oss(tmp_path)
+    model = check(directory)
+    assert_same_weights(model, load(plain, keeps_quantized=False))
+    parts = [experts.parts for experts in model.modules() if isinstance(experts, Experts)]
+    assert [[(type(part.up), part.held) for part in of_layer] for of_layer in parts] == [[(Fp4Weight, range(5))]] * 3
+    expected = logits(load(plain, keeps_quantized=False))
+    torch.testing.assert_close(logits(load(directory, keeps_quantized=False)), expected, rtol=0, atol=0)
+
+    def run(ranks: RankThread) -> Tensor:
+        return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
+
+    for found in RankThreads(2).run(run):
+        torch.testing.assert_close(found, logits(model), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("_blocks", lambda x: x.flatten(-2), r"gate_up_proj_blocks has shape \[5, 64, 16\]; .* \[5, 64, 1, 16\]"),
+        ("_scales", lambda x: x.fill_(255), "gate_up_proj_scales has scales that are not numbers"),
+        ("_scales", lambda x: x[:, :60], r"gate_up_proj_scales has shape \[5, 60, 1\]"),
+    ],
+)
+def test_wrong_parts_of_gpt_oss_experts_are_named(name: str, change: Any, message: str, tmp_path: Path) -> None:
+    directory, _ = save_gpt_oss(tmp_path)
+    key = f"model.layers.0.mlp.experts.gate_up_proj{name}"
+    fp8.change_tensors(directory, lambda tensors: tensors.update({key: change(tensors[key]).contiguous()}))
+    with pytest.raises(WeightsError, match=message):
+        load(directory, keeps_quantized=True)
+
+
+def test_random_experts_of_gpt_oss_are_quantised_alone(tmp_path: Path) -> None:
+    directory, _ = save_gpt_oss(tmp_path)
+    model = load_model(directory, load_format="dummy", keeps_quantized=True, dtype=torch.float32)
+    assert all(isinstance(part.up, Fp4Weight) for x in model.modules() if isinstance(x, Experts) for part in x.parts)
+    assert not any(module.is_kept for module in model.modules() if isinstance(module, Projection))
+    assert logits(model).isfinite().all()
 
 
 def test_ranks_compute_what_one_does_with_experts_in_two_formats(tmp_path: Path) -> None:
