@@ -57,6 +57,10 @@ MODELS: Final = {
     "FalconMambaForCausalLM": Model(
         "Falcon-Mamba-7B", {"hidden_size": 4096, "num_hidden_layers": 64, "intermediate_size": 8192}
     ),
+    "Gemma3ForCausalLM": Model(
+        "Gemma-3-27B",
+        {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024},
+    ),
     "Glm5NextForConditionalGeneration": Model("GLM-5.3-Flash"),
     "GptOssForCausalLM": Model("gpt-oss-120b"),
     "GraniteMoeHybridForCausalLM": Model(
@@ -131,6 +135,7 @@ SIZES: Final = {
     "BambaForCausalLM": (128_000, 4096, 14_336, 32, 32),
     "FalconH1ForCausalLM": (128_000, 4096, 14_336, 32, 32),
     "FalconMambaForCausalLM": (50_280, 768, 1536, 32, None),
+    "Gemma3ForCausalLM": (262_208, 5376, 21_504, 62, 32),
     "Glm5NextForConditionalGeneration": (154_880, 4096, 12_288, 45, 64),
     "GptOssForCausalLM": (201_088, 2880, 2880, 36, 64),
     "GraniteMoeHybridForCausalLM": (32_000, 4096, 11_008, 32, 32),
@@ -188,12 +193,15 @@ class Family:
 DENSE_OR_MOE, MOE = "attention; dense or MoE", "attention; MoE"
 TEXT_OF_VISION = "Qwen3.5; reads [pictures](pictures.md)"
 RELATIVE, BEHIND_PARTS = "relative attention, in most layers with a window; dense or MoE", " and behind all parts"
+WINDOWED = "attention, in most layers with a window"
 INDEXED, NGRAMS = "indexed attention; MoE", ", some with features of n-grams"
 
 FAMILIES: Final = {
     "BambaForCausalLM": Family("Bamba", "attention"),
     "FalconH1ForCausalLM": Family("Falcon-H1", "attention", ", side by side with attention"),
     "FalconMambaForCausalLM": Family("Falcon Mamba", "none"),
+    "Gemma3ForCausalLM": Family("Gemma 3, text only", WINDOWED),
+    "Gemma3ForConditionalGeneration": Family("Gemma 3; images are not taken", WINDOWED),
     "Glm5NextForConditionalGeneration": Family(
         "GLM-5.3-Flash; images are not taken", "indexed latent attention; dense or MoE"
     ),

@@ -434,6 +434,64 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
             **EXPERTS,
         },
     ),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", {"intermediate_size": 6912, "hidden_size": 1152}),
+    "gemma3-1b": (
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 20000,
+            "rope_scaling": None,
+            "rope_theta": 2000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 3,
+            "eos_token_id": [1, 106],
+            "torch_dtype": "bfloat16",
+        },
+    ),
+    "gemma3-4b": (
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {
+            NESTED: {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 8,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+                "vocab_size": ABSENT,
+                "num_attention_heads": ABSENT,
+            },
+            "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 256,
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "image_size": 896},
+        },
+    ),
+    "gemma3-saved": (
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "final_logit_softcapping": 20.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+            },
+        },
+    ),
     "gpt_oss": ("GptOssForCausalLM", "gpt_oss", {}),
     "gpt_oss-20b": (
         "GptOssForCausalLM",
@@ -533,7 +591,8 @@ def written(name: str) -> dict[str, Any]:
     architecture, model_type, values = FILES[name]
     outer = {"architectures": [architecture], "model_type": model_type}
     if NESTED in values:
-        of_text = {"text_config": {**SIZES, **values[NESTED]}}
+        text = {**SIZES, **values[NESTED]}
+        of_text = {"text_config": {field: value for field, value in text.items() if value is not ABSENT}}
         return {**outer, **of_text, **{field: value for field, value in values.items() if field != NESTED}}
     return {**outer, **{field: value for field, value in {**SIZES, **values}.items() if value is not ABSENT}}
 

@@ -5,6 +5,7 @@ from typing import Final
 from strandline.architectures.architecture import Architecture
 from strandline.architectures.bamba import BAMBA
 from strandline.architectures.falcon_h1 import FALCON_H1
+from strandline.architectures.gemma3 import GEMMA3
 from strandline.architectures.glm5_next import GLM5_NEXT
 from strandline.architectures.gpt_oss import GPT_OSS
 from strandline.architectures.granite_hybrid import GRANITE_HYBRID
@@ -29,6 +30,8 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "BambaForCausalLM": BAMBA,
     "FalconH1ForCausalLM": FALCON_H1,
     "FalconMambaForCausalLM": FALCON_MAMBA,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,
     "Glm5NextForConditionalGeneration": GLM5_NEXT,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,

@@ -206,8 +206,8 @@ class CausalLM(nn.Module):
         """Return what drafts from pairs, and the pairs as it takes them."""
         drafter = self.drafter
         if isinstance(drafter, DraftLayer):
-            embedded_TE, rotary = self.decoder.embed(batch, memory)
-            return drafter, (embedded_TE, hidden_TE, Step(batch, rotary))
+            embedded_TE, step = self.decoder.embed(batch, memory)
+            return drafter, (embedded_TE, hidden_TE, step)
         if not isinstance(drafter, EagleDrafter):
             raise EngineError("the model has no drafter of one token after the other")
         own_TE = drafter.embedding(batch.token_ids_T)

@@ -64,8 +64,16 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(kind) for kind in layer_types]
-    multipliers = {"embedding_multiplier": embedding_multiplier, "logits_multiplier": 1 / logits_divisor}
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied, **multipliers)
+    decoder = Decoder(
+        layers,
+        PreNorm(norm, shape[1], site),
+        rotary,
+        shape,
+        site,
+        is_tied=is_tied,
+        embedding_multiplier=embedding_multiplier,
+        logits_multiplier=1 / logits_divisor,
+    )
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

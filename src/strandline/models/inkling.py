@@ -35,7 +35,6 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, plain
-from strandline.models.layers.rotary import RotaryTable
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -216,10 +215,10 @@ class NormedDecoder(Decoder):
         super().use_kernels(kernels)
         self._embed_norm = kernels[self.norm.norm]
 
-    def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, RotaryTable | None]:
-        """Return the normalised embeddings of the step's tokens, and no rotary table."""
-        embedded_TE, rotary = super().embed(batch, memory)
-        return self._embed_norm(embedded_TE, self.embed_norm_E, self.norm.eps), rotary
+    def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, Step]:
+        """Return the normalised embeddings of the step's tokens, and the step."""
+        embedded_TE, step = super().embed(batch, memory)
+        return self._embed_norm(embedded_TE, self.embed_norm_E, self.norm.eps), step
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the tensors as transformers names them, except the layers'."""

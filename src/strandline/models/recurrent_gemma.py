@@ -18,7 +18,8 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
-from strandline.models.layers.griffin import GeluMlp, GriffinConfig, GriffinLayer
+from strandline.models.layers.griffin import GriffinConfig, GriffinLayer
+from strandline.models.layers.mlp import GatedMlpConfig, GeluMlp
 from strandline.models.layers.residual import PreNorm, zero_centered
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
@@ -40,13 +41,14 @@ def build_recurrent_gemma(config: ModelConfig, site: Site) -> CausalLM:
     layer_types = read_layer_types(fields, LAYER_TYPES)
     window_tokens = fields.size("attention_window_size", at_most=UNLIMITED_POSITION)
     attention = replace(AttentionConfig.read(fields, QueryKeyNorm.NONE), has_out_bias=True, window_tokens=window_tokens)
-    griffin, mlp_size = _read_griffin(fields), fields.size("intermediate_size", at_least=2) // 2
     norm, hidden_size = zero_centered(read_eps(fields)), attention.hidden_size
+    griffin = _read_griffin(fields)
+    mlp = GatedMlpConfig(hidden_size, fields.size("intermediate_size", at_least=2) // 2)
 
     def build_layer(kind: str) -> Layer:
         return pre_norm_layer(
             Attention(attention, site) if kind == "sliding_attention" else GriffinLayer(griffin, site),
-            GeluMlp(hidden_size, mlp_size, site),
+            GeluMlp(mlp, site, has_bias=True),
             norm,
             hidden_size,
             site,

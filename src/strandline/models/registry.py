@@ -6,6 +6,7 @@ from strandline.model_config import ModelConfig
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
 from strandline.models.falcon_h1 import build_falcon_h1
+from strandline.models.gemma3 import build_gemma3
 from strandline.models.glm5_next import build_glm5_next
 from strandline.models.gpt_oss import build_gpt_oss
 from strandline.models.granite_hybrid import build_granite_hybrid
@@ -44,6 +45,8 @@ ARCHITECTURES: dict[str, Builder] = {
     "BambaForCausalLM": build_bamba,
     "FalconH1ForCausalLM": build_falcon_h1,
     "FalconMambaForCausalLM": build_falcon_mamba,
+    "Gemma3ForCausalLM": build_gemma3,
+    "Gemma3ForConditionalGeneration": build_gemma3,
     "Glm5NextForConditionalGeneration": build_glm5_next,
     "GptOssForCausalLM": build_gpt_oss,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,

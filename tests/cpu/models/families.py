@@ -15,6 +15,8 @@ from transformers import (
     BambaConfig,
     FalconH1Config,
     FalconMambaConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
     Glm5NextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
@@ -211,6 +213,27 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.2,
 }
 
+GEMMA3: dict[str, Any] = {
+    **ATTENTION_ONLY,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 10,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GEMMA3_VISION: dict[str, Any] = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"image_size": 16, "patch_size": 4},
+    "mm_tokens_per_image": 4,
+    "image_token_index": 96,
+    "boi_token_index": 95,
+    "eoi_token_index": 94,
+}
 GPT_OSS: dict[str, Any] = {
     **ATTENTION_ONLY,
     "intermediate_size": 12,
@@ -781,6 +804,23 @@ CONFIGS: dict[str, Family] = {
         is_quantized=True,
         is_captured=False,
     ),
+    "gemma3": Family("Gemma3ForCausalLM", Gemma3TextConfig, GEMMA3, shards=(2, 4), is_altered=True, is_quantized=True),
+    "gemma3-odd": Family(
+        "Gemma3ForCausalLM",
+        Gemma3TextConfig,
+        {
+            **GEMMA3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 70,
+            "query_pre_attn_scalar": 24,
+            "attention_bias": True,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3-vision": Family("Gemma3ForConditionalGeneration", Gemma3Config, {"text_config": GEMMA3, **GEMMA3_VISION}),
     "gpt_oss": Family("GptOssForCausalLM", GptOssConfig, GPT_OSS, shards=(2, 4), is_altered=True),
     "gpt_oss-odd": Family(
         "GptOssForCausalLM",

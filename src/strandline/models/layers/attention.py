@@ -191,7 +191,7 @@ class Attention(nn.Module):
         """Store keys and values; return the queries, and the gate's rows."""
         config = self.config
         q_TO, k_TO, v_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
-        rotary = step.rotary if config.is_rotated else None
+        rotary = step.rotary_of(config.window_tokens) if config.is_rotated else None
         if config.norm is QueryKeyNorm.WIDE:
             q_TO = self._rms_norm(q_TO, self.q_norm_O, config.eps)
             k_TO = self._rms_norm(k_TO, self.k_norm_O, config.eps)

@@ -35,6 +35,7 @@ from strandline.models.layers.residual import (
     ReadableStream,
     Residual,
     ResidualNorm,
+    SandwichNorm,
     StreamEnds,
 )
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
@@ -177,12 +178,20 @@ def pre_norm_layer(
     return DecoderLayer(mixer, mlp, *residuals)
 
 
+def sandwich_layer(
+    mixer: MixerT, mlp: FeedForwardT, norm: ResidualNorm, hidden_size: int, site: Site
+) -> DecoderLayer[MixerT, FeedForwardT]:
+    """Return a layer whose parts read the normalised stream, and whose outputs are normalised, too."""
+    return DecoderLayer(mixer, mlp, *(SandwichNorm(norm, hidden_size, site) for _ in range(2)))
+
+
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output head.
 
     Args:
         ends: begins the residual stream, and ends it with the final norm.
         rotary: of positions, for mixers that take them; None: no mixer does.
+        windowed_rotary: for those with a window; None: as for the others.
         is_tied: whether the output head is the embedding.
         embedding_multiplier: of the tokens' embeddings.
         logits_multiplier: of the logits.
@@ -191,6 +200,7 @@ class Decoder(nn.Module):
     """
 
     inv_freq_F: Tensor | None
+    windowed_inv_freq_F: Tensor | None
     dimension_F: Tensor
 
     def __init__(
@@ -202,6 +212,7 @@ class Decoder(nn.Module):
         site: Site,
         *,
         is_tied: bool,
+        windowed_rotary: RotaryFrequencies | None = None,
         embedding_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
         logits_soft_cap: float | None = None,
@@ -224,6 +235,7 @@ class Decoder(nn.Module):
         self.num_draftable: int | None = None
         """The first tokens, which alone are drafted; None: all. To be set before ``use_kernels``."""
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
+        self.windowed_factor = 1.0 if windowed_rotary is None else windowed_rotary.attention_factor
         self.picture_token_id: int | None = None
         """The id that layers read of a picture's token; None: no layer reads token ids."""
         inv_freq_F = dimension_F = None
@@ -231,6 +243,8 @@ class Decoder(nn.Module):
             inv_freq_F = rotary.inv_freq_F.to(site.device)
             dimension_F = interleaved_dimensions(len(inv_freq_F), rotary.sections).to(site.device)
         self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
+        windowed_F = None if windowed_rotary is None else windowed_rotary.inv_freq_F.to(site.device)
+        self.register_buffer("windowed_inv_freq_F", windowed_F, persistent=False)
         self.register_buffer("dimension_F", dimension_F, persistent=False)
         self._layers = tuple(layers)
 
@@ -266,19 +280,20 @@ class Decoder(nn.Module):
         folds = bind_folds([layer.recurrence for layer in self._layers], arena.stacks)
         return ModelMemory(bound, folds, replays=replays)
 
-    def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, RotaryTable | None]:
-        """Return the embeddings of the step's tokens, and the rotary table of its positions."""
+    def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, Step]:
+        """Return the embeddings of the step's tokens, and the step with the rotary tables of its positions."""
         encoded_XE = None if batch.picture_offsets is None else memory.pictures
         embedded_TE = multiplied(self.embedding(batch.token_ids_T, encoded_XE), self.embedding_multiplier)
         if encoded_XE is not None and self.picture_token_id is not None:
             batch.token_ids_T.masked_fill_(batch.token_ids_T >= FIRST_VIRTUAL_ID, self.picture_token_id)
-        return embedded_TE, self._rotary(batch)
+        rotary = self._rotary(batch, self.inv_freq_F, self.attention_factor)
+        return embedded_TE, Step(batch, rotary, self._rotary(batch, self.windowed_inv_freq_F, self.windowed_factor))
 
-    def _rotary(self, batch: StepBatch) -> RotaryTable | None:
-        if self.inv_freq_F is None:
+    def _rotary(self, batch: StepBatch, inv_freq_F: Tensor | None, factor: float) -> RotaryTable | None:
+        if inv_freq_F is None:
             return None
         positions_T = batch.positions_T if batch.rotary is None else batch.rotary
-        frequencies = (self.inv_freq_F, self.attention_factor)
+        frequencies = (inv_freq_F, factor)
         if batch.picture_offsets is None:
             return self._rotary_table(positions_T, *frequencies)
         return self._rotary_table_3d(positions_T, batch.picture_offsets, self.dimension_F, *frequencies)
@@ -305,8 +320,8 @@ class Decoder(nn.Module):
         Args:
             readers: by layer, a tensor ``[T, E]`` that takes the residual stream after it.
         """
-        embedded_TE, rotary = self.embed(batch, memory)
-        stream, step = self.ends.begin(embedded_TE), Step(batch, rotary)
+        embedded_TE, step = self.embed(batch, memory)
+        stream = self.ends.begin(embedded_TE)
         for index, (layer, layer_memory) in enumerate(zip(self._layers, memory.layers, strict=True)):
             stream = layer(stream, step, layer_memory)
             if index in readers:

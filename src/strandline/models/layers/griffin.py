@@ -1,4 +1,4 @@
-"""Griffin's recurrent layer and feed-forward part (RecurrentGemma).
+"""Griffin's recurrent layer (RecurrentGemma).
 
 The recurrent layer: a short convolution, then a real-gated linear recurrent unit, beside a branch of gelu units that
 multiplies it. The unit's gates are block-diagonal products of its input.
@@ -24,7 +24,6 @@ from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
 from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
-from strandline.kernels.rowwise.activation import geglu
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
@@ -148,31 +147,3 @@ class GriffinLayer(nn.Module):
         }
         for name, values in by_block.items():
             yield f"{prefix}rg_lru.{name}", sharded(values, self.shard)
-
-
-class GeluMlp(nn.Module):
-    """A feed-forward part with a gated linear unit of gelu, and biases; its channels are divided among shards."""
-
-    operations = (geglu,)
-
-    def __init__(self, hidden_size: int, size: int, site: Site) -> None:
-        super().__init__()
-        self.shard, size = site.shard, site.shard.part_of(size, "channels between a feed-forward part's projections")
-        self.gate_up = Projection(2 * size, hidden_size, site, has_bias=True)
-        """Rows: gate, up."""
-        self.down = SummedProjection(hidden_size, size, site, has_bias=True)
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        self._geglu = kernels[geglu]
-
-    def forward(self, hidden_TE: Tensor) -> Tensor:
-        return self.down.multiply(self._geglu(self.gate_up.multiply(hidden_TE), is_tanh=True))
-
-    def targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors."""
-        assert self.gate_up.bias_O is not None
-        for kind, rows in {"weight": self.gate_up.weight_OI, "bias": self.gate_up.bias_O}.items():
-            for name, part in zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True):
-                yield f"{prefix}{name}.{kind}", sharded(part, self.shard)
-        yield from self.down.targets(f"{prefix}down_proj.")

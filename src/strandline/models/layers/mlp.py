@@ -1,4 +1,4 @@
-"""A feed-forward layer with a gated linear unit.
+"""Feed-forward layers with a gated linear unit.
 
 Shape suffixes: T tokens of the step, E hidden size, O rows of a fused projection.
 """
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS
-from strandline.kernels.rowwise.activation import swiglu
+from strandline.kernels.rowwise.activation import geglu, swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.projection import GatedProjection, Projection, SummedProjection
@@ -110,6 +110,39 @@ class ScaledGatedMlp(nn.Module):
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
         yield from gated_mlp_targets(self.gate_up, self.down, self.shard, prefix)
+
+
+class GeluMlp(nn.Module):
+    """A feed-forward layer with a gated linear unit of gelu, whose channels are divided among shards."""
+
+    operations = (geglu,)
+
+    def __init__(self, config: GatedMlpConfig, site: Site, *, has_bias: bool) -> None:
+        super().__init__()
+        self.shard, size = site.shard, config.part_of(site.shard)
+        sizes = (2 * size, config.hidden_size)
+        self.gate_up = Projection(*sizes, site, has_bias=has_bias, shard=site.shard, num_parts=2)
+        """Rows: gate, up."""
+        self.down = SummedProjection(config.hidden_size, size, site, has_bias=has_bias)
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self.gate_up.takes_quantized
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._geglu = kernels[geglu]
+
+    def forward(self, hidden_TE: Rows) -> Tensor:
+        return self.down.multiply(self._geglu(self.gate_up.multiply(hidden_TE), is_tanh=True))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        for kind, rows in {"weight": self.gate_up.weight_OI, "bias": self.gate_up.bias_O}.items():
+            for name, part in zip(("gate_proj", "up_proj"), () if rows is None else rows.chunk(2), strict=False):
+                yield f"{prefix}{name}.{kind}", sharded(part, self.shard)
+        yield from self.down.targets(f"{prefix}down_proj.")
 
 
 def gated_mlp_targets(gate_up: Projection, down: SummedProjection, shard: Shard, prefix: str) -> NamedTargets:

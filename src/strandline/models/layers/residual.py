@@ -208,6 +208,23 @@ class PreNorm(NormedResidual):
         yield f"{prefix}norm.weight", whole(self.norm_E)
 
 
+class SandwichNorm(PreNorm):
+    """Parts read the normalised stream; their outputs are normalised, too."""
+
+    def __init__(self, norm: ResidualNorm, hidden_size: int, site: Site) -> None:
+        super().__init__(norm, hidden_size, site)
+        self.out_norm_E = norm.weight(site, hidden_size)
+
+    def connect(self, kernels: Kernels, part: object = None) -> None:
+        """Compute with these kernels from now on."""
+        super().connect(kernels, part)
+        self._out_norm = kernels[self.norm.norm]
+
+    def add(self, out: Summand, stream: Stream) -> Stream:
+        """Return the stream with the part's output, a summand of this rank."""
+        return Stream(stream.residual_TE, self._out_norm(self._sum(out), self.out_norm_E, self.norm.eps))
+
+
 class PostNorm(NormedResidual):
     """Parts read the stream itself; their outputs are normalised."""
 

@@ -46,7 +46,7 @@ def rotary_frequencies(
 
     Args:
         rotary_dim: rotated channels of a head, where the configuration names them elsewhere.
-        layer_type: whose frequencies to return, where layers of each type have their own; they must be default ones.
+        layer_type: whose frequencies to return, where layers of each type have their own.
 
     Raises:
         ConfigError: the kind of rotary embedding is not supported, or a parameter is wrong.
@@ -58,7 +58,7 @@ def rotary_frequencies(
     if not isinstance(parameters, dict):
         fields.reject("rope_parameters", "an object" if layer_type is None else f"one with {layer_type!r}")
     rope, head_dim = Fields(parameters, prefix), read_head_dim(fields)
-    kind = rope.choice("rope_type", list(SCALED) if layer_type is None else ["default"], default="default")
+    kind = rope.choice("rope_type", list(SCALED), default="default")
     theta = rope.number("rope_theta", at_least=1, at_most=MAX_THETA)
     if rotary_dim is None:
         rotary_dim = int(head_dim * rope.number("partial_rotary_factor", at_least=0, at_most=1, default=1.0))
