@@ -40,14 +40,29 @@ def packs(tensors: Iterable[Tensor], limit: int) -> Iterable[Tensor]:
         yield torch.cat(pack)
 
 
+def open_group(store: c10d.TCPStore, size: int) -> Any:
+    """Open the trainer's end of a group, at a store of its own."""
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=60)
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    group = gloo(c10d.PrefixStore("gloo", store), 0, size, options)
+    group.allreduce([torch.zeros(1)]).wait()
+    return group
+
+
+def open_store(port: int, size: int) -> c10d.TCPStore:
+    timeout = timedelta(seconds=60)
+    return c10d.TCPStore("127.0.0.1", port, size, is_master=True, timeout=timeout, wait_for_workers=False)
+
+
 class Trainer:
     """The trainer's end of a group: rank 0, which has the store."""
 
     def __init__(self, server: ServerProcess, *, packed: bool = True, buffer_bytes: int = 4096) -> None:
         self._server, self._limit = server, buffer_bytes if packed else -1
         size = 1 + server.get("/get_world_size").json()["world_size"]
-        timeout = timedelta(seconds=60)
-        self.store = c10d.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        self.store = open_store(0, size)
         info = {
             "master_address": "127.0.0.1",
             "master_port": self.store.port,
@@ -56,14 +71,9 @@ class Trainer:
             "packed": packed,
             "packed_buffer_size_bytes": buffer_bytes,
         }
-        gloo: Any = c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timeout
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(server.post, "/init_weight_transfer_engine", init_info=info)
-            self.group = gloo(c10d.PrefixStore("gloo", self.store), 0, size, options)
-            self.group.allreduce([torch.zeros(1)]).wait()
+            self.group = open_group(self.store, size)
             assert joining.result().json() == {"message": "Weight transfer initialized"}
 
     def start(self) -> httpx.Response:
