@@ -34,6 +34,10 @@ SPECULATION: Final[dict[str, dict[str, Any] | None]] = {
     "ngram 8": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "suffix 8": {"method": "suffix", "num_speculative_tokens": 8},
     "suffix 16": {"method": "suffix", "num_speculative_tokens": 16},
+    "mtp 8": {"method": "mtp", "num_speculative_tokens": 8},
+    "mtp and suffix 8": {"method": ["mtp", "suffix"], "num_speculative_tokens": 8},
+    "dflash 7": {"method": "dflash", "model": "demo", "num_speculative_tokens": 7},
+    "dflash and suffix 7": {"method": ["dflash", "suffix"], "model": "demo", "num_speculative_tokens": 7},
     "suffix 16 fixed": {"method": "suffix", "num_speculative_tokens": 16, "adaptive": False},
 }
 

@@ -9,7 +9,11 @@ from typing import Any, Final
 from strandline.errors import ConfigError
 from strandline.json_options import read_json_option
 
-METHODS: Final = ("dflash", "eagle3", "mtp", "ngram", "suffix")
+DRAFTERS: Final = ("dflash", "eagle3", "mtp")
+"""Methods whose drafts are computed by layers."""
+LOOKUPS: Final = ("ngram", "suffix")
+"""Methods whose drafts are found in earlier text."""
+METHODS: Final = (*DRAFTERS, *LOOKUPS)
 WITH_OWN_FILES: Final = ("dflash", "eagle3")
 """Methods whose drafter has its own directory."""
 MAX_DRAFT_TOKENS: Final = 16
@@ -31,18 +35,18 @@ class SpeculativeConfig:
         ConfigError: a value is out of range.
     """
 
-    method: str
+    method: str | tuple[str, ...]
     """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``dflash`` and
     ``eagle3``: from a drafter that is published separately, of blocks or of one token after the other. ``ngram``:
     drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the output.
-    ``suffix``: those that followed most often, there or in earlier answers under the request's salt."""
+    ``suffix``: those that followed most often, there or in earlier answers under the request's salt. One of the first
+    three and one of the last two: whichever is likely to have more drafts accepted, for each request."""
     num_speculative_tokens: int
     """Maximum number of drafts of a request per step."""
     model: str | None = None
     """With ``dflash`` and ``eagle3``: the drafter, a directory or a name on the hub."""
     prompt_lookup_max: int | None = None
-    """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5. With ``mtp``,
-    matches replace the layer's drafts; if both are None, there is no search."""
+    """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5."""
     prompt_lookup_min: int | None = None
     """The shortest; None: ``prompt_lookup_max``, or 5."""
     suffix_decoding_max_tree_depth: int = 24
@@ -66,14 +70,14 @@ class SpeculativeConfig:
     step times. False: always ``num_speculative_tokens``."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"{FLAG}: method must be one of {', '.join(METHODS)}; got {self.method!r}")
+        self._check_method()
         _require_count("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFT_TOKENS)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
+                self._require_method(name, "ngram")
                 _require_count(name, getattr(self, name), None)
         self._check_suffix_fields()
-        if (self.model is None) == (self.method in WITH_OWN_FILES):
+        if (self.model is None) == (self.drafter_method in WITH_OWN_FILES):
             raise ConfigError(
                 f"{FLAG}: methods dflash, eagle3 and model, the drafter, go together; got method {self.method!r}, "
                 f"model {self.model!r}"
@@ -82,7 +86,7 @@ class SpeculativeConfig:
             raise ConfigError(f"{FLAG}: model must be a directory or a name on the hub, got {self.model!r}")
         if self.draft_vocab_size is not None:
             _require_count("draft_vocab_size", self.draft_vocab_size, None)
-            if self.method not in ("mtp", "dflash"):
+            if self.drafter_method not in ("mtp", "dflash"):
                 raise ConfigError(f"{FLAG}: draft_vocab_size is for methods mtp and dflash; got method {self.method!r}")
         if self.rejection_sample_method not in SAMPLE_METHODS:
             names = ", ".join(SAMPLE_METHODS)
@@ -95,16 +99,28 @@ class SpeculativeConfig:
         if self.min_match > self.max_match:
             raise ConfigError(f"{FLAG}: prompt_lookup_min {self.min_match} is above prompt_lookup_max {self.max_match}")
 
+    def _check_method(self) -> None:
+        methods = self.method if isinstance(self.method, tuple) else (self.method,)
+        are_known = all(method in METHODS for method in methods)
+        are_alike = (
+            sum(method in DRAFTERS for method in methods) > 1 or sum(method in LOOKUPS for method in methods) > 1
+        )
+        if not methods or not are_known or are_alike:
+            raise ConfigError(
+                f"{FLAG}: method must be one of {', '.join(METHODS)}, or a list of one of {', '.join(DRAFTERS)} and "
+                f"one of {', '.join(LOOKUPS)}; got {self.method!r}"
+            )
+
+    def _require_method(self, name: str, method: str) -> None:
+        if method not in self.methods:
+            both = "" if self.drafter_method is None else f'; for both, "method": ["{self.drafter_method}", "{method}"]'
+            raise ConfigError(f"{FLAG}: {name} is for method {method}; got method {self.method!r}{both}")
+
     def _check_suffix_fields(self) -> None:
         prefix = "suffix_decoding_"
-        if self.method != "suffix":
-            for field in fields(self):
-                if field.name.startswith(prefix) and getattr(self, field.name) != field.default:
-                    raise ConfigError(f"{FLAG}: {field.name} is for method suffix; got method {self.method!r}")
-            return
-        for name in ("prompt_lookup_max", "prompt_lookup_min"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{FLAG}: {name} is not for method suffix")
+        for field in fields(self):
+            if field.name.startswith(prefix) and getattr(self, field.name) != field.default:
+                self._require_method(field.name, "suffix")
         depth = self.suffix_decoding_max_tree_depth
         _require_count(f"{prefix}max_tree_depth", depth, MAX_TREE_DEPTH, at_least=MIN_TREE_DEPTH)
         _require_count(f"{prefix}max_cached_requests", self.suffix_decoding_max_cached_requests, None, at_least=0)
@@ -125,14 +141,30 @@ class SpeculativeConfig:
             )
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """Return the drafter's method, if there is one, then that of lookups."""
+        given = self.method if isinstance(self.method, tuple) else (self.method,)
+        return tuple(method for method in METHODS if method in given)
+
+    @property
+    def drafter_method(self) -> str | None:
+        """The method whose drafts layers compute, after a step for the next one."""
+        return next((method for method in self.methods if method in DRAFTERS), None)
+
+    @property
+    def lookup_method(self) -> str | None:
+        """The method whose drafts are found in earlier text."""
+        return next((method for method in self.methods if method in LOOKUPS), None)
+
+    @property
     def has_draft_layer(self) -> bool:
         """Whether drafts come from a layer of the model."""
-        return self.method == "mtp"
+        return self.drafter_method == "mtp"
 
     @property
     def has_drafter(self) -> bool:
         """Whether drafts come from layers, which draft after a step for the next one."""
-        return self.has_draft_layer or self.model is not None
+        return self.drafter_method is not None
 
     @property
     def tokens_kept_ahead(self) -> int:
@@ -141,12 +173,7 @@ class SpeculativeConfig:
         A block has the newest token and all drafts; what drafts one token after the other keeps nothing of the last
         two.
         """
-        return 1 if self.method == "dflash" else -1
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether drafts are looked up in the prompt and the output."""
-        return not self.has_drafter or bool(self.prompt_lookup_max or self.prompt_lookup_min)
+        return 1 if self.drafter_method == "dflash" else -1
 
     @property
     def max_match(self) -> int:
@@ -168,8 +195,7 @@ def read_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfig
     for name in ("method", "num_speculative_tokens"):
         if name not in value:
             raise ConfigError(f"{FLAG}: {name} is missing, as in {EXAMPLE}")
-    rates = value.get("synthetic_acceptance_rates")
-    given = {**value, "synthetic_acceptance_rates": tuple(rates)} if isinstance(rates, list) else value
+    given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
     return SpeculativeConfig(**given)
 
 

@@ -12,6 +12,12 @@ FAULTS = {
     '{"method": "ngram"}': "num_speculative_tokens is missing",
     '{"num_speculative_tokens": 1}': "method is missing",
     '{"method": "eagle", "num_speculative_tokens": 1}': "method must be one of dflash, eagle3, mtp, .*got 'eagle'",
+    **{
+        f'{{"method": {methods}, "num_speculative_tokens": 1}}': r"list of one of dflash, eagle3, mtp and one of ngram"
+        for methods in ("[]", '["mtp", "mtp"]', '["mtp", "dflash"]', '["suffix", "ngram"]', '["mtp", 3]', "3", "null")
+    },
+    '{"method": "mtp", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': r'both, "method": \["mtp", "ngram"\]',
+    '{"method": ["ngram", "eagle3"], "num_speculative_tokens": 1}': "and model, the drafter, go together",
     '{"method": "mtp", "num_speculative_tokens": 0}': "at least 1 and at most 16, got 0",
     '{"method": "mtp", "num_speculative_tokens": true}': "at least 1 and at most 16, got True",
     '{"method": "mtp", "num_speculative_tokens": 17}': "at least 1 and at most 16, got 17",
@@ -30,8 +36,8 @@ FAULTS = {
     '{"method": "mtp", "num_speculative_tokens": 1, "draft_vocab_size": 0}': "draft_vocab_size .* at least 1, got 0",
     '{"method": "ngram", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp and dflash",
     '{"method": "suffix", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp and dflash",
-    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': "max is not for method suffix",
-    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_min": 4}': "min is not for method suffix",
+    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': "max is for method ngram",
+    '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_min": 4}': "min is for method ngram",
     '{"method": "ngram", "num_speculative_tokens": 1, "suffix_decoding_max_tree_depth": 9}': "is for method suffix",
     '{"method": "mtp", "num_speculative_tokens": 1, "suffix_decoding_min_token_prob": 0}': "prob is for method suffix",
     '{"method": "dflash", "num_speculative_tokens": 1}': "and model, the drafter, go together; got .* None",
@@ -80,3 +86,11 @@ def test_suffix_fields_have_vllms_defaults() -> None:
     config = read_speculative_config({"method": "suffix", "num_speculative_tokens": 1})
     assert (config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests) == (24, 10_000)
     assert (config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob) == (1.0, 0.1)
+
+
+@pytest.mark.parametrize("given", [["suffix", "mtp"], ["mtp", "suffix"]])
+def test_two_methods_are_taken_in_any_order(given: list[str]) -> None:
+    config = read_speculative_config(
+        {"method": given, "num_speculative_tokens": 1, "suffix_decoding_max_tree_depth": 9}
+    )
+    assert (config.methods, config.drafter_method, config.lookup_method) == (("mtp", "suffix"), "mtp", "suffix")

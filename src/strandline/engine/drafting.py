@@ -3,6 +3,7 @@
 from itertools import takewhile
 from typing import Protocol
 
+from strandline.engine.draft_choice import DraftChoice
 from strandline.engine.draft_depth import DraftDepth
 from strandline.engine.earlier_answers import EarlierAnswers
 from strandline.engine.request import Request
@@ -50,21 +51,25 @@ class DraftLayerDrafter:
         return request.drafts[:max_tokens]
 
 
-class DraftLayerOrNgramDrafter:
-    """Continues a request's last tokens as they were continued before, else hands on what the draft layer drafted.
+class ChoosingDrafter:
+    """Hands on what layers drafted or, where that is likely to be accepted further, what is looked up.
 
-    N-grams take the place of the layer's drafts where they are as many: how deep drafts go, and what memory they need,
-    is decided when the layer drafts.
+    The layers draft after every step, whichever drafts it verified.
     """
 
-    def __init__(self, ngrams: NgramDrafter) -> None:
-        self._layer, self._ngrams = DraftLayerDrafter(), ngrams
+    def __init__(self, lookup: Drafter) -> None:
+        self.lookup, self._choice = lookup, DraftChoice()
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
-        """Return the drafts behind the request's last token."""
-        drafts = self._layer.propose(request, max_tokens)
-        ngrams = self._ngrams.propose(request, len(drafts)) if drafts else ()
-        return ngrams if len(ngrams) == len(drafts) else drafts
+        """Return the drafts after the request's last token, and note in it whether they were looked up."""
+        drafted, looked_up = request.drafts[:max_tokens], self.lookup.propose(request, max_tokens)
+        request.is_looked_up = self._choice.prefers_looked_up(request, drafted, looked_up)
+        return looked_up if request.is_looked_up else drafted
+
+    def prefers_looked_up(self, request: Request, max_tokens: int) -> bool:
+        """Whether a request should verify what was looked up, though the step under way verifies what was drafted."""
+        looked_up = self.lookup.propose(request, max_tokens)
+        return self._choice.prefers_looked_up(request, request.drafts[:max_tokens], looked_up)
 
 
 def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
@@ -82,18 +87,22 @@ def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
     """Return what makes drafts as configured; None: nothing does."""
     if config is None:
         return None
-    if config.method == "suffix":
-        return SuffixDrafter(
-            EarlierAnswers(config.suffix_decoding_max_cached_requests),
-            max_drafts=config.num_speculative_tokens,
-            max_depth=config.suffix_decoding_max_tree_depth,
-            max_factor=config.suffix_decoding_max_spec_factor,
-            min_probability=config.suffix_decoding_min_token_prob,
-        )
-    if not config.looks_up:
+    if config.lookup_method is None:
         return DraftLayerDrafter()
-    ngrams = NgramDrafter(config.max_match, config.min_match)
-    return DraftLayerOrNgramDrafter(ngrams) if config.has_drafter else ngrams
+    lookup = _new_lookup(config)
+    return ChoosingDrafter(lookup) if config.has_drafter else lookup
+
+
+def _new_lookup(config: SpeculativeConfig) -> Drafter:
+    if config.lookup_method == "ngram":
+        return NgramDrafter(config.max_match, config.min_match)
+    return SuffixDrafter(
+        EarlierAnswers(config.suffix_decoding_max_cached_requests),
+        max_drafts=config.num_speculative_tokens,
+        max_depth=config.suffix_decoding_max_tree_depth,
+        max_factor=config.suffix_decoding_max_spec_factor,
+        min_probability=config.suffix_decoding_min_token_prob,
+    )
 
 
 def new_draft_depth(config: SpeculativeConfig | None) -> DraftDepth | None:

@@ -12,11 +12,12 @@ from strandline.cache import Lease, LogUse, PrefixCache
 from strandline.device.prompt_room import NO_PROMPTS, PromptRoom
 from strandline.engine.draft_counters import DraftCounters
 from strandline.engine.draft_depth import DraftDepth
-from strandline.engine.drafting import Drafter, DraftLayerDrafter, DraftLayerOrNgramDrafter
+from strandline.engine.drafting import ChoosingDrafter, Drafter, DraftLayerDrafter
 from strandline.engine.request import Request
 from strandline.engine.spans import NO_DRAFTS, DraftPlan, Span
 from strandline.engine.suffix_drafter import SuffixDrafter
 from strandline.ids import RequestId
+from strandline.records.events import SpeculationStats
 from strandline.records.plan import SequencePlan, StepPlan
 
 MOST_STEPS_BETWEEN_LOOKUPS: Final = 8
@@ -30,6 +31,7 @@ class Drafts:
         drafter: proposes tokens that decoding requests may generate next; None: no drafts.
         draft_tokens: most drafts of a request in a step.
         chooser: chooses how many; None: always as many.
+        methods: names of what the drafter chooses from, a drafter's before that of lookups.
         tokens_kept_ahead: as of ``SpeculativeConfig``.
         corrects_lengths: whether the executor completes sequences that are planned before it is known how many of
             their drafts are accepted.
@@ -42,6 +44,7 @@ class Drafts:
         drafter: Drafter | None = None,
         draft_tokens: int = 0,
         chooser: DraftDepth | None = None,
+        methods: Sequence[str] = (),
         *,
         tokens_kept_ahead: int = -1,
         corrects_lengths: bool = False,
@@ -49,8 +52,10 @@ class Drafts:
     ) -> None:
         self._cache, self.drafter, self.chooser = cache, drafter, chooser
         self._tokens_kept_ahead = tokens_kept_ahead
+        self.has_layer = isinstance(drafter, (DraftLayerDrafter, ChoosingDrafter))
+        self._choosing = drafter if isinstance(drafter, ChoosingDrafter) else None
         # N-grams and suffixes are looked up in tokens that have reached the host.
-        self.corrects_lengths = corrects_lengths and isinstance(drafter, DraftLayerDrafter)
+        self.corrects_lengths = corrects_lengths and self.has_layer
         self.verified_prompts = verified_prompts
         self._is_plain = drafter is None
         """Whether the last planned step is computed as in an engine without drafts: it does not follow any, either."""
@@ -59,8 +64,7 @@ class Drafts:
         self.draft_tokens = draft_tokens
         self.depth = draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
-        self.has_layer = isinstance(drafter, (DraftLayerDrafter, DraftLayerOrNgramDrafter))
-        self._may_rest = chooser is not None and not self.has_layer
+        self._may_rest = chooser is not None and not isinstance(drafter, DraftLayerDrafter)
         self.is_resting = False
         """Whether no drafts are looked up before steps, because none were found."""
         self._lookup_steps = 0
@@ -68,7 +72,8 @@ class Drafts:
         self._steps_to_lookup = 0
         self._num_lookups = self._num_found = 0
         """Lookups while a step is planned, and those that found drafts."""
-        self.counters = DraftCounters(draft_tokens)
+        self._counters = {method: DraftCounters(draft_tokens) for method in methods}
+        self._methods = methods
         self._unsettled: Mapping[RequestId, SequencePlan] = {}
         """While a step is planned: the sequences of the step under way, if that verifies or makes drafts."""
         self._must_settle = False
@@ -81,7 +86,7 @@ class Drafts:
 
     def choose_depth(self, num_running: int, *, is_timed: bool) -> None:
         """Choose the depth of the next step; as of ``DraftDepth.choose``, unless lookups rest."""
-        if self.is_resting:
+        if self.is_resting and not self.has_layer:
             self.depth = 0
         elif self.chooser is not None:
             self.depth = self.chooser.choose(max(num_running, 1), is_timed=is_timed)
@@ -94,13 +99,15 @@ class Drafts:
         drafter, num_tokens = self.drafter, request.num_tokens
         if drafter is None:
             return NO_DRAFTS
-        depth = self.draft_tokens if self.has_layer else self.depth
-        most = min(depth, request.max_total - num_tokens - 1, budget - 1)
+        most = min(max(self.depth, len(request.drafts)), request.max_total - num_tokens - 1, budget - 1)
         if most < 1 or self._cache.is_cut_due(lease, num_tokens + most):
             return NO_DRAFTS
-        drafts = drafter.propose(request, most)
-        self._num_lookups += 1
-        self._num_found += len(drafts) > 0
+        if self._choosing is not None and self.is_resting:
+            request.is_looked_up, drafts = False, request.drafts[:most]
+        else:
+            drafts = drafter.propose(request, most)
+            self._num_lookups += 1
+            self._num_found += len(drafts) > 0 if self._choosing is None else request.is_looked_up
         return drafts if self._cache.extend(lease, num_tokens + len(drafts)) else NO_DRAFTS
 
     def begin_step(self, under_way: StepPlan | None) -> None:
@@ -172,28 +179,36 @@ class Drafts:
         Where there are drafts, the depth of the next step is chosen again; it looks them up itself.
         """
         drafter = self.drafter
-        if isinstance(drafter, SuffixDrafter):
+        lookup = drafter if self._choosing is None else self._choosing.lookup
+        if isinstance(lookup, SuffixDrafter):
             for request in advanced:
                 if request.finish_reason is not None:
-                    drafter.add_answer(request)
+                    lookup.add_answer(request)
         if not self.is_resting or drafter is None:
             return
         self._steps_to_lookup -= 1
         is_due = self._steps_to_lookup <= 0
         running = [x for x in advanced if x.finish_reason is None and (is_due or len(x.output_ids) == x.num_new)]
-        if any(drafter.propose(request, 1) for request in running):
+        if any(self._is_worth_looking_up(request, drafter) for request in running):
             self.is_resting = False
             self.choose_depth(num_running, is_timed=True)
         elif is_due:
             self._steps_to_lookup = self._lookup_steps
             self._lookup_steps = min(2 * self._lookup_steps, MOST_STEPS_BETWEEN_LOOKUPS)
 
+    def _is_worth_looking_up(self, request: Request, drafter: Drafter) -> bool:
+        if self._choosing is None:
+            return len(drafter.propose(request, 1)) > 0
+        return self.depth > 0 and self._choosing.prefers_looked_up(request, self.depth)
+
     def can_plan_ahead(self, running: Iterable[Request], *, may_admit: bool) -> bool:
         """Whether the next step can be planned before the last planned one is settled.
 
         It can after a plain step, if it is plain, too, or a CUDA graph drafts or does without. Or if both verify what a
-        draft layer drafts, and a graph computes prompts as well.
+        draft layer drafts, and a graph computes prompts as well. Lookups need the tokens of the last planned one.
         """
+        if self._choosing is not None and self.depth and not self.is_resting:
+            return False
         if self._is_plain:
             return not self.depth or self.drafter is None or (self.corrects_lengths and _are_independent(running))
         can_correct = self.corrects_lengths and self._makes_drafts and not self._must_settle
@@ -214,6 +229,7 @@ class Drafts:
         anew. If such a step is due for sure, or memory is short, the next step is planned when all is settled.
         """
         before, start = self._unsettled.get(request.request_id), lease.computed
+        request.is_looked_up = False
         drafts = request.drafts if before is None else (0,) * before.next_drafts
         most_tokens = request.num_tokens + (0 if before is None else before.num_drafts)
         if most_tokens >= request.max_total:
@@ -293,9 +309,17 @@ class Drafts:
         if request.counted_drafts is None:
             request.counted_drafts = DraftCounters(self.draft_tokens)
         request.counted_drafts.count(num_drafted, num_accepted)
-        self.counters.count(num_drafted, num_accepted)
+        self._counters[self._methods[-1 if request.is_looked_up else 0]].count(num_drafted, num_accepted)
         if self.chooser is not None:
             self.chooser.count(num_drafted, num_accepted)
+
+    def stats_by_method(self) -> dict[str, SpeculationStats]:
+        """Return the counts of all drafts so far."""
+        return {method: each.stats() for method, each in self._counters.items()}
+
+    def stats(self) -> SpeculationStats:
+        """Return the sum of these."""
+        return sum(self.stats_by_method().values(), SpeculationStats())
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Take the time of a step."""

@@ -196,9 +196,9 @@ def choose_drafter(config: EngineConfig) -> DrafterConfig | None:
         ConfigError: it is not supported, or drafts fewer tokens than are wanted.
     """
     speculation = config.speculation
-    if speculation is None or speculation.model is None:
+    if speculation is None or speculation.model is None or speculation.drafter_method is None:
         return None
-    drafter = read_drafter_config(find_drafter(speculation.model), speculation.method)
+    drafter = read_drafter_config(find_drafter(speculation.model), speculation.drafter_method)
     if isinstance(drafter, BlockDrafterConfig) and speculation.num_speculative_tokens >= drafter.block_tokens:
         raise ConfigError(
             f"--speculative-config: num_speculative_tokens is {speculation.num_speculative_tokens}; the drafter makes "

@@ -25,8 +25,8 @@ def weights_digest(config: EngineConfig) -> str:
     if config.merged_lora is not None:
         digests.append(read_adapter(Path(config.merged_lora.path)).digest)
     speculation = config.speculation
-    if speculation is not None and speculation.has_drafter:
-        digests += ["with", speculation.method]
+    if speculation is not None and speculation.drafter_method is not None:
+        digests += ["with", speculation.drafter_method]
         if speculation.model is not None:
             digests.append(fingerprint(find_drafter(speculation.model)))
     return " ".join(digests)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from strandline.cache import Lead, Lease
 from strandline.engine.draft_counters import DraftCounters
@@ -23,6 +24,14 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class Proposals(NamedTuple):
+    """What may follow the first tokens of a request."""
+
+    num_tokens: int
+    drafted: tuple[int, ...]
+    looked_up: tuple[int, ...]
+
+
 class Request:
     """One sequence, changed by the scheduler alone. With ``n > 1`` each output is a request of its own."""
 
@@ -30,6 +39,7 @@ class Request:
         "account",
         "comes_back",
         "counted_drafts",
+        "draft_rates",
         "drafts",
         "finish_reason",
         "grammar",
@@ -39,6 +49,7 @@ class Request:
         "is_held",
         "is_independent",
         "is_introduced",
+        "is_looked_up",
         "lead",
         "lease",
         "load_begun_s",
@@ -58,6 +69,7 @@ class Request:
         "pictures",
         "pixels",
         "prompt_ids",
+        "proposals",
         "queue_number",
         "request_id",
         "salt",
@@ -88,7 +100,13 @@ class Request:
         self.num_new = 0
         """Tokens of the output that the last step brought."""
         self.drafts: tuple[int, ...] = ()
-        """Drafts of the model's draft layer for the tokens after the last one."""
+        """Drafts of the model's draft layer, or of a drafter, for the tokens after the last one."""
+        self.is_looked_up = False
+        """Whether the drafts that it verifies were looked up in earlier text."""
+        self.proposals: Proposals | None = None
+        """What was last drafted and looked up, to be compared with what follows (``DraftChoice``)."""
+        self.draft_rates: list[float] | None = None
+        """How often what was drafted agreed, and what was looked up; None before the first."""
         self.counted_drafts: DraftCounters | None = None
         """Counters of its verified drafts; None before the first."""
         self.suffixes: SuffixIndex | None = None

@@ -247,3 +247,5 @@ class CoreStats:
     """None: this engine does not take part."""
     kernel_fallbacks: list[KernelFallback] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    speculation_by_method: dict[str, SpeculationStats] = field(default_factory=dict)
+    """What ``speculation`` sums up, by the method that made the drafts."""

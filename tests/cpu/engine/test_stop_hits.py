@@ -165,7 +165,8 @@ def oracle_options(method: str) -> dict[str, Any]:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory": "64MiB", "max_model_len": 512}
     if method == "none":
         return options
-    config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    methods = ["mtp", "ngram"] if method == "mtp" else method
+    config = {"method": methods, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
     return {**options, "speculative_config": config}
 
 

@@ -58,7 +58,10 @@ HANDING_OVER = exposed(
         leases_ended={"fetched": 2, "expired": 5},
     )
 )
-SPECULATING = exposed(speculation=SpeculationStats(10, 20, (9, 4)))
+SPECULATING = exposed(
+    speculation=SpeculationStats(10, 20, (9, 4)),
+    speculation_by_method={"mtp": SpeculationStats(6, 12, (6, 2)), "suffix": SpeculationStats(4, 8, (3, 2))},
+)
 
 
 def panels() -> list[dict[str, Any]]:
@@ -142,13 +145,17 @@ def test_kernel_fallbacks_are_exposed_with_their_reasons() -> None:
     assert f"strandline:kernel_fallback_info{{{labels}}} 1.0" in text
 
 
-def test_drafts_are_counted_in_all_and_by_position() -> None:
+def test_drafts_are_counted_in_all_by_position_and_by_method() -> None:
     label = 'engine="0",model_name="model"'
     for name, value in (("drafts", 10), ("draft_tokens", 20), ("accepted_tokens", 13)):
         assert f"strandline:spec_decode_num_{name}_total{{{label}}} {value}.0" in SPECULATING
     for position, value in enumerate((9, 4)):
         labels = f'{label},position="{position}"'
         assert f"strandline:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {value}.0" in SPECULATING
+    for method, drafted, accepted in (("mtp", 12, 8), ("suffix", 8, 5)):
+        labels = f'engine="0",method="{method}",model_name="model"'
+        assert f"strandline:spec_decode_draft_tokens_by_method_total{{{labels}}} {drafted}.0" in SPECULATING
+        assert f"strandline:spec_decode_accepted_tokens_by_method_total{{{labels}}} {accepted}.0" in SPECULATING
     assert not any(name.startswith("spec_decode") for name in samples_of(exposed()))
 
 

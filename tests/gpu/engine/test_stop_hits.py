@@ -29,8 +29,8 @@ SETTINGS: Final[dict[str, Any]] = {
     "max_num_batched_tokens": 256,
 }
 DRAFTS: Final = {
-    name: {"method": name, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    for name in ("ngram", "mtp")
+    name: {"method": methods, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    for name, methods in {"ngram": "ngram", "mtp": ["mtp", "ngram"]}.items()
 }
 MODELS: Final = {
     "demo": ("none", "ngram", "mtp"),

@@ -249,6 +249,13 @@ class _EngineFamilies:
         yield from self._tiers(stats)
         yield from self._hand_over(stats.hand_over)
         yield from self._drafts(stats.speculation)
+        by_method = stats.speculation_by_method
+        drafted = {method: counts.num_draft_tokens for method, counts in by_method.items()}
+        accepted = {method: counts.num_accepted_tokens for method, counts in by_method.items()}
+        yield self._counter("spec_decode_draft_tokens_by_method", "Drafts, by what made them.", drafted, "method")
+        yield self._counter(
+            "spec_decode_accepted_tokens_by_method", "Accepted drafts, by what made them.", accepted, "method"
+        )
         yield self._fallbacks(stats)
         in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
         share = in_use / max(sum(stats.tenant_bytes.values()), 1)
