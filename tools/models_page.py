@@ -83,6 +83,7 @@ MODELS: Final = {
             "layer_types": [ATTENTION if index in (2, 5, 8, 10, 12, 14) else "conv" for index in range(16)],
         },
     ),
+    "Lfm3ForCausalLM": Model("LFM3-1.7B"),
     "Lfm2MoeForCausalLM": Model(
         "LFM2-8B-A1B",
         {
@@ -142,6 +143,7 @@ SIZES: Final = {
     "InklingForCausalLM": (201_024, 6144, 24_576, 66, 64),
     "JambaForCausalLM": (65_536, 4096, 14_336, 32, 32),
     "Lfm2ForCausalLM": (65_536, 2560, 12_288, 32, 32),
+    "Lfm3ForCausalLM": (128_000, 2048, 7680, 24, 16),
     "Lfm2MoeForCausalLM": (65_536, 2048, 7168, 32, 32),
     "LlamaForCausalLM": (32_000, 4096, 11_008, 32, 32),
     "Mamba2ForCausalLM": (32_768, 4096, None, 64, None),
@@ -194,6 +196,7 @@ DENSE_OR_MOE, MOE = "attention; dense or MoE", "attention; MoE"
 TEXT_OF_VISION = "Qwen3.5; reads [pictures](pictures.md)"
 RELATIVE, BEHIND_PARTS = "relative attention, in most layers with a window; dense or MoE", " and behind all parts"
 WINDOWED = "attention, in most layers with a window"
+GATED = "attention with a gate for each head, in every other layer with a window"
 INDEXED, NGRAMS = "indexed attention; MoE", ", some with features of n-grams"
 
 FAMILIES: Final = {
@@ -213,6 +216,9 @@ FAMILIES: Final = {
     "KimiLinearForCausalLM": Family("Kimi Linear", "latent attention; dense or MoE"),
     "Lfm2ForCausalLM": Family("LFM2", "attention"),
     "Lfm2MoeForCausalLM": Family("LFM2", MOE),
+    "Lfm2VlForConditionalGeneration": Family("LFM2-VL; images are not taken", "attention"),
+    "Lfm3ForCausalLM": Family("LFM3", GATED),
+    "Lfm3VlForConditionalGeneration": Family("LFM3-VL; images are not taken", GATED),
     "LlamaForCausalLM": Family("Llama", "attention"),
     "Mamba2ForCausalLM": Family("Mamba-2", "none"),
     "MambaForCausalLM": Family("Mamba", "none"),

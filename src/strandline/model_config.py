@@ -28,7 +28,6 @@ NEAREST_BY_LAYERS: Final = {
     "BailingMoeV2_5": "KimiLinearForCausalLM",  # the same
     "DeepseekV2": "KimiLinearForCausalLM",  # latent attention, experts
     "DeepseekV3": "KimiLinearForCausalLM",  # the same
-    "Lfm3": "Lfm2ForCausalLM",
     "Mistral": "LlamaForCausalLM",
 }
 """Unsupported families whose layers resemble those of a family with another name."""

@@ -424,6 +424,38 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "lfm2-types": ("Lfm2ForCausalLM", "lfm2", {"layer_types": ["conv", "full_attention"] * 4, "conv_L_cache": 4}),
+    "lfm2-vl": (
+        "Lfm2VlForConditionalGeneration",
+        "lfm2_vl",
+        {
+            NESTED: {"model_type": "lfm2", "full_attn_idxs": [2, 5], "block_ff_dim": 6656, "theta": 1e6}
+            | {"block_multiple_of": 256, "tie_embedding": True, "eos_token_id": 7},
+            "image_token_id": 396,
+            "projector_hidden_size": 2560,
+            "vision_config": {"model_type": "siglip2_vision_model", "hidden_size": 1152},
+        },
+    ),
+    "lfm3": ("Lfm3ForCausalLM", "lfm3", {}),
+    "lfm3-1.7b": (
+        "Lfm3ForCausalLM",
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 5e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "conv_L_cache": 5,
+            "use_attention_gate": False,
+        },
+    ),
+    "lfm3-vl": (
+        "Lfm3VlForConditionalGeneration",
+        "lfm3_vl",
+        {NESTED: {"model_type": "lfm3", "rms_norm_eps": 1e-3}, "image_token_id": 125030, "vision_config": {}},
+    ),
     "lfm2_moe": (
         "Lfm2MoeForCausalLM",
         "lfm2_moe",

@@ -16,7 +16,7 @@ DEFAULTS: Final[dict[str, Any]] = {
 }
 
 LFM2: Final = Architecture(
-    model_types=("lfm2",),
+    model_types=("lfm2", "lfm2_vl"),
     layer_types=listed("full_attn_idxs", "full_attention", "conv", default="full_attention"),
     defaults={
         **DEFAULTS,

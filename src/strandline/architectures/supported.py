@@ -13,6 +13,7 @@ from strandline.architectures.inkling import INKLING
 from strandline.architectures.jamba import JAMBA
 from strandline.architectures.kimi_linear import KIMI_LINEAR
 from strandline.architectures.lfm2 import LFM2, LFM2_MOE
+from strandline.architectures.lfm3 import LFM3
 from strandline.architectures.llama import LLAMA
 from strandline.architectures.mamba import FALCON_MAMBA, MAMBA
 from strandline.architectures.mamba2 import MAMBA2
@@ -41,6 +42,9 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "KimiLinearForCausalLM": KIMI_LINEAR,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
+    "Lfm2VlForConditionalGeneration": LFM2,
+    "Lfm3ForCausalLM": LFM3,
+    "Lfm3VlForConditionalGeneration": LFM3,
     "LlamaForCausalLM": LLAMA,
     "Mamba2ForCausalLM": MAMBA2,
     "MambaForCausalLM": MAMBA,

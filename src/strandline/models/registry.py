@@ -15,6 +15,7 @@ from strandline.models.jamba import build_jamba
 from strandline.models.kimi_linear import build_kimi_linear
 from strandline.models.layers.site import Site
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
+from strandline.models.lfm3 import build_lfm3
 from strandline.models.llama import build_llama
 from strandline.models.mamba import build_falcon_mamba, build_mamba
 from strandline.models.mamba2 import build_mamba2
@@ -56,6 +57,9 @@ ARCHITECTURES: dict[str, Builder] = {
     "KimiLinearForCausalLM": build_kimi_linear,
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2_moe,
+    "Lfm2VlForConditionalGeneration": build_lfm2,
+    "Lfm3ForCausalLM": build_lfm3,
+    "Lfm3VlForConditionalGeneration": build_lfm3,
     "LlamaForCausalLM": build_llama,
     "Mamba2ForCausalLM": build_mamba2,
     "MambaForCausalLM": build_mamba,

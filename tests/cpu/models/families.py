@@ -26,6 +26,9 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm2VlConfig,
+    Lfm3Config,
+    Lfm3VlConfig,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
@@ -157,6 +160,36 @@ LFM2: dict[str, Any] = {
     "block_auto_adjust_ff_dim": False,
     "pad_token_id": None,
     "eos_token_id": None,
+}
+LFM2_VISION: dict[str, Any] = {
+    "model_type": "siglip2_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "num_patches": 16,
+}
+LFM3: dict[str, Any] = {
+    **ATTENTION_ONLY,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+    "sliding_window": 20,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    },
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LFM3_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "patch_size": 4,
 }
 LFM2_MOE: dict[str, Any] = {
     **{name: value for name, value in LFM2.items() if not name.startswith("block")},
@@ -714,6 +747,37 @@ CONFIGS: dict[str, Family] = {
         },
         shards=(2,),
         is_altered=True,
+    ),
+    "lfm2-vision": Family(
+        "Lfm2VlForConditionalGeneration",
+        Lfm2VlConfig,
+        {"text_config": {"model_type": "lfm2", **LFM2}, "vision_config": LFM2_VISION, "image_token_id": 96}
+        | {"projector_hidden_size": 16},
+    ),
+    "lfm3": Family("Lfm3ForCausalLM", Lfm3Config, LFM3, shards=(2,), is_altered=True, is_quantized=True),
+    "lfm3-odd": Family(
+        "Lfm3ForCausalLM",
+        Lfm3Config,
+        {
+            **LFM3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "layer_types": ["full_attention", "conv", "sliding_attention", "sliding_attention"],
+            "sliding_window": 70,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "attention_bias": True,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm3-vision": Family(
+        "Lfm3VlForConditionalGeneration",
+        Lfm3VlConfig,
+        {"text_config": {"model_type": "lfm3", **LFM3}, "vision_config": LFM3_VISION, "projector_hidden_size": 16}
+        | {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93},
     ),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", Lfm2MoeConfig, LFM2_MOE, shards=(2,), is_altered=True, is_quantized=True),
     "lfm2_moe-odd": Family(

@@ -24,7 +24,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.kernels.rowwise.quantized_rows import Rows
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.shard import Shard
@@ -225,6 +225,29 @@ class Attention(nn.Module):
         """Return the target of the published query projection."""
         del gate
         return sharded(query, self.shard)
+
+
+class HeadGatedAttention(Attention):
+    """Softmax attention with a sigmoid gate per head."""
+
+    def __init__(self, config: AttentionConfig, site: Site) -> None:
+        super().__init__(config, site)
+        self.gate_proj = Projection(self.config.num_heads, config.hidden_size, site, shard=site.shard)
+
+    def forward(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> Tensor:
+        out_TO, _ = self._attended(hidden_TE, step, memory)
+        gate_TH = self.gate_proj.multiply(hidden_TE if self.gate_proj.takes_quantized else plain_rows(hidden_TE))
+        return self.out_proj.multiply(gate_heads(out_TO.unflatten(-1, (self.config.num_heads, -1)), gate_TH).flatten(1))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield from super().targets(prefix)
+        yield from self.gate_proj.targets(f"{prefix}gate_proj.")
+
+
+def gate_heads(out_THD: Tensor, gate_TH: Tensor) -> Tensor:
+    """Multiply the results of heads, in place, by sigmoids of their gates."""
+    return out_THD.mul_(gate_TH.float().sigmoid().to(out_THD.dtype).unsqueeze(-1))
 
 
 class GatedAttention(Attention):

@@ -10,6 +10,7 @@ C channels of the convolution, one for each of the hidden state.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -17,12 +18,15 @@ from strandline.config_fields import Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded
 from strandline.specs import LayerSpec, TensorSpec
+
+MAX_SHORT_TAPS: Final = 7
+"""Maximum taps of the filter; kernels are tested with these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class ShortConvConfig:
     @classmethod
     def read(cls, fields: Fields) -> "ShortConvConfig":
         """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
-        num_taps = fields.size("conv_L_cache", at_least=2, at_most=MAX_TAPS)
+        num_taps = fields.size("conv_L_cache", at_least=2, at_most=MAX_SHORT_TAPS)
         return cls(fields.size("hidden_size"), num_taps, fields.flag("conv_bias"))
 
 

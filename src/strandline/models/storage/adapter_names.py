@@ -27,6 +27,7 @@ ONE_EXPERT: Final = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.
 SYNONYMS: Final = (
     (re.compile(r"(?<=\.)block_sparse_moe(?=\.)"), "mlp"),
     (re.compile(r"(?<=\.self_attn\.)forget_gate\."), ""),
+    (re.compile(r"(?<=\.self_attn\.)gate_proj$"), "g_proj"),
     (re.compile(r"(?<=\.experts\.)(\d+\.)w1$"), r"\1gate_proj"),
     (re.compile(r"(?<=\.experts\.)(\d+\.)w2$"), r"\1down_proj"),
     (re.compile(r"(?<=\.experts\.)(\d+\.)w3$"), r"\1up_proj"),

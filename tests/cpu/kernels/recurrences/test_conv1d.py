@@ -130,7 +130,7 @@ def test_prefill_equals_one_pass_at_any_length(num_tokens: int, start: int) -> N
     check_prefill(torch.randn(num_tokens, CHANNELS), make_filter(), make_arena([2]), [prompt])
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 10])
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 7, 10])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("channels", [CHANNELS, 37])
 @pytest.mark.parametrize("has_bias", [True, False])

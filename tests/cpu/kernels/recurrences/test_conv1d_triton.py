@@ -197,12 +197,12 @@ WITH_IN_PLACE = [
 """Also cuts to the slots that the sequences come from: before and behind the grid, short of a window or not."""
 
 
-@pytest.mark.parametrize("width", [2, 4, 5, 10])
+@pytest.mark.parametrize("width", [2, 4, 5, 7, 10])
 def test_a_cut_may_go_to_its_own_sequences_slot(width: int) -> None:
     check_prefill(WITH_IN_PLACE, 72, torch.float32, "cpu", width)
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 10])
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 7, 10])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_any_width_bias_and_activation(width: int, activation: Activation, has_bias: bool) -> None:
