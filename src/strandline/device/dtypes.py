@@ -17,6 +17,7 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.gemm.linear import has_fast_gemms
+from strandline.kernels.gpu import gpu_of, kind_of
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.experts import Experts
@@ -33,8 +34,8 @@ from strandline.specs import E4M3
 E4M3_CAPABILITY: Final = (8, 9)
 """The lowest compute capability with conversions from and to e4m3."""
 
-PRODUCT_CAPABILITY: Final = (9, 0)
-"""The lowest compute capability for GEMMs in FP8 and 4 bits: tiles need the shared memory of Hopper GPUs."""
+FIRST_CAPABILITY: Final = (8, 0)
+"""The lowest compute capability that kernels are compiled for: tensor cores multiply bfloat16."""
 
 MAX_WEIGHTS_SHARE: Final = 0.75
 """The share of the machine's memory for weights that are wider than published."""
@@ -90,8 +91,9 @@ def choose_kv_cache_dtype(config: EngineConfig, device: torch.device) -> str | N
     """
     if config.kv_cache_dtype == "auto":
         return None
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    gpu = gpu_of(device)
+    if gpu.is_nvidia and gpu.capability < E4M3_CAPABILITY:
+        found = ".".join(map(str, gpu.capability))
         needed = ".".join(map(str, E4M3_CAPABILITY))
         raise ConfigError(
             f"--kv-cache-dtype {config.kv_cache_dtype} needs a GPU of compute capability {needed}, this one has {found}"
@@ -138,13 +140,14 @@ def choose_storage(
 def why_dequantized(formats: Sequence[WeightFormat], device: torch.device) -> str | None:
     """Return why weights cannot stay quantised on a device; None: they can."""
     kind = _kinds(formats)
-    if device.type != "cuda":
+    if kind_of(device) != "cuda":
         return f"no GEMMs in {kind} on {device.type}"
     if not any(format.can_stay for format in formats):
         return f"no GEMMs with {_schemes(formats)}"
-    if torch.cuda.get_device_capability(device) < PRODUCT_CAPABILITY:
-        return f"GEMMs in {kind} need a GPU of compute capability {'.'.join(map(str, PRODUCT_CAPABILITY))}"
-    return why_unavailable("Triton", device.type)
+    needed = max(E4M3_CAPABILITY if format.has_e4m3 else FIRST_CAPABILITY for format in formats)
+    if gpu_of(device).capability < needed:
+        return f"GEMMs in {kind} need a GPU of compute capability {'.'.join(map(str, needed))}"
+    return why_unavailable("Triton", kind_of(device))
 
 
 def _schemes(formats: Sequence[WeightFormat]) -> str:

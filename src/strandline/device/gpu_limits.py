@@ -1,29 +1,25 @@
 """Checks that a GPU can run the kernels, before anything is loaded."""
 
-from typing import Final
-
 import torch
 
 from strandline import env
+from strandline.device.dtypes import FIRST_CAPABILITY
 from strandline.errors import ConfigError
-
-SHARED_BYTES: Final = 227 * 1024
-"""Shared memory that a block of the largest tiles may use: that of Hopper GPUs, which the tiles were chosen on."""
+from strandline.kernels.gpu import gpu_of
 
 
-def require_shared_memory(device: torch.device) -> None:
-    """Refuse a GPU with too little shared memory for the kernels; Triton would fail at some later request.
+def require_tensor_cores(device: torch.device) -> None:
+    """Refuse an NVIDIA GPU whose tensor cores do not multiply bfloat16; Triton would fail at some later request.
 
     Raises:
-        ConfigError: it has too little, and kernels are not turned off.
+        ConfigError: they do not, and kernels are not turned off.
     """
-    if device.type != "cuda" or env.is_triton_off():
+    gpu = gpu_of(device)
+    if not gpu.is_nvidia or env.is_triton_off() or gpu.capability >= FIRST_CAPABILITY:
         return
-    properties = torch.cuda.get_device_properties(device)
-    found_bytes = getattr(properties, "shared_memory_per_block_optin", SHARED_BYTES)
-    if found_bytes < SHARED_BYTES:
-        raise ConfigError(
-            f"{properties.name} has {found_bytes // 1024} KiB of shared memory per block, and the kernels need up to "
-            f"{SHARED_BYTES // 1024} KiB, which H100, H200 and B200 have; use --device cpu, or set {env.TRITON}=0 to "
-            "run the reference implementations, which are slow"
-        )
+    found, needed = (".".join(map(str, capability)) for capability in (gpu.capability, FIRST_CAPABILITY))
+    raise ConfigError(
+        f"{torch.cuda.get_device_name(device)} has compute capability {found}, and the kernels need {needed}, which "
+        f"A100, RTX 30 and later GPUs have; use --device cpu, or set {env.TRITON}=0 to run the reference "
+        "implementations, which are slow"
+    )

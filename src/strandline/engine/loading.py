@@ -20,7 +20,8 @@ from strandline.device.dtypes import (
     unused_note,
 )
 from strandline.device.executor import Executor
-from strandline.device.gpu_limits import require_shared_memory
+from strandline.device.gpu_limits import require_tensor_cores
+from strandline.device.meta_device import keep_distinct_layers
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
@@ -86,12 +87,14 @@ def load_uni_executor(
     vocabulary: Vocabulary | None = None,
     ranks: Ranks = ONE_RANK,
     *,
+    device: torch.device | None = None,
     weights: str | None = None,
     progress: bool = False,
 ) -> UniExecutor:
     """Load a model, or this rank's shard of it, into an executor in this process; as ``load_executor``.
 
     Args:
+        device: None: the one that the configuration names.
         weights: a digest of all weights; None: it is computed if a disk cache needs it.
     """
     if vocabulary is None:
@@ -99,8 +102,8 @@ def load_uni_executor(
         if vocabulary.tokenizer is not None:
             vocabulary.grammars.begin()  # while the weights are read
     directory = find_model(config.model)
-    device, shard = resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
-    require_shared_memory(device)
+    device, shard = device or resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
+    require_tensor_cores(device)
     model_config = read_model_config(directory)
     pictures = None if config.language_model_only else read_picture_config(directory, model_config)
     choice = choose_dtype(config, model_config, device)
@@ -137,10 +140,12 @@ def load_uni_executor(
     complete = partial(_complete, drafter=drafter, config=config, device=device, layout=layout)
     model = complete(load(directory, load_format=config.load_format))
     notes = [unused_note(model.weights_report)] if shard.is_first else []
-    if storage.keeps_quantized:
+    if storage.keeps_quantized and device.type == "cuda":
         notes += [kept_note(model.weights_report), peak_note(device)]
     for note in filter(None, notes):
         LOGGER.warning(note)
+    if device.type == "meta":
+        keep_distinct_layers(cast(CausalLM, model))
     if weights is None:
         weights = disk_cache_weights(config)
     weights_s = SYSTEM_CLOCK() - start_s

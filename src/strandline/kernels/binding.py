@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
+from strandline.kernels.gpu import is_stood_for
 from strandline.kernels.operation import Backend, Launches, Operation, Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
 
@@ -120,7 +121,8 @@ def _why_no_numba() -> str | None:
 def _why_no_triton(device_type: str) -> str | None:
     if is_triton_off():
         return f"{TRITON} is 0"
-    is_there = find_spec("triton") is not None and torch.cuda.is_available() and torch.version.hip is None
+    has_gpu = is_stood_for() or (torch.cuda.is_available() and torch.version.hip is None)
+    is_there = find_spec("triton") is not None and has_gpu
     return None if is_there and device_type == "cuda" else f"there is no working Triton for {device_type} here"
 
 

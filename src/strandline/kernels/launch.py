@@ -1,6 +1,15 @@
-"""The size of a launch, for every kernel that multiplies tiles."""
+"""The size of a launch, for every kernel that multiplies tiles, and the choice of one that a GPU has room for.
 
-from typing import NamedTuple
+Launches are measured on Hopper GPUs. On one with less shared memory, loops take fewer stages (``stages_triton.py``);
+where a tile does not fit even in one, the kernel has smaller ones.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from strandline.kernels.gpu import Gpu
+
+LaunchT = TypeVar("LaunchT")
 
 
 class Launch(NamedTuple):
@@ -25,6 +34,15 @@ class Launch(NamedTuple):
         """Return the launch arguments."""
         blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
         return {**blocks, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def first_that_fits(launches: Sequence[LaunchT], shared_bytes: Callable[[LaunchT], int], gpu: Gpu) -> LaunchT:
+    """Return the first launch that a GPU has room for; the last, if it has room for none.
+
+    Args:
+        shared_bytes: returns what a launch takes with one stage.
+    """
+    return next((launch for launch in launches if shared_bytes(launch) <= gpu.shared_bytes), launches[-1])
 
 
 Pair = tuple[Launch, Launch]

@@ -10,16 +10,12 @@ starts early finds everything done but for the work of the one kernel before it.
 """
 # mypy: ignore-errors
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FIRST_CAPABILITY = (9, 0)
-"""Compute capability of the first devices that can."""
+from strandline.kernels.gpu import gpu_of
 
 
 @triton.jit
@@ -38,11 +34,4 @@ def release_next(OVERLAPS: tl.constexpr):
 
 def overlap_options(x: Tensor) -> dict[str, bool]:
     """Return the launch arguments, ``OVERLAPS`` among them, for the device of ``x``."""
-    if x.is_cuda and _can_overlap(x.get_device()):
-        return {"OVERLAPS": True, "launch_pdl": True}
-    return {"OVERLAPS": False}
-
-
-@cache
-def _can_overlap(device: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+    return {"OVERLAPS": True, "launch_pdl": True} if gpu_of(x.device).can_overlap else {"OVERLAPS": False}

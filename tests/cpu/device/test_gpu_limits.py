@@ -1,31 +1,29 @@
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from strandline import env
-from strandline.device.gpu_limits import require_shared_memory
+from strandline.device import gpu_limits
+from strandline.device.gpu_limits import require_tensor_cores
 from strandline.errors import ConfigError
+from strandline.kernels.gpu import GPUS, Gpu
+
+CUDA = torch.device("cuda")
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, **properties: Any) -> None:
-    """Let torch report a GPU with these properties."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
-
-
-@pytest.mark.parametrize(
-    ("name", "shared_kib"), [("NVIDIA GeForce RTX 4090", 99), ("NVIDIA A100", 163), ("AMD Instinct MI300X", 64)]
-)
-def test_gpu_with_little_shared_memory_is_refused(name: str, shared_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, name=name, shared_memory_per_block_optin=shared_kib * 1024)
-    with pytest.raises(ConfigError, match=f"{name} has {shared_kib} KiB of shared memory .* need up to 227 KiB"):
-        require_shared_memory(torch.device("cuda"))
-    require_shared_memory(torch.device("cpu"))
+def test_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_limits, "gpu_of", lambda device: Gpu("sm_75", 64 * 1024))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5, and the kernels need 8\.0"):
+        require_tensor_cores(CUDA)
     monkeypatch.setenv(env.TRITON, "0")
-    require_shared_memory(torch.device("cuda"))
+    require_tensor_cores(CUDA)
 
 
-def test_hopper_gpu_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, name="NVIDIA H100", shared_memory_per_block_optin=232_448)
-    require_shared_memory(torch.device("cuda", 1))
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS.values() if gpu.is_nvidia])
+def test_gpus_with_bfloat16_are_admitted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_limits, "gpu_of", lambda device: gpu)
+    require_tensor_cores(CUDA)
+
+
+def test_cpu_is_admitted() -> None:
+    require_tensor_cores(torch.device("cpu"))

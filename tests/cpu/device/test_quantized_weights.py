@@ -15,6 +15,7 @@ from strandline.device.dtypes import count_matrix_weights, count_weights
 from strandline.device.sizing import require_room_for_weights
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, HalfWeight
+from strandline.kernels.gpu import GPUS
 from strandline.model_config import read_model_config
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
@@ -79,23 +80,24 @@ def test_start_says_that_weights_in_4_bits_are_dequantised(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize(
-    ("block", "capability", "reason"),
+    ("block", "architecture", "reason"),
     [
-        ([128, 128], (9, 0), None),
-        ([128, 128], (8, 9), "GEMMs in FP8 need a GPU of compute capability 9.0"),
-        ([16, 16], (9, 0), r"no GEMMs with FP8 \(blocks of 16 × 16\)"),
+        ([128, 128], "sm_90", None),
+        ([128, 128], "sm_89", None),
+        ([128, 128], "sm_86", r"GEMMs in FP8 need a GPU of compute capability 8\.9"),
+        ([16, 16], "sm_90", r"no GEMMs with FP8 \(blocks of 16 × 16\)"),
     ],
 )
 def test_gpus_keep_what_they_multiply_with(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     block: list[int],
-    capability: tuple[int, int],
+    architecture: str,
     reason: str | None,
 ) -> None:
     config, gpu = read_model_config(save_tiny_model(tmp_path)), torch.device("cuda")
     options = EngineConfig(model="nowhere", device="cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dtypes, "gpu_of", lambda device: GPUS[architecture])
     monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
     assert dtypes.choose_storage(options, config, gpu, torch.bfloat16) == dtypes.StorageChoice(False)
     config = replace(config, quantization={**CONFIG, "weight_block_size": block})
@@ -108,23 +110,23 @@ def test_gpus_keep_what_they_multiply_with(
 
 
 @pytest.mark.parametrize(
-    ("group", "capability", "reason"),
+    ("group", "architecture", "reason"),
     [
-        (128, (9, 0), None),
-        (128, (8, 9), "GEMMs in 4 bits need a GPU of compute capability 9.0"),
-        (16, (9, 0), r"no GEMMs with 4 bits \(gptq, groups of 16\)"),
+        (128, "sm_90", None),
+        (128, "sm_80", None),
+        (16, "sm_90", r"no GEMMs with 4 bits \(gptq, groups of 16\)"),
     ],
 )
 def test_gpus_keep_weights_in_4_bits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     group: int,
-    capability: tuple[int, int],
+    architecture: str,
     reason: str | None,
 ) -> None:
     config, gpu = read_model_config(save_tiny_model(tmp_path)), torch.device("cuda")
     options = EngineConfig(model="nowhere", device="cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dtypes, "gpu_of", lambda device: GPUS[architecture])
     monkeypatch.setattr(dtypes, "why_unavailable", lambda backend, device_type: None)
     config = replace(config, quantization=four_bit.gptq_config(group))
     choice = dtypes.choose_storage(options, config, gpu, torch.bfloat16)
@@ -152,7 +154,7 @@ def test_gpus_keep_weights_in_fp4(
     recipe = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     fp8.change_json(quantized[0] / "config.json", quantization_config=recipe)
     config, gpu = read_model_config(quantized[0]), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(dtypes, "gpu_of", lambda device: GPUS["sm_90"])
     monkeypatch.setattr(dtypes, "why_unavailable", lambda *_: None)
     choice = dtypes.choose_storage(EngineConfig(model="nowhere", device="cuda"), config, gpu, torch.bfloat16)
     assert (choice.keeps_quantized, choice.bits) == (True, 4)

@@ -15,6 +15,7 @@ from strandline.device.dtypes import choose_kv_cache_dtype
 from strandline.env import NUMBA
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.batch import KVMemory
+from strandline.kernels.gpu import GPUS, standing_for
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.models import fp8
@@ -193,13 +194,13 @@ def test_unknown_dtype_is_refused(model_dir: Path) -> None:
         EngineConfig(model=str(model_dir), kv_cache_dtype="fp4")
 
 
-def test_gpu_without_conversions_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, gpu = EngineConfig(model=str(model_dir), kv_cache_dtype="fp8"), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs a GPU of compute capability 8\.9, this .* 8\.0"):
-        choose_kv_cache_dtype(config, gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert choose_kv_cache_dtype(config, gpu) == "float8_e4m3fn"
+def test_gpu_without_conversions_is_refused(model_dir: Path) -> None:
+    config, meta = EngineConfig(model=str(model_dir), kv_cache_dtype="fp8"), torch.device("meta")
+    message = r"--kv-cache-dtype fp8 needs a GPU of compute capability 8\.9, this .* 8\.0"
+    with standing_for(GPUS["sm_80"]), pytest.raises(ConfigError, match=message):
+        choose_kv_cache_dtype(config, meta)
+    with standing_for(GPUS["sm_89"]):
+        assert choose_kv_cache_dtype(config, meta) == "float8_e4m3fn"
 
 
 def test_random_requests_agree_with_an_uncached_engine(make_fp8: MakeLLM) -> None:

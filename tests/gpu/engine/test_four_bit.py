@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.device.dtypes import PRODUCT_CAPABILITY
+from strandline.device.dtypes import FIRST_CAPABILITY
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_bits import (
     MIXTURE,
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() < PRODUCT_CAPABILITY, reason="no products in 4 bits on this GPU"
+    torch.cuda.get_device_capability() < FIRST_CAPABILITY, reason="no products in 4 bits on this GPU"
 )
 
 MODELS = {

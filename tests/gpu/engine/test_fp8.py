@@ -14,7 +14,7 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
-from strandline.device.dtypes import PRODUCT_CAPABILITY
+from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.device.sizing import slabs_for
 from strandline.models.storage.conversion import convert
 from strandline.text.model_files import DEMO_DIRECTORY
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < PRODUCT_CAPABILITY,
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < E4M3_CAPABILITY,
     reason="no products in FP8 on this GPU",
 )
 

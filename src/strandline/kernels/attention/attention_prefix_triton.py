@@ -31,6 +31,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import KVMemory
+from strandline.kernels.gpu import gpu_of
 from strandline.kernels.sizes import cdiv
 
 try:
@@ -87,16 +88,14 @@ def supports(q_THD: Tensor, memory: KVMemory) -> bool:
         and head_dim in HEAD_DIMS
         and k_BPGD.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
         and k_BPGD.stride(0) % k_BPGD.stride(1) == 0
-        and q_THD.is_cuda
-        and _can_compile(q_THD.get_device())
+        and gpu_of(q_THD.device).capability == CAPABILITY
+        and _is_available()
     )
 
 
 @cache
-def _can_compile(device: int) -> bool:
-    """Whether the kernel can be compiled for a device; log once per device if only Gluon's interface is missing."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != CAPABILITY:
-        return False
+def _is_available() -> bool:
+    """Whether Triton has the interface that the kernel is written in; log once if not."""
     if not IS_AVAILABLE:
         LOGGER.warning(
             "long prompts use the slower attention kernel: Triton %s lacks the Gluon interface of the faster one",

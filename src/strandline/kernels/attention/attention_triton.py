@@ -43,9 +43,12 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, parts_of, plan_prefills
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.gpu import Gpu, gpu_of
+from strandline.kernels.launch import first_that_fits
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.stages_triton import staged
 
 
 class Tile(NamedTuple):
@@ -64,6 +67,9 @@ DECODE_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=3)
 PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
 """Two warp groups, 128 accumulators per thread at a head dim of 256; queries and two tiles of keys and values fill
 shared memory."""
+
+SMALL_PREFILL_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=2)
+"""Where the other does not fit: at a head dim of 256 on GPUs with 99 KiB of shared memory."""
 
 SHORT_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=3)
 """For prefills of a few rows: as a decode's, with as many rows as they have, up to this."""
@@ -223,6 +229,7 @@ def store_rows(
         tl.store(out_ptr_M[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
 
 
+@staged
 @triton.jit(
     do_not_specialize=["window_tokens", "stride_table", "num_splits", "split_tiles"],
     do_not_specialize_on_alignment=["table_ptr", "context_len_ptr"],
@@ -346,6 +353,7 @@ def locate_tile(tile, query_start_ptr, num_prefills, GROUP: tl.constexpr, BLOCK_
     return tl.sum(is_before_N.to(tl.int32), axis=0), tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
 
 
+@staged
 @triton.jit(
     do_not_specialize=[
         "window_tokens",
@@ -583,9 +591,18 @@ class _Call(NamedTuple):
             return FLOAT32_TILE
         most_rows = self.batch.most_rows
         if most_rows is None:
-            return PREFILL_TILE
+            return _prefill_tile(gpu_of(self.q_THD.device), self.q_THD.shape[2], self.q_THD.element_size())
         rows = max(16, next_power_of_2(most_rows * self.group))
         return SHORT_TILE._replace(rows=min(rows, SHORT_TILE.rows))
+
+
+@cache
+def _prefill_tile(gpu: Gpu, head_dim: int, item_bytes: int) -> Tile:
+    def shared_bytes(tile: Tile) -> int:
+        """Queries, keys or values, and weights."""
+        return item_bytes * ((tile.rows + tile.keys) * padded(head_dim) + tile.rows * tile.keys)
+
+    return first_that_fits((PREFILL_TILE, SMALL_PREFILL_TILE), shared_bytes, gpu)
 
 
 def paged_attention(
@@ -708,7 +725,7 @@ def _is_prefix_kernel_correct(
     device: torch.device, dtype: torch.dtype, num_kv_heads: int, head_dim: int, group: int
 ) -> bool:
     """Whether attention in two launches equals attention in one; warn if not, because Gluon is experimental."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
@@ -736,7 +753,7 @@ def _is_prefix_kernel_correct(
         _attend_together(whole, 0, 1)
         _attend_behind_prefix(split, 0, 3, span_blocks=2)
         difference = (outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()
-        if difference < MAX_PREFIX_DIFFERENCE:
+        if device.type == "meta" or difference < MAX_PREFIX_DIFFERENCE:
             return True
     except Exception as error:  # noqa: BLE001 -- whatever this version of Triton fails with
         problem = f"{type(error).__name__}: {error}"

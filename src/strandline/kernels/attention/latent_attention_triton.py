@@ -43,6 +43,7 @@ from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.stages_triton import staged
 from strandline.kernels.state_triton import FLOAT32_PRECISION
 
 DECODE_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=3)
@@ -122,6 +123,7 @@ def _attend(
     return acc_MV, max_M, sum_M
 
 
+@staged
 @triton.jit(
     do_not_specialize=[
         "stride_table",

@@ -20,6 +20,7 @@ from strandline.kernels.attention.attention_triton import Tile, locate_tile, pad
 from strandline.kernels.attention.latent_expansion import expand, piece_keys, pieces_of
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.sizes import next_power_of_2
+from strandline.kernels.stages_triton import staged
 from strandline.kernels.state_triton import FLOAT32_PRECISION
 
 TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=3)
@@ -93,6 +94,7 @@ def _attend(
     return acc_MV, max_M, sum_M
 
 
+@staged
 @triton.jit(do_not_specialize=["first_sequence", "num_prefills", "num_tiles", "piece_start", "piece_len"])
 def _attend_kernel(
     q_ptr,

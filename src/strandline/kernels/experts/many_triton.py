@@ -33,6 +33,7 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quantized
 from strandline.kernels.sizes import cdiv
+from strandline.kernels.stages_triton import staged
 
 
 @triton.jit
@@ -144,6 +145,7 @@ def _up_tile(
     _store_hidden(hidden, activated_MN, row_M, is_row_M, col_N, F)
 
 
+@staged
 @triton.jit
 def _up_kernel(
     x,
@@ -290,6 +292,7 @@ def _down_tile(
     tl.store(out_MN_ptr, out_MN.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & (col_N < D)[None, :])
 
 
+@staged
 @triton.jit
 def _down_kernel(
     hidden,

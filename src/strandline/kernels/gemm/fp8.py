@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import ScaledWeight
+from strandline.kernels.gpu import gpu_of
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, in_groups, quantize
 
 TORCH_INPUTS: Final = 4 * GROUP
 """What inputs are a multiple of, so that torch takes scales as they are stored."""
+
+TORCH_CAPABILITY: Final = 9
+"""Compute capability, without its minor number, of the GPUs on which torch does."""
 
 TORCH_CUDA: Final = (12, 9)
 """The first CUDA version whose library multiplies with scales of blocks."""
@@ -55,15 +59,14 @@ def can_multiply_in_torch(rows: Rows, weight: ScaledWeight) -> bool:
         and weight.rows_per_scale == GROUP
         and num_outputs % GROUP == num_inputs % TORCH_INPUTS == 0
         and weight.scales.is_contiguous()
-        and rows.device.type == "cuda"
-        and _has_block_scales_in_torch(weight.values.get_device())
+        and gpu_of(weight.values.device).capability[0] == TORCH_CAPABILITY
+        and _cuda_version() >= TORCH_CUDA
     )
 
 
 @cache
-def _has_block_scales_in_torch(device: int) -> bool:
-    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    return torch.cuda.get_device_capability(device)[0] == 9 and version >= TORCH_CUDA
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
 
 
 def multiply_in_torch(out_TO: Tensor, rows: QuantizedRows, weight: ScaledWeight, bias_O: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from strandline.kernels.gemm.low_rank import TILE_ROWS, AdapterWeights, TiledRow
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
+from strandline.kernels.stages_triton import staged
 
 MIN_SPAN = 256
 MAX_SPANS = 16
@@ -34,6 +35,7 @@ WIDE_OUTPUTS = 8192
 """From here on, programs of 128 outputs are enough to fill a GPU."""
 
 
+@staged
 @triton.jit(do_not_specialize=["M"])
 def _shrink_kernel(
     x_ptr,
@@ -116,6 +118,7 @@ def _load_up(
     return up_RN, part * MAX_RANK + rank_R, rank_R < rank
 
 
+@staged
 @triton.jit(do_not_specialize=["M"])
 def _expand_kernel(
     hidden_ptr,

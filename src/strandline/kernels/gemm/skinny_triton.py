@@ -13,9 +13,11 @@ from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.activation_triton import silu_times
 from strandline.kernels.sizes import cdiv
+from strandline.kernels.stages_triton import staged
 from strandline.kernels.tile_triton import add_spans, store_tile
 
 
+@staged
 @triton.jit
 def _skinny_kernel(
     x_ptr,

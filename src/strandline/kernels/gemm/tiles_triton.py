@@ -20,6 +20,7 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import quantized
 from strandline.kernels.sizes import cdiv
+from strandline.kernels.stages_triton import staged
 from strandline.kernels.tile_triton import add_spans, gemm_dense, place_tile, store_tile
 
 
@@ -81,6 +82,7 @@ def _multiply(
     store_tile(out_ptr, acc_MN, row_M, col_N, M, N, stride_out, IS_SPLIT, False)
 
 
+@staged
 @triton.jit(do_not_specialize=["M"])
 def _tiles_kernel(
     x,

@@ -49,6 +49,7 @@ from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.recurrences.segments_triton import Division, divide
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
+from strandline.kernels.stages_triton import staged
 from strandline.kernels.state_triton import FLOAT32_PRECISION, without_empty
 
 
@@ -137,6 +138,7 @@ def _segment_of(
     return sequence, first, tl.minimum(first + segment_chunks, end), segment, count, first_place
 
 
+@staged
 @triton.jit(
     do_not_specialize=["num_tokens", "num_chunks", "num_sequences", "num_segments"],
     do_not_specialize_on_alignment=[

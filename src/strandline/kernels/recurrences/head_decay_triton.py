@@ -52,6 +52,7 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
+from strandline.kernels.stages_triton import staged
 from strandline.kernels.state_triton import (
     FLOAT32_PRECISION,
     LOG2_E,
@@ -204,6 +205,7 @@ def _rows_kernel(
     tl.store(ptrs_L + 2 * L, tl.where(is_token_L, weight_L, 0.0))
 
 
+@staged
 @triton.jit(
     do_not_specialize=["num_segments"],
     do_not_specialize_on_alignment=[

@@ -35,6 +35,10 @@ class WeightFormat(Protocol):
     def can_stay(self) -> bool:
         """Whether kernels multiply with weights that are published so."""
 
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether numbers or scales are in e4m3, which not every GPU converts."""
+
     def find(self, holders: Holders) -> Mapping[str, PublishedWeight]:
         """Return the weights of this format in files, by their names in a model that is not quantised."""
 

@@ -46,6 +46,7 @@ class FourBitFormat:
     scheme: FourBitScheme
     kind: ClassVar[str] = "4 bits"
     bits: ClassVar[int] = 4
+    has_e4m3: ClassVar[bool] = False
 
     @property
     def can_stay(self) -> bool:
@@ -138,7 +139,7 @@ class FourBitRows:
         if self.zeros_RX is not None:
             self.zeros_RX[index_R, columns] = part.zero_NX[row_R][:, group_X]
 
-    def fill_randomly(self, generator: torch.Generator, std: float) -> None:
+    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
         """See ``StoredRows``."""
         self.words_RW.random_(-(2**31), 2**31, generator=generator)
         self.scales_RX.uniform_(0.5, 1.5, generator=generator).mul_(std / RANDOM_STD)

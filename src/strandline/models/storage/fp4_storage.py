@@ -40,6 +40,11 @@ class Fp4Format:
     bits: ClassVar[int] = 4
     can_stay: ClassVar[bool] = True
 
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether scales are in e4m3."""
+        return not self.scheme.is_mxfp4
+
     def find(self, holders: Holders) -> Mapping[str, PublishedFp4]:
         """See ``WeightFormat``."""
         return find_fp4(holders, self.scheme)
@@ -105,7 +110,7 @@ class Fp4Rows:
             self.scales_RX[indices, : scale_RX.shape[1]] = scale_RX.view(torch.uint8)[rows]
             self.factors_R[indices] = factor_R[rows]
 
-    def fill_randomly(self, generator: torch.Generator, std: float) -> None:
+    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
         """See ``StoredRows``."""
         self.words_RW.random_(-(2**31), 2**31, generator=generator)
         self.scales_RX.random_(*RANDOM_SCALES[self.scale_dtype], generator=generator)

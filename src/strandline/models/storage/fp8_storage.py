@@ -32,6 +32,7 @@ class Fp8Format:
     scheme: Fp8Scheme
     kind: ClassVar[str] = "FP8"
     bits: ClassVar[int] = 8
+    has_e4m3: ClassVar[bool] = True
 
     @property
     def can_stay(self) -> bool:
@@ -88,7 +89,7 @@ class Fp8Rows:
         copy_rows(self.values_RI.view(torch.uint8), index_R, bytes_RI, source_R)
         copy_rows(self.scales_RX, index_R, scales_RX, source_R)
 
-    def fill_randomly(self, generator: torch.Generator, std: float) -> None:
+    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
         """See ``StoredRows``."""
         for rows in self.values_RI.split(max(1, 2**26 // self.values_RI.shape[-1])):
             noise = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device).normal_(generator=generator)

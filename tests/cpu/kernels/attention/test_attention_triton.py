@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_prefill_splits
 from strandline.kernels.batch import AttentionBatch, KVMemory
+from strandline.kernels.gpu import GPUS, standing_for
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.attention.test_attention import Case, decodes, make_case, with_sinks
 from tests.poison import poisoned_memory
@@ -298,12 +299,27 @@ def test_missing_gluon_interface_is_logged_once_on_hopper(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attention_prefix_triton, "IS_AVAILABLE", False)
-    capabilities = {0: (9, 0), 1: (8, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    attention_prefix_triton._can_compile.cache_clear()
-    assert not any(attention_prefix_triton._can_compile(device) for device in (0, 1, 0))
+    attention_prefix_triton._is_available.cache_clear()
+    kv_BPGD = torch.empty(2, 4, 64, 1, 64, dtype=torch.bfloat16, device="meta")
+    q_THD = torch.empty(1, 2, 64, dtype=torch.bfloat16, device="meta")
+    for name in ("sm_90", "sm_80", "sm_90"):
+        with standing_for(GPUS[name]):
+            assert not attention_prefix_triton.supports(q_THD, KVMemory(*kv_BPGD))
     assert ["lacks the Gluon interface" in record.getMessage() for record in caplog.records] == [True]
-    attention_prefix_triton._can_compile.cache_clear()
+    attention_prefix_triton._is_available.cache_clear()
+
+
+def test_prefills_take_the_tile_that_fits() -> None:
+    case = make_case([(0, 70)], heads=(2, 1, 256))
+    memory = KVMemory(*(x.to("meta", torch.bfloat16) for x in (case.memory.k_BPGD, case.memory.v_BPGD)))
+    q_THD = case.q_THD.to("meta", torch.bfloat16)
+    call = attention_triton._Call(q_THD, memory, case.batch, torch.empty_like(q_THD), 0.3, None)
+    tiles = {}
+    for name in ("sm_80", "sm_86", "sm_90", "sm_120"):
+        with standing_for(GPUS[name]):
+            tiles[name] = call.prefill_tile
+    large, small = attention_triton.PREFILL_TILE, attention_triton.SMALL_PREFILL_TILE
+    assert tiles == {"sm_80": large, "sm_86": small, "sm_90": large, "sm_120": small}
 
 
 def test_steps_captured_in_graphs_never_use_the_prefix_kernel() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strandline.device.dtypes import PRODUCT_CAPABILITY
+from strandline.device.dtypes import E4M3_CAPABILITY
 from strandline.kernels.gemm import fp8, gemms_triton, launches, library_triton
 from strandline.kernels.gemm.launches import Kernel, Plan, rows_launch
 from strandline.kernels.gemm.weights import DenseWeight
@@ -37,7 +37,7 @@ from tests.cpu.kernels.gemm.test_gemms_triton import (
 )
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() < PRODUCT_CAPABILITY, reason="no products with quantised weights on this GPU"
+    torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="no products with quantised weights on this GPU"
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
