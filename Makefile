@@ -18,7 +18,8 @@ SELDOM := '/(models|sympy|networkx|pip|setuptools|tests?|testing|_inductor)/'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-long test-newest clients lint kernels format docs dist manifests clean
+.PHONY: help setup serve demo test test-long test-newest clients lint kernels kernels-matrix format docs \
+  dist manifests clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -65,6 +66,11 @@ lint: setup ## ruff, format check and mypy, without the tests
 
 kernels: setup ## compile the kernels for CPUs where that has not been done
 	$(BIN)/python -c 'from strandline.kernels.compilation import compile_kernels; compile_kernels()'
+
+kernels-matrix: setup ## compile the kernels of benchmarks/configs for other GPUs, without one (an hour on two cores)
+	mkdir -p build
+	PYTHONPATH=$(CURDIR) $(BIN)/python tools/kernel_matrix.py --json build/kernels-matrix.json \
+	  $$(ls -d benchmarks/configs/* | grep -v 'tiny-\|dflash\|vision')
 
 format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff format .

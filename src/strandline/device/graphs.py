@@ -57,12 +57,23 @@ class Graph(Protocol):
         """Launch it."""
 
 
+class _NoGraph:
+    """What stands for a graph on a device without memory."""
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+
 def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
     """Capture a function whose operations do not need the host.
 
     Args:
-        pool: of ``torch.cuda.graph_pool_handle``: scratch memory of graphs that are never replayed at once.
+        pool: of ``torch.cuda.graph_pool_handle``: scratch memory of graphs that are never replayed at once; None: the
+            device has no memory, so that its kernels are not launched but recorded.
     """
+    if pool is None:
+        run()
+        return _NoGraph()
     graph = torch.cuda.CUDAGraph()
     for _ in range(WARM_UP_RUNS):
         run()
@@ -173,7 +184,7 @@ class StepGraphs:
 
     def _captured(self, run: Callable[[], None]) -> Graph:
         """Return what does the same as a function, as often as it is replayed."""
-        if self._pool is None:
+        if self._pool is None and not self._arena.bytes.is_meta:
             self._pool = torch.cuda.graph_pool_handle()
         return capture(run, self._pool, self._kernels)
 

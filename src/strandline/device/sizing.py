@@ -16,6 +16,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
+from strandline.kernels.gpu import kind_of
 from strandline.model_config import ModelConfig
 from strandline.models.layers.protocol import LanguageModel
 from strandline.models.layers.shard import WHOLE, Shard
@@ -33,6 +34,9 @@ FIXED_STEP_TOKENS_CPU, FIXED_STEP_TOKENS_GPU = 256, 1024
 """Tokens of prompts that take as long as what a step with prompts costs beside them. On a GPU that is reading the
 weights: 15 ms for a mixture of 35B weights on an H200, which computes a token in 13 µs. On a CPU 256 was best
 of 0, 64, 256 and 1,024 for the demo model (benchmarks/results/2026-11-24-h200-2.md)."""
+
+META_BYTES = 80 * 2**30
+"""Memory of a GPU that a device without memory stands for."""
 
 SLOTS_PER_REQUEST = 2
 """A running request of a model with states writes one slot and may read another."""
@@ -124,12 +128,12 @@ def choose_memory_bytes(
     """
     log_bytes = num_logs * log_size(config, model.spec)
     row_bytes = model.embedding_size * ITEM_BYTES[model.spec.hidden_dtype]
-    picture_bytes = choose_encoder_tokens(config, model, device.type) * row_bytes
-    if config.memory is None and device.type == "cuda":
+    picture_bytes = choose_encoder_tokens(config, model, kind_of(device)) * row_bytes
+    if config.memory is None and kind_of(device) == "cuda":
         return _choose_gpu_bytes(config, model, kernels, device, log_bytes + picture_bytes)
     free_bytes = int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     have = memory_bytes(device)
-    num_sharing = 1 if device.type == "cuda" else kernels.ranks.size * config.data_parallel_size
+    num_sharing = 1 if kind_of(device) == "cuda" else kernels.ranks.size * config.data_parallel_size
     default = min(DEFAULT_BYTES, free_bytes // 2, have // 2) // num_sharing
     budget = default if config.memory is None else parse_bytes(config.memory)
     if (budget + log_bytes + picture_bytes) * num_sharing > have:
@@ -152,7 +156,15 @@ def log_size(config: EngineConfig, spec: ModelSpec) -> int:
 
 def memory_bytes(device: torch.device) -> int:
     """Return the memory of a device, in use or not."""
-    return machine_bytes() if device.type != "cuda" else int(torch.cuda.mem_get_info(device)[1])
+    return machine_bytes() if kind_of(device) != "cuda" else gpu_memory(device)[1]
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Return the free and the whole memory of a GPU, in bytes."""
+    if device.type == "meta":
+        return META_BYTES, META_BYTES
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return int(free_bytes), int(total_bytes)
 
 
 def require_room_for_weights(
@@ -176,7 +188,7 @@ def require_room_for_weights(
     Raises:
         ConfigError: it does not, or the configuration is not supported.
     """
-    num_shards = 1 if device.type == "cuda" else shard.count
+    num_shards = 1 if kind_of(device) == "cuda" else shard.count
     counted = partial(count_weights, with_draft_layer=with_draft_layer, pictures=pictures)
     num_weights = counted(model_config, shard) * num_shards
     have = memory_bytes(device)
@@ -195,13 +207,13 @@ def require_room_for_weights(
 def _choose_gpu_bytes(
     config: EngineConfig, model: LanguageModel, kernels: Kernels, device: torch.device, other_bytes: int
 ) -> int:
-    num_tokens = min(choose_batched_tokens(config, device.type), config.max_model_len or model.max_position)
+    num_tokens = min(choose_batched_tokens(config, kind_of(device)), config.max_model_len or model.max_position)
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     scratch_bytes = measure_scratch_bytes(model, kernels, num_tokens, config.max_num_seqs * (1 + drafts), device)
     if model.tower is not None:
         largest = max(largest_picture(config, model.tower.pictures), MAX_SHARED_TOKENS)
         scratch_bytes = max(scratch_bytes, peak_bytes(partial(encode_largest, model.tower, largest, device), device))
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    free_bytes, total_bytes = gpu_memory(device)
     share_bytes = int(config.gpu_memory_utilization * total_bytes)
     budget = share_bytes - (total_bytes - free_bytes) - scratch_bytes - other_bytes
     if budget <= 0:
@@ -256,7 +268,10 @@ def measure_scratch_bytes(
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """Return the most memory of a GPU that a function takes while it runs."""
+    """Return the most memory of a GPU that a function takes while it runs; of none on a device that has no memory."""
+    if device.type == "meta":
+        run()
+        return 0
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

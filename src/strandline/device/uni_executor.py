@@ -33,6 +33,7 @@ from strandline.device.weight_receiver import WeightReceiver
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels
+from strandline.kernels.gpu import kind_of
 from strandline.kernels.operation import Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.layers.protocol import LanguageModel
@@ -75,20 +76,20 @@ class UniExecutor:
         weights_s: float = 0.0,
         progress: bool = False,
     ) -> None:
-        spec = model.spec
+        spec, device_type = model.spec, kind_of(device)
         self._config, self._ranks = config, ranks
         self._constraints = constraints
         self._progress = progress
         start_s = {"weights": weights_s}
         with _timed(start_s, "kernels"):
             kernels = choose_kernels(
-                model, device.type, ranks, is_deterministic=config.deterministic, progress=progress
+                model, device_type, ranks, is_deterministic=config.deterministic, progress=progress
             )
             model.use_kernels(kernels)
         if config.deterministic:
             require_determinism(spec, kernels)
-        draft_tokens, keeps_logs = choose_draft_tokens(config, spec, device.type), keeps_decoded(config, spec)
-        encoder_tokens = choose_encoder_tokens(config, model, device.type)
+        draft_tokens, keeps_logs = choose_draft_tokens(config, spec, device_type), keeps_decoded(config, spec)
+        encoder_tokens = choose_encoder_tokens(config, model, device_type)
         with _timed(start_s, "memory"):
             num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
             have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
@@ -112,7 +113,7 @@ class UniExecutor:
         corrects_lengths = draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager
         self._graph_sizes = graph_sizes(
             config.max_num_seqs,
-            choose_batched_tokens(config, device.type),
+            choose_batched_tokens(config, device_type),
             config.tensor_parallel_size,
             takes_pictures=encoder_tokens > 0,
         )
@@ -127,7 +128,7 @@ class UniExecutor:
             spec,
             model.vocab_size,
             max_model_len,
-            device.type,
+            device_type,
             num_slabs,
             spec.log_tokens if keeps_logs else 0,
             needs_warm_up=kernels.is_compiled_on_gpu,

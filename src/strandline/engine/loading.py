@@ -144,21 +144,10 @@ def load_uni_executor(
         notes += [kept_note(model.weights_report), peak_note(device)]
     for note in filter(None, notes):
         LOGGER.warning(note)
-    if device.type == "meta":
-        keep_distinct_layers(cast(CausalLM, model))
     if weights is None:
         weights = disk_cache_weights(config)
-    weights_s = SYSTEM_CLOCK() - start_s
-    executor = UniExecutor(
-        model,
-        config,
-        device,
-        vocabulary,
-        ranks,
-        weights=weights,
-        weights_s=weights_s,
-        progress=progress,
-    )
+    weights_s, parts = SYSTEM_CLOCK() - start_s, (model, config, device, vocabulary, ranks)
+    executor = UniExecutor(*parts, weights=weights, weights_s=weights_s, progress=progress)
     if device.type != "cpu":  # into the host's memory, in the GPU's layout
         host = torch.device("cpu")
         load, complete = partial(load, device=host), partial(complete, device=host, layout=DenseWeight)
@@ -190,6 +179,8 @@ def _complete(
         load_drafter(cast(CausalLM, model), drafter, device, config.load_format, config.seed, kv_cache_dtype)
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
+    if device.type == "meta":
+        keep_distinct_layers(cast(CausalLM, model))
     model.lay_out(layout)
     return model
 

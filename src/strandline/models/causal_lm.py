@@ -4,7 +4,7 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, L layers t
 encoded tokens of pictures, Z tokens of this rank's logits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +103,15 @@ class CausalLM(nn.Module):
             raise ConfigError("this model has no vision tower")
         self.tower = self._build_tower(pictures)
         self.spec = self._whole_spec()
+
+    def keep_layers(self, indices: Sequence[int]) -> None:
+        """Leave out all layers but these: what is left launches the kernels of the whole, and computes something else.
+
+        Drafters that read certain layers keep all of them.
+        """
+        if self.drafter is None or not self.drafter.target_layers:
+            self.decoder.keep_layers(indices)
+            self.spec = self._whole_spec()
 
     def limit_drafts(self, num_tokens: int) -> None:
         """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""

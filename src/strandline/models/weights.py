@@ -145,7 +145,8 @@ def load_model(
     if load_format == "dummy":
         if keeps_quantized:
             _fill_kept_randomly(model, config, formats, seed, device)
-        fill_with_random_weights(model, seed, published_dtype(config))
+        if torch.device(device).type != "meta":
+            fill_with_random_weights(model, seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif load_format in ("auto", "safetensors"):
         source = Path(path) if tensors is None else tensors

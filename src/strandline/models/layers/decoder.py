@@ -248,6 +248,11 @@ class Decoder(nn.Module):
         self.register_buffer("dimension_F", dimension_F, persistent=False)
         self._layers = tuple(layers)
 
+    def keep_layers(self, indices: Sequence[int]) -> None:
+        """Leave out all layers but these."""
+        self._layers = tuple(self._layers[index] for index in indices)
+        self.layers = nn.ModuleList(self._layers)
+
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
         return (*self.ends.operations, linear, embed_held, rotary_table, rotary_table_3d)

@@ -46,7 +46,7 @@ class StoredRows(Protocol):
             source_R: which rows of the piece these are.
         """
 
-    def fill_randomly(self, generator: torch.Generator, std: float) -> None:
+    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
         """Draw numbers, so that weights have about this standard deviation, and scales that vary.
 
         Args:
@@ -274,7 +274,9 @@ class QuantizedStorage:
     def fill_randomly(self, seed: int) -> None:
         """Draw random weights."""
         for index, (matrix, memory) in enumerate(self._memory.items()):
-            generator = torch.Generator(memory.dense_RI.device).manual_seed(seed + index)
+            device = memory.dense_RI.device
+            # There are no generators for a device without memory, which is filled with nothing.
+            generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed + index)
             std = matrix.parameter.shape[-1] ** -0.5
             for rows in memory.stored.values():
                 rows.fill_randomly(generator, std)

@@ -1,0 +1,75 @@
+"""Steps on tensors without memory: what kernels they launch is known without a GPU, and without computing anything.
+
+Tensors on the device ``meta`` have shapes and dtypes alone. The host reads zeros from them, and nothing is pinned.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strandline.device.model_memory import layout_of
+from strandline.models.causal_lm import CausalLM
+
+META: Final = torch.device("meta")
+
+
+ALIKE_LAYERS: Final = 2
+"""Of layers that are alike, how many are computed: a kernel of one and of several may differ."""
+
+
+def keep_distinct_layers(model: CausalLM) -> None:
+    """Leave out layers that launch the kernels of others."""
+    counts, kept = Counter[object](), list[int]()
+    for index, layer in enumerate(model.decoder.layers):
+        kind = (layer.spec, layout_of(layer))
+        counts[kind] += 1
+        if counts[kind] <= ALIKE_LAYERS:
+            kept.append(index)
+    model.keep_layers(kept)
+
+
+@contextmanager
+def zeros_from_meta() -> Iterator[None]:
+    """Let the host read zeros from tensors without memory."""
+    copies = _HostCopies()  # type: ignore[no-untyped-call]
+    with _HostFunctions(), copies, torch.inference_mode():
+        yield
+
+
+class _HostFunctions(TorchFunctionMode):
+    """Functions of tensors that do not pass through the dispatcher, and memory that would be pinned."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        others = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func is Tensor.tolist and args[0].is_meta:
+            return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
+        return func(*args, **others)
+
+
+class _HostCopies(TorchDispatchMode):
+    """Copies from tensors without memory to the host's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        named = dict(kwargs or {})
+        match func.overloadpacket:
+            case torch.ops.aten.copy_ if args[1].is_meta and not args[0].is_meta:
+                return args[0].zero_()
+            case torch.ops.aten._to_copy if args[0].is_meta and _is_host(named.get("device")):
+                return torch.zeros(args[0].shape, dtype=named.get("dtype") or args[0].dtype)
+            case torch.ops.aten._local_scalar_dense if args[0].is_meta:
+                return 0
+        return func(*args, **named)
+
+
+def _is_host(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cpu"

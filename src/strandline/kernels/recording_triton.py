@@ -1,0 +1,98 @@
+"""Kernels that host functions would launch, recorded instead of launched, to be compiled without a GPU.
+
+A *variant* is a kernel with what it is compiled for: types and divisibility of arguments, constants and options. Which
+variants an engine needs follows from shapes and dtypes alone, so that tensors without memory (device ``meta``) do.
+"""
+# mypy: ignore-errors
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, compute_cache_key
+
+from strandline.kernels.gpu import Gpu, standing_for
+from strandline.kernels.stages_triton import fewer_stages
+
+
+class Variant(NamedTuple):
+    """A kernel, and what it is compiled for."""
+
+    name: str
+    """Module and function."""
+    options: dict[str, Any]
+    """Constants that are compiled in, and options of the compiler."""
+    compile_with: Callable[[dict[str, Any]], Any]
+    """Returns what Triton compiles with some options, from its cache on disk if that has been done."""
+
+    def compile(self, gpu: Gpu) -> tuple[Any, dict[str, Any]]:
+        """Return what Triton compiles for a GPU, with fewer stages if it does not fit, and the options."""
+        options = self.options
+        while True:
+            kernel = self.compile_with(options)
+            fewer = fewer_stages(options)
+            if kernel.metadata.shared <= gpu.shared_bytes or fewer is None:
+                return kernel, options
+            options = fewer
+
+
+class _NoDevice:
+    """What Triton asks its driver about a GPU, where there is none."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._target = target_of(gpu)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        # Functions cache what they know of a device by this.
+        return str(self._target)
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+
+def target_of(gpu: Gpu) -> GPUTarget:
+    """Return a GPU as Triton's compiler names it."""
+    return GPUTarget("cuda", int(gpu.architecture.removeprefix("sm_")), 32)
+
+
+@contextmanager
+def recording(gpu: Gpu) -> Iterator[list[Variant]]:
+    """Record each variant that is launched once, for a GPU that the device ``meta`` stands for; launch nothing."""
+    found, seen = list[Variant](), set()
+    run = JITFunction.run
+
+    def record(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        del grid, warmup
+        _, keys, target, backend, binder = function.device_caches[driver.active.get_current_device()]
+
+        def specialized(kwargs: dict[str, Any]) -> tuple:
+            return binder(*args, **kwargs, debug=False, instrumentation_mode="")
+
+        key = (function, compute_cache_key(keys, *specialized(kwargs)[1:]))
+        if key in seen:
+            return
+        seen.add(key)
+
+        def compile(kwargs: dict[str, Any]) -> Any:
+            bound, specialization, options = specialized(kwargs)
+            packed = function._pack_args(backend, dict(kwargs), bound, specialization, options)
+            options, *parts = packed
+            source = function.ASTSource(function, *parts)
+            return function.compile(source, target=target, options=options.__dict__)
+
+        name = f"{function.__module__.removeprefix('strandline.kernels.')}.{function.__name__}"
+        found.append(Variant(name, kwargs, compile))
+
+    JITFunction.run = record
+    driver.set_active(_NoDevice(gpu))
+    try:
+        with standing_for(gpu):
+            yield found
+    finally:
+        JITFunction.run = run
+        driver.set_active(None)  # the machine's own, if it has one, from the next use on
