@@ -224,6 +224,7 @@ FAMILIES: Final = {
     "MambaForCausalLM": Family("Mamba", "none"),
     "MiniMaxForCausalLM": Family("MiniMax-Text-01, MiniMax-M1", MOE),
     "NemotronHForCausalLM": Family("Nemotron-H, Nemotron 3", f"{DENSE_OR_MOE}, also with a latent"),
+    "NemotronHPuzzleForCausalLM": Family("Nemotron 3 Puzzle", f"{DENSE_OR_MOE} of several widths, also with a latent"),
     "OlmoHybridForCausalLM": Family("OLMo Hybrid", "attention", ", also with negative eigenvalues"),
     "Qwen3ForCausalLM": Family("Qwen3", "attention"),
     "Qwen3MoeForCausalLM": Family("Qwen3", MOE),

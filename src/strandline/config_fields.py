@@ -47,6 +47,11 @@ class Fields:
         """What messages put before a name."""
         return self._prefix
 
+    def replaced(self, values: Mapping[str, Any], path: str) -> "Fields":
+        """Return these fields with other values, which are in the file below a path."""
+        spelled = {name: f"{path}.{name}" for name in values}
+        return Fields({**self._config, **values}, self._prefix, {**self._spelled, **spelled})
+
     def name_in_file(self, name: str) -> str:
         """Return what the file calls a field."""
         return self._spelled.get(name, name)

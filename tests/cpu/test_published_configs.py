@@ -20,6 +20,7 @@ from strandline.architectures.supported import SUPPORTED
 from strandline.config_fields import Fields, read_eps, read_head_dim, read_max_position
 from strandline.errors import ConfigError
 from strandline.model_config import LAYER_LISTS, parse_model_config
+from strandline.models.layers.experts import Experts
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.registry import builder_for
@@ -614,6 +615,9 @@ EXTRAS = frozenset(
 )
 """Fields that files may have and some classes have no default for."""
 
+WITHOUT_CLASS = {"NemotronHPuzzleForCausalLM"}
+"""Architectures that transformers has no class for."""
+
 WITHOUT_TYPES = {"llama", "qwen3_moe", "falcon_h1"}
 """Model types without kinds of layers in transformers: all are of one kind."""
 
@@ -691,7 +695,7 @@ def test_fields_equal_those_of_transformers(name: str, tmp_path: Path, monkeypat
 
 
 def test_every_architecture_is_compared() -> None:
-    assert {architecture for architecture, *_ in FILES.values()} == set(SUPPORTED)
+    assert {architecture for architecture, *_ in FILES.values()} == set(SUPPORTED) - WITHOUT_CLASS
 
 
 def read(name: str, **changes: Any) -> Fields:
@@ -746,6 +750,26 @@ def test_shared_fields_are_found_in_either_part() -> None:
 def test_experts_of_published_inkling_have_their_own_width() -> None:
     fields = read("inkling-published")
     assert (fields.value("intermediate_size"), fields.value("moe_intermediate_size")) == (160, 48)
+
+
+def test_blocks_of_a_puzzle_have_their_own_experts() -> None:
+    blocks = [
+        {"block_type": "mamba", "moe_intermediate_size": None},
+        {"block_type": "moe", "moe_intermediate_size": 24, "num_experts_per_tok": 3},
+        {"block_type": "attention"},
+        {"block_type": "moe", "moe_intermediate_size": 40, "num_experts_per_tok": 1},
+    ]
+    values = {**SIZES, "block_configs": blocks, "mtp_block_configs": blocks[2:], "num_nextn_predict_layers": 1}
+    config = parse_model_config({"architectures": ["NemotronHPuzzleForCausalLM"], **values, "n_routed_experts": 4})
+    model = builder_for(config)(config, Site(torch.float32, "meta"))
+    model.add_draft_layer()
+    experts = [(x.config.size, x.config.routing.top_k) for x in model.modules() if isinstance(x, Experts)]
+    assert experts == [(24, 3), (40, 1), (40, 1)]
+    del blocks[3]["moe_intermediate_size"]
+    with pytest.raises(ConfigError, match="moe_intermediate_size is missing"):
+        builder_for(config)(
+            parse_model_config({**values, "model_type": "nemotron_h_puzzle"}), Site(torch.float32, "meta")
+        )
 
 
 @pytest.mark.parametrize(

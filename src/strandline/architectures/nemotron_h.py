@@ -1,5 +1,7 @@
 """Configurations of Nemotron-H and Nemotron 3."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from strandline.architectures.architecture import Architecture, Values, spelled_by
@@ -8,6 +10,9 @@ from strandline.config_fields import Fields
 LETTERS: Final = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 TOY_LAYERS: Final = ("linear_attention", "moe", "full_attention", "mlp")
 DRAFT_PARTS: Final = ("full_attention", "moe")
+BLOCKS: Final = ("mamba", "attention", "moe", "mlp")
+DIFFERING: Final = frozenset({"block_type", "moe_intermediate_size", "num_experts_per_tok"})
+"""What mixtures of experts of one model may differ in."""
 
 
 def _unpack(fields: Fields) -> Values:
@@ -21,6 +26,33 @@ def _unpack(fields: Fields) -> Values:
     if fields.value("mtp_layers_block_type") is None and fields.value("mtp_hybrid_override_pattern") is not None:
         values["mtp_layers_block_type"] = spelled_by(fields, "mtp_hybrid_override_pattern", LETTERS)
     return values
+
+
+def _unpack_blocks(fields: Fields) -> Values:
+    """Read the kinds of layers from a list with what they differ in."""
+    values: dict[str, Any] = {}
+    for name, kinds in {"block_configs": "layer_types", "mtp_block_configs": "mtp_layers_block_type"}.items():
+        if name == "block_configs" or fields.value(name) is not None:
+            values[kinds] = [block["block_type"] for block in read_blocks(fields, name)]
+    return {**values, "num_hidden_layers": len(values["layer_types"])}
+
+
+def read_blocks(fields: Fields, name: str) -> list[dict[str, Any]]:
+    """Return what layers differ in, with ``block_type``, their kind; null means that a layer does not differ.
+
+    Raises:
+        ConfigError: it is no list of objects, or something differs that may not.
+    """
+    blocks: Any = fields.value(name)
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        fields.reject(name, "a list of objects")
+    given = [{key: value for key, value in block.items() if value is not None} for block in blocks]
+    for index, block in enumerate(given):
+        entry = Fields(block, f"config.json: {name}[{index}].")
+        entry.choice("block_type", BLOCKS)
+        for key in block.keys() - (DIFFERING if block["block_type"] == "moe" else {"block_type"}):
+            entry.reject(key, "left out: layers of one kind have the same")
+    return given
 
 
 def _complete(fields: Fields) -> Values:
@@ -72,4 +104,11 @@ NEMOTRON_H: Final = Architecture(
     },
     unpack=_unpack,
     complete=_complete,
+)
+
+NEMOTRON_PUZZLE: Final = replace(
+    NEMOTRON_H,
+    model_types=("nemotron_h_puzzle",),
+    defaults={name: value for name, value in NEMOTRON_H.defaults.items() if name not in DIFFERING},
+    unpack=_unpack_blocks,
 )

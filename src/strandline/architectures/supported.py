@@ -18,7 +18,7 @@ from strandline.architectures.llama import LLAMA
 from strandline.architectures.mamba import FALCON_MAMBA, MAMBA
 from strandline.architectures.mamba2 import MAMBA2
 from strandline.architectures.minimax import MINIMAX
-from strandline.architectures.nemotron_h import NEMOTRON_H
+from strandline.architectures.nemotron_h import NEMOTRON_H, NEMOTRON_PUZZLE
 from strandline.architectures.olmo_hybrid import OLMO_HYBRID
 from strandline.architectures.qwen3 import QWEN3, QWEN3_MOE
 from strandline.architectures.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -50,6 +50,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "MambaForCausalLM": MAMBA,
     "MiniMaxForCausalLM": MINIMAX,
     "NemotronHForCausalLM": NEMOTRON_H,
+    "NemotronHPuzzleForCausalLM": NEMOTRON_PUZZLE,
     "OlmoHybridForCausalLM": OLMO_HYBRID,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,

@@ -12,13 +12,14 @@ Shape suffixes: E hidden size.
 Source: ``transformers`` (``nemotron_h``); of the draft layer vLLM (``nemotron_h_mtp``) and NVIDIA's NeMo AutoModel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from torch import Tensor
 
+from strandline.architectures.nemotron_h import read_blocks
 from strandline.config_fields import DTYPES, Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -72,9 +73,9 @@ def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
     )
     max_position = read_max_position(fields)
     norm, hidden_size = plain(eps), attention.hidden_size
-    experts = _read_experts(fields) if "moe" in layer_types else None
+    experts = {index: _read_experts(of_layer) for index, of_layer in _of_layers(fields, layer_types)}
 
-    def build_layer(*kinds: str) -> Layer:
+    def build_layer(*kinds: str, experts: ReluSquaredMoeConfig | None) -> Layer:
         mixer: Attention | Mamba2Layer | None = None
         mlp: ReluSquaredMlp | ReluSquaredMoe | None = None
         for kind in kinds:
@@ -82,17 +83,19 @@ def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
                 mixer = Attention(attention, site)
             elif kind == "linear_attention":
                 mixer = Mamba2Layer(mamba2, site)
-            elif kind == "moe":
-                mlp = ReluSquaredMoe(experts or _read_experts(fields), site)
+            elif experts is not None and kind == "moe":
+                mlp = ReluSquaredMoe(experts, site)
             else:
                 mlp = ReluSquaredMlp(hidden_size, mlp_size, site, has_bias=has_bias)
         return pre_norm_layer(mixer, mlp, norm, hidden_size, site)
 
     def build_draft_layer() -> DraftLayer:
-        layer = build_layer(*_read_draft_parts(fields))
+        kinds = _read_draft_parts(fields)
+        parts = _of_layers(fields, kinds, "mtp_block_configs")
+        layer = build_layer(*kinds, experts=next((_read_experts(part) for _, part in parts), None))
         return DraftLayer(layer, _published_draft_layer, norm, hidden_size, site)
 
-    layers = [build_layer(kind) for kind in layer_types]
+    layers = [build_layer(kind, experts=experts.get(index)) for index, kind in enumerate(layer_types)]
     decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
     has_draft_layer = fields.size(DRAFT_LAYERS, at_least=0, default=0) > 0
     published = partial(_published, decoder, layers)
@@ -114,6 +117,14 @@ def _read_draft_parts(fields: Fields) -> tuple[str, ...]:
     return kinds
 
 
+def _of_layers(fields: Fields, kinds: Sequence[str], name: str = "block_configs") -> Iterator[tuple[int, Fields]]:
+    """Yield the number and the fields of each layer with experts, which may differ from layer to layer."""
+    blocks = [{}] * len(kinds) if fields.value(name) is None else read_blocks(fields, name)
+    for index, (kind, block) in enumerate(zip(kinds, blocks, strict=True)):
+        if kind == "moe":
+            yield index, fields.replaced(block, f"{name}[{index}]")
+
+
 def _read_experts(fields: Fields) -> ReluSquaredMoeConfig:
     num_experts = fields.size("n_routed_experts", at_most=MAX_EXPERTS)
     latent_size = fields.size("moe_latent_size") if fields.value("moe_latent_size") is not None else None
@@ -130,9 +141,11 @@ def _read_experts(fields: Fields) -> ReluSquaredMoeConfig:
 
 def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
-    yield from renamed(decoder.targets("backbone.", names), {"embed_tokens": "embeddings", "norm": "norm_f"})
+    # Nemotron Puzzle has another prefix.
+    prefix = "model." if any(name.startswith("model.layers.") for name in names) else "backbone."
+    yield from renamed(decoder.targets(prefix, names), {"embed_tokens": "embeddings", "norm": "norm_f"})
     for index, layer in enumerate(layers):
-        yield from _published_parts(layer, "backbone.layers.", index, names)
+        yield from _published_parts(layer, f"{prefix}layers.", index, names)
 
 
 def _published_draft_layer(draft: DraftLayer, names: frozenset[str]) -> NamedTargets:

@@ -65,6 +65,7 @@ ARCHITECTURES: dict[str, Builder] = {
     "MambaForCausalLM": build_mamba,
     "MiniMaxForCausalLM": build_minimax,
     "NemotronHForCausalLM": build_nemotron_h,
+    "NemotronHPuzzleForCausalLM": build_nemotron_h,
     "OlmoHybridForCausalLM": build_olmo_hybrid,
     "Qwen3ForCausalLM": build_qwen3,
     "Qwen3MoeForCausalLM": build_qwen3_moe,

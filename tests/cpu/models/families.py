@@ -51,11 +51,23 @@ from transformers import (
 )
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from strandline.model_config import ModelConfig, parse_model_config
 from strandline.models.layers.site import Site
 from strandline.models.registry import ARCHITECTURES
+
+
+class PuzzleConfig(NemotronHConfig):  # type: ignore[misc]
+    """What transformers lacks: layers that differ (``block_configs``)."""
+
+    model_type = "nemotron_h_puzzle"
+
+    def __init__(self, **values: Any) -> None:
+        kinds = [block["block_type"] for block in values["block_configs"]]
+        super().__init__(**{**values, "layers_block_type": kinds})
+
 
 VOCAB_SIZE = 97
 UNGROUPED = (BambaRMSNormGated, MambaRMSNormGated)
@@ -963,6 +975,20 @@ CONFIGS: dict[str, Family] = {
         is_altered=True,
         is_quantized=True,
     ),
+    "nemotron_puzzle": Family(
+        "NemotronHPuzzleForCausalLM",
+        PuzzleConfig,
+        {
+            **NEMOTRON,
+            "layers_block_type": None,
+            "block_configs": [
+                {"block_type": "mamba"},
+                {"block_type": "moe", "moe_intermediate_size": 12, "num_experts_per_tok": 2},
+                {"block_type": "attention"},
+                {"block_type": "moe", "moe_intermediate_size": 20, "num_experts_per_tok": 1},
+            ],
+        },
+    ),
     "llama": Family(
         "LlamaForCausalLM",
         LlamaConfig,
@@ -1058,7 +1084,15 @@ def oracle(name: str) -> Any:
 def random_model(config: Any, seed: int) -> Any:
     """Return transformers' model of a configuration, as ``oracle`` does."""
     torch.manual_seed(seed)
-    model = getattr(transformers, config.architectures[0])(config).eval().requires_grad_(False)
+    architecture = config.architectures[0].replace("Puzzle", "")
+    model = getattr(transformers, architecture)(config)
+    blocks = getattr(config, "block_configs", ())
+    for layer, block in zip(model.base_model.layers if blocks else (), blocks, strict=True):
+        if block["block_type"] == "moe":
+            own = copy.deepcopy(config)
+            own.moe_intermediate_size, own.num_experts_per_tok = list(block.values())[1:]
+            layer.mixer = NemotronHMoE(own)
+    model = model.eval().requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter_name.endswith("A_log"):
             scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
@@ -1158,6 +1192,12 @@ def save(name: str, directory: Path, **sizes: int) -> Path:
     model.save_pretrained(directory / name)
     if name == "kimi_linear":
         _name_dense_parts(directory / name / "model.safetensors", config_of(name))
+    if name == "nemotron_puzzle":
+        path = directory / name / "model.safetensors"
+        tensors = {key.replace("backbone.", "model."): tensor for key, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+        path = directory / name / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [CONFIGS[name].architecture]}))
     if name == "olmo_hybrid":
         _split_convolutions(directory / name / "model.safetensors", config_of(name))
     return directory / name
