@@ -1,7 +1,7 @@
 """The ``config.json`` of a drafter: a small model with its own directory, which drafts for another model.
 
 Source: drafters as published: DFlash (``DFlashDraftModel``) with Qwen3's fields and ``dflash_config``; EAGLE-3 with
-Llama's fields.
+Llama's or Qwen3's fields; both also in the format of the library speculators, which has those fields in a part.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ from strandline.errors import ConfigError
 from strandline.model_config import ModelConfig, parse_model_config, read_json_object
 
 DFLASH: Final = "DFlashDraftModel"
-EAGLE3: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+EAGLE3_QWEN: Final = "Eagle3Qwen3ForCausalLM"
+EAGLE3: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", EAGLE3_QWEN)
 METHODS: Final = {DFLASH: "dflash", **dict.fromkeys(EAGLE3, "eagle3")}
 """The method of ``--speculative-config`` for each supported architecture."""
 
@@ -22,9 +23,18 @@ UNSUPPORTED: Final = {
     "DFlash2DraftModel": "its layers have convolutions, and candidates are selected along a path",
     "DSparkDraftModel": "its drafts depend on the draft before them",
     "Qwen3DSparkModel": "its drafts depend on the draft before them",
-    "Eagle3Qwen3ForCausalLM": "norms of its heads are not described",
 }
 """Architectures of drafters that are known, and why they are not supported."""
+
+SPECULATORS: Final = "speculators_model_type"
+"""Field of the library speculators that names the method."""
+
+UNSUPPORTED_SPECULATORS: Final = {
+    "dflash2": "its layers have convolutions, and candidates are selected along a path",
+    "dspark": "its drafts depend on the draft before them",
+    "peagle": "it drafts all tokens in one pass",
+}
+"""Methods of the library speculators that are known, and why they are not supported."""
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 
@@ -66,6 +76,10 @@ class BlockDrafterConfig:
     """Per layer, the number of last tokens that a token attends to; None: all."""
     is_causal: tuple[bool, ...]
     """Per layer, whether a token of a block attends to no later ones."""
+    draft_vocab_size: int | None
+    """Number of tokens that it drafts; None: all."""
+    may_copy_embedding: bool
+    """Whether its files may have a copy of the model's embedding, which it was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,8 @@ class EagleConfig:
     """Number of tokens that it drafts; None: all."""
     has_norm_before_residual: bool
     """Whether the residual stream begins with the normalised hidden state."""
+    has_head_norms: bool
+    """Whether queries and keys are normalised, as Qwen3's are."""
 
 
 DrafterConfig = BlockDrafterConfig | EagleConfig
@@ -102,6 +118,8 @@ def read_drafter_config(directory: Path, method: str) -> DrafterConfig:
     if not file.is_file():
         raise ConfigError(f"--speculative-config: {directory} has no config.json: is it the directory of a drafter?")
     values = read_json_object(file)
+    if SPECULATORS in values:
+        values = _as_plain(values, file)
     name = _find_architecture(values, file)
     if METHODS[name] != method:
         raise ConfigError(f"--speculative-config: {file} is of a drafter for method {METHODS[name]}, not {method}")
@@ -109,7 +127,7 @@ def read_drafter_config(directory: Path, method: str) -> DrafterConfig:
     if values.get("quantization_config"):
         outer.reject("quantization_config", "null: drafters are supported with weights that are not quantised")
     family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    if name in EAGLE3:
+    if name in EAGLE3 and name != EAGLE3_QWEN:
         family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     try:
         config = parse_model_config({**values, **family})
@@ -117,11 +135,53 @@ def read_drafter_config(directory: Path, method: str) -> DrafterConfig:
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from error
     if name in EAGLE3:
-        return _read_eagle(directory, outer, config)
+        return _read_eagle(directory, outer, config, has_head_norms=name == EAGLE3_QWEN)
     return _read_block_drafter(directory, outer, config, kinds)
 
 
-def _read_eagle(directory: Path, outer: Fields, config: ModelConfig) -> EagleConfig:
+def _as_plain(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return what a file of the library speculators says, in the fields that drafters have by themselves."""
+    outer = Fields(values, prefix=f"{file}: ")
+    kind, layer = values[SPECULATORS], outer.value("transformer_layer_config")
+    if kind not in ("dflash", "eagle3"):
+        reason = UNSUPPORTED_SPECULATORS.get(kind) if isinstance(kind, str) else None
+        because = "" if reason is None else f": {reason}"
+        raise ConfigError(f"{file}: {SPECULATORS} {kind!r} is not supported{because}; supported: dflash, eagle3")
+    if not isinstance(layer, Mapping):
+        outer.reject("transformer_layer_config", "an object")
+    plain = {**layer, **{name: values[name] for name in ("dtype", "torch_dtype", SPECULATORS) if name in values}}
+    if kind == "dflash":
+        return {**plain, **_plain_block(outer)}
+    copied = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "fc_norm", "norm_output")
+    family = layer.get("model_type", "llama")
+    return {
+        **plain,
+        **{name: values[name] for name in copied if name in values},
+        "architectures": [EAGLE3_QWEN if family == "qwen3" else EAGLE3[1] if family == "llama" else family],
+        "norm_before_residual": outer.flag("norm_before_residual", default=True),
+    }
+
+
+def _plain_block(outer: Fields) -> dict[str, Any]:
+    layers = outer.list_of(
+        "aux_hidden_state_layer_ids", lambda entries, name: entries.size(name, at_least=1, at_most=MAX_LAYERS)
+    )
+    # Layers are named by those after them.
+    mask_token_id = outer.size("mask_token_id", at_least=0, at_most=MAX_VOCAB)
+    block: dict[str, Any] = {"mask_token_id": mask_token_id, "target_layer_ids": [layer - 1 for layer in layers]}
+    if outer.flag("sliding_window_non_causal", default=True):
+        block["causal"] = False
+    if outer.flag("sample_from_anchor", default=False):
+        outer.reject("sample_from_anchor", "false")
+    return {
+        "architectures": [DFLASH],
+        "block_size": outer.value("block_size"),
+        "draft_vocab_size": outer.value("draft_vocab_size"),
+        "dflash_config": block,
+    }
+
+
+def _read_eagle(directory: Path, outer: Fields, config: ModelConfig, *, has_head_norms: bool) -> EagleConfig:
     part = outer.value("eagle_config", {})
     if not isinstance(part, Mapping):
         outer.reject("eagle_config", "an object")
@@ -140,17 +200,19 @@ def _read_eagle(directory: Path, outer: Fields, config: ModelConfig) -> EagleCon
         layers = holder.list_of(name, lambda entries, entry: entries.size(entry, at_most=MAX_LAYERS))
         if not layers or len(set(layers)) != len(layers):
             holder.reject(name, "one layer or more, each of them once")
-    vocab_size = None
-    if outer.value("draft_vocab_size") is not None:
-        vocab_size = outer.size("draft_vocab_size", at_most=MAX_VOCAB)
     return EagleConfig(
         directory=directory,
         text=config.text,
         dtype=config.dtype,
         entered_layers=layers,
-        draft_vocab_size=vocab_size,
+        draft_vocab_size=_read_draft_vocab_size(outer),
         has_norm_before_residual=outer.flag("norm_before_residual", default=False),
+        has_head_norms=has_head_norms,
     )
+
+
+def _read_draft_vocab_size(outer: Fields) -> int | None:
+    return None if outer.value("draft_vocab_size") is None else outer.size("draft_vocab_size", at_most=MAX_VOCAB)
 
 
 def _read_block_drafter(
@@ -172,6 +234,8 @@ def _read_block_drafter(
         block_tokens=(outer if outer.value("block_size") is not None else block).size("block_size", at_least=2),
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         is_causal=_read_causality(outer, block, kinds),
+        draft_vocab_size=_read_draft_vocab_size(outer),
+        may_copy_embedding=outer.value(SPECULATORS) is not None,
     )
 
 
@@ -181,8 +245,6 @@ def _find_architecture(values: Mapping[str, Any], file: Path) -> str:
     if isinstance(name, str) and name in METHODS:
         return name
     reason = UNSUPPORTED.get(name) if isinstance(name, str) else None
-    if reason is None and "speculators_model_type" in values:
-        reason = "it is in the format of the library speculators"
     because = "" if reason is None else f": {reason}"
     raise ConfigError(
         f"{file}: a drafter with architectures {names!r} is not supported{because}; supported: {', '.join(METHODS)}"

@@ -35,6 +35,20 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "Qwen/Qwen3.5-27B"}},
+    "aux_hidden_state_layer_ids": [2, 17, 32],
+    "mask_token_id": 248070,
+    "draft_vocab_size": 32000,
+    "sliding_window_non_causal": False,
+    "transformer_layer_config": {
+        name: value for name, value in PUBLISHED.items() if name not in ("architectures", "block_size", "dflash_config")
+    },
+}
+
+
 def write(directory: Path, **changes: Any) -> Path:
     """Write the configuration; a change to None removes a field."""
     values = {name: value for name, value in {**PUBLISHED, **changes}.items() if value is not None}
@@ -72,13 +86,31 @@ def test_causality_may_be_given_for_all_layers(tmp_path: Path, changes: dict[str
     assert [*read_block_config(write(tmp_path, **changes)).is_causal] == expected
 
 
+@pytest.mark.parametrize("non_causal", [False, True, None])
+def test_files_of_the_library_speculators_are_read(tmp_path: Path, non_causal: bool | None) -> None:
+    changes: dict[str, Any] = dict.fromkeys(PUBLISHED) | {"block_size": 8, **SPECULATORS}
+    config = read_block_config(write(tmp_path, **changes | {"sliding_window_non_causal": non_causal}))
+    assert (config.mask_token_id, config.target_layers, config.draft_vocab_size) == (248070, (1, 16, 31), 32000)
+    assert (config.block_tokens, config.num_target_layers) == (8, 64)
+    assert config.is_causal == ((True,) * 4 + (False,) if non_causal is False else (False,) * 5)
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel.*its layers have convolutions.*supported: DFlash"),
     ({"architectures": ["Qwen3DSparkModel"]}, "Qwen3DSparkModel.*not supported"),
     ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM.*not supported; supported: DFlashDraftModel"),
     ({"architectures": None}, "architectures None is not supported"),
     ({"architectures": 3}, "architectures 3 is not supported"),
-    ({"architectures": None, "speculators_model_type": "dflash"}, "format of the library speculators"),
+    ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing; it must be an object"),
+    ({"speculators_model_type": "dflash2"}, "speculators_model_type 'dflash2' is not supported: its layers have conv"),
+    ({"speculators_model_type": "dspark"}, "'dspark' is not supported: its drafts depend on the draft before"),
+    ({"speculators_model_type": "peagle"}, "'peagle' is not supported: it drafts all tokens in one pass"),
+    ({"speculators_model_type": "mlp"}, "'mlp' is not supported; supported: dflash, eagle3"),
+    ({"speculators_model_type": 3}, "speculators_model_type 3 is not supported"),
+    ({**SPECULATORS, "sample_from_anchor": True}, "sample_from_anchor is True; it must be false"),
+    ({**SPECULATORS, "aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
+    ({**SPECULATORS, "aux_hidden_state_layer_ids": [0]}, r"aux_hidden_state_layer_ids\[0\] is 0"),
+    ({**SPECULATORS, "mask_token_id": None}, "mask_token_id is missing"),
     ({"dflash_config": None}, "dflash_config is missing; it must be an object"),
     ({"dflash_config": []}, "dflash_config is \\[\\]; it must be an object"),
     (block(mask_token_id=-1), "dflash_config.mask_token_id is -1"),

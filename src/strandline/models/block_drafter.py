@@ -25,6 +25,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.rotary import rotary_table
+from strandline.models.draft_head import DraftHead
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import pre_norm_layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -33,7 +34,7 @@ from strandline.models.layers.residual import PreNorm, Stream, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.targets import NamedTargets, unused, whole
 from strandline.specs import LayerSpec
 
 
@@ -41,7 +42,8 @@ class BlockDrafter(nn.Module):
     """A ``Drafter`` of blocks.
 
     Args:
-        hidden_size: of the model that it drafts for.
+        shape: of the embedding of the model that it drafts for.
+        has_head: whether it has its own output head.
 
     Raises:
         ConfigError: a setting is not supported, or does not go with the model.
@@ -49,13 +51,14 @@ class BlockDrafter(nn.Module):
 
     inv_freq_F: Tensor
 
-    def __init__(self, config: BlockDrafterConfig, hidden_size: int, site: Site) -> None:
+    def __init__(self, config: BlockDrafterConfig, shape: tuple[int, int], site: Site, *, has_head: bool) -> None:
         super().__init__()
-        fields = config.text
+        fields, (self.vocab_size, hidden_size) = config.text, shape
         fields.choice("hidden_act", ["silu"])
         attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.PLAIN), GatedMlpConfig.read(fields)
         if attention.hidden_size != hidden_size:
             fields.reject("hidden_size", f"the model's, {hidden_size}, whose embedding it shares")
+        self.may_copy_embedding = config.may_copy_embedding
         self.target_layers, self.mask_token_id = config.target_layers, config.mask_token_id
         self.norm = norm = plain(attention.eps)
         self.fc = Projection(hidden_size, hidden_size * len(config.target_layers), site)
@@ -73,6 +76,8 @@ class BlockDrafter(nn.Module):
         )
         self.layers = nn.ModuleList(self._layers)
         self.final = PreNorm(norm, hidden_size, site)
+        num_drafted = self.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
+        self.head = DraftHead(num_drafted, hidden_size, self.vocab_size, site) if has_head else None
         rotary = rotary_frequencies(fields)
         self.attention_factor = rotary.attention_factor
         self.register_buffer("inv_freq_F", rotary.inv_freq_F.to(site.device), persistent=False)
@@ -85,6 +90,8 @@ class BlockDrafter(nn.Module):
         """Compute with these kernels from now on."""
         self._norm, self._rotary_table = kernels[self.norm.norm], kernels[rotary_table]
         self.final.connect(kernels)
+        if self.head is not None:
+            self.head.use_kernels(kernels)
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -123,7 +130,7 @@ class BlockDrafter(nn.Module):
                 module.lay_out(layout)
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
-        """Yield the published tensors."""
+        """Yield the published tensors, but for ``d2t``."""
         yield from self.fc.targets("fc.")
         yield "hidden_norm.weight", whole(self.hidden_norm_E)
         yield "norm.weight", whole(self.final.norm_E)
@@ -133,6 +140,12 @@ class BlockDrafter(nn.Module):
             yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
             yield from layer.mixer.targets(f"{prefix}self_attn.")
             yield from layer.mlp.targets(f"{prefix}mlp.", names)
+        if self.head is not None:
+            yield from self.head.targets()
+        if "t2d" in names:
+            yield "t2d", unused(self.vocab_size)
+        if self.may_copy_embedding and "embed_tokens.weight" in names:
+            yield "embed_tokens.weight", unused(self.vocab_size, self.hidden_norm_E.numel())
 
 
 def check_target(config: BlockDrafterConfig, num_layers: int, vocab_size: int) -> None:

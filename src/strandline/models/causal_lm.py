@@ -114,7 +114,13 @@ class CausalLM(nn.Module):
             self.spec = self._whole_spec()
 
     def limit_drafts(self, num_tokens: int) -> None:
-        """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``."""
+        """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``.
+
+        Raises:
+            ConfigError: the drafter has its own output head.
+        """
+        if isinstance(self.drafter, BlockDrafter) and self.drafter.head is not None:
+            raise ConfigError("--speculative-config: draft_vocab_size is not for a drafter with its own output head")
         self.decoder.num_draftable = min(num_tokens, self.vocab_size)
 
     def _whole_spec(self) -> ModelSpec:
@@ -186,8 +192,9 @@ class CausalLM(nn.Module):
         """Return logits of this rank's part of the tokens that are drafted, up to a monotonic function."""
         if isinstance(self.drafter, EagleDrafter):
             hidden_NE = self.drafter.normed(hidden_NE)
-            if (logits_NZ := self.drafter.logits(hidden_NE)) is not None:
-                return logits_NZ
+        head = None if isinstance(self.drafter, DraftLayer | None) else self.drafter.head
+        if head is not None:
+            return head.logits(hidden_NE)
         return self.decoder.draft_logits(hidden_NE)
 
     @torch.no_grad()

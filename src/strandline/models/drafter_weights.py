@@ -11,6 +11,7 @@ from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, EagleCo
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.block_drafter import BlockDrafter, check_target
 from strandline.models.causal_lm import CausalLM, OwnDrafter
+from strandline.models.draft_head import DraftHead
 from strandline.models.eagle_drafter import EagleDrafter
 from strandline.models.layers.site import Site
 from strandline.models.storage.published import PlainWeight
@@ -19,6 +20,8 @@ from strandline.models.weights import fill_with_random_weights, first_names
 
 TOKEN_OFFSETS = "d2t"
 """Tensor of a token's id less its index among those that are drafted."""
+COPIES = {"verifier_norm.weight", "verifier_lm_head.weight"}
+"""Copies of the model's tensors that the library speculators may save."""
 
 
 def load_drafter(
@@ -52,17 +55,14 @@ def load_drafter(
 
 def _build(model: CausalLM, config: DrafterConfig, names: frozenset[str], site: Site) -> OwnDrafter:
     num_layers, vocab_size = len(model.decoder.layers), model.vocab_size
+    shape = (vocab_size, model.embedding_size)
+    has_head = "lm_head.weight" in names or config.draft_vocab_size not in (None, vocab_size)
     if isinstance(config, BlockDrafterConfig):
         check_target(config, num_layers, vocab_size)
-        return BlockDrafter(config, model.embedding_size, site)
-    return EagleDrafter(
-        config,
-        _layers_before(config, num_layers),
-        (vocab_size, model.embedding_size),
-        site,
-        has_embedding="embed_tokens.weight" in names,
-        has_head="lm_head.weight" in names or config.draft_vocab_size not in (None, vocab_size),
-    )
+        return BlockDrafter(config, shape, site, has_head=has_head)
+    has_embedding = "embed_tokens.weight" in names
+    layers = _layers_before(config, num_layers)
+    return EagleDrafter(config, layers, shape, site, has_embedding=has_embedding, has_head=has_head)
 
 
 def _layers_before(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
@@ -78,10 +78,10 @@ def _layers_before(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
 
 def _fill(drafter: OwnDrafter, directory: Path, holders: Mapping[str, WeightsFile], dtype: torch.dtype) -> None:
     targets = dict(drafter.targets(frozenset(holders)))
-    names = set(holders)
-    if isinstance(drafter, EagleDrafter) and TOKEN_OFFSETS in holders:
+    names = holders.keys() - COPIES
+    if drafter.head is not None and TOKEN_OFFSETS in names:
         names.remove(TOKEN_OFFSETS)
-        _read_draft_ids(drafter, holders[TOKEN_OFFSETS])
+        _read_draft_ids(drafter.head, holders[TOKEN_OFFSETS])
     missing, unexpected = sorted(targets.keys() - names), sorted(names - targets.keys())
     faults = [f"{first_names(missing)} missing"] if missing else []
     faults += [f"{first_names(unexpected)} not known to this drafter"] if unexpected else []
@@ -93,15 +93,15 @@ def _fill(drafter: OwnDrafter, directory: Path, holders: Mapping[str, WeightsFil
         target.copy_from(partial(weight.read, dtype=dtype))
 
 
-def _read_draft_ids(drafter: EagleDrafter, file: WeightsFile) -> None:
+def _read_draft_ids(head: DraftHead, file: WeightsFile) -> None:
     """Read which tokens are drafted."""
     offsets_V = file.get(TOKEN_OFFSETS)
-    if offsets_V.shape != drafter.draft_ids_V.shape or offsets_V.is_floating_point():
+    if offsets_V.shape != head.draft_ids_V.shape or offsets_V.is_floating_point():
         raise WeightsError(
-            f"{file.path}: {TOKEN_OFFSETS} must be integers of shape {[*drafter.draft_ids_V.shape]}, got "
+            f"{file.path}: {TOKEN_OFFSETS} must be integers of shape {[*head.draft_ids_V.shape]}, got "
             f"{offsets_V.dtype} of shape {[*offsets_V.shape]}"
         )
     ids_V = torch.arange(len(offsets_V)) + offsets_V.long()
-    if len(ids_V.unique()) != len(ids_V) or ids_V.min() < 0 or ids_V.max() >= drafter.vocab_size:
-        raise WeightsError(f"{file.path}: {TOKEN_OFFSETS} must give different tokens below {drafter.vocab_size}")
-    drafter.draft_ids_V.copy_(ids_V)
+    if len(ids_V.unique()) != len(ids_V) or ids_V.min() < 0 or ids_V.max() >= head.vocab_size:
+        raise WeightsError(f"{file.path}: {TOKEN_OFFSETS} must give different tokens below {head.vocab_size}")
+    head.draft_ids_V.copy_(ids_V)

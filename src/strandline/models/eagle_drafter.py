@@ -9,7 +9,7 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language
 ``LlamaForCausalLMEagle3`` as published.
 
 Shape suffixes: T tokens of the step, N rows that are wanted, X hidden states of the model's layers side by side, E
-hidden size of the drafter, F frequencies, V tokens that are drafted, Z tokens of this rank's logits.
+hidden size of the drafter, F frequencies.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
-from strandline.kernels.ranks import columns_of
 from strandline.kernels.rowwise.rotary import rotary_table
+from strandline.models.draft_head import DraftHead
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import Projection
@@ -54,7 +54,6 @@ class EagleDrafter(nn.Module):
 
     mask_token_id = None
     inv_freq_F: Tensor
-    draft_ids_V: Tensor
 
     def __init__(
         self,
@@ -69,7 +68,8 @@ class EagleDrafter(nn.Module):
         super().__init__()
         fields, (self.vocab_size, target_size) = config.text, shape
         fields.choice("hidden_act", ["silu"])
-        attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.NONE), GatedMlpConfig.read(fields)
+        norms = QueryKeyNorm.PLAIN if config.has_head_norms else QueryKeyNorm.NONE
+        attention, mlp = AttentionConfig.read(fields, norms), GatedMlpConfig.read(fields)
         self.hidden_size = size = attention.hidden_size
         if size != target_size and not (has_embedding and has_head):
             fields.reject("hidden_size", f"the model's, {target_size}, whose embedding or output head it shares")
@@ -82,11 +82,10 @@ class EagleDrafter(nn.Module):
         self.mlp_residual, self.final = (PreNorm(self.norm, size, site) for _ in range(2))
         self.embed_ZE = site.parameter(self.vocab_size, size) if has_embedding else None
         num_drafted = self.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
-        self.head = Projection(num_drafted, size, site) if has_head else None
+        self.head = DraftHead(num_drafted, size, self.vocab_size, site) if has_head else None
         rotary = rotary_frequencies(fields)
         self.attention_factor = rotary.attention_factor
         self.register_buffer("inv_freq_F", rotary.inv_freq_F.to(site.device), persistent=False)
-        self.register_buffer("draft_ids_V", torch.arange(num_drafted, device=site.device), persistent=False)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -95,7 +94,9 @@ class EagleDrafter(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._norm, self._rotary_table = kernels[self.norm.norm], kernels[rotary_table]
-        self._sum, self._ranks = kernels.ranks.sum, kernels.ranks
+        self._sum = kernels.ranks.sum
+        if self.head is not None:
+            self.head.use_kernels(kernels)
         self.mlp_residual.connect(kernels, self.mlp)
         self.final.connect(kernels)
 
@@ -153,21 +154,6 @@ class EagleDrafter(nn.Module):
         """Return the input of the output head."""
         return self.final.leave(Stream(hidden_NE))
 
-    def logits(self, normed_NE: Tensor) -> Tensor | None:
-        """Return logits of this rank's part of the vocabulary, minus infinity where no token is drafted.
-
-        None: it has no output head.
-        """
-        if self.head is None:
-            return None
-        columns = columns_of(self.vocab_size, self._ranks.rank, self._ranks.size)
-        logits_NV = self.head.multiply(normed_NE)
-        # Tokens of other ranks go to one more column.
-        index_V = self.draft_ids_V - columns.start
-        index_V = torch.where((index_V >= 0) & (index_V < len(columns)), index_V, len(columns))
-        logits_NZ = logits_NV.new_full((len(logits_NV), len(columns) + 1), -torch.inf)
-        return logits_NZ.index_copy_(1, index_V, logits_NV)[:, :-1].contiguous()
-
     def lay_out(self, layout: Layout) -> None:
         """Choose the form of its weights; they cannot be loaded or moved afterwards."""
         for module in self.modules():
@@ -187,6 +173,6 @@ class EagleDrafter(nn.Module):
         if self.embed_ZE is not None:
             yield "embed_tokens.weight", whole(self.embed_ZE)
         if self.head is not None:
-            yield from self.head.targets("lm_head.")
+            yield from self.head.targets()
         if "t2d" in names:
             yield "t2d", unused(self.vocab_size)

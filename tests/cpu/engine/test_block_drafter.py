@@ -28,7 +28,7 @@ from tests.cpu.engine.eager_graphs import (
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tiny_drafter import EagleReference, Reference, load_oracle, save_drafter
+from tests.cpu.engine.tiny_drafter import EagleReference, Reference, load_oracle, save_as_speculators, save_drafter
 from tests.cpu.models import families
 
 NUM_DRAFTS = 5
@@ -243,6 +243,32 @@ def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: R
         drafted = note_drafts(llm)
         assert answers(llm, prompts, MIXED[:3]) == answers(make(divided=False), prompts, MIXED[:3])
     check_drafts(reference, drafted)
+
+
+@pytest.mark.parametrize("num_drafted", [None, 40])
+def test_files_of_the_library_speculators_draft_what_others_do(
+    make: MakeLLM, model: Path, tmp_path: Path, num_drafted: int | None
+) -> None:
+    changes = {} if num_drafted is None else {"draft_vocab_size": num_drafted}
+    plain = save_drafter(tmp_path / "plain", **changes)
+    oracle = load_oracle(model)
+    copies = {
+        "embed_tokens.weight": oracle.get_input_embeddings().weight.detach(),
+        "verifier_norm.weight": torch.ones(32),
+    }
+    published = save_as_speculators(tmp_path / "published", plain, copies)
+    reference, prompts = Reference(oracle, plain), [tokens(count, seed=count) for count in (1, 64, 100)]
+    for drafter in (plain, published):
+        llm = make({"model": str(drafter)})
+        drafted = note_drafts(llm)
+        answers(llm, prompts, GREEDY)
+        check_drafts(reference, drafted)
+
+
+def test_own_output_heads_have_their_own_tokens(make: MakeLLM, tmp_path: Path) -> None:
+    drafter = save_drafter(tmp_path, draft_vocab_size=40)
+    with pytest.raises(ConfigError, match="draft_vocab_size is not for a drafter with its own output head"):
+        make({"model": str(drafter), "draft_vocab_size": 9})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.cpu.engine.test_block_drafter import MIXED, SEVERAL_STREAMS, check_ca
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tiny_drafter import EagleReference, load_oracle, save_eagle
+from tests.cpu.engine.tiny_drafter import EagleReference, load_oracle, save_as_speculators, save_eagle
 from tests.cpu.models import families
 
 NUM_DRAFTS = 3
@@ -71,6 +71,21 @@ def test_drafts_are_those_of_the_reference(
     drafted = note_drafts(llm)
     answers(llm, [tokens(count, seed=count) for count in (2, 63, 64, 100)], GREEDY)
     check_drafts(reference, drafted)
+
+
+@pytest.mark.parametrize("changes", [{}, SHARED, {"model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]}])
+def test_files_of_the_library_speculators_draft_what_others_do(
+    make: MakeLLM, model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    plain = save_eagle(tmp_path / "plain", **changes)
+    copies = {"verifier_lm_head.weight": torch.ones(40, 32), "verifier_norm.weight": torch.ones(32)}
+    published = save_as_speculators(tmp_path / "published", plain, copies)
+    reference, prompts = EagleReference(load_oracle(model), plain), [tokens(count, seed=count) for count in (2, 64)]
+    for drafter in (plain, published):
+        llm = make({"model": str(drafter)})
+        drafted = note_drafts(llm)
+        answers(llm, prompts, GREEDY)
+        check_drafts(reference, drafted)
 
 
 @pytest.mark.parametrize("speculation", [{}, SYNTHETIC], ids=["standard", "synthetic"])
@@ -144,7 +159,7 @@ def test_every_family_drafts_what_the_reference_does(
         ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, r"layer_ids are \[0, 1\]|\[0\] is 0"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1]}, "each of them once"),
         ({"architectures": ["DFlashDraftModel"]}, "is of a drafter for method dflash, not eagle3"),
-        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "Eagle3Qwen3ForCausalLM.*not supported"),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "q_norm.weight missing"),
         ({"draft_vocab_size": 41}, "lm_head.weight has shape|d2t must be integers of shape"),
     ],
     ids=str,

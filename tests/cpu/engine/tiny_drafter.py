@@ -42,7 +42,45 @@ def save_drafter(directory: Path, *, seed: int = 5, **changes: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG, **changes}
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(random_tensors(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    tensors, num_drafted = random_tensors(config, seed), config.get("draft_vocab_size")
+    if num_drafted is not None:
+        tensors |= own_head(num_drafted, config["hidden_size"], torch.Generator().manual_seed(seed))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def own_head(num_drafted: int, size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return a random output head of some of the tokens."""
+    ids = torch.randperm(VOCAB_SIZE, generator=generator)[:num_drafted].sort().values
+    return {
+        "lm_head.weight": torch.randn(num_drafted, size, generator=generator) * 0.3,
+        "d2t": ids - torch.arange(num_drafted),
+        "t2d": torch.isin(torch.arange(VOCAB_SIZE), ids),
+    }
+
+
+def save_as_speculators(directory: Path, drafter: Path, copies: dict[str, Tensor]) -> Path:
+    """Write a drafter as the library speculators does, with copies of tensors of the model."""
+    plain, tensors = json.loads((drafter / "config.json").read_text()), load_file(drafter / "model.safetensors")
+    outer = {"draft_vocab_size": plain.pop("draft_vocab_size", VOCAB_SIZE), "dtype": "float32"}
+    if block := plain.pop("dflash_config", None):
+        kind, outer["mask_token_id"] = "dflash", block["mask_token_id"]
+        outer["aux_hidden_state_layer_ids"] = [layer + 1 for layer in block["target_layer_ids"]]
+        outer |= {"block_size": plain.pop("block_size"), "sliding_window_non_causal": False}
+        outer["architectures"] = ["DFlashSpeculator"]
+    else:
+        kind, name = "eagle3", "eagle_aux_hidden_state_layer_ids"
+        outer |= {name: plain.pop(name), "architectures": ["Eagle3DraftModel"]}
+        outer["norm_before_residual"] = plain.pop("norm_before_residual", False)
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    layer = {name: value for name, value in plain.items() if name != "architectures"}
+    verifier = {"architectures": ["Qwen3_5ForCausalLM"], "name_or_path": "owner/model"}
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 5, "accept_tolerance": 0.0, "verifier_accept_k": 1}]
+    library = {"algorithm": kind, "proposal_methods": methods, "verifier": verifier}
+    config = {**outer, "speculators_model_type": kind, "speculators_config": library, "transformer_layer_config": layer}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({**tensors, **copies}, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -81,16 +119,16 @@ def save_eagle(directory: Path, target_size: int = 32, **changes: Any) -> Path:
     shapes |= {f"midlayer.{name}.weight": (size,) for name in norms}
     num_drafted = config.get("draft_vocab_size")
     if num_drafted is not None:
-        shapes |= {"embed_tokens.weight": (VOCAB_SIZE, size), "lm_head.weight": (num_drafted, size)}
+        shapes["embed_tokens.weight"] = (VOCAB_SIZE, size)
+    if config["model_type"] == "qwen3":
+        shapes |= {f"midlayer.self_attn.{name}_norm.weight": (head_dim,) for name in ("q", "k")}
     generator.manual_seed(7)
     tensors = {
         name: torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)
         for name, shape in sorted(shapes.items())
     }
     if num_drafted is not None:
-        ids = torch.randperm(VOCAB_SIZE, generator=generator)[:num_drafted].sort().values
-        tensors["d2t"] = ids - torch.arange(num_drafted)
-        tensors["t2d"] = torch.isin(torch.arange(VOCAB_SIZE), ids)
+        tensors |= own_head(num_drafted, size, generator)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -196,8 +234,9 @@ class Reference(Layers):
             seen = [self._seen(index, position, start + len(hidden)) for position in range(start, start + len(hidden))]
             hidden = hidden + self.attention(prefix, normed, torch.cat([features[:start], normed]), seen)
             hidden = hidden + self.mlp(self.norm(hidden, f"{prefix}post_attention_layernorm"), prefix)
-        head = self.model.get_output_embeddings().weight
-        drafts: list[int] = (self.norm(hidden[1:], "norm") @ head.T).argmax(-1).tolist()
+        head = self.weights.get("lm_head.weight", self.model.get_output_embeddings().weight)
+        ids = torch.arange(len(head)) + self.weights.get("d2t", 0)
+        drafts: list[int] = ids[(self.norm(hidden[1:], "norm") @ head.T).argmax(-1)].tolist()
         return drafts
 
     def _seen(self, index: int, position: int, end: int) -> list[int]:

@@ -1,0 +1,49 @@
+"""The output head of a drafter that has its own: of all tokens, or of frequent ones alone.
+
+Shape suffixes: N rows, E hidden size of the drafter, V tokens that are drafted, Z tokens of this rank's logits.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from strandline.kernels.binding import Kernels
+from strandline.kernels.ranks import columns_of
+from strandline.models.layers.projection import Projection
+from strandline.models.layers.site import Site
+from strandline.models.layers.targets import NamedTargets
+
+
+class DraftHead(nn.Module):
+    """Computes logits of the model's vocabulary from those of the tokens that are drafted.
+
+    Args:
+        num_drafted: number of tokens that are drafted.
+        vocab_size: of the model.
+    """
+
+    draft_ids_V: Tensor
+    """Ids of these tokens; at first, the first ones."""
+
+    def __init__(self, num_drafted: int, hidden_size: int, vocab_size: int, site: Site) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.projection = Projection(num_drafted, hidden_size, site)
+        self.register_buffer("draft_ids_V", torch.arange(num_drafted, device=site.device), persistent=False)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute for these ranks from now on."""
+        self._ranks = kernels.ranks
+
+    def logits(self, normed_NE: Tensor) -> Tensor:
+        """Return logits of this rank's part of the vocabulary, minus infinity where no token is drafted."""
+        columns = columns_of(self.vocab_size, self._ranks.rank, self._ranks.size)
+        logits_NV = self.projection.multiply(normed_NE)
+        # Tokens of other ranks go to one more column.
+        index_V = self.draft_ids_V - columns.start
+        index_V = torch.where((index_V >= 0) & (index_V < len(columns)), index_V, len(columns))
+        logits_NZ = logits_NV.new_full((len(logits_NV), len(columns) + 1), -torch.inf)
+        return logits_NZ.index_copy_(1, index_V, logits_NV)[:, :-1].contiguous()
+
+    def targets(self) -> NamedTargets:
+        """Yield the published tensors, but for ``d2t``."""
+        yield from self.projection.targets("lm_head.")
