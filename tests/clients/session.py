@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
+
 from tests.clients.agents import INSTALLED, WORDS, Agent
 from tests.clients.calls import WriteCall
 from tests.clients.page import ADDRESS, PICTURE
@@ -99,7 +101,8 @@ def run_picture_session(agent: Agent, server: str, folder: Path, call: WriteCall
     assert agent.section.picture_command is not None
     assert agent.picture_tool is not None
     work = make_work(folder)
-    noise(640, 480).save(work / PICTURE)
+    # As a screenshot's, its file is small: Cline takes the file's size for tokens, and compacts what gets too long.
+    noise(64, 48).resize((640, 480), Image.Resampling.NEAREST).save(work / PICTURE)
     read = call(agent.picture_tool, agent.read_picture(str(work)))
     turns = [(agent.section.picture_command, [(0, read), (int(agent.picture_begins_turn), "It shows noise.")])]
     turns += [(command, [(2, "There is none.")]) for command in agent.section.commands[1:]]
