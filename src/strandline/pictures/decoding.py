@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_DECODED_PIXELS: Final = 2**26
 """Largest picture that is decoded, such as 8,192 × 8,192: four bytes a pixel are 256 MiB."""
+START_OF_JPEG: Final = b"\xff\xd8\xff"
 START_OF_SCAN: Final = b"\xff\xda"
 """Encoded pixels do not contain it."""
 MAX_SCANS: Final = 100
 MAX_SCANNED_PIXELS: Final = 2**30
 """Each scan of a progressive JPEG takes the time of decoding all pixels. Encoders write about ten."""
+MAX_PIXELS_PER_BYTE: Final = 512
+"""Most pixels that a byte of a JPEG encodes: a block of 8 × 8 has a Huffman code, of one bit at least."""
 MAX_READS: Final = 200_000
 """Reads of a file by its reader: a file of very many small parts would take half a minute of the interpreter's time."""
 LOW_DETAIL_TOKENS: Final = 256
@@ -37,6 +40,8 @@ EXIF_FAULTS: Final = (
     *(TypeError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError),
 )
 WHITE: Final = (255, 255, 255)
+_SHADES: Final = ((np.arange(0x10000) * 255 + 0x7FFF) // 0xFFFF).astype(np.uint8)
+"""A grey of 8 bits for each of 16 bits."""
 
 
 def is_pillow_installed() -> bool:
@@ -71,9 +76,8 @@ def decode_picture(data: bytes, config: PictureConfig, max_tokens: int) -> Pictu
     try:
         with Image.open(_CountedReads(data), formats=FORMATS) as opened:
             _check_size(*opened.size)
-            max_scans = min(MAX_SCANS, MAX_SCANNED_PIXELS // (opened.width * opened.height))
-            if opened.format == "JPEG" and data.count(START_OF_SCAN) > max_scans:
-                raise RequestError(f"a JPEG of this size may have at most {max_scans} scans; send it in another form")
+            if data.startswith(START_OF_JPEG):
+                _check_jpeg(data, opened.width, opened.height)
             return scale_picture(opened, config, max_tokens)
     except RequestError:
         raise
@@ -112,6 +116,18 @@ def _check_size(width: int, height: int) -> None:
         raise RequestError(f"a picture must have pixels, got {width} × {height}")
 
 
+def _check_jpeg(data: bytes, width: int, height: int) -> None:
+    """Raise a RequestError if a JPEG takes long to decode, or cannot have the pixels that its head says it has.
+
+    Its reader would fill the missing ones with grey. Pillow has another name for one that has further pictures, MPO.
+    """
+    max_scans = min(MAX_SCANS, MAX_SCANNED_PIXELS // (width * height))
+    if data.count(START_OF_SCAN) > max_scans:
+        raise RequestError(f"a JPEG of this size may have at most {max_scans} scans; send it in another form")
+    if width * height > MAX_PIXELS_PER_BYTE * len(data):
+        raise RequestError(f"a JPEG of {len(data):,} bytes cannot have {width:,} × {height:,} pixels; it is broken")
+
+
 def _upright(image: "Image.Image") -> "Image.Image":
     """Return a picture as its EXIF turns it; EXIF that cannot be read turns nothing."""
     from PIL.Image import Transpose
@@ -138,10 +154,12 @@ def _in_colours(image: "Image.Image") -> "Image.Image":
 
     if image.mode.startswith("I"):
         # Pillow would cut off values above 255, and leave out which of them is transparent.
-        grey = np.clip(np.asarray(image).astype(np.int64), 0, 0xFFFF)
-        shown = ((grey * 255 + 0x7FFF) // 0xFFFF).astype(np.uint8)
+        grey = np.clip(np.asarray(image), 0, 0xFFFF).astype(np.uint16, copy=False)
+        shown = _SHADES[grey]
         clear = image.info.get("transparency")
-        image = Image.fromarray(shown if clear is None else np.where(grey == clear, np.uint8(255), shown))
+        if clear is not None:
+            shown[grey == clear] = 255
+        image = Image.fromarray(shown)
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         over = image.convert("RGBA")
         under = Image.new("RGB", over.size, WHITE)

@@ -161,6 +161,24 @@ def test_jpeg_with_very_many_scans_is_refused() -> None:
         decode(data[:start] + data[start:-2] * 100 + data[-2:])
 
 
+def test_scans_of_a_jpeg_with_further_pictures_count() -> None:
+    """Pillow calls such a file MPO."""
+    data = encoded(noise(64, 64), "MPO", save_all=True, append_images=[noise(64, 64, seed=1)])
+    assert decode(data).original_size == (64, 64)
+    with pytest.raises(RequestError, match="at most 100 scans"):
+        decode(data + b"\xff\xda" * 200)
+
+
+@pytest.mark.parametrize("options", [{}, {"optimize": True}, {"optimize": True, "progressive": True}])
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_jpeg_that_says_it_is_larger_is_refused(mode: str, options: dict[str, bool]) -> None:
+    data = encoded(Image.new(mode, (1024, 1024)), "JPEG", **options)
+    assert decode(data).original_size == (1024, 1024)
+    size = data.index((1024).to_bytes(2, "big") * 2)
+    with pytest.raises(RequestError, match="cannot have 8,000 × 8,000 pixels"):
+        decode(data[:size] + (8000).to_bytes(2, "big") * 2 + data[size + 4 :])
+
+
 def test_large_jpeg_may_have_fewer_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MAX_SCANNED_PIXELS", 64 * 64 * 5)
     data = encoded(noise(64, 64), "JPEG", progressive=True)
