@@ -31,6 +31,8 @@ FLAGS_OF_BOOL: Final = (
     *("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize", "enable_lora"),
     "language_model_only",
 )
+HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*")
+"""A name, or an address of IPv4 or IPv6."""
 MEDIA: Final = ("image", "video", "audio")
 """What ``limit_mm_per_prompt`` may limit. Only images are read."""
 
@@ -226,7 +228,7 @@ class EngineConfig:
         self._require_tiers()
         self._require_cache()
         _require_count("max_image_tokens", self.max_image_tokens)
-        _require_names("allowed_media_domains", self.allowed_media_domains)
+        _require_hosts("allowed_media_domains", self.allowed_media_domains)
         _ = self.remembered_bytes, self.max_images, self.weight_transfer
         self._require_loras()
         has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
@@ -440,9 +442,15 @@ def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
         raise ConfigError(f"{flag(name)} must be {wanted}, got {value!r}")
 
 
-def _require_names(name: str, value: object) -> None:
+def _require_hosts(name: str, value: object) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(type(each) is str for each in value):
         raise ConfigError(f"{flag(name)} must be a list of strings, got {value!r}")
+    for each in value:
+        if HOST.fullmatch(each) is None:
+            raise ConfigError(
+                f"{flag(name)} must be names of hosts, such as images.example.com, without scheme, port, path or "
+                f"wildcard, got {each!r}"
+            )
 
 
 def _require_count(name: str, value: object, least: int = 1) -> None:

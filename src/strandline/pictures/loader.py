@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, Final
 
 from strandline.config import EngineConfig
-from strandline.errors import RequestError
+from strandline.errors import ConfigError, RequestError
 from strandline.model_config import read_model_config
 from strandline.picture_config import PREPROCESSOR_CONFIG, PictureConfig, read_picture_config
 from strandline.pictures.decoding import LOW_DETAIL_TOKENS, decode_picture, is_pillow_installed, scale_picture
@@ -153,7 +153,10 @@ def new_loader(config: EngineConfig, directory: Path) -> PictureLoader | Refused
         return RefusedPictures()
     if not is_pillow_installed():
         LOGGER.warning("pictures are refused: %s", INSTALL)
-    access = MediaAccess(config.allowed_media_domains, config.allowed_local_media_path)
+    allowed = config.allowed_local_media_path
+    if allowed is not None and not Path(allowed).is_dir():
+        raise ConfigError(f"--allowed-local-media-path must be a directory, got {allowed!r}")
+    access = MediaAccess(config.allowed_media_domains, allowed)
     max_tokens = min(config.max_image_tokens, pictures.max_tokens)
     return PictureLoader(pictures, access, max_tokens=max_tokens, max_pictures=config.max_images)
 

@@ -47,9 +47,12 @@ class MediaAccess:
     def _fetch(self, url: str) -> bytes:
         allowed = [name.lower().rstrip(".") for name in self.domains]
         try:
-            host = (urlsplit(url).hostname or "").lower().rstrip(".")
+            parts = urlsplit(url)
         except ValueError as error:
             raise RequestError(f"the picture's address is malformed: {error}") from error
+        if "@" in parts.netloc:
+            raise RequestError("a picture's address may have no user name or password")
+        host = (parts.hostname or "").lower().rstrip(".")
         if host not in allowed:
             raise RequestError(
                 f"pictures are not fetched from {host[:100]!r}: send the data in the request, or start the server with "
@@ -64,9 +67,11 @@ class MediaAccess:
             )
         root = Path(self.directory).resolve()
         try:
-            path = Path(unquote(urlsplit(url).path)).resolve()
-            is_allowed = path.is_relative_to(root) and path.is_file()
-        except (OSError, ValueError):
+            parts = urlsplit(url)
+            path = Path(unquote(parts.path)).resolve()
+            is_allowed = parts.netloc in ("", "localhost") and path.is_relative_to(root) and path.is_file()
+        except (OSError, ValueError, RuntimeError):
+            # Python 3.11 and 3.12 raise a RuntimeError if links form a loop.
             path, is_allowed = root, False
         if not is_allowed:
             raise RequestError("there is no such file below the directory of --allowed-local-media-path")

@@ -87,11 +87,11 @@ def _parts(text: str) -> list[dict[str, str]]:
 def _reference(part: Mapping[str, Any], path: str) -> tuple[Any, str] | None:
     """Return the picture that a part refers to, and its path; None: it refers to none."""
     kind, source = part.get("type"), part.get("source")
-    if kind == "image" and isinstance(source, Mapping):
-        return _of_anthropic(source, f"{path}.image"), f"{path}.image"
     loaded = next((part[name] for name in LOADED_TYPES if kind == name and part.get(name) is not None), None)
     if loaded is not None and not isinstance(loaded, str):
         return loaded, path
+    if kind == "image":
+        return _of_anthropic(source if isinstance(source, Mapping) else {}, f"{path}.image"), f"{path}.image"
     if kind in OPENAI_TYPES or (kind is None and "image_url" in part):
         return _of_openai(part, path), path
     return None
@@ -103,8 +103,8 @@ def _of_anthropic(source: Mapping[str, Any], path: str) -> PictureReference:
     value = source.get(name) if name is not None else None
     if not isinstance(value, str):
         raise RequestError(
-            f"{path}: the source must be {{'type': 'base64', 'data': …}} or {{'type': 'url', 'url': …}}; got type "
-            f"{str(kind)[:60]!r}",
+            f"{path}: the source must be {{'type': 'base64', 'data': …}} or {{'type': 'url', 'url': …}}"
+            + ("" if kind is None else f"; got type {str(kind)[:60]!r}"),
             param="messages",
         )
     return PictureReference(f"data:;base64,{value}" if kind == "base64" else value)

@@ -1,16 +1,19 @@
 """Loading of the pictures of a prompt."""
 
 import base64
+from pathlib import Path
 from threading import Event
 
 import pytest
 from PIL import Image
 
-from strandline.errors import RequestError
+from strandline.config import EngineConfig
+from strandline.errors import ConfigError, RequestError
 from strandline.pictures import loader as loader_module
-from strandline.pictures.loader import PictureLoader
+from strandline.pictures.loader import PictureLoader, new_loader
 from strandline.pictures.references import MediaAccess
 from strandline.records.pictures import PictureReference
+from tests.cpu.engine.vision_engine import save_vision_model
 from tests.cpu.pictures.files import encoded, noise, png_of_size
 from tests.cpu.pictures.test_decoding import CONFIG
 
@@ -82,3 +85,25 @@ def test_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "is_pillow_installed", lambda: False)
     with pytest.raises(RequestError, match=r"pip install 'strandline\[images\]'"):
         PictureLoader(CONFIG, max_tokens=4096).load([reference(noise(64, 64))])
+
+
+def test_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    model = save_vision_model("qwen3_5-vision", tmp_path / "model")
+    config = EngineConfig(model=str(model), allowed_local_media_path=str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="--allowed-local-media-path must be a directory"):
+        new_loader(config, model)
+
+
+@pytest.mark.parametrize(
+    "name", ["https://example.com", "example.com:443", "*.example.com", "a.com,b.com", "a.com/b", ""]
+)
+def test_allowed_domains_that_no_url_can_have_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--allowed-media-domains must be names of hosts"):
+        EngineConfig(model="demo", allowed_media_domains=[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["images.example.com", "localhost", "10.0.0.1", "::1", "fd00::10:1", "xn--bcher-kva.example"]
+)
+def test_allowed_domains_may_be_names_and_addresses(name: str) -> None:
+    assert EngineConfig(model="demo", allowed_media_domains=[name]).allowed_media_domains == [name]

@@ -1,6 +1,7 @@
 """What requests may name as a picture, and what is fetched or read for it."""
 
 import base64
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -74,6 +75,7 @@ def test_data_url_is_read_whatever_its_media_type_says() -> None:
         ("", "must be a data: URL"),
         ("http://example.com/x.png", "not fetched from 'example.com'.*--allowed-media-domains"),
         ("http://[::1/x.png", "malformed"),
+        ("http://user:key@example.com/x.png", "no user name or password"),
         ("file:///etc/passwd", "--allowed-local-media-path"),
     ],
 )
@@ -163,6 +165,11 @@ def test_file_is_read_below_the_allowed_directory_alone(tmp_path: Path) -> None:
     (inside / "link.png").symlink_to(tmp_path / "secret.png")
     access = MediaAccess(directory=str(inside))
     assert access.read(f"file://{inside}/a%20picture.png") == FILE
-    for path in ("../secret.png", "%2e%2e/secret.png", "link.png", "missing.png", "", "x\0y"):
+    assert access.read(f"file://localhost{inside}/a%20picture.png") == FILE
+    (inside / "loop").symlink_to("loop")
+    os.mkfifo(inside / "pipe")
+    for path in ("../secret.png", "%2e%2e/secret.png", "link.png", "missing.png", "", "x\0y", "loop", "pipe", "\ud800"):
         with pytest.raises(RequestError, match="no such file below"):
             access.read(f"file://{inside}/{path}")
+    with pytest.raises(RequestError, match="no such file below"):
+        access.read(f"file://example.com{inside}/a%20picture.png")

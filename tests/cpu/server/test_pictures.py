@@ -213,6 +213,16 @@ def test_messages_take_pictures_in_questions_and_results(server: ServerProcess) 
     assert again.usage.cache_read_input_tokens == counted.input_tokens
 
 
+@pytest.mark.parametrize("source", [None, {}, "x", {"type": "file", "file_id": "f"}, {"type": "base64", "data": None}])
+def test_source_of_another_form_is_named(server: ServerProcess, source: Any) -> None:
+    image = {"type": "image", "source": source}
+    found = server.post("/v1/messages", messages=[{"role": "user", "content": [image]}], max_tokens=1)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"].startswith(
+        "messages.0.content.0.image: the source must be {'type': 'base64'"
+    )
+
+
 def test_tokenizing_counts_pictures(server: ServerProcess) -> None:
     asked = question("Say", picture())
     counted = server.post("/tokenize", messages=[asked]).json()
