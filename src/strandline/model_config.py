@@ -36,6 +36,9 @@ FLOAT_TAG: Final = "__float__"
 FLOATS: Final = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """Numbers that JSON lacks, as objects with this one key: ``{"__float__": "Infinity"}``."""
 
+TEXT_PARTS: Final = ("text_config", "llm_config")
+"""What files call the part that is about text; the latter NVIDIA's."""
+
 LAYER_LISTS: Final = ("layer_types", "mtp_layers_block_type")
 NOT_GIVEN: Final = (None, "auto")
 
@@ -119,7 +122,7 @@ def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:
     architecture, outer = SUPPORTED[name], Fields(values)
     if outer.value("model_type") is not None:
         outer.choice("model_type", architecture.model_types)
-    parts = [_text_part(outer, values), values]
+    parts = [_text_part(architecture, outer, values), values]
 
     def first(*names: str) -> Any:
         return next((part[name] for part in parts for name in names if part.get(name) is not None), None)
@@ -133,11 +136,17 @@ def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(name, text, first("dtype", "torch_dtype"), quantization or None, vision)
 
 
-def _text_part(outer: Fields, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_part(architecture: Architecture, outer: Fields, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a multimodal model's configuration that is about text, or all of another's."""
-    part = outer.value("text_config", values)
+    name = next((name for name in TEXT_PARTS if outer.value(name) is not None), None)
+    if name is None:
+        return values
+    part = outer.value(name)
     if not isinstance(part, Mapping):
-        outer.reject("text_config", "an object")
+        outer.reject(name, "an object")
+    text = Fields(part, f"{outer.prefix}{name}.")
+    if text.value("model_type") is not None:
+        text.choice("model_type", [*architecture.text_types, *architecture.model_types])
     return part
 
 

@@ -436,6 +436,21 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "vision_config": {"model_type": "siglip2_vision_model", "hidden_size": 1152},
         },
     ),
+    "minicpmv4_6": (
+        "MiniCPMV4_6ForConditionalGeneration",
+        "minicpmv4_6",
+        {NESTED: {"model_type": "qwen3_5_text", "rope_parameters": QWEN3_5_ROPE}, "tie_word_embeddings": True},
+    ),
+    "minicpmv4_7": (
+        "MiniCPMV4_7ForConditionalGeneration",
+        "minicpmv4_7",
+        {NESTED: {"model_type": "qwen3_5_text", "rope_parameters": QWEN3_5_ROPE}, "eos_token_id": 5},
+    ),
+    "nemotron_h_omni": (
+        "NemotronH_Omni_Reasoning_V3",
+        "nemotron_h_omni",
+        {NESTED: {"model_type": "nemotron_h", "hybrid_override_pattern": PATTERN}},
+    ),
     "lfm3": ("Lfm3ForCausalLM", "lfm3", {}),
     "lfm3-1.7b": (
         "Lfm3ForCausalLM",
@@ -615,7 +630,11 @@ EXTRAS = frozenset(
 )
 """Fields that files may have and some classes have no default for."""
 
-WITHOUT_CLASS = {"NemotronHPuzzleForCausalLM"}
+WITHOUT_CLASS = {
+    "InternS2PreviewForConditionalGeneration",
+    "NemotronHPuzzleForCausalLM",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+}
 """Architectures that transformers has no class for."""
 
 WITHOUT_TYPES = {"llama", "qwen3_moe", "falcon_h1"}
@@ -655,7 +674,7 @@ def theirs(config: Any, field: str) -> Any:
     """Return a field of transformers' class."""
     text = config.get_text_config()
     if field == "tie_word_embeddings":
-        return config.tie_word_embeddings
+        return getattr(config if hasattr(config, field) else text, field)
     if field == "layer_types":
         return getattr(text, field, getattr(text, "layers_block_type", None))
     if field == "output_gate_type":

@@ -54,6 +54,8 @@ class Architecture:
 
     model_types: tuple[str, ...]
     """Values of ``model_type``."""
+    text_types: tuple[str, ...] = ()
+    """Values of ``model_type`` of the text part, where that is another architecture's."""
     layer_types: Callable[[Fields], Sequence[str]]
     """Returns the kind of each layer, where the file does not list them."""
     defaults: Values

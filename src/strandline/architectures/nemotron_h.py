@@ -112,3 +112,9 @@ NEMOTRON_PUZZLE: Final = replace(
     defaults={name: value for name, value in NEMOTRON_H.defaults.items() if name not in DIFFERING},
     unpack=_unpack_blocks,
 )
+
+NEMOTRON_OMNI: Final = replace(
+    NEMOTRON_H,
+    model_types=("NemotronH_Nano_Omni_Reasoning_V3", "nemotron_h_omni"),
+    text_types=("nemotron_h",),
+)

@@ -1,5 +1,6 @@
 """Configurations of Qwen3-Next, Qwen3.5 and its successors, whose sizes have the same names."""
 
+from dataclasses import replace
 from typing import Final
 
 from strandline.architectures.architecture import Architecture, every
@@ -54,4 +55,12 @@ QWEN3_5_MOE: Final = Architecture(
     layer_types=LAYER_TYPES,
     defaults={**DEFAULTS, **EXPERTS, **QUARTER, "num_experts_per_tok": 8, "num_experts": 256},
     vision=QWEN_VISION,
+)
+
+MINICPM_V: Final = replace(
+    QWEN3_5, model_types=("minicpmv4_6", "minicpmv4_7"), text_types=("qwen3_5_text",), vision=None
+)
+
+INTERN_S2: Final = replace(
+    QWEN3_5_MOE, model_types=("intern_s2_preview",), text_types=("qwen3_5_moe_text",), vision=None
 )

@@ -18,10 +18,10 @@ from strandline.architectures.llama import LLAMA
 from strandline.architectures.mamba import FALCON_MAMBA, MAMBA
 from strandline.architectures.mamba2 import MAMBA2
 from strandline.architectures.minimax import MINIMAX
-from strandline.architectures.nemotron_h import NEMOTRON_H, NEMOTRON_PUZZLE
+from strandline.architectures.nemotron_h import NEMOTRON_H, NEMOTRON_OMNI, NEMOTRON_PUZZLE
 from strandline.architectures.olmo_hybrid import OLMO_HYBRID
 from strandline.architectures.qwen3 import QWEN3, QWEN3_MOE
-from strandline.architectures.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from strandline.architectures.qwen3_hybrid import INTERN_S2, MINICPM_V, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from strandline.architectures.qwen4_exp import QWEN4_EXP
 from strandline.architectures.recurrent_gemma import RECURRENT_GEMMA
 from strandline.architectures.zamba2 import ZAMBA2
@@ -38,6 +38,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "InklingForCausalLM": INKLING,
     "InklingForConditionalGeneration": INKLING,
+    "InternS2PreviewForConditionalGeneration": INTERN_S2,
     "JambaForCausalLM": JAMBA,
     "KimiLinearForCausalLM": KIMI_LINEAR,
     "Lfm2ForCausalLM": LFM2,
@@ -48,9 +49,13 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "LlamaForCausalLM": LLAMA,
     "Mamba2ForCausalLM": MAMBA2,
     "MambaForCausalLM": MAMBA,
+    "MiniCPMV4_6ForConditionalGeneration": MINICPM_V,
+    "MiniCPMV4_7ForConditionalGeneration": MINICPM_V,
     "MiniMaxForCausalLM": MINIMAX,
     "NemotronHForCausalLM": NEMOTRON_H,
     "NemotronHPuzzleForCausalLM": NEMOTRON_PUZZLE,
+    "NemotronH_Nano_Omni_Reasoning_V3": NEMOTRON_OMNI,
+    "NemotronH_Omni_Reasoning_V3": NEMOTRON_OMNI,
     "OlmoHybridForCausalLM": OLMO_HYBRID,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,

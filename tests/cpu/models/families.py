@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -32,6 +33,8 @@ from transformers import (
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
+    MiniCPMV4_6Config,
+    MiniCPMV4_7Config,
     MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
@@ -68,6 +71,45 @@ class PuzzleConfig(NemotronHConfig):  # type: ignore[misc]
         kinds = [block["block_type"] for block in values["block_configs"]]
         super().__init__(**{**values, "layers_block_type": kinds})
 
+
+class OmniConfig(NemotronHConfig):  # type: ignore[misc]
+    """The configuration of the text part alone, written as NVIDIA does."""
+
+    model_type = "NemotronH_Nano_Omni_Reasoning_V3"
+    part = "llm_config"
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what is written to the file."""
+        text = {**super().to_diff_dict(), "model_type": "nemotron_h"}
+        return {"architectures": text.pop("architectures"), "model_type": self.model_type, self.part: text}
+
+
+class SavedOmniConfig(OmniConfig):
+    """The same, written as transformers does."""
+
+    model_type = "nemotron_h_omni"
+    part = "text_config"
+
+
+class InternS2Config(Qwen3_5MoeConfig):  # type: ignore[misc]
+    """Qwen3.5's under another name."""
+
+    model_type = "intern_s2_preview"
+
+
+ORACLES = {
+    "InternS2PreviewForConditionalGeneration": "Qwen3_5MoeForConditionalGeneration",
+    "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
+    "NemotronH_Nano_Omni_Reasoning_V3": "NemotronHForCausalLM",
+    "NemotronH_Omni_Reasoning_V3": "NemotronHForCausalLM",
+}
+"""Classes of transformers for architectures that it has no class for, or whose towers are of no interest."""
+
+RENAMED: dict[str, Callable[[str], str]] = {
+    "nemotron_omni": lambda name: f"language_model.{name.replace('model.', 'backbone.', 1)}",
+    "nemotron_omni-saved": lambda name: f"language_model.{name}",
+}
+"""Published names of tensors that those classes save."""
 
 VOCAB_SIZE = 97
 UNGROUPED = (BambaRMSNormGated, MambaRMSNormGated)
@@ -293,6 +335,14 @@ GPT_OSS: dict[str, Any] = {
         "truncate": False,
         "original_max_position_embeddings": 64,
     },
+}
+QWEN3_5_PART: dict[str, Any] = {"model_type": "qwen3_5_text", **dense()}
+MINICPM_VISION: dict[str, Any] = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"image_size": 16, "patch_size": 4},
+    "insert_layer_id": 0,
+    "image_token_id": 94,
+    "video_token_id": 93,
 }
 NEMOTRON: dict[str, Any] = {
     **{name: value for name, value in ATTENTION_ONLY.items() if name not in ("num_hidden_layers", "rope_parameters")},
@@ -975,6 +1025,19 @@ CONFIGS: dict[str, Family] = {
         is_altered=True,
         is_quantized=True,
     ),
+    "nemotron_omni": Family("NemotronH_Nano_Omni_Reasoning_V3", OmniConfig, NEMOTRON),
+    "nemotron_omni-saved": Family("NemotronH_Omni_Reasoning_V3", SavedOmniConfig, NEMOTRON),
+    "minicpmv4_6": Family(
+        "MiniCPMV4_6ForConditionalGeneration", MiniCPMV4_6Config, {"text_config": QWEN3_5_PART, **MINICPM_VISION}
+    ),
+    "minicpmv4_7": Family(
+        "MiniCPMV4_7ForConditionalGeneration", MiniCPMV4_7Config, {"text_config": QWEN3_5_PART, **MINICPM_VISION}
+    ),
+    "intern_s2": Family(
+        "InternS2PreviewForConditionalGeneration",
+        InternS2Config,
+        {"text_config": sparse(rope_parameters=MROPE), "vision_config": VISION, **PICTURE_TOKENS},
+    ),
     "nemotron_puzzle": Family(
         "NemotronHPuzzleForCausalLM",
         PuzzleConfig,
@@ -1084,8 +1147,8 @@ def oracle(name: str) -> Any:
 def random_model(config: Any, seed: int) -> Any:
     """Return transformers' model of a configuration, as ``oracle`` does."""
     torch.manual_seed(seed)
-    architecture = config.architectures[0].replace("Puzzle", "")
-    model = getattr(transformers, architecture)(config)
+    (architecture,) = config.architectures
+    model = getattr(transformers, ORACLES.get(architecture, architecture))(config)
     blocks = getattr(config, "block_configs", ())
     for layer, block in zip(model.base_model.layers if blocks else (), blocks, strict=True):
         if block["block_type"] == "moe":
@@ -1192,15 +1255,18 @@ def save(name: str, directory: Path, **sizes: int) -> Path:
     model.save_pretrained(directory / name)
     if name == "kimi_linear":
         _name_dense_parts(directory / name / "model.safetensors", config_of(name))
-    if name == "nemotron_puzzle":
-        path = directory / name / "model.safetensors"
-        tensors = {key.replace("backbone.", "model."): tensor for key, tensor in load_file(path).items()}
-        save_file(tensors, path, metadata={"format": "pt"})
-        path = directory / name / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [CONFIGS[name].architecture]}))
+    if CONFIGS[name].architecture in ORACLES:
+        _name_as_published(directory / name, config_of(name), RENAMED.get(name, str))
     if name == "olmo_hybrid":
         _split_convolutions(directory / name / "model.safetensors", config_of(name))
     return directory / name
+
+
+def _name_as_published(directory: Path, config: Any, rename: Callable[[str], str]) -> None:
+    """Name the architecture and tensors as files do that transformers has another class for."""
+    path = directory / "model.safetensors"
+    save_file({rename(name): tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    (directory / "config.json").write_text(config.to_json_string())
 
 
 def _name_dense_parts(path: Path, config: Any) -> None:
