@@ -279,6 +279,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     text = "fraction of hits to replay without the cache, to measure the difference (default: %(default)s)"
     add("--audit-rate", type=float, default=0.0, metavar="SHARE", help=text)
     _add_json_flags(add)
+    text = "record the experts that tokens are routed to; /inference/v1/generate returns them"
+    add("--enable-return-routed-experts", action="store_true", help=text)
     _add_picture_flags(add)
     add("--seed", type=int, default=0, help="default seed of requests and of dummy weights (default: %(default)s)")
 

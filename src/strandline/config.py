@@ -29,7 +29,7 @@ SCHEDULING_POLICIES: Final = ("fcfs", "priority")
 
 FLAGS_OF_BOOL: Final = (
     *("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize", "enable_lora"),
-    "language_model_only",
+    *("language_model_only", "enable_return_routed_experts"),
 )
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*")
 """A name, or an address of IPv4 or IPv6."""
@@ -145,6 +145,8 @@ class EngineConfig:
     reasoning_config: str | Mapping[str, Any] | None = None
     """What ends reasoning at its budget (``ReasoningConfig``), as a mapping or as JSON; None: the closing tag, if the
     server parses reasoning."""
+    enable_return_routed_experts: bool = False
+    """Record the experts that tokens are routed to, and return them where requests ask for them."""
     language_model_only: bool = False
     """Load no vision tower; requests with pictures are answered as by a model that reads text only."""
     max_image_tokens: int = 4096

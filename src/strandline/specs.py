@@ -36,6 +36,27 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """What is recorded of a token: for each layer of the model, the numbers of its experts, the best one first."""
+
+    num_layers: int
+    """All layers; those without experts have zeros."""
+    top_k: int
+    num_experts: int
+    """Numbers are less than this."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number: unsigned, in the machine's order."""
+        return 1 if self.num_experts <= 256 else 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a token."""
+        return self.num_layers * self.top_k * self.item_bytes
+
+
 class Part(NamedTuple):
     """A range of a tensor along one dimension that ranks divide among them."""
 

@@ -18,10 +18,11 @@ from strandline.picture_config import PictureConfig
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.control import Memory
+from strandline.records.events import Limits
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.records.weight_transfer import SentTensors, TransferGroup
-from strandline.specs import ModelSpec
+from strandline.specs import ModelSpec, RoutingShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,17 @@ class ExecutorFacts:
     """Rows of the memory of encoded pictures; 0: the model reads no pictures."""
     changes_weights: bool = True
     """Whether other weights of the same model can be read; not where adapters or encoded pictures depend on them."""
+    routing_shape: RoutingShape | None = None
+    """What is recorded of the experts that tokens are routed to; None: nothing."""
     num_ranks: int = 1
     """Ranks that the model is divided among. Sizes are those of one rank, and the same for all."""
     start_s: dict[str, float] = field(default_factory=dict)
     """Duration of each phase of the start."""
+
+    @property
+    def limits(self) -> Limits:
+        """Limits that requests are checked against."""
+        return Limits(self.vocab_size, self.max_model_len, self.encoder_tokens, routing_shape=self.routing_shape)
 
 
 class LaunchedStep(Protocol):

@@ -32,6 +32,7 @@ from strandline.device.host_step import HostStep, Layout, StepHidden
 from strandline.device.padded_step import StepSize
 from strandline.device.pending import PendingTokens
 from strandline.device.prompt_logprobs import fetch_prompt_logprobs
+from strandline.device.routed_experts import fetch_routed
 from strandline.device.sampler import ChosenTokens, SamplingState, choose_tokens
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.threads import one_thread
@@ -182,6 +183,8 @@ class Runner:
         else:
             with self._threads(plan.num_tokens):
                 self._compute(plan.sequences, launched)
+        if self._memory.routing is not None:
+            fetch_routed(plan.sequences, self._memory.routing, self._states, launched)
         launched.close()
         return launched
 

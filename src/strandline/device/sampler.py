@@ -85,6 +85,8 @@ class SamplingState:
         self.prompt_mask_P: Tensor | None = None
         self.output_counts_P: Tensor | None = None
         self._first_token = columns.start
+        self.num_routed = 0
+        """Tokens whose experts the host knows."""
         if new.params.has_penalties:
             held_ids = [token - columns.start for token in new.prompt_ids if token in columns]
             self.prompt_mask_P = torch.zeros(len(columns), dtype=torch.bool, device=device)

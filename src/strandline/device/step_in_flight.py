@@ -1,6 +1,7 @@
 """A step in flight: sampled tokens come to the host at its end, and are read once the device is done."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,16 @@ from strandline.device.sampler import LogprobTensors
 from strandline.device.transfers import Transfers
 from strandline.device.upload import download
 from strandline.ids import NO_TOKEN, RequestId
-from strandline.records.plan import SequencePlan, StepResult, TokenLogprobs
+from strandline.records.plan import RoutedTokens, SequencePlan, StepResult, TokenLogprobs
+
+
+class RoutedSpan(NamedTuple):
+    """Tokens of a sequence whose experts are fetched."""
+
+    sequence: int
+    """Its index in the plan."""
+    start: int
+    num_tokens: int
 
 
 class StepInFlight:
@@ -30,6 +40,7 @@ class StepInFlight:
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
         self._hidden_states: list[tuple[Sequence[int], Tensor]] = []
         """Indices in the plan, and their rows."""
+        self._routed: tuple[Sequence[RoutedSpan], Tensor] | None = None
         self.failures: dict[RequestId, str] = {}
         """Why requests have failed so far."""
         self._done: torch.cuda.Event | None = None
@@ -56,6 +67,10 @@ class StepInFlight:
     def take_hidden_states(self, indices: Sequence[int], hidden_NE: Tensor) -> None:
         """Fetch the hidden states of sequences, by their indices in the plan."""
         self._hidden_states.append((indices, download(hidden_NE.float())))
+
+    def take_routed(self, spans: Sequence[RoutedSpan], routed_TC: Tensor) -> None:
+        """Fetch the experts of tokens, those of one span after another."""
+        self._routed = spans, download(routed_TC)
 
     def close(self) -> None:
         """Mark the end of the step on the device."""
@@ -102,5 +117,15 @@ class StepInFlight:
                 for indices, rows_NE in self._hidden_states
                 for index, row_E in zip(indices, rows_NE, strict=True)
             },
+            self._read_routed(),
             self._transfers.take(),
         )
+
+    def _read_routed(self) -> dict[int, RoutedTokens]:
+        """Return the experts that were fetched, by index of the sequence."""
+        if self._routed is None:
+            return {}
+        spans, routed_TC = self._routed
+        parts = routed_TC.split([span.num_tokens for span in spans])
+        pairs = zip(spans, parts, strict=True)
+        return {span.sequence: RoutedTokens(span.start, x.numpy().tobytes(), x.shape[1]) for span, x in pairs}

@@ -140,6 +140,7 @@ class UniExecutor:
             picture_config=None if model.tower is None else model.tower.pictures,
             encoder_tokens=encoder_tokens,
             changes_weights=not config.enable_lora and model.tower is None,
+            routing_shape=model.routing_shape,
             num_ranks=ranks.size,
             start_s=start_s,
         )

@@ -45,7 +45,6 @@ from strandline.records.events import (
     CoreStats,
     FinishReason,
     KernelFallback,
-    Limits,
     PromptLogprobs,
     SpeculationStats,
     StepEvents,
@@ -73,7 +72,7 @@ class EngineCore:
         self.spec = facts.spec
         self.start_s = dict(facts.start_s)
         """How long each phase of the start took."""
-        self.limits = Limits(facts.vocab_size, facts.max_model_len, facts.encoder_tokens)
+        self.limits = facts.limits
         self._admissions = Admissions()
         self._auditor = Auditor(config.audit_rate, facts.max_model_len, seed=config.seed)
         is_followed = config.data_parallel_size > 1 and config.enable_prefix_caching
@@ -316,7 +315,7 @@ class EngineCore:
             if not self._auditor.is_replay(sequence.request_id) and sequence.request_id not in self._aborted:
                 events.prompts.append(PromptLogprobs(sequence.request_id, sequence.start, entries))
         index_of: dict[RequestId, int] = {}
-        if result.logprobs or result.hidden_states:
+        if result.logprobs or result.hidden_states or result.routed:
             index_of = {sequence.request_id: index for index, sequence in enumerate(plan.sequences)}
         for request_id, text in result.failures.items():
             if request_id in self._aborted:
@@ -340,6 +339,7 @@ class EngineCore:
                         request.account if place == 0 and len(output_ids) == num_new else None,
                         _drafts_of(request) if is_last else None,
                         result.hidden_states.get(index_of[request.request_id]) if index_of and place == 0 else None,
+                        result.routed.get(index_of[request.request_id]) if index_of and place == 0 else None,
                     )
                 )
 

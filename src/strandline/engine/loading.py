@@ -135,6 +135,7 @@ def load_uni_executor(
         pictures=pictures,
         adapter=None if lora is None else read_adapter(Path(lora.path)),
         adapter_slots=choose_adapter_slots(config),
+        records_routing=config.enable_return_routed_experts,
     )
     layout = lay_out_in_half if choice.is_widened else lay_out
     complete = partial(_complete, drafter=drafter, config=config, device=device, layout=layout)

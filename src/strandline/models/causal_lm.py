@@ -25,11 +25,12 @@ from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.residual import ReadableStream
+from strandline.models.layers.routing_record import RoutingRecord
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
 from strandline.models.vision.tower import VISUAL, VisionTower
 from strandline.picture_config import PictureConfig
-from strandline.specs import ModelSpec
+from strandline.specs import ModelSpec, RoutingShape
 
 OwnDrafter = BlockDrafter | EagleDrafter
 """A drafter with its own files."""
@@ -68,6 +69,8 @@ class CausalLM(nn.Module):
         self.adapters: AdapterSlots | None = None
         """Adapters that requests name; None: the model takes none. To be set before ``use_kernels``."""
         self.tower: VisionTower | None = None
+        self.routing: RoutingRecord | None = None
+        """Records the experts of tokens; None: they are not recorded."""
 
     def add_draft_layer(self) -> None:
         """Add the layer that drafts tokens; its keys and values become part of the model's spec.
@@ -113,6 +116,20 @@ class CausalLM(nn.Module):
             self.decoder.keep_layers(indices)
             self.spec = self._whole_spec()
 
+    def record_routing(self) -> None:
+        """Store the experts that tokens are routed to, which become part of the model's spec; after all other changes.
+
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        self.routing = RoutingRecord(list(self.decoder.layers))
+        self.spec = self._whole_spec()
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        """What is recorded of the experts that tokens are routed to; None: nothing."""
+        return None if self.routing is None else self.routing.shape
+
     def limit_drafts(self, num_tokens: int) -> None:
         """Draft only tokens whose ids are below ``num_tokens``; called before ``use_kernels``.
 
@@ -125,10 +142,10 @@ class CausalLM(nn.Module):
 
     def _whole_spec(self) -> ModelSpec:
         spec, drafter = self.decoder.spec, self.drafter
-        if drafter is None:
-            return spec
         num_features = drafter.hidden_size if isinstance(drafter, EagleDrafter) else 0
-        return replace(spec, layers=(*spec.layers, *drafter.specs), hidden_size=spec.hidden_size + num_features)
+        own = () if drafter is None else drafter.specs
+        routing = () if self.routing is None else (self.routing.spec,)
+        return replace(spec, layers=(*spec.layers, *own, *routing), hidden_size=spec.hidden_size + num_features)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -156,13 +173,19 @@ class CausalLM(nn.Module):
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
-        memory = self.decoder.bind(arena)
-        if self.drafter is None:
-            return memory
-        return replace(memory, draft=self.drafter.bind(arena.layers[len(self.decoder.layers) :]))
+        memory, others = self.decoder.bind(arena), arena.layers[len(self.decoder.layers) :]
+        if self.routing is not None:
+            others, memory = others[:-1], replace(memory, routing=self.routing.bind(others[-1]))
+        return memory if self.drafter is None else replace(memory, draft=self.drafter.bind(others))
 
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory."""
+        hidden_TE = self._forward(batch, memory)
+        if self.routing is not None and memory.routing is not None:
+            self.routing.store(batch, memory.routing)
+        return hidden_TE
+
+    def _forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         drafter = self.drafter
         if drafter is None or not drafter.target_layers:
             hidden_TE: Tensor = self.decoder(batch, memory)

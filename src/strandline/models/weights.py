@@ -102,6 +102,7 @@ def load_model(
     adapter_slots: SlotSizes | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     quantized_as: Mapping[str, int] | None = None,
+    records_routing: bool = False,
 ) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
@@ -123,6 +124,7 @@ def load_model(
         tensors: published tensors by their names, to load instead of those in files.
         quantized_as: weights to convert if they are not quantised, as ``WeightsReport.kept`` of another model names
             them; unless all are dequantised.
+        records_routing: store the experts that tokens are routed to.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -142,6 +144,8 @@ def load_model(
         model.adapters = AdapterSlots(model.decoder, dict(model.targets(frozenset())), adapter_slots, device)
     if kv_cache_dtype is not None:
         model.use_kv_cache_dtype(kv_cache_dtype)
+    if records_routing:
+        model.record_routing()
     if load_format == "dummy":
         if keeps_quantized:
             _fill_kept_randomly(model, config, formats, seed, device)

@@ -12,8 +12,9 @@ from strandline.ids import RequestId
 from strandline.records.account import Account
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.pictures import Picture, PictureSpan
-from strandline.records.plan import NewRequest, TokenLogprobs
+from strandline.records.plan import NewRequest, RoutedTokens, TokenLogprobs
 from strandline.records.transfer_params import TransferParams
+from strandline.specs import RoutingShape
 
 
 class FinishReason(StrEnum):
@@ -97,6 +98,8 @@ class TokenEvent(NamedTuple):
     """The sequence's drafts; with the last token only, if there were any."""
     hidden_state: bytes | None = None
     """The final hidden state before the token, float32 of the machine; with the first token only, if asked for."""
+    routed: RoutedTokens | None = None
+    """The experts of tokens before it; with the first token of a step, if asked for."""
 
 
 class HandedOver(NamedTuple):
@@ -156,6 +159,8 @@ class Limits:
     """LoRA adapters that were loaded at the start."""
     asks_for_pictures: bool = False
     """Whether the engine asks for pictures that its messages leave out."""
+    routing_shape: RoutingShape | None = None
+    """What is recorded of the experts that tokens are routed to; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,9 @@ class NewRequest:
     @property
     def needs_host_tokens(self) -> bool:
         """Whether every token must reach the host before the next one can be computed."""
-        return self.params.needs_host_tokens or len(self.stop_ids) > MAX_STOP_IDS
+        # What is fetched of experts is named by positions, which the host must know.
+        params = self.params
+        return params.needs_host_tokens or params.returns_routed_experts or len(self.stop_ids) > MAX_STOP_IDS
 
     @property
     def is_independent(self) -> bool:
@@ -181,6 +183,16 @@ class TokenLogprobs(NamedTuple):
     reported_ranks: tuple[int, ...]
 
 
+class RoutedTokens(NamedTuple):
+    """The experts that tokens of a sequence are routed to."""
+
+    start: int
+    """Position of the first of these tokens. What was said before of these and later ones holds no more."""
+    experts: bytes
+    """The experts of each token, as ``RoutingShape`` says."""
+    token_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the step produced, in the order of the plan's sequences."""
@@ -203,5 +215,7 @@ class StepResult:
     """By index, of sequences with a budget of reasoning: whether the host has to choose one of the next tokens."""
     hidden_states: Mapping[int, bytes] = field(default_factory=dict)
     """Final hidden states of prompts' last tokens by index, where asked for: float32 of the machine."""
+    routed: Mapping[int, RoutedTokens] = field(default_factory=dict)
+    """Experts of tokens by index of the sequence, where asked for."""
     completions: tuple[Completion, ...] = ()
     """Transfers that have ended since the last result, in any order."""

@@ -173,6 +173,8 @@ class SamplingParams:
     """Maximum number of tokens of each section of reasoning; None or -1: no maximum."""
     returns_hidden_state: bool = False
     """Return the final hidden state of the prompt's last token, for embeddings."""
+    returns_routed_experts: bool = False
+    """Return the experts that tokens are routed to, if the engine records them."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:

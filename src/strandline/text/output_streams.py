@@ -56,6 +56,16 @@ class OutputStream:
         """All tokens so far, for the memory of answers; empty if the request has none."""
         self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self._cumulative = 0.0
+        self._routed = bytearray()
+
+    def routed_experts(self, token_bytes: int) -> bytes:
+        """Return the experts of all tokens that were computed: of the prompt, and of the output but for the last one.
+
+        Args:
+            token_bytes: size of what is recorded of a token.
+        """
+        num_tokens = len(self.request.prompt_ids) + self.num_tokens - 1
+        return bytes(self._routed[: num_tokens * token_bytes])
 
     @property
     def is_finished(self) -> bool:
@@ -76,6 +86,9 @@ class OutputStream:
             self.request.hidden_state = event.hidden_state
         if event.speculation is not None:
             self.speculation = event.speculation
+        if event.routed is not None:
+            start, experts, token_bytes = event.routed
+            self._routed[start * token_bytes :] = experts
         if event.finish_reason is FinishReason.ERROR:
             self._end(FinishReason.ERROR, event.stop_reason)
             return True

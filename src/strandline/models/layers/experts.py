@@ -6,9 +6,9 @@ Shape suffixes: T tokens of the step, E channels that experts read and write, F 
 that: the gate's rows come first), S features of the shared expert before its activation, X experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,8 +25,9 @@ from strandline.kernels.experts.moe import (
     SharedOutput,
     mixture,
 )
-from strandline.kernels.experts.router import Routing
+from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
+from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, Piece, Target, spanned, unused, whole
@@ -114,17 +115,21 @@ class Experts(nn.Module):
     They are loaded as ordinary parameters, or else given weights by ``keep``: quantised ones, and maybe others.
     """
 
-    operations = (mixture,)
-
     def __init__(self, config: ExpertsConfig, site: Site) -> None:
         super().__init__()
         self.config, self.held = config, site.shard.span(config.num_experts, EXPERTS)
         num_held, num_channels, size = len(self.held), config.num_channels, config.size
         self.up_XFE = site.matrix(num_held, (1 + config.is_gated) * size, num_channels)
         self.down_XEF = site.matrix(num_held, num_channels, size)
-        self._kept = dict[str, Sequence[ExpertsWeight]]()
         self.up_bias_XF = site.parameter(*self.up_XFE.shape[:2]) if config.has_biases else None
         self.down_bias_XE = site.parameter(*self.down_XEF.shape[:2]) if config.has_biases else None
+        self._kept = dict[str, Sequence[ExpertsWeight]]()
+        self.record: Callable[[Tensor], None] | None = None
+        """Takes the experts of each token of a step, the best one first; to be set before ``use_kernels``."""
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return (mixture,) if self.record is None else (mixture, route)
 
     @property
     def share(self) -> float:
@@ -158,6 +163,7 @@ class Experts(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._mixture, self._parts = kernels[mixture], self.parts
+        self._route = None if self.record is None else kernels[route]
 
     def mix(
         self,
@@ -174,6 +180,8 @@ class Experts(nn.Module):
             shared: is added.
         """
         router = Router(logits_TX, bias_X, self.config.routing)
+        if self._route is not None and self.record is not None:
+            self.record(self._route(*router)[1])
         *others, last = self._parts
         for part in others:
             shared = SharedOutput(added_up(self._mixture(x_TE, self._weights(part, router), router, shared)))

@@ -21,7 +21,7 @@ from strandline.kernels.recurrences.replay import Replay
 from strandline.models.layers.attention import KVScales
 from strandline.models.layers.targets import NamedTargets
 from strandline.picture_config import PictureConfig
-from strandline.specs import LayerSpec, ModelSpec
+from strandline.specs import LayerSpec, ModelSpec, RoutingShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class ModelMemory:
     """What the drafter's ``bind`` returned; None: there is none."""
     pictures: Tensor | None = None
     """The memory of encoded pictures: an embedding in each row; None without a vision tower."""
+    routing: Tensor | None = None
+    """The memory of the experts that tokens are routed to; None: they are not recorded."""
     replays: tuple[Replay, ...] = ()
     """Functions that together advance the states of all layers over logged drafts; empty: drafts are not logged."""
 
@@ -118,6 +120,10 @@ class LanguageModel(Protocol):
     @property
     def tower(self) -> PictureEncoder | None:
         """What encodes pictures; None: the model reads text alone."""
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        """What is recorded of the experts that tokens are routed to; None: nothing."""
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:

@@ -17,6 +17,7 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
+from strandline.server.generate.routed_experts import encoded
 from strandline.server.http.gate import own_name
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.request_bodies import (
@@ -72,6 +73,8 @@ class GenerateParams(SamplingFields):
     detokenize: bool = True
     """No effect: no text is returned, and stop strings are always found."""
     structured_outputs: dict[str, Any] | None = None
+    routed_experts_prompt_start: Count = 0
+    """Tokens of the prompt whose experts are left out."""
 
 
 class GenerateBody(BaseModel):
@@ -90,8 +93,11 @@ class GenerateBody(BaseModel):
     include_cache_account: bool = False
     kv_transfer_params: dict[str, Any] | None = None
 
-    def params(self) -> SamplingParams:
+    def params(self, *, records_routing: bool) -> SamplingParams:
         """Return the sampling parameters.
+
+        Args:
+            records_routing: whether the engine records the experts of tokens.
 
         Raises:
             RequestError: a value is out of range, or the body asks for what is not supported.
@@ -106,6 +112,7 @@ class GenerateBody(BaseModel):
         priority = {} if self.priority is None else {"priority": self.priority}
         structure = structure_of({"structured_outputs": given.structured_outputs})
         values = {**given.given(), "max_tokens": given.max_tokens, "detokenize": bool(given.stop), **priority}
+        values["returns_routed_experts"] = records_routing
         return SamplingParams(structured_outputs=structure, **values)
 
 
@@ -166,7 +173,18 @@ class Generation:
             "logprobs": token_logprobs(output.logprobs or (), num_top) if wants_logprobs else None,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            "routed_experts": None if output.finish_reason is None else self._routed_experts(output.index),
         }
+
+    def _routed_experts(self, index: int) -> str | None:
+        """Return the experts of an output that has ended, and of the prompt; None: the engine does not record them."""
+        shape = self._service.client.frontend.limits.routing_shape
+        if shape is None:
+            return None
+        [stream] = self.job.streams
+        experts = stream.outputs[index].routed_experts(shape.num_bytes)
+        first = self._body.sampling_params.routed_experts_prompt_start
+        return encoded(experts, shape, min(first, len(stream.prompt_ids)))
 
     @property
     def _wants_given(self) -> bool:
@@ -195,7 +213,7 @@ async def generate(service: Service, body: GenerateBody, request: Request) -> Re
     """Handle a request."""
     service.require_model(body.model)
     check_unicode({"request_id": body.request_id})
-    params = body.params()
+    params = body.params(records_routing=service.client.frontend.limits.routing_shape is not None)
     with service.client.expect(params.n):
         checked = await service.check(params)
     salt = service.salt_of(request, body.cache_salt, body.model)
