@@ -626,7 +626,7 @@ UNREAD = ("type", "mrope_section", "mrope_interleaved")
 
 EXTRAS = frozenset(
     {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "rotary_dim", "time_step_limit"}
-    | {"num_experts"}
+    | {"num_experts", "block_configs"}
 )
 """Fields that files may have and some classes have no default for."""
 

@@ -177,7 +177,7 @@ def make_service(
     added = tokenizer.get_added_vocab() if tokenizer is not None else {}
     shown = template_text(tokenizer, template)
     output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown, added)
-    if output_format.reasoning != "none" and not client.frontend.has_thinking_end:
+    if output_format.has_thoughts and not client.frontend.has_thinking_end:
         client.frontend.end_thinking_with(CLOSE)
     return Service(
         client,

@@ -9,6 +9,7 @@ from uuid import uuid4
 from strandline.errors import ConfigError
 from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import CallTag, ReasoningRules
+from strandline.text.channels import CHANNEL, TAGS, ChannelParser
 from strandline.text.reasoning import StrayClose, ThinkParser
 from strandline.text.segments import Segment, SegmentKind, SegmentParser, merge_segments
 from strandline.text.tool_calls import Schemas
@@ -16,7 +17,11 @@ from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format
 
 Json = dict[str, Any]
 
-TOOL_CALL_PARSERS: Final = ("auto", *sorted({*TOOL_FORMATS, *ALIASES}), "none")
+CHANNELS: Final = "openai_gptoss"
+"""vLLM's name for a parser of messages in channels, those to functions among them."""
+CHANNEL_CALLS: Final = "openai"
+"""vLLM's name for a parser of these calls alone."""
+TOOL_CALL_PARSERS: Final = ("auto", *sorted({*TOOL_FORMATS, *ALIASES, CHANNEL_CALLS}), "none")
 OPENED_BY_PROMPT: Final = ("kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "qwen3")
 """vLLM's names for parsers of ``<think>…</think>``, which the prompt may open."""
 ALWAYS_OPEN: Final = "deepseek_r1"
@@ -26,7 +31,7 @@ REASONING_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "reasoning_content": ("reasoning_content",),
 }
 """Values of ``--reasoning-field``, and the fields of a message: vLLM has the first, others the second."""
-REASONING_PARSERS: Final = ("auto", ALWAYS_OPEN, *OPENED_BY_PROMPT, "none")
+REASONING_PARSERS: Final = ("auto", ALWAYS_OPEN, *OPENED_BY_PROMPT, CHANNELS, "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,18 @@ class OutputFormat:
     added_tokens: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     """The tokenizer's, with their ids: tags may be among them."""
 
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether reasoning is between ``<think>`` and ``</think>``."""
+        return self.reasoning not in ("none", CHANNELS)
+
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Return whether the text that follows a prompt begins inside the reasoning.
 
         Args:
             continued: text of the answer that the prompt ends with.
         """
-        if self.reasoning == "none":
+        if not self.has_thoughts:
             return False
         if continued:
             return continued.rfind(OPEN) > continued.rfind(CLOSE)
@@ -57,7 +67,7 @@ class OutputFormat:
             with_tools: tools may be called.
             continued: as in ``opens_reasoning``.
         """
-        if self.reasoning == "none":
+        if not self.has_thoughts:
             return None
         tag = tool_format(self.tool_calls).frame.first_tag if with_tools and self.tool_calls != "none" else ""
         call_tag = CallTag(tag, self.added_tokens.get(tag)) if tag else None
@@ -70,6 +80,8 @@ class OutputFormat:
             schemas: parameter schemas of the tools that may be called; None to leave calls unparsed.
             continued: as in ``opens_reasoning``.
         """
+        if self.reasoning == CHANNELS:
+            return OutputParser(ChannelParser(takes_calls=schemas is not None))
         rules = self.reasoning_rules(prompt, with_tools=schemas is not None, continued=continued)
         think = None if rules is None else ThinkParser.of(rules)
         tools = None if schemas is None or self.tool_calls == "none" else tool_format(self.tool_calls).parser(schemas)
@@ -77,7 +89,9 @@ class OutputFormat:
 
     def tags(self, *, with_tools: bool) -> frozenset[str]:
         """Return the tags that the parsers look for, which the detokenizer must keep."""
-        think = () if self.reasoning == "none" else (OPEN, CLOSE)
+        if self.reasoning == CHANNELS:
+            return frozenset(TAGS)
+        think = (OPEN, CLOSE) if self.has_thoughts else ()
         tools = tool_format(self.tool_calls).tags if with_tools and self.tool_calls != "none" else ()
         return frozenset((*think, *tools))
 
@@ -100,6 +114,9 @@ def choose_output_format(
         if name not in known:
             raise ConfigError(f"{flag} must be one of {', '.join(known)}; got {name!r}")
     added = frozenset(added_tokens)
+    has_channels = CHANNEL in template or CHANNEL in added
+    if tool_calls == CHANNEL_CALLS or reasoning == CHANNELS or (has_channels and "auto" == tool_calls == reasoning):
+        return OutputFormat("none", CHANNELS, added_tokens)
     if tool_calls == "auto":
         tool_calls = find_tool_format(template, added)
     if reasoning == "auto":
@@ -124,7 +141,7 @@ class ToolCall:
 class OutputParser:
     """Parses one output as it grows, and keeps what was parsed."""
 
-    def __init__(self, think: ThinkParser | None = None, tools: SegmentParser | None = None) -> None:
+    def __init__(self, think: ThinkParser | ChannelParser | None = None, tools: SegmentParser | None = None) -> None:
         self.reasoning = ""
         self.content = ""
         self.calls: list[ToolCall] = []

@@ -1,0 +1,101 @@
+"""Parsing of answers that consist of messages in channels: reasoning, content and tool calls, each behind a header.
+
+An answer is ``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>``; a
+header may name a recipient, ``<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{…}<|call|>``.
+
+Source: OpenAI, "OpenAI Harmony Response Format".
+"""
+
+import re
+from collections.abc import Collection
+from typing import Final
+
+from strandline.text.segments import Segment, SegmentKind, split_at_tag
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+TAGS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+
+MAX_HEADER_CHARACTERS: Final = 512
+NAME: Final = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+FUNCTION: Final = re.compile(r"\bto=functions\.([^\s<]+)")
+RECIPIENT: Final = re.compile(r"\bto=\S")
+
+
+class ChannelParser:
+    """Splits an answer into reasoning, content and calls. Text before any header is content.
+
+    Args:
+        takes_calls: messages to functions are calls; else they are content, as a function's name and arguments.
+    """
+
+    is_ended_by_call = False
+
+    def __init__(self, *, takes_calls: bool) -> None:
+        self._takes_calls = takes_calls
+        self._text = ""
+        self._header: str | None = None
+        """The header so far; None: a message is read, or nothing."""
+        self._kind: SegmentKind | None = SegmentKind.CONTENT
+        """Of the message that is read; None: it has ended."""
+        self._written: set[SegmentKind] = set()
+        self._separator = ""
+
+    def feed(self, text: str, marks: Collection[int] = ()) -> list[Segment]:
+        """Add text; return its segments."""
+        del marks
+        segments: list[Segment] = []
+        self._text += text
+        while True:
+            split = split_at_tag(self._text, TAGS)
+            self._take(split.before, segments)
+            self._text = split.after
+            if split.tag is None:
+                return segments
+            self._take_tag(split.tag, segments)
+
+    def finish(self) -> list[Segment]:
+        """End the answer; return what was held back."""
+        segments: list[Segment] = []
+        self._take(self._text, segments)
+        self._text = ""
+        return segments
+
+    def _take(self, text: str, segments: list[Segment]) -> None:
+        if self._header is not None:
+            self._header += text
+            if len(self._header) > MAX_HEADER_CHARACTERS:
+                text, self._header = self._header, None
+                self._begin(SegmentKind.CONTENT)
+        if self._header is None and self._kind is not None and text:
+            segments.append(Segment(self._kind, self._separator + text))
+            self._written.add(self._kind)
+            self._separator = ""
+
+    def _take_tag(self, tag: str, segments: list[Segment]) -> None:
+        if tag == MESSAGE and self._header is not None:
+            header, self._header = self._header, None
+            self._read_header(header, segments)
+        elif tag in ENDS:
+            self._header = self._kind = None
+        elif tag in (START, CHANNEL) and self._header is None:
+            self._header = tag
+        elif self._header is not None:
+            self._header += tag
+
+    def _read_header(self, header: str, segments: list[Segment]) -> None:
+        """Begin the message that follows a header."""
+        function, channel = FUNCTION.search(header), NAME.search(header)
+        if function is not None and self._takes_calls:
+            segments.append(Segment(SegmentKind.CALL, function[1]))
+            self._kind, self._separator = SegmentKind.ARGUMENTS, ""
+        elif function is not None:
+            self._begin(SegmentKind.CONTENT)
+            self._take(f"{function[1]} ", segments)
+        elif RECIPIENT.search(header) or (channel is not None and channel[1] == "analysis"):
+            self._begin(SegmentKind.REASONING)
+        else:
+            self._begin(SegmentKind.CONTENT)
+
+    def _begin(self, kind: SegmentKind) -> None:
+        self._kind, self._separator = kind, "\n" if kind in self._written else ""
