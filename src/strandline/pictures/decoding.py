@@ -6,6 +6,8 @@ decoded, and whatever a reader raises becomes a RequestError that says why.
 
 import io
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -71,14 +73,29 @@ def decode_picture(data: bytes, config: PictureConfig, max_tokens: int) -> Pictu
     Raises:
         RequestError: it is no picture of a known format, broken, or too large.
     """
+    from PIL import Image
+
+    with _reading(), Image.open(_CountedReads(data), formats=FORMATS) as opened:
+        _check_size(*opened.size)
+        if data.startswith(START_OF_JPEG):
+            _check_jpeg(data, opened.width, opened.height)
+        return _scaled(opened, config, max_tokens)
+
+
+def scale_picture(image: "Image.Image", config: PictureConfig, max_tokens: int) -> Picture:
+    """Scale a picture to the size that the model reads, as its EXIF turns it. Raises as ``decode_picture``."""
+    with _reading():
+        _check_size(*image.size)
+        return _scaled(image, config, max_tokens)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turn whatever Pillow raises into a RequestError that says why."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(_CountedReads(data), formats=FORMATS) as opened:
-            _check_size(*opened.size)
-            if data.startswith(START_OF_JPEG):
-                _check_jpeg(data, opened.width, opened.height)
-            return scale_picture(opened, config, max_tokens)
+        yield
     except RequestError:
         raise
     except Image.DecompressionBombError:
@@ -90,11 +107,9 @@ def decode_picture(data: bytes, config: PictureConfig, max_tokens: int) -> Pictu
         raise RequestError(f"the picture cannot be decoded: {cause_of(error)}") from error
 
 
-def scale_picture(image: "Image.Image", config: PictureConfig, max_tokens: int) -> Picture:
-    """Scale a picture to the size that the model reads, as its EXIF turns it. Raises as ``decode_picture``."""
+def _scaled(image: "Image.Image", config: PictureConfig, max_tokens: int) -> Picture:
     from PIL import Image
 
-    _check_size(*image.size)
     image.load()
     upright = _upright(image)
     side = config.token_side

@@ -1,6 +1,7 @@
 """Loading of the pictures of a prompt."""
 
 import base64
+import io
 from pathlib import Path
 from threading import Event
 
@@ -38,6 +39,15 @@ def test_low_detail_takes_few_tokens() -> None:
 def test_pictures_of_pillow_are_taken() -> None:
     loader, image = PictureLoader(CONFIG, max_tokens=4096), noise(300, 200)
     assert loader.load([image]) == loader.load([reference(image)])
+
+
+def test_broken_picture_of_pillow_is_refused() -> None:
+    broken = Image.open(io.BytesIO(encoded(noise(64, 64))[:300]))
+    closed = noise(64, 64)
+    closed.close()
+    for image in (broken, closed):
+        with pytest.raises(RequestError, match="picture 1 of the prompt: the picture cannot be decoded"):
+            PictureLoader(CONFIG, max_tokens=4096).load([image])
 
 
 def test_picture_that_comes_back_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
