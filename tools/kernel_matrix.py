@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strandline.config import EngineConfig
+from strandline.errors import ConfigError
 from strandline.kernels.gpu import GPUS
 
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
@@ -101,7 +102,10 @@ def compile_all(task: Task) -> list[Row]:
 
     name, model, options, (index, count), is_brief = task
     gpu, label = GPUS[name], Path(model).name + "".join(f" {key}" for key in options)
-    variants = record_start(EngineConfig(model=model, **options), gpu)
+    try:
+        variants = record_start(EngineConfig(model=model, **options), gpu)
+    except ConfigError as refusal:
+        return [Row(name, label, "the engine", options, False, None, str(refusal))]
     if is_brief:
         variants = [variant for variant in variants if fewer_stages(variant.options)]
         variants = list({variant.name: variant for variant in sorted(variants, key=_tile_size)}.values())

@@ -35,8 +35,8 @@ FIXED_STEP_TOKENS_CPU, FIXED_STEP_TOKENS_GPU = 256, 1024
 weights: 15 ms for a mixture of 35B weights on an H200, which computes a token in 13 µs. On a CPU 256 was best
 of 0, 64, 256 and 1,024 for the demo model (benchmarks/results/2026-11-24-h200-2.md)."""
 
-META_BYTES = 80 * 2**30
-"""Memory of a GPU that a device without memory stands for."""
+META_BYTES = 288 * 2**30
+"""Memory of a GPU that a device without memory stands for: room for every model that one GPU has room for."""
 
 SLOTS_PER_REQUEST = 2
 """A running request of a model with states writes one slot and may read another."""

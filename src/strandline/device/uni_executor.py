@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -57,7 +58,7 @@ class UniExecutor:
         model: loaded weights on ``device``; with several ranks, this one's shard.
         constraints: of outputs; None: no request may have a grammar, a budget of reasoning or a stop string.
         weights: a digest of the model's weights, for what outlives the process.
-        weights_s: how long loading the model took.
+        loading_s: how long the phases of loading the model took.
         progress: show progress bars while kernels are compiled and graphs captured.
 
     Raises:
@@ -73,14 +74,14 @@ class UniExecutor:
         ranks: Ranks = ONE_RANK,
         *,
         weights: str = "",
-        weights_s: float = 0.0,
+        loading_s: Mapping[str, float] = MappingProxyType({}),
         progress: bool = False,
     ) -> None:
         spec, device_type = model.spec, kind_of(device)
         self._config, self._ranks = config, ranks
         self._constraints = constraints
         self._progress = progress
-        start_s = {"weights": weights_s}
+        start_s = {"weights": 0.0, **loading_s}
         with _timed(start_s, "kernels"):
             kernels = choose_kernels(
                 model, device_type, ranks, is_deterministic=config.deterministic, progress=progress

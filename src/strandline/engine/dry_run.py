@@ -6,16 +6,43 @@ records what they would launch. Of layers that are alike it runs two.
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from strandline.config import EngineConfig
 from strandline.device.meta_device import META, zeros_from_meta
 from strandline.engine.core import new_warm_up
 from strandline.engine.loading import load_uni_executor
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.gpu import Gpu
+from strandline.kernels.ranks import ONE_RANK
 from strandline.kernels.recording_triton import Variant, recording
 
 
+class _OneOfSeveral:
+    """A rank for which the others answer as it would."""
+
+    few_rows, many_rows = None, None
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def sum(self, x: Summand) -> Tensor:
+        """Return ``x``, added up."""
+        return added_up(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return ``x``, as often as there are ranks."""
+        return torch.cat([x] * self.size, dim=1)
+
+    def least(self, number: int) -> int:
+        """Return ``number``."""
+        return number
+
+
 def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
-    """Return the kernels that an engine with this configuration compiles on a GPU.
+    """Return the kernels that an engine with this configuration compiles on a GPU; of several ranks, those of the first
+    one, but for sums over ranks.
 
     Raises:
         ConfigError: no engine can be built so.
@@ -32,7 +59,8 @@ def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
         distributed_executor_backend="uni",
     )
     with recording(gpu) as variants, zeros_from_meta():
-        executor = load_uni_executor(dry, device=META)
+        num_ranks = config.tensor_parallel_size
+        executor = load_uni_executor(dry, None, ONE_RANK if num_ranks == 1 else _OneOfSeveral(num_ranks), device=META)
         new_warm_up(dry, executor).run()
         executor.capture_graphs()
         executor.close()

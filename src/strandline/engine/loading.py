@@ -26,6 +26,7 @@ from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
 from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, read_drafter_config
+from strandline.engine.compiling import compiling
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.model_identity import disk_cache_weights
@@ -139,7 +140,9 @@ def load_uni_executor(
     )
     layout = lay_out_in_half if choice.is_widened else lay_out
     complete = partial(_complete, drafter=drafter, config=config, device=device, layout=layout)
-    model = complete(load(directory, load_format=config.load_format))
+    with compiling(config, device, ranks.rank) as compilation:
+        model = complete(load(directory, load_format=config.load_format))
+    loading_s = {"compilation": compilation.waited_s, "weights": SYSTEM_CLOCK() - start_s - compilation.waited_s}
     notes = [unused_note(model.weights_report)] if shard.is_first else []
     if storage.keeps_quantized and device.type == "cuda":
         notes += [kept_note(model.weights_report), peak_note(device)]
@@ -147,8 +150,8 @@ def load_uni_executor(
         LOGGER.warning(note)
     if weights is None:
         weights = disk_cache_weights(config)
-    weights_s, parts = SYSTEM_CLOCK() - start_s, (model, config, device, vocabulary, ranks)
-    executor = UniExecutor(*parts, weights=weights, weights_s=weights_s, progress=progress)
+    parts = (model, config, device, vocabulary, ranks)
+    executor = UniExecutor(*parts, weights=weights, loading_s=loading_s, progress=progress)
     if device.type != "cpu":  # into the host's memory, in the GPU's layout
         host = torch.device("cpu")
         load, complete = partial(load, device=host), partial(complete, device=host, layout=DenseWeight)

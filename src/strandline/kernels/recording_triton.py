@@ -7,8 +7,10 @@ variants an engine needs follows from shapes and dtypes alone, so that tensors w
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
@@ -58,6 +60,11 @@ class _NoDevice:
 def target_of(gpu: Gpu) -> GPUTarget:
     """Return a GPU as Triton's compiler names it."""
     return GPUTarget("cuda", int(gpu.architecture.removeprefix("sm_")), 32)
+
+
+def cache_directory() -> Path:
+    """Return the directory where Triton stores what it has compiled."""
+    return Path(knobs.cache.dir)
 
 
 @contextmanager

@@ -1,0 +1,128 @@
+"""Compilation of an engine's kernels by several processes, while its weights load.
+
+Triton compiles a kernel when it is first launched, one after the other: a minute or two for a model. Here a dry run
+(``dry_run.py``) finds out which kernels will be launched, and each process compiles a share of them into Triton's cache
+on disk, from where the engine's warm-up requests take them. What is missing there is compiled at its first launch, as
+without this: a process that fails costs time and nothing else.
+
+When all have been compiled, a file in that cache says so, by a digest of what the kernels depend on; the next start
+then begins no process.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from strandline.clock import SYSTEM_CLOCK
+from strandline.config import EngineConfig
+from strandline.kernels.binding import why_unavailable
+from strandline.kernels.gpu import Gpu, gpu_of
+from strandline.text.model_files import find_model
+
+LOGGER: Final = logging.getLogger("strandline.engine")
+
+PACKAGE: Final = Path(__file__).parents[1]
+
+MAX_PROCESSES: Final = 16
+"""With more, each would spend most of its time on its own dry run."""
+
+
+class Share(NamedTuple):
+    """What a process compiles."""
+
+    config: EngineConfig
+    gpu: Gpu
+    first: int
+    """A kernel's number; and every ``step``-th after it."""
+    step: int
+
+
+@dataclass
+class Compilation:
+    """The compilation of an engine's kernels."""
+
+    waited_s: float = 0.0
+    """How long it took beyond what it was to overlap with."""
+
+
+@contextmanager
+def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iterator[Compilation]:
+    """Compile the kernels of an engine while the body runs, and wait for them; where a device has none, do nothing."""
+    found, done = Compilation(), None
+    if device.type == "cuda" and why_unavailable("Triton", device.type) is None:
+        done = _cache_directory() / f"strandline-{_digest(config, gpu_of(device))}"
+    if done is None or done.exists():
+        yield found
+        return
+    processes = [_start(share) for share in shares(config, gpu_of(device), rank, len(os.sched_getaffinity(0)))]
+    try:
+        yield found
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        raise
+    begun_s = SYSTEM_CLOCK()
+    errors = [process.communicate()[1].decode(errors="replace").strip() for process in processes]
+    found.waited_s = SYSTEM_CLOCK() - begun_s
+    if not any(process.returncode for process in processes):
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+        return
+    reason = next(filter(None, errors), "unknown").splitlines()[-1]
+    LOGGER.warning("kernels: not all could be compiled ahead, others follow at their first launch (%s)", reason)
+
+
+def shares(config: EngineConfig, gpu: Gpu, rank: int, num_cores: int) -> list[Share]:
+    """Return what the processes of one rank of an engine compile: together with those of its other ranks, and of the
+    server's other engines, which start at the same time on the same cores, all kernels.
+
+    A core is left for the weights.
+    """
+    num_ranks = config.tensor_parallel_size * config.data_parallel_size
+    count = max(1, min(MAX_PROCESSES, num_cores - 1) // num_ranks)
+    first = (config.data_parallel_rank * config.tensor_parallel_size + rank) * count
+    return [Share(config, gpu, number, num_ranks * count) for number in range(first, first + count)]
+
+
+def _start(share: Share) -> subprocess.Popen[bytes]:
+    """Start a process that compiles; it does not use the GPU."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "strandline.engine.kernel_compiler"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pickle.dump(share, pipe)
+    process.stdin = None  # else ``communicate`` would flush it
+    return process
+
+
+def _cache_directory() -> Path:
+    directory: Path = import_module("strandline.kernels.recording_triton").cache_directory()
+    return directory
+
+
+def _digest(config: EngineConfig, gpu: Gpu) -> str:
+    """Return a digest of what the kernels of an engine depend on: options, sizes of the model, code, and versions."""
+    digest = hashlib.sha256(repr((config, gpu, version("triton"), torch.__version__)).encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    for path in sorted(find_model(config.model).glob("*.json")):
+        digest.update(path.read_bytes() if path.name == "config.json" else path.name.encode())
+    return digest.hexdigest()[:32]
