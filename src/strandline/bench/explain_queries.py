@@ -158,11 +158,11 @@ class ExplainedReplay(Replay):
             self.started.append(StartedRequest(request.account, replica.load_notes.take(new.request_id)))
             if len(self.started) == self._wanted:
                 prompt = request.tokens.slice(0, request.num_prompt_tokens)
-                lookup = Lookup(new.request_id, "", 0.0, request.account)
+                lookup = Lookup(new.request_id, request.salt, 0.0, request.account)
                 block_bytes = self.machine.spec.block_bytes
                 explanation = explain_admission(replica.cache, lookup, prompt, block_bytes=block_bytes)
                 self.answer = CacheAnswer(explanation=explanation)
-                self.resting = tier_tokens(replica.cache, prompt)
+                self.resting = tier_tokens(replica.cache, prompt, request.salt)
 
 
 def explain_in_trace(question: TraceQuestion, *, as_json: bool) -> int:

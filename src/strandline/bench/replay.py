@@ -9,6 +9,7 @@ when the step has ended.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,8 +158,9 @@ class Replay:
                 router.add(name)
         sizes = machine.memory_bytes, machine.host_bytes, machine.disk_bytes
         self.result = Result(policy_name, *sizes, busy_s=[0.0] * num_replicas)
-        self._seen = SeenPrefixes()
-        self._lanes: list[tuple[float, Iterator[Call]]] = []
+        self._seen = defaultdict[str, SeenPrefixes](SeenPrefixes)
+        """By salt: prefixes are not shared across these."""
+        self._lanes: list[tuple[float, Iterator[Call], str]] = []
         self._num_calls = 0
         self._arrivals: list[tuple[float, int, int, Call]] = []
         self._ends: list[tuple[float, int, Step]] = []
@@ -179,8 +181,8 @@ class Replay:
         Args:
             progress: called with 1 whenever a request has ended.
         """
-        self._lanes = [(lane.start_s, lane.calls()) for lane in lanes]
-        for index, (start_s, _) in enumerate(self._lanes):
+        self._lanes = [(lane.start_s, lane.calls(), lane.adapter) for lane in lanes]
+        for index, (start_s, _, _) in enumerate(self._lanes):
             self._call_next(index, start_s)
         while self._arrivals or self._ends or self._starts:
             # At the same time, a step ends, then requests arrive, then the next step starts.
@@ -196,7 +198,7 @@ class Replay:
     # Requests
 
     def _call_next(self, lane: int, ended_s: float) -> None:
-        start_s, calls = self._lanes[lane]
+        start_s, calls, _ = self._lanes[lane]
         for call in calls:
             most_bytes = self.replicas[0].most_tokens * TOKEN_BYTES
             if len(call.prompt) == 0 or len(call.prompt) + len(call.output) > most_bytes:
@@ -210,10 +212,10 @@ class Replay:
     def _receive(self) -> None:
         """Send the next request to a replica."""
         arrival_s, number, lane, call = heapq.heappop(self._arrivals)
-        running = Running.of(str(number), call, lane, arrival_s)
+        running = Running.of(str(number), call, lane, arrival_s, self._lanes[lane][2])
         self.result.num_requests += 1
         self.result.prompt_tokens += running.request.num_prompt_tokens
-        self.result.ideal_tokens += self._seen.add(call.prompt)
+        self.result.ideal_tokens += self._seen[running.request.salt].add(call.prompt)
         index = self._route(running)
         replica = self.replicas[index]
         if not len(replica.scheduler) and index not in self._stepping:
@@ -224,7 +226,7 @@ class Replay:
         if self._router is None:
             return 0
         start_s = perf_counter()
-        prompt = PromptHashes(running.call.prompt)
+        prompt = PromptHashes(running.call.prompt, running.request.salt)
         hashed_s = perf_counter()
         name = self._router.route(running.request.request_id, prompt)
         self.result.hashing_s += hashed_s - start_s
@@ -294,7 +296,7 @@ class Replay:
         self.result.hit_tokens += request.account.hit
         for miss in request.account.misses:
             self.result.missed_tokens[miss.reason] += miss.num_tokens
-        self._seen.add(request.tokens.data)
+        self._seen[request.salt].add(request.tokens.data)
         self._call_next(running.lane, now_s)
 
     def _finish(self) -> Result:

@@ -57,6 +57,9 @@ def _add_machine(group: "argparse.ArgumentParser | argparse._ArgumentGroup") -> 
     add("--max-num-seqs", type=int, default=256, help="maximum number of running requests (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=8192, help="maximum tokens per step (default: %(default)s)")
     add("--host-memory", metavar="SIZE", help="size of the simulated host memory (default: none)")
+    text = "names of LoRA adapters, which the conversations use in turn (default: none)"
+    add("--lora-modules", nargs="+", default=[], metavar="NAME", help=text)
+    add("--max-loras", type=int, default=1, help="adapters that a step can use (default: %(default)s)")
     text = "bandwidth of loads from it in GB/s (default: %(default)s)"
     add("--host-bandwidth", type=float, default=55.0, metavar="RATE", help=text)
     add("--disk-cache-size", metavar="SIZE", help="size of the simulated disk cache (default: none)")

@@ -1,7 +1,8 @@
 """What a trace is replayed on: the simulated machine, and which of the trace's sessions start when."""
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 from strandline.bench.known_models import cost_model, geometry
@@ -40,6 +41,10 @@ class ReplaySetup:
     session_gap_s: float
     speed: float
     """Speed of the device as a multiple of one H200."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters that the lanes use in turn; none: they use the model alone."""
+    max_loras: int = 1
+    """Adapters that a step can use."""
 
     @classmethod
     def from_flags(cls, options: Namespace) -> "ReplaySetup":
@@ -60,10 +65,12 @@ class ReplaySetup:
             max_sessions=options.max_sessions,
             session_gap_s=options.session_gap,
             speed=options.speed,
+            lora_modules=tuple(options.lora_modules),
+            max_loras=options.max_loras,
         )
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_sessions"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_sessions", "max_loras"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -83,8 +90,11 @@ class ReplaySetup:
             ConfigError: there is no such trace, or its format is unknown.
         """
         if trace in SYNTHETIC or not Path(trace).exists():
-            return synthetic_lanes(trace)[: self.max_sessions]
-        return read_trace(trace, max_sessions=self.max_sessions, session_gap_s=self.session_gap_s)
+            lanes = synthetic_lanes(trace)[: self.max_sessions]
+        else:
+            lanes = read_trace(trace, max_sessions=self.max_sessions, session_gap_s=self.session_gap_s)
+        adapters = cycle(self.lora_modules or ("",))
+        return [replace(lane, adapter=adapter) for lane, adapter in zip(lanes, adapters, strict=False)]
 
     def machine(self, memory: str) -> Machine:
         """Return the machine with a memory budget, such as ``20GiB``.
@@ -117,4 +127,5 @@ class ReplaySetup:
             disk_bytes=below(self.disk_cache_size, "--disk-cache-size"),
             disk_bytes_per_s=self.disk_bandwidth_gbps * 1e9,
             host_bytes_per_s=self.host_bandwidth_gbps * 1e9,
+            max_loras=self.max_loras,
         )

@@ -22,6 +22,7 @@ from strandline.engine.scheduler import Scheduler
 from strandline.engine.step_limits import StepLimits
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.records.adapters import LoadedAdapter, salt_with
 from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
@@ -49,6 +50,8 @@ class Machine:
     """A disk below that, or below a buffer where there is no host memory."""
     disk_bytes_per_s: float = DISK_BYTES_PER_S
     host_bytes_per_s: float = HOST_BYTES_PER_S
+    max_loras: int = 0
+    """LoRA adapters that a step can use."""
 
 
 class NoTokens(tuple[int, ...]):
@@ -80,11 +83,17 @@ class Running:
     has_first: bool = False
 
     @classmethod
-    def of(cls, name: str, call: Call, lane: int, arrival_s: float) -> "Running":
-        """Return a call as a request that has arrived."""
+    def of(cls, name: str, call: Call, lane: int, arrival_s: float, adapter: str = "") -> "Running":
+        """Return a call as a request that has arrived.
+
+        Args:
+            adapter: LoRA adapter that computes it; "": none.
+        """
         num_prompt, num_output = len(call.prompt) // TOKEN_BYTES, max(len(call.output) // TOKEN_BYTES, 1)
-        new = NewRequest(RequestId(name), NoTokens.of(num_prompt), NOTHING, 0, frozenset(), ())
-        request = Request(Submission(new, num_prompt + num_output, marks=call.marks))
+        new = NewRequest(RequestId(name), NoTokens.of(num_prompt), NOTHING, 0, frozenset(), (), adapter=adapter)
+        # Here, names stand for digests.
+        salt = salt_with(LoadedAdapter(adapter, "", adapter, 0) if adapter else None, "")
+        request = Request(Submission(new, num_prompt + num_output, salt, marks=call.marks))
         request.tokens.data = call.prompt
         return cls(request, call, lane, arrival_s)
 
@@ -165,7 +174,7 @@ class Replica:
         self.scheduler = Scheduler(
             self.cache,
             Loads(self.cache, _lower_memories(machine), announcer=announcer),
-            StepLimits(machine.max_num_seqs, machine.max_num_batched_tokens),
+            StepLimits(machine.max_num_seqs, machine.max_num_batched_tokens, max_loras=machine.max_loras),
         )
         self.load_notes: LoadNotes | None = None
         """Notes what loads bring for each request, if that is to be explained."""

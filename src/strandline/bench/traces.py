@@ -61,6 +61,8 @@ class Lane:
 
     start_s: float
     calls: Callable[[], Iterator[Call]]
+    adapter: str = ""
+    """LoRA adapter that its calls use; "": none."""
 
 
 def read_trace(path: str | Path, *, max_sessions: int | None = None, session_gap_s: float = 10.0) -> list[Lane]:

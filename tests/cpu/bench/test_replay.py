@@ -326,3 +326,24 @@ def test_command_compares_routers(capsys: pytest.CaptureFixture[str]) -> None:
     assert [(row["router"], row["num_replicas"]) for row in rows] == [("strandline", 3), ("random", 3)]
     assert main(["bench", "replay", "resend", "--replicas", "2", "--router", "best"]) == 2
     assert main(["bench", "replay", "resend", "--replicas", "0"]) == 2
+
+
+def test_adapters_share_nothing_and_wait_for_their_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of ten conversations with one system prompt, those of each adapter share it."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, flags in {
+        "none": [],
+        "one": ["--lora-modules", "sql"],
+        "two": ["--lora-modules", "sql", "chat", "--max-loras", "2"],
+        "a slot": ["--lora-modules", "sql", "chat"],
+    }.items():
+        assert main(["bench", "replay", "chat", "--json", "--memory", "40GiB", "--session-gap", "0", *flags]) == 0
+        [rows[name]] = json.loads(capsys.readouterr().out)["rows"]
+    hit, ideal = ({name: row[field] for name, row in rows.items()} for field in ("hit_tokens", "ideal_tokens"))
+    assert hit["none"] == hit["one"] > hit["two"] > 0
+    assert ideal["none"] == ideal["one"] > ideal["two"] >= hit["two"]
+    assert rows["a slot"]["simulated_s"] > rows["two"]["simulated_s"]
+
+
+def test_adapters_need_a_slot() -> None:
+    assert main(["bench", "replay", "chat", "--max-loras", "0"]) == 2
