@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from strandline.models.layers.protocol import AdapterMemory
 from strandline.models.storage.adapter_files import read_adapter
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.plan import SequencePlan
+
+EMPTY: Final = "empty"
+"""Stands for the digest of an adapter that changes nothing."""
 
 
 class AdapterPool:
@@ -43,6 +46,13 @@ class AdapterPool:
         files = read_adapter(Path(path).expanduser())
         self._images[files.digest] = image = self._slots.read(files)
         return LoadedAdapter(name, path, files.digest, image.rank)
+
+    def load_empty(self) -> str:
+        """Add an adapter that changes nothing, for warm-up requests; return its digest."""
+        if self._slots is None:
+            raise EngineError("an engine that takes no LoRA adapters was to warm up with one")
+        self._images[EMPTY] = self._slots.empty()
+        return EMPTY
 
     def unload(self, digest: str) -> None:
         """Forget an adapter that no request uses. An unknown one is ignored."""

@@ -148,6 +148,9 @@ class Executor(Protocol):
             ConfigError: the adapter cannot be read, is not the model's, or has too large a rank.
         """
 
+    def load_empty_adapter(self) -> str:
+        """Add an adapter that changes nothing, for warm-up requests; return its digest. The engine takes adapters."""
+
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter that no request uses. An unknown one is ignored."""
 

@@ -203,6 +203,10 @@ class UniExecutor:
         """Read a LoRA adapter; raises as ``AdapterPool.load``."""
         return self.runner.adapters.load(name, path)
 
+    def load_empty_adapter(self) -> str:
+        """Add an adapter that changes nothing, for warm-up requests; return its digest."""
+        return self.runner.adapters.load_empty()
+
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter that no request uses."""
         self.runner.adapters.unload(digest)

@@ -471,9 +471,9 @@ def new_scheduler(
 
 def new_warm_up(config: EngineConfig, executor: Executor) -> WarmUp:
     """Return requests that run in the engine's memory and leave nothing in the tiers below it."""
-    # No graphs are captured yet, which would correct lengths.
-    facts = replace(executor.facts, corrects_lengths=False)
-    return WarmUp(executor, new_scheduler(config, facts, fills_steps=True), facts.max_model_len)
+    facts = replace(executor.facts, corrects_lengths=False)  # Graphs would, and are not captured yet.
+    scheduler = new_scheduler(config, facts, fills_steps=True)
+    return WarmUp(executor, scheduler, facts.max_model_len, takes_adapters=config.enable_lora)
 
 
 def _num_prefilled(plan: StepPlan) -> int:

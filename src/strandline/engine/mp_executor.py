@@ -163,6 +163,11 @@ class MpExecutor:
         loaded: LoadedAdapter = self._call("load_adapter", name, path)[0]
         return loaded
 
+    def load_empty_adapter(self) -> str:
+        """Have the workers add an adapter that changes nothing; return its digest."""
+        digest: str = self._call("load_empty_adapter")[0]
+        return digest
+
     def unload_adapter(self, digest: str) -> None:
         """Have the workers forget an adapter that no request uses."""
         self._call("unload_adapter", digest)

@@ -26,6 +26,9 @@ PROMPT_TOKENS: Final = (1, 2, 5, 16, 65, 600, 2100)
 NUM_DECODES: Final = (0, 1, 5, 20, 70)
 """Sequences that decode in the same steps."""
 
+NUM_ADAPTED_DECODES: Final = (0, 5)
+"""The same with adapters."""
+
 LONG_TOKENS: Final = 2100
 """A context whose keys are divided among as many programs as possible."""
 
@@ -67,14 +70,20 @@ class WarmUp:
     Args:
         scheduler: to be discarded; its cache is as large as the engine's.
         max_model_len: the longest request, in tokens.
+        takes_adapters: whether requests can name LoRA adapters.
     """
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, max_model_len: int) -> None:
+    def __init__(
+        self, executor: Executor, scheduler: Scheduler, max_model_len: int, *, takes_adapters: bool = False
+    ) -> None:
         self._executor = executor
         self._scheduler = scheduler
         self._max_model_len = max_model_len
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
         self._names = count()
+        self._takes_adapters = takes_adapters
+        self._adapter = ""
+        """Adapter of the requests that are added."""
 
     def run(self) -> None:
         """Run all kinds of steps, and leave nothing behind in the executor."""
@@ -87,7 +96,18 @@ class WarmUp:
         self._see()
         self._add(2 * self._scheduler.max_num_batched_tokens + 1, 1)
         self._run_until(lambda: not len(self._scheduler))
+        if self._takes_adapters:
+            self._adapt()
         self._executor.forget_requests()
+
+    def _adapt(self) -> None:
+        """Compute prompts and decode with an adapter that changes nothing."""
+        self._adapter = self._executor.load_empty_adapter()
+        for num_decodes in NUM_ADAPTED_DECODES:
+            if num_decodes < self._scheduler.max_num_seqs:
+                self._prefill_beside(num_decodes)
+        self._executor.unload_adapter(self._adapter)
+        self._adapter = ""
 
     def _prefill_beside(self, num_decodes: int) -> None:
         """Compute prompts of all lengths, one by one, beside decoding sequences."""
@@ -163,7 +183,9 @@ class WarmUp:
     ) -> Request:
         name = f"warm-up-{next(self._names)}"
         values = {"temperature": 0.0, **(options or {}), "max_tokens": max_tokens, "ignore_eos": True}
-        new = NewRequest(RequestId(name), (0,) * num_tokens, SamplingParams(**values), 0, frozenset(), ())
+        new = NewRequest(
+            RequestId(name), (0,) * num_tokens, SamplingParams(**values), 0, frozenset(), (), adapter=self._adapter
+        )
         max_total = min(num_tokens + max_tokens, self._max_model_len)
         seen = [] if picture is None else [picture]
         pictures, pixels = tuple(span for span, _ in seen), {span.digest: pixels for span, pixels in seen}

@@ -186,6 +186,10 @@ class AdapterSlots:
         """Shapes of the published weights that adapters may change, by name."""
         return {name: self._shapes[name] for name in self._names}
 
+    def empty(self) -> AdapterImage:
+        """Return an adapter that changes nothing."""
+        return AdapterImage({}, torch.zeros_like(self._rank_SQ[0], device="cpu"))
+
     def fill(self, slot: int, image: AdapterImage) -> None:
         """Put an adapter into a slot. Steps that have been launched compute with the one before."""
         self._rank_SQ[slot].copy_(image.rank_Q, non_blocking=True)

@@ -11,11 +11,16 @@ from safetensors.torch import load_file
 from strandline import LLM, LoRARequest, SamplingParams
 from strandline.config import EngineConfig
 from strandline.device import draft_layer
+from strandline.device.adapter_pool import EMPTY
+from strandline.device.executor import LaunchedStep
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.adapter_admission import MAX_OVERTAKEN_FOR_SLOT
+from strandline.engine.core import new_warm_up
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, RequestError
+from strandline.ids import RequestId
 from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with
+from strandline.records.plan import StepPlan
 from tests.cpu.engine import eager_graphs
 from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
@@ -97,6 +102,33 @@ def test_several_adapters_and_none_share_steps(models: Models, make: MakeLLM, op
         ours = found[index::4]
         assert greedy_tokens(model, prompts[index::4], ours) == ours
     assert len({tuple(tokens) for tokens in found[:4]}) == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long)], ids=["uni", "ranks"]
+)
+def test_warm_up_computes_prompts_and_decodes_with_an_adapter(
+    models: Models, make: MakeLLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    llm = make(max_num_seqs=8, max_num_batched_tokens=128, **options)
+    executor, adapted = llm.engine.core.executor, list[tuple[int, bool]]()
+    launch = executor.launch
+
+    def noted(plan: StepPlan) -> LaunchedStep:
+        with_adapter.update(new.request_id for new in plan.new if new.adapter)
+        adapted.extend((x.end - x.start, x.is_decode) for x in plan.sequences if x.request_id in with_adapter)
+        return launch(plan)
+
+    with_adapter = set[RequestId]()
+    monkeypatch.setattr(executor, "launch", noted)
+    new_warm_up(llm.config, executor).run()
+    assert {num_tokens for num_tokens, _ in adapted} >= {1, 5, 16, 65, 128}
+    assert any(is_decode for _, is_decode in adapted)
+    if isinstance(executor, UniExecutor):
+        assert EMPTY not in executor.runner.adapters._images
+    for model, request in zip([models.merged[0], models.base], [models.requests[0], None], strict=True):
+        found = answers(llm, PROMPTS[:2], [request] * 2)
+        assert greedy_tokens(model, PROMPTS[:2], found) == found
 
 
 @pytest.mark.parametrize("speculation", [None, {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}])

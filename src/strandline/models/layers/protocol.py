@@ -70,6 +70,9 @@ class AdapterMemory(Protocol):
             ConfigError: the model cannot serve it.
         """
 
+    def empty(self) -> Any:
+        """Return an adapter that changes nothing, as slots take it."""
+
     def fill(self, slot: int, image: Any) -> None:
         """Put an adapter into a slot. Steps that have been launched compute with the one before."""
 
