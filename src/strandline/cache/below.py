@@ -17,15 +17,13 @@ from strandline.records.tokens import TokenBuffer
 class FirstTier(Protocol):
     """The tier that what the device evicts is offered to."""
 
-    def demote_snapshot(
-        self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None, above: int, *, is_interior: bool
-    ) -> None:
+    def demote_snapshot(self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None) -> None:
         """Take in a snapshot that the device evicts, if it is worth it.
 
         Args:
+            snapshot: it, while it is still in the index.
             data: the tokens before it, encoded.
             tail: the device's block that contains its position; None: the position is at a block's end.
-            above: the position of the nearest snapshot above on the device, or 0.
         """
 
     def demote_blocks(

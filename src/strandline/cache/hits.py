@@ -2,7 +2,7 @@
 
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.tree import Run, Snapshot, num_continuations, snapshot_above
+from strandline.cache.tree import Run, Snapshot, snapshot_above
 from strandline.cache.use import Use, UseHistory
 from strandline.cache.walk import branch_snapshots
 from strandline.records.account import SnapshotKind
@@ -27,7 +27,7 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: UseHi
     if is_probe and not is_stand_in:
         source.kind = SnapshotKind.BRANCH
     if not is_return and not is_probe:
-        reuse.count_hit(num_continuations(source))
+        reuse.count_hit(source.num_continuations)
     if source.position == len(lease.tokens):
         source.record_prompt_end()
     elif is_return:

@@ -23,7 +23,6 @@ from strandline.cache.tree import (
     detach_snapshot,
     first_unneeded_block,
     held_child,
-    num_continuations,
     path_to,
     remove_child,
     snapshot_above,
@@ -422,15 +421,7 @@ class CacheMemory:
         inside = snapshot.position % BLOCK_TOKENS
         tail = last.blocks[snapshot.position // BLOCK_TOKENS - last.start_block] if inside else None
         salt, data = path_to(last)
-        above = snapshot_above(snapshot)
-        lower.demote_snapshot(
-            snapshot,
-            salt,
-            data[: snapshot.position * TOKEN_BYTES],
-            tail,
-            above.position if above is not None else 0,
-            is_interior=num_continuations(snapshot) > 0,
-        )
+        lower.demote_snapshot(snapshot, salt, data[: snapshot.position * TOKEN_BYTES], tail)
 
     def _demote_blocks(self, lower: FirstTier, run: Run, kept: int) -> None:
         """Offer the whole blocks of a childless run from ``kept`` on to the tier below."""

@@ -96,6 +96,26 @@ class Snapshot:
         if self.kind is not SnapshotKind.PREEMPTION:
             self.kind, self.is_superseded = SnapshotKind.PROMPT_END, False
 
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens since the nearest snapshot above."""
+        above = snapshot_above(self)
+        return self.position - (above.position if above is not None else 0)
+
+    @property
+    def num_continuations(self) -> int:
+        """The cached continuations, up to two.
+
+        The tokens after it in its block do not count when they serve no request and no other snapshot, as after the
+        eviction of an answer's snapshot: that block is cached for this snapshot alone.
+        """
+        run, key = self.home, self.stub_key
+        if key is None:
+            return 1 if run.positions[-1] > self.position else min(len(run.child_keys), 2)
+        index = bisect_left(run.child_keys, key)
+        longer = [other for other in run.child_keys[index : index + 2] if other.startswith(key) and other != key]
+        return 0 if len(longer) == 1 and _is_kept_for(run.children[longer[0]], self) else len(longer)
+
     def replace(self, evicted: "Snapshot") -> None:
         """Replace an evicted snapshot below: its queued requests resume here now."""
         if self.use.at < evicted.use.at:
@@ -258,22 +278,6 @@ def _stub_before(run: Run, key: bytes) -> Snapshot | None:
         if (stub := run.stubs.get(key[:size])) is not None:
             return stub
     return None
-
-
-def num_continuations(snapshot: Snapshot) -> int:
-    """Count the cached continuations of a snapshot, up to two.
-
-    The tokens after it in its block do not count when they serve no request and no other snapshot, as after the
-    eviction of an answer's snapshot: that block is cached for this snapshot alone.
-    """
-    run, key = snapshot.home, snapshot.stub_key
-    if key is None:
-        return 1 if run.positions[-1] > snapshot.position else min(len(run.child_keys), 2)
-    index = bisect_left(run.child_keys, key)
-    longer = [child for child in run.child_keys[index : index + 2] if child.startswith(key) and len(child) > len(key)]
-    if len(longer) == 1 and _is_kept_for(run.children[longer[0]], snapshot):
-        return 0
-    return len(longer)
 
 
 def _is_kept_for(run: Run, stub: Snapshot) -> bool:

@@ -258,18 +258,17 @@ class Device:
 
     def _verify_tiers(self, tiers: Iterable[LowerTier]) -> None:
         """Check the content of all that rests below the device."""
-        for root in (root for tier in tiers for root in tier.roots.values()):
-            for snapshot in root.below():
-                blocks = [] if snapshot.block is None else list(snapshot.block.ancestry())
-                path = b"".join(block.key for block in reversed(blocks)) + snapshot.key
-                if snapshot.address:
-                    assert self.stored[snapshot.address] == tokens_of(path), "a demoted snapshot is another"
-                if snapshot.tail_address:
+        for tier in tiers:
+            for copy in tier.snapshots():
+                snapshot = copy.snapshot
+                if copy.address:
+                    assert self.stored[copy.address] == tokens_of(snapshot.path()), "a demoted snapshot is another"
+                if copy.tail_address:
                     known = tokens_of(snapshot.key)
-                    assert self.stored[snapshot.tail_address][: len(known)] == known, "a demoted tail is another"
-                for node in blocks:
-                    if node.address:
-                        assert self.stored[node.address] == tokens_of(node.key), "a demoted block is another"
+                    assert self.stored[copy.tail_address][: len(known)] == known, "a demoted tail is another"
+                for node in [] if snapshot.block is None else snapshot.block.ancestry():
+                    if address := tier.address(node):
+                        assert self.stored[address] == tokens_of(node.key), "a demoted block is another"
 
 
 @lru_cache(2**14)

@@ -22,7 +22,7 @@ EDITED = [-1, -1, 0, 5, 63, 64, 70, 128]
 CHUNKS = [500, 1, 3, 63, 64, 65, 128, 0]
 MAX_RUNNING = 4
 SIZES = [(60, 25, 200, 8, 1), (300, 60, 20, 1), (300, 100, 20, 1)]
-"""Of tiers in blocks, nearest first."""
+"""Sizes of tiers in blocks, nearest first."""
 RULES = [AT_SNAPSHOTS, AT_SNAPSHOTS, AtTokens()]
 ORDERS: list[TakeOrder] = ["blocks first", "slots first", "by turns"]
 RELEASE_KINDS = [SnapshotKind.GENERATION_END, SnapshotKind.PREEMPTION]

@@ -102,8 +102,8 @@ def held(history: History) -> set[int]:
     """Return the hashes of the snapshots on the device and at rest."""
     found = {(salt, encode(tokens)) for salt, tokens in published(history.cache)}
     for tier in history.loads.tiers:
-        names = {tier.tree_name(salt): salt for salt in SALTS}
-        found |= {(names[demoted.salt], demoted.path()) for demoted in tier.snapshots()}
+        names = {tier.tree.name(salt): salt for salt in SALTS}
+        found |= {(names[copy.snapshot.tree], copy.snapshot.path()) for copy in tier.snapshots()}
     return {snapshot_key(salt, data) for salt, data in found}
 
 

@@ -42,7 +42,7 @@ def restate_events(cache: PrefixCache) -> list[CacheEvent]:
 
 
 class TierEvents(Protocol):
-    """Announces what is in one tier, by ``Announcer.emit``."""
+    """Announces what is in the tiers below the device, by ``Announcer.emit``."""
 
     def add_salt(self, salt: str) -> None:
         """Announce what is stored under a salt, if it was not known."""
@@ -61,20 +61,19 @@ class Announcer:
     def __init__(self, *, needs_snapshots: bool = True) -> None:
         self._needs_snapshots = needs_snapshots
         self._events: list[CacheEvent] = [Cleared()]
-        self._tiers: list[TierEvents] = []
+        self._below: TierEvents | None = None
         self.copies: Copies | None = None
         """Counts what the device and tiers below it hold; None: there is no tier, and every event counts."""
 
-    def add(self, tier: "TierEvents") -> None:
-        """Add a tier, whose entries stay announced as long as they are there."""
-        self.copies = self.copies or Copies()
-        self._tiers.append(tier)
-        tier.add_salt("")
+    def add(self, below: "TierEvents") -> None:
+        """Add the tiers below the device, whose entries stay announced as long as they are there."""
+        self.copies, self._below = Copies(), below
+        below.add_salt("")
 
     def add_salt(self, salt: str) -> None:
         """Learn of a salt, from the first request under it."""
-        for tier in self._tiers:
-            tier.add_salt(salt)
+        if self._below is not None:
+            self._below.add_salt(salt)
 
     def emit(self, event: CacheEvent) -> None:
         """Take an event of the device or of a tier."""
@@ -115,8 +114,8 @@ class Announcer:
             for run in waiting:
                 yield from _state_of(run, salt)
                 waiting.extend(run.children.values())
-        for tier in self._tiers:
-            yield from tier.state()
+        if self._below is not None:
+            yield from self._below.state()
 
     def store(self, snapshot: Snapshot, salt: str) -> None:
         """Announce a snapshot, and the blocks of its path that are not announced yet."""

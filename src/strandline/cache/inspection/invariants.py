@@ -19,7 +19,7 @@ from strandline.cache.resume import first_block_seen
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import NOTHING_ON_ITS_WAY, OnTheirWay
-from strandline.cache.tiers.tier_tree import NO_ADDRESS
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, NO_ROW
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, held_child, path_blocks, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
@@ -56,6 +56,7 @@ def check(checked: PrefixCache) -> None:
             _check_kept_window(cache.rule, lease)
     _require(all(run.num_gaps == run.blocks.count(NULL_BLOCK) for run in runs), "gaps miscounted")
     if isinstance(cache.below, Loads):
+        _check_tree(cache.below.tiers)
         arriving = [NOTHING_ON_ITS_WAY, *(spills.on_their_way() for spills in cache.below.spills)]
         for tier, on_their_way in zip(cache.below.tiers, arriving, strict=False):
             _check_tier(cache, tier, on_their_way)
@@ -263,49 +264,64 @@ def _check_kept_window(rule: BehindWindows, lease: Lease) -> None:
                 _require(bool(is_there), f"{lease.request_id} lacks block {index} of the window at {position}")
 
 
+def _check_tree(tiers: tuple[LowerTier, ...]) -> None:
+    """Check that the tree of the tiers has what they have, and nothing else."""
+    rows = Counter[int]()
+    for tree, root in tiers[0].tree.roots.items() if tiers else ():
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            rows[node.row] += 1
+            holders = [*node.children.values(), *node.snapshots]
+            _require(bool(holders) or node.parent is None, "a block that no tier has is in the tree")
+            for tier in tiers:
+                column = tier.column
+                num_holders = sum(child in column for child in node.children.values()) + len([*column.copies_at(node)])
+                _require(column.num_holders[node.row] == num_holders, "the holders of a block are miscounted")
+            for key, snapshot in node.snapshots.items():
+                is_right = snapshot.is_used and snapshot.block is node and (snapshot.tree, snapshot.key) == (tree, key)
+                _require(is_right, f"the demoted snapshot at {snapshot.position} belongs elsewhere")
+            waiting += node.children.values()
+    _require(max(rows.values(), default=1) == 1 and NO_ROW not in rows, "two blocks share a row")
+
+
 def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) -> None:
     """Check the entries of a tier."""
     num_used = sum(lower.to_free.values()) + on_their_way.num_blocks
-    for salt, root in lower.roots.items():
-        for snapshot in root.below():
-            where = f"the demoted snapshot at {snapshot.position}"
-            _require(lower.is_queued(snapshot), f"{where} is not in the queue")
-            _require(snapshot.salt == salt, f"{where} is in another tree")
-            saved_tokens = snapshot.saved_tokens
-            _require(0 < saved_tokens <= snapshot.position, f"{where} is said to save {saved_tokens} tokens")
-            if snapshot in on_their_way.snapshots:
-                _require(
-                    snapshot.address == snapshot.tail_address == NO_ADDRESS, f"{where} can be loaded before it is there"
-                )
+    tree, column = lower.tree, lower.column
+    for name, root in tree.roots.items():
+        for copy in column.below(root):
+            where = f"the demoted snapshot at {copy.position}"
+            _require(lower.is_queued(copy), f"{where} is not in the queue")
+            _require(copy.column is column, f"{where} is in another tier")
+            saved_tokens = copy.saved_tokens
+            _require(0 < saved_tokens <= copy.position, f"{where} is said to save {saved_tokens} tokens")
+            if copy in on_their_way.snapshots:
+                _require(copy.address == copy.tail_address == NO_ADDRESS, f"{where} can be loaded before it is there")
                 continue
-            _require(
-                (snapshot.address != NO_ADDRESS) == (lower.slot_blocks > 0), f"{where} has address {snapshot.address}"
-            )
-            has_tail = lower.slot_blocks > 0 and snapshot.position % BLOCK_TOKENS > 0
-            _require((snapshot.tail_address != NO_ADDRESS) == has_tail, f"{where} has tail {snapshot.tail_address}")
+            _require((copy.address != NO_ADDRESS) == (lower.slot_blocks > 0), f"{where} has address {copy.address}")
+            has_tail = lower.slot_blocks > 0 and copy.position % BLOCK_TOKENS > 0
+            _require((copy.tail_address != NO_ADDRESS) == has_tail, f"{where} has tail {copy.tail_address}")
             num_used += lower.slot_blocks + has_tail
-        waiting = [(root, b"")]
+        device = None if lower.is_persistent else cache.index.roots.get(tree.salts.get(name, ""))
+        waiting = [(child, b"") for child in root.children.values()]
         while waiting:
             node, before = waiting.pop()
             path = before + node.key
             where = f"the demoted block of {len(path) // TOKEN_BYTES} tokens"
-            is_needed = node.parent is None or node.children or node.snapshots
-            _require(bool(is_needed), f"{where} is needed by no snapshot")
-            if node.parent is not None:
-                index = len(path) // BLOCK_KEY_BYTES - 1
-                needers = [x for x in node.below() if lower.first_needed(x.position) <= index]
-                is_counted = node.num_needers == len(needers) * lower.has_windows
-                _require(is_counted, f"{where} is needed by {len(needers)} snapshots, {node.num_needers} counted")
-                device = None if lower.is_persistent else cache.index.roots.get(salt)
-                is_there = node.address != NO_ADDRESS or (device is not None and _has_block(device, path))
-                is_there |= node in lower.returning
-                if node in on_their_way.blocks:
-                    is_there = node.address == NO_ADDRESS or lower.has_windows
-                is_right = is_there if needers else node.address == NO_ADDRESS
-                _require(
-                    is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"
-                )
-                num_used += node.address != NO_ADDRESS
+            index = len(path) // BLOCK_KEY_BYTES - 1
+            needers = [x for x in column.below(node) if lower.first_needed(x.position) <= index]
+            is_counted = column.num_needers[node.row] == len(needers) * lower.has_windows
+            _require(is_counted, f"{where} is needed by {len(needers)} snapshots, another number is counted")
+            is_there = lower.address(node) != NO_ADDRESS or (device is not None and _has_block(device, path))
+            is_there |= node in lower.returning
+            if node in on_their_way.blocks:
+                is_there = lower.address(node) == NO_ADDRESS or lower.has_windows
+            is_right = is_there if needers else lower.address(node) == NO_ADDRESS
+            _require(
+                is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"
+            )
+            num_used += lower.address(node) != NO_ADDRESS
             waiting += [(child, path) for child in node.children.values()]
     _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
     _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")

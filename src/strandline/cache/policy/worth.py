@@ -4,8 +4,8 @@ from typing import Final, Protocol
 
 from strandline.cache.eviction import Entry
 from strandline.cache.policy.outcomes import next_bin_edge
-from strandline.cache.tree import Run, Snapshot, deepest_stub_in, num_continuations, snapshot_above
-from strandline.cache.use import UseHistory
+from strandline.cache.tree import Run, Snapshot, deepest_stub_in
+from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 
@@ -23,6 +23,23 @@ class LeastRecentlyUsed:
         return entry.last_tick
 
 
+class Reusable(Protocol):
+    """A snapshot, on the device or below it."""
+
+    kind: SnapshotKind
+    use: Use
+    is_shared: bool
+    is_superseded: bool
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens since the nearest snapshot above in its memory."""
+
+    @property
+    def num_continuations(self) -> int:
+        """Continuations of its path in its memory, up to two."""
+
+
 class WorthPerByte:
     """Evicts the entry with the lowest value density: tokens saved × reuse rate ÷ size. The default.
 
@@ -34,15 +51,15 @@ class WorthPerByte:
       where the snapshot is: at the end of a path; at the end of a prompt whose next turn has not come, which may
       leave out the answer; inside one path, where only a rewind uses it; or on a prefix that several paths share. A
       path that is continued several times, each time leaving out its last answer, does not count as several.
-    - An entry that a queued request will resume from, or the last snapshot of a path that was used after the last
-      admission, has at least ``CERTAIN_RATE``.
+    - On the device, an entry that a queued request will resume from, or the last snapshot of a path that was used after
+      the last admission, has at least ``CERTAIN_RATE``.
 
     Args:
-        blocks_per_slot: the size of a snapshot, in blocks.
+        slot_blocks: the size of a snapshot in this memory, in blocks; 0: without states, it is the end of its blocks.
     """
 
-    def __init__(self, blocks_per_slot: int, reuse: UseHistory) -> None:
-        self._slot_tokens = blocks_per_slot * BLOCK_TOKENS
+    def __init__(self, slot_blocks: int, reuse: UseHistory) -> None:
+        self._slot_tokens = slot_blocks * BLOCK_TOKENS
         self._reuse = reuse
 
     @property
@@ -50,35 +67,22 @@ class WorthPerByte:
         """The time of the reuse history."""
         return self._reuse.now
 
-    def worth(self, entry: Entry) -> float:
+    def worth(self, entry: Run | Reusable) -> float:
         worth, _ = self.appraise(entry)
         return worth
 
-    def appraise(self, entry: Entry) -> tuple[float, int | None]:
-        snapshot = entry if isinstance(entry, Snapshot) else _needed_snapshot(entry)
+    def appraise(self, entry: Run | Reusable) -> tuple[float, int | None]:
+        snapshot = _needed_snapshot(entry) if isinstance(entry, Run) else entry
         if snapshot is None:
             return WORTHLESS, None
         used_at, past_bin = snapshot.use
         age = self._reuse.now - used_at
-        return self._worth(snapshot, past_bin, age), used_at + next_bin_edge(age)
-
-    def _worth(self, snapshot: Snapshot, past_bin: int, age: int) -> float:
-        above = snapshot_above(snapshot)
-        saved_tokens = snapshot.position - (above.position if above is not None else 0)
-        continuations = num_continuations(snapshot)
-        size = self._slot_tokens + (0 if continuations else saved_tokens)
+        saved_tokens, continuations = snapshot.saved_tokens, snapshot.num_continuations
+        size = self._slot_tokens + (0 if continuations and self._slot_tokens else saved_tokens)
         rate = reuse_rate(self._reuse, snapshot, continuations, past_bin, age)
-        if snapshot.num_waiters or (continuations == 0 and age == 0):
+        if isinstance(snapshot, Snapshot) and (snapshot.num_waiters or (continuations == 0 and age == 0)):
             rate = max(rate, CERTAIN_RATE)
-        return rate * saved_tokens / size
-
-
-class Reusable(Protocol):
-    """A snapshot, on the device or below it."""
-
-    kind: SnapshotKind
-    is_shared: bool
-    is_superseded: bool
+        return rate * saved_tokens / size, used_at + next_bin_edge(age)
 
 
 def reuse_rate(reuse: UseHistory, snapshot: Reusable, continuations: int, past_bin: int, age: int) -> float:

@@ -1,4 +1,4 @@
-"""Adoption: rebuilds the tree of a store from the descriptions of files that an earlier process has written.
+"""Adoption: rebuilds what a store has of the tree from the descriptions of files that an earlier process has written.
 
 Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs. Where attention has windows,
 snapshots need only the blocks of their windows, and have the tokens of the others. Uses are dated back by how long the
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierBlock, TierSnapshot, nodes_from
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierBlock, TierSnapshot, nodes_from, position_above
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
@@ -28,25 +28,26 @@ def last_address(kept: Kept) -> int:
 
 
 def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
-    """Enter what a store holds into the empty tree of its tier; evict what is worth least if that is too much."""
+    """Enter what a store holds into its empty tier; evict what is worth least if that is too much."""
     sizes = _sizes(kept, tier.slot_blocks)
     tier.num_used = sum(sizes.values())
     nodes = _link(tier, kept)
     entries = _snapshots(tier, kept, nodes, reuse) if tier.slot_blocks else _ends(kept, nodes, reuse)
     for demoted, tree, block in sorted(entries, key=lambda entry: entry[0].position):
-        if demoted.key not in block.snapshots:
-            demoted.saved_tokens -= _position_above(block, demoted)
-            tier.enter(demoted, tree, _path_of(block))
-    for node, _ in nodes.values():
-        _prune(node)
-    for snapshot in tier.snapshots():
-        sizes.pop(snapshot.address, None)
-        sizes.pop(snapshot.tail_address, None)
+        if tier.copy_of(block, demoted.snapshot.key) is None:
+            data = _path_of(block) + demoted.snapshot.key
+            demoted.saved_tokens -= position_above(tier.column, tier.tree.root(tree), data, demoted.position)
+            tier.enter(demoted, tree, data)
+    for demoted in tier.snapshots():
+        sizes.pop(demoted.address, None)
+        sizes.pop(demoted.tail_address, None)
     for node, _ in nodes.values():
         if tier.is_needed(node):
-            sizes.pop(node.address, None)
+            sizes.pop(tier.address(node), None)
         else:
-            node.address = NO_ADDRESS
+            tier.column.addresses[node.row] = NO_ADDRESS
+    for node, _ in nodes.values():
+        tier.tree.prune(node)
     tier.free(sizes)
     tier.make_room(0, ANY_WORTH)
 
@@ -67,26 +68,25 @@ def _link(tier: LowerTier, kept: Kept) -> Nodes:
         waiting[blocks.tree, blocks.before].append(blocks)
     nodes: Nodes = {}
     for tree in dict.fromkeys([*(x.tree for x in kept.blocks), *(x.tree for x in kept.snapshots)]):
-        root = tier.roots.setdefault(tree, TierBlock(None, b""))
+        root = tier.tree.root(tree)
         reached = [(root_hash(tree), root, 0)]
         while reached:
             before, node, num_blocks = reached.pop()
             nodes[tree, before] = node, num_blocks
             for blocks in waiting.pop((tree, before), ()):
-                reached += _append(node, num_blocks, blocks)
+                reached += _append(tier, node, num_blocks, blocks)
     return nodes
 
 
-def _append(node: TierBlock, num_blocks: int, blocks: KeptBlocks) -> Iterator[tuple[bytes, TierBlock, int]]:
+def _append(
+    tier: LowerTier, node: TierBlock, num_blocks: int, blocks: KeptBlocks
+) -> Iterator[tuple[bytes, TierBlock, int]]:
     """Append blocks to a path; yield the hash, the node and the number of blocks of each path that there is now."""
     hashes = block_hashes(blocks.before, blocks.tokens)
     for index, (path_hash, address) in enumerate(zip(hashes, blocks.addresses, strict=True)):
         key = blocks.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]
-        child = node.children.get(key)
-        if child is None:
-            child = node.children[key] = TierBlock(node, key)
-        child.address = child.address or address
-        node = child
+        node = node.children.get(key) or tier.tree.add_child(node, key)
+        tier.column.addresses[node.row] = tier.address(node) or address
         yield path_hash, node, num_blocks + index + 1
 
 
@@ -97,7 +97,7 @@ def _path_without_addresses(snapshot: KeptSnapshot) -> KeptBlocks:
     return KeptBlocks(snapshot.tree, snapshot.before, tokens, (NO_ADDRESS,) * num_blocks, 0, 0.0, False)
 
 
-Entry = tuple[TierSnapshot, str, TierBlock]
+Entry = tuple[Copy, str, TierBlock]
 
 
 def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
@@ -110,10 +110,10 @@ def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: UseHistory) -> 
         block, num_blocks = found
         position = num_blocks * BLOCK_TOKENS + inside // TOKEN_BYTES
         num_needed = num_blocks - tier.first_needed(position)
-        if tier.has_windows and num_needed and not all(node.address for node in nodes_from(block, num_needed)):
+        if tier.has_windows and num_needed and not all(map(tier.address, nodes_from(block, num_needed))):
             continue
         key, use = snapshot.key[len(snapshot.key) - inside :], _use(snapshot, reuse)
-        demoted = TierSnapshot(position, key, snapshot.kind, use, position, is_shared=snapshot.is_shared)
+        demoted = Copy(TierSnapshot(position, key), snapshot.kind, use, position, is_shared=snapshot.is_shared)
         demoted.address, demoted.tail_address = snapshot.slot, snapshot.tail
         yield demoted, snapshot.tree, block
 
@@ -124,9 +124,8 @@ def _ends(kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
         found = nodes.get((blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1]))
         if found is not None:
             position, use = found[1] * BLOCK_TOKENS, _use(blocks, reuse)
-            kind = SnapshotKind.GENERATION_END
-            demoted = TierSnapshot(position, b"", kind, use, position, is_shared=blocks.is_shared)
-            yield demoted, blocks.tree, found[0]
+            end, kind = TierSnapshot(position, b""), SnapshotKind.GENERATION_END
+            yield Copy(end, kind, use, position, is_shared=blocks.is_shared), blocks.tree, found[0]
 
 
 def _use(entry: KeptBlocks | KeptSnapshot, reuse: UseHistory) -> Use:
@@ -135,20 +134,3 @@ def _use(entry: KeptBlocks | KeptSnapshot, reuse: UseHistory) -> Use:
 
 def _path_of(block: TierBlock) -> bytes:
     return b"".join(node.key for node in list(block.ancestry())[::-1])
-
-
-def _position_above(block: TierBlock, demoted: TierSnapshot) -> int:
-    """Return the position of the nearest snapshot above one that is about to be entered after a block, or 0."""
-    node, after = block, demoted.key
-    while True:
-        before = [x.position for key, x in node.snapshots.items() if after.startswith(key)]
-        if before or node.parent is None:
-            return max(before, default=0)
-        node, after = node.parent, node.key
-
-
-def _prune(node: TierBlock) -> None:
-    """Remove a block that nothing needs, and those before it that only it needs."""
-    while (parent := node.parent) is not None and not node.children and not node.snapshots:
-        node.unlink()
-        node = parent

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from strandline.cache.index import PrefixIndex
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_SPILLS, DeviceEntry, Spills
-from strandline.cache.tiers.tier_tree import TierSnapshot
-from strandline.cache.tree import Run, Snapshot, held_child, num_continuations, path_blocks, path_to, snapshot_above
+from strandline.cache.tiers.tier_tree import Copy, TierSnapshot, copy_of_device
+from strandline.cache.tree import Run, Snapshot, held_child, path_blocks, path_to
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
-Source = TierSnapshot | Snapshot | Run
+Source = Copy | Snapshot | Run
 """What is written: from host memory; from the device; or, without states, a path of the device."""
 
 
@@ -62,9 +62,9 @@ class Flush:
         """Begin to write as much as may be on its way at once."""
         while self._waiting and len(self._spills) < MAX_SPILLS:
             source = self._waiting.pop()
-            if not isinstance(source, TierSnapshot):
+            if not isinstance(source, Copy):
                 self._spills.save(_device_entry(source))
-            elif source.block is not None and source.num_loads == 0:
+            elif source.column is not None and source.num_loads == 0:
                 self._spills.spill(source)
 
 
@@ -80,30 +80,23 @@ def _entries(index: PrefixIndex, *, has_states: bool) -> Iterator[Snapshot | Run
             yield run
 
 
-def _as_demoted(entry: Snapshot | Run) -> TierSnapshot:
-    """Return the tier's entry for an entry of the device, without its path."""
+def _as_demoted(entry: Snapshot | Run, key: bytes = b"") -> Copy:
+    """Return the copy for a tier of an entry of the device.
+
+    Args:
+        key: the tokens between the end of the last whole block before it and its position, encoded.
+    """
     if isinstance(entry, Run):
-        num_tokens, kind = len(entry.blocks) * BLOCK_TOKENS, SnapshotKind.GENERATION_END
-        return TierSnapshot(entry.end_tokens, b"", kind, entry.use, num_tokens, is_shared=entry.is_shared)
-    above = snapshot_above(entry)
-    return TierSnapshot(
-        entry.position,
-        b"",
-        entry.kind,
-        entry.use,
-        entry.position - (above.position if above is not None else 0),
-        is_shared=entry.is_shared,
-        is_superseded=entry.is_superseded,
-        is_interior=num_continuations(entry) > 0,
-    )
+        end, num_tokens = TierSnapshot(entry.end_tokens, key), len(entry.blocks) * BLOCK_TOKENS
+        return Copy(end, SnapshotKind.GENERATION_END, entry.use, num_tokens, is_shared=entry.is_shared)
+    return copy_of_device(entry, key, entry.saved_tokens)
 
 
 def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
     """Return an entry of the device with all that it needs."""
-    demoted = _as_demoted(entry)
-    whole = demoted.position // BLOCK_TOKENS
-    run = entry if isinstance(entry, Run) else entry.home
-    demoted.salt, data = path_to(run)
+    run, position = (entry, entry.end_tokens) if isinstance(entry, Run) else (entry.home, entry.position)
+    whole = position // BLOCK_TOKENS
+    salt, data = path_to(run)
     blocks = path_blocks(run)
     slot = NULL_SLOT
     if isinstance(entry, Snapshot):
@@ -112,7 +105,7 @@ def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
             data += entry.stub_key
             child = held_child(run, entry.stub_key)
             blocks += child.blocks[:1] if child is not None else array("i")
-    data = data[: demoted.position * TOKEN_BYTES]
-    demoted.key = data[whole * BLOCK_KEY_BYTES :]
-    tail = BlockId(blocks[whole]) if demoted.key else NULL_BLOCK
-    return DeviceEntry(demoted, data, tuple(map(BlockId, blocks[:whole])), SlotId(slot), tail)
+    data = data[: position * TOKEN_BYTES]
+    demoted = _as_demoted(entry, data[whole * BLOCK_KEY_BYTES :])
+    tail = BlockId(blocks[whole]) if demoted.snapshot.has_tail else NULL_BLOCK
+    return DeviceEntry(demoted, salt, data, tuple(map(BlockId, blocks[:whole])), SlotId(slot), tail)

@@ -19,6 +19,7 @@ from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.holds import Holds
 from strandline.cache.lease import NO_FILLS, Cut, Lead, Lease
+from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import NO_MATCH, Match, first_block_seen
 from strandline.cache.tiers.adoption import adopt, last_address
 from strandline.cache.tiers.flush import Flush
@@ -28,7 +29,7 @@ from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_loads import TierLoads
-from strandline.cache.tiers.worth import TierWorth
+from strandline.cache.tiers.tier_tree import TierTree
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
@@ -115,19 +116,25 @@ class Loads:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
         addresses = partial(next, count(1 + max((last_address(memory.kept) for memory in memories), default=0)))
         issue, next_transfer = self._memory.issue, self.next_transfer
+        tree = TierTree(len(memories), next((memory.key for memory in memories if memory.key is not None), None))
         tiers = tuple(
             LowerTier(
-                memory, TierWorth(memory.slot_blocks, reuse), issue, next_transfer, addresses, self._window_tokens
+                memory,
+                column,
+                WorthPerByte(memory.slot_blocks, reuse),
+                issue,
+                next_transfer,
+                addresses,
+                self._window_tokens,
             )
-            for memory in memories
+            for memory, column in zip(memories, tree.columns, strict=True)
         )
         for tier, memory in zip(tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
-            if announcer is not None:
-                tier.announcer = TierAnnouncer(
-                    announcer.emit, tier.roots, tier.tree_name, needs_snapshots=self._num_slots > 0
-                )
-                announcer.add(tier.announcer)
+        if announcer is not None and tiers:
+            below = TierAnnouncer(announcer.emit, tree, needs_snapshots=self._num_slots > 0)
+            tree.on_entered, tree.on_left = below.enter, below.leave
+            announcer.add(below)
         return tiers
 
     def resumable_tokens(self, salt: str, data: bytearray, match: Match) -> int:

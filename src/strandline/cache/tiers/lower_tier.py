@@ -13,6 +13,8 @@ Memory is counted in blocks; a slot takes as many as its encoded bytes need. Nei
 
 Where attention has windows, a snapshot needs only the blocks of its window, and the tier stores no others.
 
+All tiers share one tree (``tier_tree.py``).
+
 Invariants, held by ``cache/inspection/invariants.py``: every block that a demoted snapshot needs is in the tier, on the
 device or being loaded to it; in a persistent tier, it is in the tier or being written to it. Accounting is exact.
 """
@@ -20,41 +22,54 @@ device or being loaded to it; in a persistent tier, it is in the tier or being w
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import blake2b
+from typing import NamedTuple
 
 from strandline.cache.eviction import EvictionQueue
 from strandline.cache.policy.resume_rules import first_gap
+from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.stats import LowerStats
-from strandline.cache.tiers.tier_announcer import TierAnnouncer
-from strandline.cache.tiers.tier_lookups import TierEnd, find_end, position_above
 from strandline.cache.tiers.tier_tree import (
     NO_ADDRESS,
+    Column,
+    Copy,
     TierBlock,
     TierSnapshot,
-    add_block,
+    copy_of_device,
+    descend,
     find_block,
     nearest_above,
     next_below,
     nodes_from,
+    position_above,
 )
-from strandline.cache.tiers.worth import TierWorth
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import Action, DropStored, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, resumable_end
 
 ANY_WORTH = float("inf")
+
+
+class TierEnd(NamedTuple):
+    """Where a prompt could resume."""
+
+    block: TierBlock
+    """The last whole block before it."""
+    copy: Copy | None
+    """None for models that keep no states."""
+    position: int
 
 
 class LowerTier:
     """The entries of one tier.
 
     Args:
+        column: what the tier has of the tree of all tiers.
         worth: ranks entries for eviction.
         issue: takes actions.
         next_transfer: returns an unused transfer id.
@@ -65,7 +80,8 @@ class LowerTier:
     def __init__(
         self,
         memory: LowerMemory,
-        worth: TierWorth,
+        column: Column,
+        worth: WorthPerByte,
         issue: Callable[[Action], None],
         next_transfer: Callable[[], TransferId],
         next_address: Callable[[], int],
@@ -79,9 +95,8 @@ class LowerTier:
         self.slot_blocks = memory.slot_blocks
         self.block_bytes = memory.block_bytes
         self.costs = memory.costs
-        self.roots: dict[str, TierBlock] = {}
-        self.announcer: TierAnnouncer | None = None
-        """Announces the entries; None: events are off."""
+        self.tree = column.tree
+        self.column = column
         self.num_snapshots = 0
         self.num_snapshots_demoted = 0
         self.num_blocks_demoted = 0
@@ -92,11 +107,10 @@ class LowerTier:
         self.num_failed_loads = 0
         self.has_windows = window_tokens is not None
         self._window_tokens = window_tokens or sys.maxsize
-        self._key = memory.key
         self._worth = worth
         self._issue = issue
         self._next_transfer = next_transfer
-        self._queue = EvictionQueue[TierSnapshot](worth, _can_evict)
+        self._queue = EvictionQueue[Copy](worth, _can_evict)
         self._next_address = next_address
         self.returning = Counter[TierBlock]()
         """Number of loads, by block that they bring to the device: it has left the tier and not arrived yet."""
@@ -104,16 +118,6 @@ class LowerTier:
         """Number of transfers that read each address."""
         self.to_free: dict[int, int] = {}
         """Sizes of addresses to free when the transfers that read them have ended."""
-
-    def tree_below(self, upper: "LowerTier", tree: str) -> str:
-        """Return the name of a tree of the tier above in this one: persistent tiers have the same key."""
-        return tree if upper.is_persistent else self.tree_name(tree)
-
-    def tree_name(self, salt: str) -> str:
-        """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
-        if self._key is None:
-            return salt
-        return blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=16).hexdigest()
 
     # What is needed
 
@@ -126,43 +130,43 @@ class LowerTier:
         return demoted.last_blocks(demoted.position // BLOCK_TOKENS - self.first_needed(demoted.position))
 
     def is_needed(self, node: TierBlock) -> bool:
-        """Whether a demoted snapshot needs a block."""
-        return node.num_needers > 0 if self.has_windows else node.parent is not None
+        """Whether a snapshot of the tier needs a block."""
+        return self.column.num_needers[node.row] > 0 if self.has_windows else node in self.column
+
+    def address(self, node: TierBlock) -> int:
+        """Return the address of a block; ``NO_ADDRESS``: it is not stored."""
+        return self.column.addresses[node.row]
+
+    def is_lacking(self, node: TierBlock) -> bool:
+        """Whether a snapshot of the tier needs a block that is not stored."""
+        return self.address(node) == NO_ADDRESS and self.is_needed(node)
 
     # Demoting
 
-    def demote_snapshot(
-        self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None, above: int, *, is_interior: bool
-    ) -> None:
+    def demote_snapshot(self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None) -> None:
         """Store a snapshot that the device evicts, if it is worth more than what would be evicted for it.
 
         Args:
+            snapshot: it, while it is still in the device's index.
             data: the tokens before it, encoded.
             tail: the device's block that contains its position; None: the position is at a block's end.
-            above: the position of the nearest snapshot above on the device, or 0.
         """
-        above = position_above(self.roots.get(salt), data, snapshot.position, down_to=above)
+        tree = self.tree.open(salt)
+        root = self.tree.roots.get(tree)
+        above = snapshot.position - snapshot.saved_tokens
+        above = position_above(self.column, root, data, snapshot.position, down_to=above)
         whole = snapshot.position // BLOCK_TOKENS
         key = data[whole * BLOCK_KEY_BYTES :]
-        block = find_block(self.roots.get(salt), data, whole)
-        if block is not None and (known := block.snapshots.get(key)) is not None:
+        known = self.copy_of(find_block(root, data, whole), key)
+        if known is not None:
             known.use, known.is_shared = snapshot.use, snapshot.is_shared
             self._queue.push(known)
             return
-        demoted = TierSnapshot(
-            snapshot.position,
-            key,
-            snapshot.kind,
-            snapshot.use,
-            snapshot.position - above,
-            is_shared=snapshot.is_shared,
-            is_superseded=snapshot.is_superseded,
-            is_interior=is_interior,
-        )
+        demoted = copy_of_device(snapshot, key, snapshot.position - above)
         if not self.make_room(self.slot_blocks + (tail is not None), self.worth(demoted)):
             self.num_snapshots_refused += 1
             return
-        self.enter(demoted, salt, data)
+        self.enter(demoted, tree, data)
         demoted.address = self.take(self.slot_blocks)
         blocks: tuple[tuple[BlockId, int], ...] = ()
         if tail is not None:
@@ -184,70 +188,71 @@ class LowerTier:
             blocks: null blocks stand for those that stay on the device or are not there.
             use, is_shared: those of the run that they belong to.
         """
+        tree = self.tree.open(salt)
         if not self.slot_blocks and blocks:
-            num_tokens = BLOCK_TOKENS * len(blocks)
-            end = TierSnapshot(
-                len(data) // TOKEN_BYTES, b"", SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared
-            )
-            if find_block(self.roots.get(salt), data, first + len(blocks)) is None:
-                self.enter(end, salt, data)
-        missing = self._missing(salt, data, first, blocks)
+            last = find_block(self.tree.roots.get(tree), data, first + len(blocks))
+            if last is None or last not in self.column:
+                end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
+                self.enter(Copy(end, SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared), tree, data)
+        missing = self._missing(tree, data, first, blocks)
         if not missing:
             return
         num_evicted = self.num_snapshots_evicted
         self.make_room(len(missing), ANY_WORTH)
         if self.num_snapshots_evicted > num_evicted:
             # Some may not be needed any more.
-            missing = self._missing(salt, data, first, blocks)
+            missing = self._missing(tree, data, first, blocks)
         num_free = self.num_blocks - self.num_used
         for index, node in missing[num_free:]:
             self.cut_off(node, first + index + 1)
         pairs = []
         for index, node in missing[:num_free]:
             if self.is_needed(node):
-                node.address = self.take(1)
-                pairs.append((BlockId(blocks[index]), node.address))
+                address = self.column.addresses[node.row] = self.take(1)
+                pairs.append((BlockId(blocks[index]), address))
         self.num_blocks_demoted += len(pairs)
         if pairs:
             self._issue(StoreOut(self._next_transfer(), self.store, tuple(pairs), ()))
 
-    def _missing(self, salt: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, TierBlock]]:
+    def copy_of(self, block: TierBlock | None, key: bytes) -> Copy | None:
+        """Return the tier's copy of a snapshot after a block, if it has one."""
+        snapshot = None if block is None else block.snapshots.get(key)
+        return None if snapshot is None else snapshot.copies[self.column.index]
+
+    def _missing(self, tree: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, TierBlock]]:
         """Return the nodes of these blocks that are needed and not in the tier, each with its index in ``blocks``."""
-        node = find_block(self.roots.get(salt), data, first)
+        node = find_block(self.tree.roots.get(tree), data, first)
         missing = []
         for index, block in enumerate(blocks):
             start = (first + index) * BLOCK_KEY_BYTES
             node = None if node is None else node.children.get(data[start : start + BLOCK_KEY_BYTES])
             if node is None:
                 break
-            if node.address == NO_ADDRESS and block != NULL_BLOCK and self.is_needed(node):
+            if block != NULL_BLOCK and self.is_lacking(node):
                 missing.append((index, node))
         return missing
 
-    def enter(self, demoted: TierSnapshot, salt: str, data: bytes) -> None:
-        """Put a snapshot into a salt's tree.
+    def enter(self, demoted: Copy, tree: str, data: bytes) -> None:
+        """Put a copy of a snapshot into the tier.
 
         Args:
-            salt: the name of the tree.
+            tree: the name of the tree.
             data: the tokens before the snapshot, encoded.
         """
-        root = self.roots.setdefault(salt, TierBlock(None, b""))
-        block = add_block(root, data, demoted.position // BLOCK_TOKENS)
-        demoted.block, demoted.salt = block, salt
-        block.snapshots[demoted.key] = demoted
-        for node in self.needed_blocks(demoted) if self.has_windows else ():
-            node.num_needers += 1
-        for below in next_below(block, demoted):
+        block = self.tree.add_block(tree, data, demoted.position // BLOCK_TOKENS)
+        snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot, tree, block)
+        self.column.enter(demoted)
+        for node in self.needed_blocks(snapshot) if self.has_windows else ():
+            self.column.num_needers[node.row] += 1
+        for below in next_below(self.column, block, snapshot):
             below.saved_tokens = min(below.saved_tokens, below.position - demoted.position)
         self.num_snapshots += 1
         self._queue.push(demoted)
-        if self.announcer is not None:
-            self.announcer.enter(demoted)
 
     def is_whole(self, demoted: TierSnapshot) -> bool:
         """Whether all blocks that a snapshot needs are in the tier or, unless it is persistent, on the device."""
         if self.is_persistent:
-            return all(node.address != NO_ADDRESS for node in self.needed_blocks(demoted))
+            return all(map(self.address, self.needed_blocks(demoted)))
         return not self.returning or self.returning.keys().isdisjoint(self.needed_blocks(demoted))
 
     # Evicting
@@ -257,7 +262,7 @@ class LowerTier:
         """The time of the reuse history."""
         return self._worth.now
 
-    def worth(self, demoted: TierSnapshot) -> float:
+    def worth(self, demoted: Copy) -> float:
         """Return what a snapshot is worth, to compare with others."""
         return self._worth.worth(demoted)
 
@@ -273,16 +278,16 @@ class LowerTier:
             self.evict(victim)
         return True
 
-    def pop(self) -> TierSnapshot | None:
+    def pop(self) -> Copy | None:
         """Take the snapshot of least worth out of the queue and return it; None: none can be evicted."""
         return self._queue.pop()
 
-    def push(self, demoted: TierSnapshot) -> None:
+    def push(self, demoted: Copy) -> None:
         """Put a snapshot into the eviction queue, if it is still in the tier."""
-        if demoted.block is not None:
+        if demoted.column is not None:
             self._queue.push(demoted)
 
-    def evict(self, demoted: TierSnapshot) -> None:
+    def evict(self, demoted: Copy) -> None:
         """Remove a snapshot, and count that."""
         self.num_snapshots_evicted += 1
         self.remove(demoted)
@@ -293,46 +298,39 @@ class LowerTier:
         Args:
             num_blocks: number of blocks up to and including the lost one.
         """
-        for snapshot in list(node.below()):
-            if self.first_needed(snapshot.position) < num_blocks:
-                self.evict(snapshot)
+        for copy in list(self.column.below(node)):
+            if self.first_needed(copy.position) < num_blocks:
+                self.evict(copy)
 
-    def remove(self, snapshot: TierSnapshot, *, is_elsewhere: bool = False) -> None:
-        """Remove a snapshot and the blocks that it alone needs.
+    def remove(self, demoted: Copy, *, is_elsewhere: bool = False) -> None:
+        """Remove a copy of a snapshot, and the blocks that it alone needs.
 
         Unless it is on the device again or in another tier, the next snapshots below now save its tokens as well.
         """
-        block = snapshot.block
-        if block is None:
+        snapshot, block, column = demoted.snapshot, demoted.snapshot.block, self.column
+        if demoted.column is None or block is None:
             return
-        del block.snapshots[snapshot.key]
-        freed = {snapshot.address: self.slot_blocks, snapshot.tail_address: 1}
-        for node in self.needed_blocks(snapshot) if self.has_windows else ():
-            node.num_needers -= 1
-            if not node.num_needers:
-                freed[node.address], node.address = 1, NO_ADDRESS
-        snapshot.block = None
-        snapshot.last_push = 0
+        freed = {demoted.address: self.slot_blocks, demoted.tail_address: 1}
+        needed = self.needed_blocks(snapshot) if self.has_windows else ()
+        for node in needed:
+            column.num_needers[node.row] -= 1
+        unneeded = [node for node in needed if not column.num_needers[node.row]]
+        node, left = column.leave(demoted, block)
         self.num_snapshots -= 1
         if not is_elsewhere:
-            self.pass_savings(block, snapshot)
-        node, unlinked = block, list[TierBlock]()
-        while (parent := node.parent) is not None and not node.children and not node.snapshots:
-            freed[node.address] = 1
-            node.unlink()
-            unlinked.append(node)
-            node = parent
-        if self.announcer is not None:
-            self.announcer.leave(snapshot, unlinked)
-        above = nearest_above(node, block, snapshot)
+            self.pass_savings(block, demoted)
+        for gone in (*unneeded, *left):
+            freed[column.addresses[gone.row]], column.addresses[gone.row] = 1, NO_ADDRESS
+        self.tree.detach(snapshot)
+        above = nearest_above(column, node, block, snapshot)
         if above is not None:
             above.is_interior = is_elsewhere
             self._queue.push(above)
         self.free(freed)
 
-    def pass_savings(self, block: TierBlock, gone: TierSnapshot) -> None:
+    def pass_savings(self, block: TierBlock, gone: Copy) -> None:
         """Add the tokens that a removed snapshot saved to those below it whose nearest snapshot above it was."""
-        for below in next_below(block, gone):
+        for below in next_below(self.column, block, gone.snapshot):
             if below.saved_tokens == below.position - gone.position:
                 below.saved_tokens += gone.saved_tokens
 
@@ -371,24 +369,24 @@ class LowerTier:
         found = self.find(salt, data, match)
         if found is None:
             return None
-        node, snapshot, position = found
+        node, copy, position = found
         whole, first_needed = position // BLOCK_TOKENS, self.first_needed(position)
         held = min(match.end.num_blocks, whole)
         first = max(first_needed, first_gap(match.end.run, held, first_needed))
         num_blocks = whole - first
-        if snapshot is not None:
-            num_blocks += self.slot_blocks + snapshot.has_tail
+        if copy is not None:
+            num_blocks += self.slot_blocks + copy.snapshot.has_tail
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
-        addresses = [block.address for block in nodes_from(node, whole - first)] if whole > first else []
+        addresses = list(map(self.address, nodes_from(node, whole - first))) if whole > first else []
         for index, block in enumerate(path_blocks(match.end.run)[first:held] if first < held else ()):
             if block != NULL_BLOCK:
                 addresses[index] = NO_ADDRESS
         offered: tuple[OfferedSnapshot, ...] = ()
-        if snapshot is not None:
-            offered = (OfferedSnapshot(position, snapshot.address, snapshot.kind),)
-            if snapshot.tail_address:
-                addresses.append(snapshot.tail_address)
+        if copy is not None:
+            offered = (OfferedSnapshot(position, copy.address, copy.kind),)
+            if copy.tail_address:
+                addresses.append(copy.tail_address)
         return Offer(self.store, position, first, tuple(addresses), offered)
 
     def gain_s(self, offer: Offer, match: Match) -> float:
@@ -397,12 +395,40 @@ class LowerTier:
         return self.costs.gain_s(num_bytes, offer.position - match.position)
 
     def find(self, salt: str, data: bytearray, match: Match) -> TierEnd | None:
-        """Return where a prompt could resume beyond its hit on the device."""
-        root = self.roots.get(self.tree_name(salt))
+        """Return the deepest position at which a prompt could resume beyond its hit on the device, or None."""
+        root = self.tree.roots.get(self.tree.name(salt))
         if root is None:
             return None
-        window_tokens, has_slots = self._window_tokens, self.slot_blocks > 0
-        return find_end(root, data, match, window_tokens, has_slots=has_slots, is_persistent=self.is_persistent)
+        node, depth = self.column.last_on_path(*descend(root, data, len(data) // BLOCK_KEY_BYTES))
+        best: TierEnd | None = None
+        first = 0
+        while depth >= match.position // BLOCK_TOKENS:
+            if best is None:
+                best = self._end_at(node, depth, data, match)
+                first = 0 if best is None else self.first_needed(best.position)
+            elif not self.is_persistent:
+                break  # In the first tier, what it needs and the tier does not have is on the device.
+            if depth <= first:
+                break
+            num_held = min(match.end.num_blocks, depth)
+            if self.address(node) == NO_ADDRESS and first_gap(match.end.run, num_held, depth - 1) < depth:
+                best = None
+            if node.parent is None:
+                break
+            node, depth = node.parent, depth - 1
+        return best
+
+    def _end_at(self, node: TierBlock, depth: int, data: bytearray, match: Match) -> TierEnd | None:
+        """Return where a prompt could resume between the end of the block at this depth and that of the next."""
+        if not self.slot_blocks:
+            position = depth * BLOCK_TOKENS
+            return TierEnd(node, None, position) if resumable_end(data, position) > match.end.kv_tokens else None
+        copies = self.column.copies_at(node) if node.snapshots else ()
+        for copy in sorted(copies, key=lambda copy: -copy.position):
+            is_deeper = copy.position > match.position
+            if copy.address and is_deeper and data.startswith(copy.snapshot.key, depth * BLOCK_KEY_BYTES):
+                return TierEnd(node, copy, copy.position)
+        return None
 
     # Reading
 
@@ -422,15 +448,15 @@ class LowerTier:
             self.num_failed_loads,
         )
 
-    def is_queued(self, snapshot: TierSnapshot) -> bool:
+    def is_queued(self, demoted: Copy) -> bool:
         """Whether a snapshot can be evicted: it is in the queue, or the end of a transfer will put it there."""
-        return snapshot in self._queue or snapshot.num_loads > 0
+        return demoted in self._queue or demoted.num_loads > 0
 
-    def snapshots(self) -> Iterator[TierSnapshot]:
+    def snapshots(self) -> Iterator[Copy]:
         """Yield all snapshots of the tier."""
-        for root in self.roots.values():
-            yield from root.below()
+        for root in self.tree.roots.values():
+            yield from self.column.below(root)
 
 
-def _can_evict(snapshot: TierSnapshot) -> bool:
-    return snapshot.block is not None and snapshot.num_loads == 0
+def _can_evict(demoted: Copy) -> bool:
+    return demoted.column is not None and demoted.num_loads == 0

@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_lookups import position_above
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierBlock, TierSnapshot, descend, find_block, nodes_from
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierBlock, TierSnapshot, position_above
 from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
 from strandline.records.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 
@@ -39,11 +38,22 @@ def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
     return max(num_blocks // SPARE_SHARE, least)
 
 
+class Sources(NamedTuple):
+    """Where a transfer reads, as in ``StoreOut``."""
+
+    blocks: tuple[tuple[BlockId, int], ...]
+    slots: tuple[tuple[SlotId, int], ...]
+    stored: tuple[tuple[int, int], ...] = ()
+    hold: Lease | None = None
+    """Keeps the blocks that are on the device; None: nothing can evict them."""
+
+
 class DeviceEntry(NamedTuple):
     """A snapshot of the device or, without states, the end of a path, with what it needs."""
 
-    demoted: TierSnapshot
-    """Its entry in a tier, with the salt instead of the name of its tree."""
+    demoted: Copy
+    """Its copy for a tier."""
+    salt: str
     data: bytes
     """The tokens before it, encoded."""
     blocks: tuple[BlockId, ...]
@@ -52,18 +62,24 @@ class DeviceEntry(NamedTuple):
     tail: BlockId
     """The block that contains its position, or the null block."""
 
+    def sources(self, path: StoredPath) -> Sources:
+        """Return where it is read."""
+        pairs = [*((self.blocks[index], address) for index, address in path.addresses.items()), (self.tail, path.tail)]
+        slots = ((self.slot, path.slot),) if path.slot else ()
+        return Sources(tuple(pair for pair in pairs if pair[1] != NO_ADDRESS), slots)
+
 
 @dataclass(frozen=True, slots=True)
 class _Spill:
     """A spill under way."""
 
-    leaving: TierSnapshot | None
-    """The entry in the tier above; None: it stays on the device."""
+    leaving: Copy
+    """The copy in the upper tier, or in none: it stays on the device."""
     read: tuple[int, ...]
-    """Addresses in the tier above."""
+    """Addresses in the upper tier."""
     num_leaving: int
     """Blocks of that tier's memory that its end frees."""
-    arriving: TierSnapshot
+    arriving: Copy
     nodes: tuple[TierBlock, ...]
     """Blocks that arrive with it."""
     path: StoredPath
@@ -77,7 +93,7 @@ class OnTheirWay(NamedTuple):
     num_blocks: int
     """The memory that they take."""
     blocks: set[TierBlock]
-    snapshots: set[TierSnapshot]
+    snapshots: set[Copy]
 
 
 NOTHING_ON_ITS_WAY: Final = OnTheirWay(0, set(), set())
@@ -119,7 +135,7 @@ class Spills:
 
     def on_their_way(self) -> OnTheirWay:
         """Return the entries that are being written."""
-        sizes, blocks, snapshots = dict[int, int](), set[TierBlock](), set[TierSnapshot]()
+        sizes, blocks, snapshots = dict[int, int](), set[TierBlock](), set[Copy]()
         for spill in self._spills.values():
             sizes |= self._sizes(spill.path)
             blocks.update(spill.nodes)
@@ -135,69 +151,59 @@ class Spills:
                 return
             self.spill(leaving)
 
-    def spill(self, leaving: TierSnapshot) -> None:
+    def spill(self, leaving: Copy) -> None:
         """Begin to spill a snapshot, or drop it if the tier has it, it is worth too little or it would not be loaded.
 
         While a load brings blocks that it needs to the device, or they are being written to the upper tier, it stays.
         """
-        if not self._upper.is_whole(leaving):
-            self._upper.push(leaving)
-            return
-        if not self._pays(leaving):
-            self._refuse(leaving)
-            return
-        data, tree = leaving.path(), self._lower.tree_below(self._upper, leaving.salt)
-        if self._is_known(leaving, tree, data):
-            self._upper.remove(leaving, is_elsewhere=True)
-        elif (missing := self._make_room(leaving, tree, data)) is None:
-            self._refuse(leaving)
+        if self._upper.is_whole(leaving.snapshot):
+            self._move(leaving, None)
         else:
-            self._begin(leaving, tree, data, missing)
+            self._upper.push(leaving)
 
     def save(self, entry: DeviceEntry) -> None:
         """Begin to store an entry of the device, unless the tier has it, it is worth too little or too slow to load.
 
         The caller pins the entry until the transfer has ended.
         """
-        lower, demoted, data = self._lower, entry.demoted, entry.data
-        tree = lower.tree_name(demoted.salt)
-        if not self._pays(demoted) or self._is_known(demoted, tree, data):
-            return
-        missing = self._make_room(demoted, tree, data)
-        if missing is None:
-            lower.num_snapshots_refused += 1
-            return
-        transfer = self._next_transfer()
-        arriving, nodes, path = self._enter(demoted, tree, data, missing)
-        blocks = [
-            *((entry.blocks[index], address) for index, address in path.addresses.items()),
-            (entry.tail, path.tail),
-        ]
-        slots = ((entry.slot, path.slot),) if path.slot else ()
-        self._spills[transfer] = _Spill(None, (), 0, arriving, nodes, path, None)
-        self._issue(
-            StoreOut(transfer, lower.store, tuple(x for x in blocks if x[1]), slots, (), path, is_final=self.is_final)
-        )
+        lower, leaving = self._lower, entry.demoted
+        tree = lower.tree.open(entry.salt)
+        block = lower.tree.add_block(tree, entry.data, leaving.position // BLOCK_TOKENS)
+        snapshot = leaving.snapshot = lower.tree.attach(leaving.snapshot, tree, block)
+        snapshot.num_pins += 1
+        self._move(leaving, entry)
+        snapshot.num_pins -= 1
+        lower.tree.detach(snapshot)
 
-    def _pays(self, leaving: TierSnapshot) -> bool:
-        """Return whether loading a snapshot would pay."""
-        lower, whole = self._lower, leaving.position // BLOCK_TOKENS
-        num_blocks = lower.slot_blocks + whole - lower.first_needed(leaving.position) + leaving.has_tail
-        return lower.costs.pays(num_blocks * lower.block_bytes, leaving.position)
+    def _move(self, leaving: Copy, entry: DeviceEntry | None) -> None:
+        """Begin to store a snapshot from the upper tier or from the device, if that pays; else remove it from the tier.
 
-    def _is_known(self, leaving: TierSnapshot, tree: str, data: bytes) -> bool:
-        """Return whether the persistent tier has a snapshot or is getting it; if so, update its last use."""
-        block = find_block(self._lower.roots.get(tree), data, leaving.position // BLOCK_TOKENS)
-        known = None if block is None else block.snapshots.get(leaving.key)
-        if known is not None:
+        Args:
+            entry: it on the device; None: the upper tier has it.
+        """
+        known = leaving.snapshot.copies[self._lower.column.index]
+        if not self._pays(leaving.snapshot):
+            self._refuse(leaving)
+        elif known is not None:
             known.use = leaving.use
-        return known is not None
+            self._upper.remove(leaving, is_elsewhere=True)
+        elif (missing := self._make_room(leaving)) is None:
+            self._refuse(leaving)
+        else:
+            self._begin(leaving, entry, missing)
 
-    def _refuse(self, leaving: TierSnapshot) -> None:
+    def _pays(self, snapshot: TierSnapshot) -> bool:
+        """Return whether loading a snapshot would pay."""
+        lower, whole = self._lower, snapshot.position // BLOCK_TOKENS
+        num_blocks = lower.slot_blocks + whole - lower.first_needed(snapshot.position) + snapshot.has_tail
+        return lower.costs.pays(num_blocks * lower.block_bytes, snapshot.position)
+
+    def _refuse(self, leaving: Copy) -> None:
         self._lower.num_snapshots_refused += 1
-        self._upper.evict(leaving)
+        if leaving.column is not None:
+            self._upper.evict(leaving)
 
-    def _make_room(self, leaving: TierSnapshot, tree: str, data: bytes) -> Sequence[int] | None:
+    def _make_room(self, leaving: Copy) -> Sequence[int] | None:
         """Evict what is worth less than a snapshot and the blocks that it needs.
 
         Returns:
@@ -205,83 +211,83 @@ class Spills:
         """
         lower = self._lower
         while True:
-            missing = self._missing(leaving, tree, data)
-            num_blocks = lower.slot_blocks + leaving.has_tail + len(missing)
+            missing = self._missing(leaving.snapshot)
+            num_blocks = lower.slot_blocks + leaving.snapshot.has_tail + len(missing)
             if lower.num_blocks - lower.num_used >= num_blocks:
                 return missing
             # This may evict what had some of the blocks.
             if not lower.make_room(num_blocks, lower.worth(leaving)):
                 return None
 
-    def _missing(self, leaving: TierSnapshot, tree: str, data: bytes) -> Sequence[int]:
+    def _missing(self, snapshot: TierSnapshot) -> Sequence[int]:
         """Return which blocks a snapshot needs that the persistent tier neither has nor is getting."""
-        lower, whole = self._lower, leaving.position // BLOCK_TOKENS
-        first, root = lower.first_needed(leaving.position), lower.roots.get(tree)
-        node, depth = (None, 0) if root is None else descend(root, data, whole)
-        if node is None or depth <= first or not lower.has_windows:
-            return range(max(first, depth), whole)
-        known = enumerate(nodes_from(node, depth - first), first)
-        return [*(index for index, block in known if not lower.is_needed(block)), *range(depth, whole)]
+        lower, whole = self._lower, snapshot.position // BLOCK_TOKENS
+        first = lower.first_needed(snapshot.position)
+        if lower.has_windows or snapshot.block is None:
+            needed = enumerate(lower.needed_blocks(snapshot), first)
+            return [index for index, block in needed if not lower.is_needed(block)]
+        _, depth = lower.column.last_on_path(snapshot.block, whole)
+        return range(depth, whole)
 
-    def _enter(
-        self, leaving: TierSnapshot, tree: str, data: bytes, missing: Sequence[int]
-    ) -> tuple[TierSnapshot, tuple[TierBlock, ...], StoredPath]:
-        """Put a snapshot into the persistent tier, and allocate memory for it and the blocks that are lacking."""
+    def _begin(self, leaving: Copy, entry: DeviceEntry | None, missing: Sequence[int]) -> None:
+        """Put a snapshot and blocks into the persistent tier, and begin to copy them there."""
+        lower, upper, snapshot = self._lower, self._upper, leaving.snapshot
+        data, nodes = snapshot.path(), _nodes_at(snapshot, missing)
+        above = position_above(lower.column, lower.tree.root(snapshot.tree), data, leaving.position)
+        flags = leaving.is_shared, leaving.is_superseded, leaving.is_interior
+        arriving = Copy(snapshot, leaving.kind, leaving.use, leaving.position - above, *flags, num_loads=1)
+        lower.enter(arriving, snapshot.tree, data)
+        transfer, path = self._next_transfer(), self._new_path(leaving, data, missing)
+        sources = self._sources(leaving, nodes, path, transfer) if entry is None else entry.sources(path)
+        read = tuple(source for source, _ in sources.stored)
+        upper.begin_reading(read)
+        leaving.num_loads += 1
+        num_leaving = self._num_freed_by(leaving) if entry is None else 0
+        self._num_leaving += num_leaving
+        self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, nodes, path, sources.hold)
+        blocks, slots, stored, _ = sources
+        self._issue(StoreOut(transfer, lower.store, blocks, slots, stored, path, is_final=self.is_final))
+
+    def _new_path(self, leaving: Copy, data: bytes, missing: Sequence[int]) -> StoredPath:
+        """Allocate memory for a snapshot and the blocks that are lacking."""
         lower = self._lower
-        above = position_above(lower.roots.get(tree), data, leaving.position)
-        arriving = leaving.copy(tree, leaving.position - above)
-        arriving.num_loads = 1
-        lower.enter(arriving, tree, data)
-        nodes = _nodes_at(arriving, missing)
         most = MAX_TOGETHER if lower.has_windows else len(missing)
-        path = StoredPath(
-            tree,
+        return StoredPath(
+            leaving.snapshot.tree,
             data,
             _together([(index, lower.take(1)) for index in missing], most),
             lower.has_windows,
             lower.take(lower.slot_blocks) if lower.slot_blocks else NO_ADDRESS,
-            lower.take(1) if leaving.has_tail else NO_ADDRESS,
+            lower.take(1) if leaving.snapshot.has_tail else NO_ADDRESS,
             leaving.kind,
             leaving.use.interarrival_bin,
             leaving.is_shared,
         )
-        return arriving, tuple(nodes), path
 
-    def _begin(self, leaving: TierSnapshot, tree: str, data: bytes, missing: Sequence[int]) -> None:
-        lower, transfer = self._lower, self._next_transfer()
-        arriving, nodes, path = self._enter(leaving, tree, data, missing)
-        addresses, sources = path.addresses, _nodes_at(leaving, missing)
-        here = [index for index, node in zip(missing, sources, strict=True) if node.address == NO_ADDRESS]
-        hold = None
-        blocks: tuple[tuple[BlockId, int], ...] = ()
-        if here:
-            name = RequestId(f"spill {transfer}")
-            hold = self._holds.keep_blocks(name, leaving.salt, data, here[-1] + 1)
-            blocks = tuple((BlockId(hold.table[index]), addresses[index]) for index in here)
-        pairs = [
-            (node.address, address) for node, address in zip(sources, addresses.values(), strict=True) if node.address
-        ]
+    def _sources(self, leaving: Copy, nodes: Sequence[TierBlock], path: StoredPath, transfer: TransferId) -> Sources:
+        """Return where the upper tier and the device have what arrives; hold what the device has."""
+        addresses = path.addresses
+        pairs = list(zip(map(self._upper.address, nodes), addresses.values(), strict=True))
         pairs += [(leaving.address, path.slot), (leaving.tail_address, path.tail)]
         stored = tuple(pair for pair in pairs if pair[0] != NO_ADDRESS)
-        read = tuple(source for source, _ in stored)
-        self._upper.begin_reading(read)
-        leaving.num_loads += 1
-        num_leaving = self._num_freed_by(leaving)
-        self._num_leaving += num_leaving
-        self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, nodes, path, hold)
-        self._issue(StoreOut(transfer, lower.store, blocks, (), stored, path, is_final=self.is_final))
+        here = [index for index, (source, _) in zip(addresses, pairs, strict=False) if source == NO_ADDRESS]
+        if not here:
+            return Sources((), (), stored)
+        name, salt = RequestId(f"spill {transfer}"), self._lower.tree.salts[path.tree]
+        hold = self._holds.keep_blocks(name, salt, path.data, here[-1] + 1)
+        return Sources(tuple((BlockId(hold.table[index]), addresses[index]) for index in here), (), stored, hold)
 
-    def _num_freed_by(self, leaving: TierSnapshot) -> int:
+    def _num_freed_by(self, leaving: Copy) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
-        num_blocks = self._upper.slot_blocks + leaving.has_tail
-        if self._upper.has_windows:
-            needed = self._upper.needed_blocks(leaving)
-            return num_blocks + sum(node.address != NO_ADDRESS and node.num_needers == 1 for node in needed)
-        for node in leaving.block.ancestry() if leaving.block is not None else ():
-            num_needed_by = len(node.children) + len(node.snapshots)
-            if num_needed_by > 1:
+        upper, snapshot, column = self._upper, leaving.snapshot, self._upper.column
+        num_blocks = upper.slot_blocks + snapshot.has_tail
+        if upper.has_windows:
+            needed = upper.needed_blocks(snapshot)
+            return num_blocks + sum(upper.address(x) != NO_ADDRESS and column.num_needers[x.row] == 1 for x in needed)
+        for node in snapshot.block.ancestry() if snapshot.block is not None else ():
+            if column.num_holders[node.row] > 1:
                 break
-            num_blocks += node.address != NO_ADDRESS
+            num_blocks += upper.address(node) != NO_ADDRESS
         return num_blocks
 
     def complete(self, completion: Completion) -> bool:
@@ -302,10 +308,8 @@ class Spills:
             self.failure = completion.cause
             self._fail(spill)
         leaving = spill.leaving
-        if leaving is None:
-            return True
         leaving.num_loads -= 1
-        if leaving.num_loads == 0 and leaving.block is not None:
+        if leaving.num_loads == 0 and leaving.column is not None:
             if completion.is_done:
                 upper.remove(leaving, is_elsewhere=True)
             else:
@@ -317,11 +321,11 @@ class Spills:
         lower, path, arriving = self._lower, spill.path, spill.arriving
         unneeded = dict[int, int]()
         for node, address in zip(spill.nodes, path.addresses.values(), strict=True):
-            if node.address != NO_ADDRESS or not lower.is_needed(node):
-                unneeded[address] = 1
+            if lower.is_lacking(node):
+                lower.column.addresses[node.row] = address
             else:
-                node.address = address
-        if arriving.block is None:
+                unneeded[address] = 1
+        if arriving.column is None:
             unneeded |= {path.slot: lower.slot_blocks, path.tail: 1}
         else:
             arriving.address, arriving.tail_address = path.slot, path.tail
@@ -335,7 +339,7 @@ class Spills:
         lower = self._lower
         lower.remove(spill.arriving)
         for node, index in zip(spill.nodes, spill.path.addresses, strict=True):
-            if node.address == NO_ADDRESS and lower.is_needed(node):
+            if lower.is_lacking(node):
                 lower.cut_off(node, index + 1)
         lower.free(self._sizes(spill.path))
 
@@ -345,10 +349,10 @@ class Spills:
         return sizes
 
 
-def _nodes_at(demoted: TierSnapshot, indices: Sequence[int]) -> tuple[TierBlock, ...]:
+def _nodes_at(snapshot: TierSnapshot, indices: Sequence[int]) -> tuple[TierBlock, ...]:
     """Return the nodes of these whole blocks before a snapshot."""
     first = indices[0] if indices else 0
-    nodes = demoted.last_blocks(demoted.position // BLOCK_TOKENS - first) if indices else []
+    nodes = snapshot.last_blocks(snapshot.position // BLOCK_TOKENS - first) if indices else []
     return tuple(nodes[index - first] for index in indices)
 
 

@@ -1,57 +1,38 @@
-"""Turns changes of a tier's entries into events.
+"""Turns changes of what tiers hold into events.
 
 A demoted snapshot can be resumed once it is loaded, so it is announced, and so are the blocks on its path: those of the
-tier's tree. What a load takes out of the tier stays *claimed* until the load has ended, because requests wait for it.
+tiers' tree.
 
 A persistent tier knows a salt by its hash alone. What it holds from an earlier process is announced once the salt is
 known: at the start for prompts without one, else with the first request under it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
-from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot
+from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot, TierTree
 from strandline.records.cache_events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
 from strandline.records.path_hashes import block_hashes, root_hash
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Claim:
-    """A snapshot that a load brings, and the blocks of its path."""
-
-    events: tuple[BlocksStored | SnapshotStored, ...]
-
-
 class TierAnnouncer:
-    """Announces the entries of one tier.
+    """Announces what is in the tree of the tiers.
 
     Args:
         emit: takes events.
-        roots: the tier's trees, by name.
-        tree_name: returns the name of a salt's tree.
         needs_snapshots: whether prompts resume at snapshots alone.
     """
 
-    def __init__(
-        self,
-        emit: Callable[[CacheEvent], None],
-        roots: Mapping[str, TierBlock],
-        tree_name: Callable[[str], str],
-        *,
-        needs_snapshots: bool,
-    ) -> None:
+    def __init__(self, emit: Callable[[CacheEvent], None], tree: TierTree, *, needs_snapshots: bool) -> None:
         self._emit = emit
-        self._roots = roots
-        self._tree_name = tree_name
+        self._tree = tree
         self._needs_snapshots = needs_snapshots
         self._salts: dict[str, str] = {}
         """By the name of a tree."""
-        self._claims: dict[Claim, None] = {}
 
     def add_salt(self, salt: str) -> None:
         """Announce what is stored under a salt, if the salt was not known."""
-        tree = self._tree_name(salt)
+        tree = self._tree.name(salt)
         if tree not in self._salts:
             self._salts[tree] = salt
             self._emit_all(self._state_of(tree))
@@ -60,12 +41,10 @@ class TierAnnouncer:
         """Yield events that announce everything anew."""
         for tree in self._salts:
             yield from self._state_of(tree)
-        for claim in self._claims:
-            yield from claim.events
 
     def enter(self, demoted: TierSnapshot) -> None:
         """Announce a snapshot that has entered the tree, and the blocks that have entered with it."""
-        salt, block = self._salts.get(demoted.salt), demoted.block
+        salt, block = self._salts.get(demoted.tree), demoted.block
         if salt is None or block is None:
             return
         nodes, node = list[TierBlock](), block
@@ -87,34 +66,13 @@ class TierAnnouncer:
         if hashes:
             self._emit(BlocksRemoved(hashes))
 
-    def claim(self, block: TierBlock, demoted: TierSnapshot) -> Claim:
-        """Keep the blocks of a path, and a snapshot at its end or below, announced until they are released."""
-        salt = self._salts[demoted.salt]
-        events: list[BlocksStored | SnapshotStored] = [*_nodes_stored([*block.ancestry()][::-1], salt)]
-        if self._needs_snapshots:
-            events.append(_snapshot_event(demoted, block, salt))
-        self._emit_all(events)
-        claim = Claim(tuple(events))
-        self._claims[claim] = None
-        return claim
-
-    def release(self, claim: Claim) -> None:
-        """Announce that what was claimed is gone; other memories may hold it by now."""
-        del self._claims[claim]
-        for event in claim.events[::-1]:
-            match event:
-                case SnapshotStored(path_hash):
-                    self._emit(SnapshotRemoved(path_hash))
-                case BlocksStored(hashes):
-                    self._emit(BlocksRemoved(hashes[::-1]))
-
     def _emit_all(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
             self._emit(event)
 
     def _state_of(self, tree: str) -> Iterator[CacheEvent]:
         """Yield what is announced of a tree."""
-        root, salt = self._roots.get(tree), self._salts[tree]
+        root, salt = self._tree.roots.get(tree), self._salts[tree]
         if root is None:
             return
         root.path_hash = root_hash(salt)

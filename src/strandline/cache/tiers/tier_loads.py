@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_announcer import Claim
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierBlock, TierSnapshot, find_block
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierBlock, TierSnapshot, find_block
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.actions import Completion
@@ -27,8 +26,8 @@ class _TierLoad:
     """A load under way."""
 
     block: TierBlock | None
-    """The last whole block of what is loaded."""
-    keeper: TierSnapshot | None
+    """The last whole block of what is loaded; None: no tier has it."""
+    keeper: Copy | None
     """The snapshot that needs what is loaded, and so keeps it in the tier."""
     addresses: tuple[int, ...]
     """The addresses that it reads; a persistent tier retains them."""
@@ -36,8 +35,8 @@ class _TierLoad:
     """By address that it reads: a whole block, and its index in the path."""
     returning: list[tuple[int, TierBlock]] = field(default_factory=list)
     """Those blocks that have left the tier."""
-    claim: Claim | None = None
-    """The entries that stay announced until it has ended."""
+    kept: TierSnapshot | None = None
+    """What stays in the tree until it has ended."""
 
 
 class TierLoads:
@@ -57,18 +56,19 @@ class TierLoads:
 
     def begin(self, lease: Lease, addresses: Iterable[int]) -> None:
         """Pin what a load is going to read, and what resuming from it needs."""
-        block = self._last_block(lease)
-        load = self._loads[lease.request_id] = _TierLoad(block, self._keeper(lease, block), tuple(addresses))
-        if load.keeper is not None:
-            load.keeper.num_loads += 1
-        if self._tier.announcer is not None and load.keeper is not None and block is not None and self.is_exchange:
-            load.claim = self._tier.announcer.claim(block, load.keeper)
+        tier, tree, whole = self._tier, self._tier.tree, len(lease.tokens) // BLOCK_TOKENS
+        block = find_block(tree.roots.get(tree.name(lease.salt)), lease.tokens.data, whole)
+        keeper = self._keeper(lease, block)
+        load = self._loads[lease.request_id] = _TierLoad(block, keeper, tuple(addresses))
+        if block is not None and keeper is not None:
+            keeper.num_loads += 1
+            load.kept = self._keep(keeper.snapshot, block, whole)
         if not self.is_exchange:
-            self._tier.begin_reading(load.addresses)
+            tier.begin_reading(load.addresses)
         elif block is not None:
-            whole, wanted = len(lease.tokens) // BLOCK_TOKENS, set(load.addresses)
-            nodes = enumerate(block.ancestry(), 1)
-            load.nodes = {node.address: (whole - depth, node) for depth, node in nodes if node.address in wanted}
+            wanted = set(load.addresses)
+            nodes = ((tier.address(node), depth, node) for depth, node in enumerate(block.ancestry(), 1))
+            load.nodes = {address: (whole - depth, node) for address, depth, node in nodes if address in wanted}
 
     def exchange(self, lease: Lease, addresses: Iterable[int]) -> None:
         """Free addresses that an issued transfer reads, unless the tier is persistent."""
@@ -79,7 +79,7 @@ class TierLoads:
         for address in addresses:
             if address in load.nodes:
                 index, node = load.nodes[address]
-                node.address, freed[address] = NO_ADDRESS, 1
+                tier.column.addresses[node.row], freed[address] = NO_ADDRESS, 1
                 tier.returning[node] += 1
                 load.returning.append((index, node))
             elif keeper is not None and address == keeper.address:
@@ -120,69 +120,73 @@ class TierLoads:
             snapshot.is_superseded = keeper.is_superseded
         if self.is_exchange:
             self._end_exchange(lease, load, is_done=completion.is_done)
-            if tier.announcer is not None and load.claim is not None:
-                tier.announcer.release(load.claim)
-            return
-        tier.end_reading(load.addresses)
-        self._forget_lost(lease, completion.lost)
-        if keeper is not None:
-            keeper.num_loads -= 1
-            keeper.use = keeper.use.next(tier.now) if completion.is_done else keeper.use
-            tier.push(keeper)
+        else:
+            tier.end_reading(load.addresses)
+            self._forget_lost(lease, load, completion.lost)
+            if keeper is not None:
+                keeper.num_loads -= 1
+                keeper.use = keeper.use.next(tier.now) if completion.is_done else keeper.use
+                tier.push(keeper)
+        if load.kept is not None:
+            load.kept.num_pins -= 1
+            tier.tree.detach(load.kept)
 
     def _end_exchange(self, lease: Lease, load: _TierLoad, *, is_done: bool) -> None:
         tier, keeper = self._tier, load.keeper
         tier.returning.subtract(node for _, node in load.returning)
         tier.returning = +tier.returning
         if is_done:
-            self._forget_returned(lease)
+            self._forget_returned(lease, load)
             return
         for index, node in load.returning:
-            if node.address == NO_ADDRESS and tier.is_needed(node):
+            if tier.is_lacking(node):
                 tier.cut_off(node, index + 1)
         if keeper is not None and load.block is not None and tier.slot_blocks:
             tier.pass_savings(load.block, keeper)
 
-    def _keeper(self, lease: Lease, block: TierBlock | None) -> TierSnapshot | None:
+    def _keep(self, snapshot: TierSnapshot, block: TierBlock, num_blocks: int) -> TierSnapshot:
+        """Keep what is loaded in the tree: a snapshot or, without states, the end of a block before it."""
+        if not self._tier.slot_blocks:
+            snapshot = self._tier.tree.attach(TierSnapshot(num_blocks * BLOCK_TOKENS, b""), snapshot.tree, block)
+        snapshot.num_pins += 1
+        return snapshot
+
+    def _keeper(self, lease: Lease, block: TierBlock | None) -> Copy | None:
         if block is None:
             return None
         if self._tier.slot_blocks:
             whole = len(lease.tokens) // BLOCK_TOKENS
-            return block.snapshots.get(bytes(lease.tokens.data[whole * BLOCK_KEY_BYTES :]))
-        return next(block.below(), None)
+            return self._tier.copy_of(block, bytes(lease.tokens.data[whole * BLOCK_KEY_BYTES :]))
+        return next(self._tier.column.below(block), None)
 
-    def _last_block(self, lease: Lease) -> TierBlock | None:
-        """Return the node of the last whole block of what is loaded."""
-        tier, whole = self._tier, len(lease.tokens) // BLOCK_TOKENS
-        return find_block(tier.roots.get(tier.tree_name(lease.salt)), lease.tokens.data, whole)
-
-    def _forget_lost(self, lease: Lease, lost: Sequence[int]) -> None:
+    def _forget_lost(self, lease: Lease, load: _TierLoad, lost: Sequence[int]) -> None:
         """Evict the snapshots that need addresses which could not be read."""
-        block, tier = self._last_block(lease) if lost else None, self._tier
-        if block is None:
+        block, tier = load.block, self._tier
+        if block is None or not lost:
             return
         addresses, whole = set(lost), len(lease.tokens) // BLOCK_TOKENS
-        nodes = [(node, whole - index) for index, node in enumerate(block.ancestry()) if node.address in addresses]
-        for snapshot in list(block.snapshots.values()):
-            if not addresses.isdisjoint((snapshot.address, snapshot.tail_address)):
-                tier.evict(snapshot)
+        path = enumerate(block.ancestry())
+        nodes = [(node, whole - index) for index, node in path if tier.address(node) in addresses]
+        for copy in list(tier.column.copies_at(block)):
+            if not addresses.isdisjoint((copy.address, copy.tail_address)):
+                tier.evict(copy)
         for node, num_blocks in reversed(nodes):
             if tier.is_needed(node):
                 tier.cut_off(node, num_blocks)
 
-    def _forget_returned(self, lease: Lease) -> None:
+    def _forget_returned(self, lease: Lease, load: _TierLoad) -> None:
         """Free the blocks that the device has again; without states, also remove the ends before them."""
-        block, tier = self._last_block(lease), self._tier
-        path = [] if block is None else list(block.ancestry())
+        tier = self._tier
+        path = [] if load.block is None else list(load.block.ancestry())
         returned = [
             node for node, held in zip(path, reversed(path_blocks(lease.run)[: len(path)]), strict=True) if held
         ]
-        freed = {node.address: 1 for node in returned}
+        freed = {tier.address(node): 1 for node in returned}
         for node in returned:
-            node.address = NO_ADDRESS
+            tier.column.addresses[node.row] = NO_ADDRESS
         tier.free(freed)
         if not tier.slot_blocks:
             for node in path:
-                for end in list(node.snapshots.values()):
+                for end in list(tier.column.copies_at(node)):
                     if end.num_loads == 0:
                         tier.remove(end, is_elsewhere=True)

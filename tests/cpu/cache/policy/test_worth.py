@@ -16,7 +16,7 @@ from strandline.cache.policy.placements import NoSnapshots
 from strandline.cache.policy.reuse import ReuseHistory
 from strandline.cache.policy.worth import CERTAIN_RATE, LeastRecentlyUsed, WorthPerByte
 from strandline.cache.size import CacheSize
-from strandline.cache.tree import Snapshot, num_continuations
+from strandline.cache.tree import Snapshot
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.tokens import encode
 from tests.cpu.cache.driver import Driver, published, reasons
@@ -217,9 +217,9 @@ def test_prompt_end_size_includes_kv_after_answer_eviction() -> None:
     driver.serve(asked, said)
     driver.serve(prompt(40, 900_000))
     answered, asked_end = snapshot_after(driver, asked + said), snapshot_after(driver, asked)
-    assert num_continuations(asked_end) == 1
+    assert asked_end.num_continuations == 1
     driver.cache.internals().memory.drop_snapshot(answered)
-    assert num_continuations(asked_end) == 0
+    assert asked_end.num_continuations == 0
     saved_share = 462 / (462 + 64 * BLOCKS_PER_SLAB)
     rate = driver.cache.internals().reuse.rate(asked_end.use.interarrival_bin, 1)
     assert order.worth(asked_end) == pytest.approx(saved_share * rate)

@@ -61,16 +61,17 @@ def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> D
     """
     _, disk = tiers(driver)
     blocks, snapshots = [], []
-    for tree, root in disk.roots.items():
+    for tree, root in disk.tree.roots.items():
         waiting = [(root, root_hash(tree), 0)]
         while waiting:
             node, path_hash, depth = waiting.pop()
             for key, child in node.children.items():
-                if depth + 1 != lose and child.address:
-                    blocks.append(KeptBlocks(tree, path_hash, key, (child.address,), 0, 0.0, False))
+                if depth + 1 != lose and disk.address(child):
+                    blocks.append(KeptBlocks(tree, path_hash, key, (disk.address(child),), 0, 0.0, False))
                 waiting.append((child, block_hashes(path_hash, key)[0], depth + 1))
-            for found in node.snapshots.values():
-                before, key = (root_hash(tree), found.path()) if disk.has_windows else (path_hash, found.key)
+            for found in disk.column.copies_at(node):
+                whole = found.snapshot
+                before, key = (root_hash(tree), whole.path()) if disk.has_windows else (path_hash, whole.key)
                 if found.address:
                     snapshots.append(
                         KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
@@ -221,7 +222,7 @@ def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch)
     assert driver.load_from_tier(NEXT_TURN) is not None
     [(transfer, action)] = driver.device.loading.items()
     cut, cut_off = list[int](), disk.cut_off
-    monkeypatch.setattr(disk, "cut_off", lambda node, depth: (cut.append(node.address), cut_off(node, depth)))
+    monkeypatch.setattr(disk, "cut_off", lambda node, depth: (cut.append(disk.address(node)), cut_off(node, depth)))
     lost = Lost(address for _, address in (*action.blocks[1:], *action.slots))
     driver.fail(transfer, lost)
     assert cut == [lost[0]], "what lies below is lost with the first of the path"
@@ -338,7 +339,7 @@ def test_lookups_visit_only_what_the_device_lacks() -> None:
     _, disk = tiers(driver)
     assert driver.bring_back(PROMPT)
     deepest = max(disk.snapshots(), key=lambda snapshot: snapshot.position)
-    for node in [*deepest.last_blocks(9)[:5], *disk.roots.values()]:
+    for node in [*deepest.snapshot.last_blocks(9)[:5], *disk.tree.roots.values()]:
         node.snapshots = Untouchable(node.snapshots)
     assert driver.lookup(NEXT_TURN).misses[0] == Miss(Reason.DEMOTED, 400, 600)
     offer = driver.loads.tier_offer(TokenBuffer(NEXT_TURN))
@@ -437,7 +438,7 @@ def test_a_restart_with_less_memory_keeps_what_is_worth_most() -> None:
 def test_salts_hold_after_a_restart() -> None:
     driver = restarted(spilled(salt="tenant"))
     _, disk = tiers(driver)
-    assert "tenant" not in str(list(disk.roots))
+    assert "tenant" not in str(list(disk.tree.roots))
     assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
     assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
     assert driver.bring_back(PROMPT, "tenant")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.cache.tiers import tier_tree
-from strandline.cache.tiers.tier_tree import TierBlock, add_block, descend, find_block, nodes_from
+from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot, TierTree, descend, find_block, nodes_from
 from strandline.records.tokens import BLOCK_KEY_BYTES, encode
 
 Path = tuple[int, ...]
@@ -29,11 +29,14 @@ def numbers_before(node: TierBlock) -> Path:
     return tuple(child.key[3] for child in list(node.ancestry())[::-1])
 
 
-def prune(node: TierBlock, removed: int) -> None:
+def prune(tree: TierTree, node: TierBlock, removed: int) -> None:
     """Remove the last blocks of a path, as many as nothing else needs."""
-    while removed and (parent := node.parent) is not None and not node.children:
-        node.unlink()
-        node, removed = parent, removed - 1
+    path = list(node.ancestry())
+    if removed < len(path):
+        path[removed].snapshots = {b"": TierSnapshot(0, b"")}
+    tree.prune(node)
+    if removed < len(path):
+        path[removed].snapshots = {}
 
 
 PATHS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
@@ -44,12 +47,13 @@ PATHS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
     asked=st.lists(PATHS, min_size=1, max_size=4),
 )
 def test_strides_lead_where_single_blocks_lead(events: list[tuple[Path, int]], asked: list[Path]) -> None:
-    root = TierBlock(None, b"")
+    tree = TierTree(1, None)
+    root = tree.root("")
     known: set[Path] = {()}
     for path, removed in events:
-        node = add_block(root, encoded(path), len(path))
+        node = tree.add_block("", encoded(path), len(path))
         assert numbers_before(node) == path
-        prune(node, removed)
+        prune(tree, node, removed)
         known = {()} | {numbers_before(each) for each in nodes_below(root)}
         for other in asked:
             node, depth = descend(root, bytearray(encoded(other)), len(other))
@@ -66,12 +70,13 @@ def nodes_below(root: TierBlock) -> Iterator[TierBlock]:
 
 
 def test_removed_blocks_keep_no_others() -> None:
-    root, path = TierBlock(None, b""), tuple(range(12))
-    end = add_block(root, encoded(path), len(path))
+    tree, path = TierTree(1, None), tuple(range(12))
+    root = tree.root("")
+    end = tree.add_block("", encoded(path), len(path))
     assert find_block(root, encoded(path), len(path)) is end
     nodes = nodes_from(end, len(path))
     assert [node.stride is not None for node in nodes[2::3]] == [True, True, True, False]
-    prune(end, len(path))
+    prune(tree, end, len(path))
     assert not any(node.stride for node in nodes)
     assert descend(root, encoded(path), len(path)) == (root, 0)
 
@@ -84,8 +89,9 @@ class Untouchable(dict[bytes, TierBlock]):
 
 
 def test_known_paths_are_followed_in_strides() -> None:
-    root, path = TierBlock(None, b""), tuple(range(31))
-    end = add_block(root, encoded(path), len(path))
+    tree, path = TierTree(1, None), tuple(range(31))
+    root = tree.root("")
+    end = tree.add_block("", encoded(path), len(path))
     assert find_block(root, encoded(path), len(path)) is end
     for node in nodes_from(end, 30)[:-1]:
         node.children = Untouchable(node.children)
