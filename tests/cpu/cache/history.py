@@ -208,7 +208,8 @@ class History:
         again = self.admit(tokens, salt)
         num_blocks = -(-len(tokens) // BLOCK_TOKENS)
         fits = self.rule.needs_slots or num_blocks <= self.cache.memory_use().max_blocks
-        assert again is not None or self.running or self.loads or not fits, "a request that is alone can always go on"
+        is_alone = not self.running and not self.cache.holds_for_others
+        assert again is not None or not is_alone or not fits, "a request that is alone can always go on"
         if had_state and again is not None and Reason.NO_ROOM not in reasons(again.account):
             assert again.computed >= min(lease.computed, self.rule.last(len(tokens))) // self._grid * self._grid
 
