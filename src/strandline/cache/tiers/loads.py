@@ -28,7 +28,7 @@ from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
-from strandline.cache.tiers.tier_loads import TierLoads
+from strandline.cache.tiers.tier_load import TierLoad
 from strandline.cache.tiers.tier_tree import TierTree
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
@@ -41,7 +41,7 @@ from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 
 PIECE_SLABS: Final = 2
-"""Size of the transfers of a load whose memory is exchanged (``cache/tier_loads.py``), in slabs."""
+"""Size of the transfers of a load whose memory is exchanged (``cache/tiers/tier_load.py``), in slabs."""
 MIN_PIECE_BLOCKS: Final = 16
 """Their size in blocks, at least."""
 
@@ -73,8 +73,8 @@ class Loads:
         self._num_transfers = 0
         self.tiers = self._new_tiers(lower if cache.is_enabled else (), parts.reuse, announcer)
         """Nearest first."""
-        self._tier_loads = {tier.store: TierLoads(tier) for tier in self.tiers}
-        """The loads from each of them, by the name of its store."""
+        self._tier_of = {tier.store: tier for tier in self.tiers}
+        """By the name of its store."""
         holds, issue = Holds(cache), self._memory.issue
         self.spills = tuple(Spills(*pair, issue, holds, self.next_transfer) for pair in pairwise(self.tiers))
         """The spills from each tier to the next."""
@@ -239,20 +239,21 @@ class Loads:
             return None
         # Before memory is allocated: what the device evicts for it may push out tier entries, also those to be loaded.
         lease = self._new_lease(salt, data, root, upper)
-        tier = self._tier_loads.get(offer.store)
-        if tier is not None:
-            tier.begin(lease, [*addresses.values(), *(snapshot.address for snapshot in missing)])
+        tier = self._tier_of.get(offer.store)
+        read = [*addresses.values(), *(snapshot.address for snapshot in missing)]
+        source = None if tier is None else TierLoad(tier, lease, read)
         num_actions = len(memory.actions)
         lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
-        load = _Load(lease, tuple(x.position for x in missing) or (offer.position,))
+        load = _Load(lease, source, tuple(x.position for x in missing) or (offer.position,))
         self._loads[lease.request_id] = load
         to_slots = tuple((cut.slot, snapshot.address) for cut, snapshot in zip(lease.cuts, missing, strict=True))
         piece_blocks = max(PIECE_SLABS * memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
-        for some in _pieces(list(addresses.values()), piece_blocks if tier is not None and tier.is_exchange else None):
+        is_exchange = source is not None and source.is_exchange
+        for some in _pieces(list(addresses.values()), piece_blocks if is_exchange else None):
             self._begin_piece(load, offer.store, some, to_slots)
             to_slots = ()
-        if tier is not None:
-            tier.finish_exchange(lease)
+        if source is not None:
+            source.finish_exchange()
             self._mark_held(load, num_actions)
         block_at = dict(zip(addresses, load.blocks, strict=True))
         past = -(-offer.position // BLOCK_TOKENS)
@@ -275,8 +276,8 @@ class Loads:
         self._load_of[transfer] = load
         to_blocks = tuple((BlockId(block), address) for block, address in zip(blocks, addresses, strict=True))
         memory.actions.append(LoadIn(transfer, store, to_blocks, to_slots))
-        if store in self._tier_loads:
-            self._tier_loads[store].exchange(lease, [*addresses, *(address for _, address in to_slots)])
+        if load.source is not None:
+            load.source.exchange([*addresses, *(address for _, address in to_slots)])
 
     def _mark_held(self, load: "_Load", first: int) -> None:
         """Mark the stores among the actions from ``first`` on whose sources only the load will write."""
@@ -357,19 +358,16 @@ class Loads:
         lease.cuts, lease.fills = [], NO_FILLS
         del self._leases[lease.request_id]
         lease.is_active = False
-        for tier, loads in zip(self.tiers, self._tier_loads.values(), strict=True):
-            if lease in loads:
-                self._end_in_tier(tier, loads, lease, len(blocks), completion)
+        if load.source is not None:
+            self._end_in_tier(load.source, load, completion)
         memory.take_back(lease)
         return EndedLoad(lease, is_done=completion.is_done)
 
-    def _end_in_tier(
-        self, tier: LowerTier, loads: TierLoads, lease: Lease, num_blocks: int, completion: Completion
-    ) -> None:
-        snapshot = None
-        if completion.is_done and tier.slot_blocks:
+    def _end_in_tier(self, source: TierLoad, load: "_Load", completion: Completion) -> None:
+        lease, snapshot = load.lease, None
+        if completion.is_done and self._num_slots:
             snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
-        loads.end(lease, snapshot, completion, (num_blocks + tier.slot_blocks) * tier.block_bytes)
+        source.end(snapshot, completion, len(load.blocks))
         if snapshot is not None:
             self._memory.offer(snapshot)
 
@@ -387,6 +385,8 @@ class _Load:
     """A load under way."""
 
     lease: Lease
+    source: TierLoad | None
+    """The load in the tier that it reads; None: another store."""
     positions: tuple[int, ...]
     """Positions of the snapshots that it brings; without states, its end."""
     blocks: "array[int]" = field(default_factory=partial(array, "i"))

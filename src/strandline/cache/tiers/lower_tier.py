@@ -3,7 +3,7 @@
 A store (``device/transfers.py``) carries out the decisions. What the device evicts is *demoted* to the first tier, in
 host memory, if it is worth more than what the tier would evict for it. A snapshot and the blocks on its path leave the
 device at different times, but leave the tier together: it stores a block exactly as long as a demoted snapshot needs
-the block, and both return to the device in one load (``tier_loads.py``). The first tier drops what returns, so the two
+the block, and both return to the device in one load (``tier_load.py``). The first tier drops what returns, so the two
 memories hold different entries.
 
 Further tiers are *persistent*, and each gets what leaves the one above it (``spills.py``). They store whole paths, as
@@ -48,7 +48,7 @@ from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId
 from strandline.records.account import SnapshotKind
-from strandline.records.actions import Action, DropStored, StoreOut
+from strandline.records.actions import Action, Completion, DropStored, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, resumable_end
 
@@ -429,6 +429,16 @@ class LowerTier:
             if copy.address and is_deeper and data.startswith(copy.snapshot.key, depth * BLOCK_KEY_BYTES):
                 return TierEnd(node, copy, copy.position)
         return None
+
+    def count_load(self, num_blocks: int, completion: Completion) -> None:
+        """Count the end of a load of this many blocks and, with states, a slot."""
+        if completion.is_done:
+            num_bytes = (num_blocks + self.slot_blocks) * self.block_bytes
+            self.num_loads += 1
+            self.num_loaded_bytes += num_bytes
+            self.costs.observe_load(num_bytes, completion.seconds)
+        else:
+            self.num_failed_loads += 1
 
     # Reading
 

@@ -143,6 +143,24 @@ def test_what_has_returned_stays_and_is_not_stored_again() -> None:
     assert driver.bring_back(PROMPT)
 
 
+def test_what_two_tiers_have_is_in_the_tree_once() -> None:
+    driver = spilled(host=60)
+    host, disk = tiers(driver)
+    assert driver.bring_back(PROMPT)
+    host.num_spare_blocks = 0
+    evict_all(driver)
+    [[host_copy], [disk_copy]] = host.snapshots(), disk.snapshots()
+    assert host_copy.snapshot is disk_copy.snapshot
+    path = host_copy.snapshot.last_blocks(6)
+    assert all(host.address(node) and disk.address(node) for node in path)
+    host.evict(host_copy)
+    assert (host.num_used, positions(disk)) == (0, [400])
+    assert all(disk.address(node) for node in path)
+    disk.evict(disk_copy)
+    assert disk.num_used == 0
+    assert not any(root.children for root in disk.tree.roots.values())
+
+
 def test_blocks_still_on_the_device_are_stored_with_the_snapshot() -> None:
     driver = Driver(lower_blocks=(13, 100))
     host, disk = tiers(driver)

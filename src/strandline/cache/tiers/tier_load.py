@@ -1,0 +1,174 @@
+"""Loads from a tier: pin what a load reads in the tier, and free or retain it when the load ends.
+
+A persistent tier retains what is loaded. In the other kind, memory is *exchanged*: an address is freed as soon as the
+load that reads it has been issued, and the store reads it before it writes anything else there. So what the device
+evicts for the load takes the place of what is loaded, and neither memory evicts more. For that, a load is split into
+pieces (``loads.py``): each frees its addresses before the device evicts for the next one.
+
+Until the load has ended, its blocks are *returning*: neither in the tier nor on the device. Other demoted snapshots may
+need them, and cannot be loaded or spilled in the meantime. If the load fails, they are evicted.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from strandline.cache.lease import Lease
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierBlock, TierSnapshot, find_block
+from strandline.cache.tree import Snapshot, path_blocks
+from strandline.ids import BLOCK_TOKENS
+from strandline.records.actions import Completion
+from strandline.records.tokens import BLOCK_KEY_BYTES
+
+
+class TierLoad:
+    """A load from a tier: pins what it is going to read, and what resuming from it needs.
+
+    Args:
+        addresses: those that it is going to read.
+    """
+
+    def __init__(self, tier: LowerTier, lease: Lease, addresses: Iterable[int]) -> None:
+        self._tier = tier
+        self._lease = lease
+        self._addresses = tuple(addresses)
+        self._num_blocks = len(lease.tokens) // BLOCK_TOKENS
+        root = tier.tree.roots.get(tier.tree.name(lease.salt))
+        self._block = find_block(root, lease.tokens.data, self._num_blocks)
+        """The last whole block of what is loaded; None: no tier has it."""
+        self._keeper = self._find_keeper()
+        """The snapshot that needs what is loaded, and so keeps it in the tier."""
+        self._pinned: TierSnapshot | None = None
+        """What stays in the tree until the load has ended."""
+        self._nodes: dict[int, tuple[int, TierBlock]] = {}
+        """By address that an exchange reads: a whole block, and its index in the path."""
+        self._returning: list[tuple[int, TierBlock]] = []
+        """Those blocks that have left the tier."""
+        if self._keeper is not None:
+            self._keeper.num_loads += 1
+            self._pinned = self._pin(self._keeper.snapshot)
+        if not self.is_exchange:
+            tier.begin_reading(self._addresses)
+        elif self._block is not None:
+            wanted = set(self._addresses)
+            for depth, node in enumerate(self._block.ancestry(), 1):
+                if (address := tier.address(node)) in wanted:
+                    self._nodes[address] = self._num_blocks - depth, node
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether what is loaded makes room for what the device evicts."""
+        return not self._tier.is_persistent
+
+    def _find_keeper(self) -> Copy | None:
+        if self._block is None:
+            return None
+        if self._tier.slot_blocks:
+            key = bytes(self._lease.tokens.data[self._num_blocks * BLOCK_KEY_BYTES :])
+            return self._tier.copy_of(self._block, key)
+        return next(self._tier.column.below(self._block), None)
+
+    def _pin(self, snapshot: TierSnapshot) -> TierSnapshot:
+        """Pin what is loaded in the tree: a snapshot or, without states, the end of a block before it."""
+        if not self._tier.slot_blocks and self._block is not None:
+            end = TierSnapshot(self._num_blocks * BLOCK_TOKENS, b"")
+            snapshot = self._tier.tree.attach(end, snapshot.tree, self._block)
+        snapshot.num_pins += 1
+        return snapshot
+
+    def exchange(self, addresses: Iterable[int]) -> None:
+        """Free addresses that an issued transfer reads, unless the tier is persistent."""
+        if not self.is_exchange:
+            return
+        tier, keeper, freed = self._tier, self._keeper, dict[int, int]()
+        for address in addresses:
+            if address in self._nodes:
+                index, node = self._nodes[address]
+                tier.column.addresses[node.row], freed[address] = NO_ADDRESS, 1
+                tier.returning[node] += 1
+                self._returning.append((index, node))
+            elif keeper is not None and address == keeper.address:
+                keeper.address, freed[address] = NO_ADDRESS, tier.slot_blocks
+            elif keeper is not None and address == keeper.tail_address:
+                keeper.tail_address, freed[address] = NO_ADDRESS, 1
+        tier.free(freed)
+
+    def finish_exchange(self) -> None:
+        """Remove the loaded snapshot once all transfers are issued, unless the tier is persistent."""
+        keeper = self._keeper
+        if keeper is None or not self.is_exchange:
+            return
+        keeper.num_loads -= 1
+        if self._tier.slot_blocks:
+            self._tier.remove(keeper, is_elsewhere=True)
+        else:
+            self._tier.push(keeper)
+
+    def end(self, snapshot: Snapshot | None, completion: Completion, num_blocks: int) -> None:
+        """End the load: free what it has brought to the device, unless the tier is persistent, or what it has lost.
+
+        Args:
+            snapshot: the one that now is on the device; None without states, or if the load failed.
+            completion: the common end of all its transfers.
+            num_blocks: how many blocks were to be loaded.
+        """
+        tier, keeper = self._tier, self._keeper
+        tier.count_load(num_blocks, completion)
+        if snapshot is not None and keeper is not None:
+            snapshot.use, snapshot.is_shared = keeper.use, keeper.is_shared
+            snapshot.is_superseded = keeper.is_superseded
+        if self.is_exchange:
+            self._end_exchange(is_done=completion.is_done)
+        else:
+            tier.end_reading(self._addresses)
+            self._forget_lost(completion.lost)
+            if keeper is not None:
+                keeper.num_loads -= 1
+                keeper.use = keeper.use.next(tier.now) if completion.is_done else keeper.use
+                tier.push(keeper)
+        if self._pinned is not None:
+            self._pinned.num_pins -= 1
+            tier.tree.detach(self._pinned)
+
+    def _end_exchange(self, *, is_done: bool) -> None:
+        tier = self._tier
+        tier.returning.subtract(node for _, node in self._returning)
+        tier.returning = +tier.returning
+        if is_done:
+            self._forget_returned()
+            return
+        for index, node in self._returning:
+            if tier.is_lacking(node):
+                tier.cut_off(node, index + 1)
+        if self._keeper is not None and self._block is not None and tier.slot_blocks:
+            tier.pass_savings(self._block, self._keeper)
+
+    def _forget_lost(self, lost: Sequence[int]) -> None:
+        """Evict the snapshots that need addresses which could not be read."""
+        block, tier, addresses = self._block, self._tier, set(lost)
+        if block is None or not lost:
+            return
+        path = enumerate(block.ancestry())
+        nodes = [(node, self._num_blocks - index) for index, node in path if tier.address(node) in addresses]
+        for copy in list(tier.column.copies_at(block)):
+            if not addresses.isdisjoint((copy.address, copy.tail_address)):
+                tier.evict(copy)
+        for node, num_blocks in reversed(nodes):
+            if tier.is_needed(node):
+                tier.cut_off(node, num_blocks)
+
+    def _forget_returned(self) -> None:
+        """Free the blocks that the device has again; without states, also remove the ends before them."""
+        tier = self._tier
+        path = [] if self._block is None else list(self._block.ancestry())
+        returned = [
+            node for node, held in zip(path, reversed(path_blocks(self._lease.run)[: len(path)]), strict=True) if held
+        ]
+        freed = {tier.address(node): 1 for node in returned}
+        for node in returned:
+            tier.column.addresses[node.row] = NO_ADDRESS
+        tier.free(freed)
+        if not tier.slot_blocks:
+            for node in path:
+                for end in list(tier.column.copies_at(node)):
+                    if end.num_loads == 0:
+                        tier.remove(end, is_elsewhere=True)
