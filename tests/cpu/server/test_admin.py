@@ -212,6 +212,36 @@ def test_grpo_through_the_server_raises_the_reward(admin: ServerProcess, bytes_d
     assert admin.post("/update_weights_from_disk", model_path=str(bytes_dir)).json()["success"]
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_sglangs_pauses_do_the_same(admin: ServerProcess, mode: str) -> None:
+    expected = tokens(generate(admin, LONG))
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool)
+        assert admin.post("/pause_generation", mode=mode).json()["status"] == "ok"
+        flushed = admin.get("/flush_cache").status_code
+        assert admin.post("/continue_generation").json()["status"] == "ok"
+        found = first.result()
+    assert flushed == (400 if mode == "in_place" else 200)
+    assert found["choices"][0]["finish_reason"] == ("abort" if mode == "abort" else "length")
+    assert tokens(found) == expected[: len(tokens(found))]
+
+
+def test_sglangs_names_abort_and_give_memory_back(admin: ServerProcess) -> None:
+    expected = tokens(generate(admin))
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool, request_id="mine")
+        assert admin.post("/abort_request", rid="mine").status_code == 200
+        assert first.result()["choices"][0]["finish_reason"] == "abort"
+    assert admin.post("/abort_request", abort_all=True).status_code == 200
+    tags = ["kv_cache", "weights", "cuda_graph"]
+    assert admin.post("/release_memory_occupation", tags=tags).json() is None
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    for tag in tags:
+        assert admin.post("/resume_memory_occupation", tags=[tag]).status_code == 200
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert tokens(generate(admin)) == expected
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -227,6 +257,11 @@ def test_grpo_through_the_server_raises_the_reward(admin: ServerProcess, bytes_d
         ("/update_weights_from_disk", {"model_path": "/", "flush_cache": False}, "flush_cache"),
         ("/update_weights_from_disk", {"model_path": "/", "weight_version": ""}, "weight_version"),
         ("/update_weight_version", {}, "new_version"),
+        ("/pause_generation", {"mode": "never"}, "mode"),
+        ("/abort_request", {}, "rid"),
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}, "tags"),
+        ("/release_memory_occupation", {"tags": ["disk"]}, "tags"),
+        ("/resume_memory_occupation", {"tags": ["disk"]}, "tags"),
     ],
 )
 def test_wrong_requests_are_refused(admin: ServerProcess, path: str, body: dict[str, Any], param: str) -> None:

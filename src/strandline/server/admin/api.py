@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from strandline.errors import RequestError
+from strandline.server.admin.sglang_api import add_sglang
 from strandline.server.admin.weights_api import add_weights
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_control import EngineControl, memories_of, pause_mode
@@ -50,6 +51,7 @@ def add_admin(app: FastAPI, client: EngineClient, num_ranks: int) -> None:
     _add_pauses(app, client, control, guard)
     _add_memory(app, control, guard)
     add_weights(app, client, control, guard, num_ranks)
+    add_sglang(app, client, control, guard)
 
 
 def _add_pauses(app: FastAPI, client: EngineClient, control: EngineControl, guard: list[Any]) -> None:
