@@ -1,12 +1,16 @@
 """Launches that begin before the launch before them has ended (programmatic dependent launch, from Hopper on).
 
 A kernel launched with ``overlap_options`` may start as soon as every program of the one before it has either ended or
-called ``release_next``. It calls ``wait_for_previous`` before it writes anything, and before it reads what the kernel
-just before it wrote; after that call all earlier kernels have ended, since each of them waited, too. What is older it
-may read at once: weights, tables, states.
+called ``release_next``. It calls ``wait_for_previous`` before it writes anything, and before it reads what a kernel
+just before it wrote; after that call all earlier kernels have ended, since each of them waited, too.
 
-Invariant: a kernel that calls ``release_next`` has called ``wait_for_previous`` before it, so that a kernel which
-starts early finds everything done but for the work of the one kernel before it.
+Most kernels call ``release_next`` after ``wait_for_previous``. Short ones that come before loads of weights or states
+(norms, convolutions of a token) call it first: the next kernel then loads them during two launches instead of one.
+
+Invariant: when a kernel starts, everything has been done but for the work of the kernel before it, and, if that one
+releases first, of the one before that, and so on. Before its wait a kernel may read weights, states of earlier steps,
+and tables made before the first layer: between these and their readers there are kernels that wait first. What else it
+reads, the kernel before it must have waited for before it released (the experts of few tokens read logits so).
 """
 # mypy: ignore-errors
 

@@ -324,9 +324,10 @@ def _update_kernel(
     for tap in tl.static_range(W):
         weight_ptrs = weight_ptr + (first_channel + channel_C) * weight_channel_stride + tap * weight_tap_stride
         weights += (tl.load(weight_ptrs, mask=is_channel_C, other=0.0).to(tl.float32),)
+    # The next kernel, mostly a recurrence, loads states before it waits: it may start while this one waits, too.
+    release_next(OVERLAPS)
     # The kernel before makes x; windows are older.
     wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
     x_ptrs = x_ptr + first_channel + (sequence_N * x_row_stride)[:, None] + channel_C[None, :]
     rows += (tl.load(x_ptrs, mask=is_tile_NC, other=0.0),)
 

@@ -83,8 +83,9 @@ def _norm_kernel(
         weight_RD = tl.load(weight_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
     else:
         weight_RD = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)[None, :]
-    wait_for_previous(OVERLAPS)
+    # The next kernel, mostly a product, loads weights before it waits: it may start while this one waits, too.
     release_next(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     if TOP_K > 0:
         choices = (made_ptr, weights_ptr, experts_ptr, shared_ptr, shared_gate_ptr, stride_shared, stride_gate)
         places = (first_expert, num_held, row_R, col_D, row_R < num_rows, mask_RD)
