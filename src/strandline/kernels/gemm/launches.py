@@ -84,8 +84,9 @@ class Measured(NamedTuple):
     product as many instructions again, and a larger weight has them wait for these, no longer for memory."""
     rows_one: Launch
     rows_several: Launch
-    rows_wide: Launch
-    """Few rows: one, several, and any with many outputs."""
+    rows_one_wide: Launch
+    rows_several_wide: Launch
+    """Few rows: one and several, and these with many outputs."""
     tiles: Tiles
     max_rows_narrow: int
     max_rows_wide: int
@@ -109,7 +110,8 @@ FP8: Final = Measured(
     # come quantised or not.
     rows_one=rows_launch(4, 2048, 4),
     rows_several=rows_launch(4, 2048, 4),
-    rows_wide=rows_launch(4, 512, 1),
+    rows_one_wide=rows_launch(4, 1024, 2),
+    rows_several_wide=rows_launch(4, 512, 1),
     tiles=Tiles({16: Launch(16, 64, GROUP, 4, 6)} | FP8_TILES, {16: Launch(16, 128, GROUP, 4, 4)} | FP8_TILES),
     max_rows_narrow=128,
     max_rows_wide=128,
@@ -125,7 +127,8 @@ FOUR_BIT: Final = Measured(
     max_numbers={1: MANY, 2: 1 << 24, 4: 1 << 23},
     rows_one=rows_launch(4, 4096, 4),
     rows_several=rows_launch(4, 2048, 2),
-    rows_wide=rows_launch(4, 1024, 1),
+    rows_one_wide=rows_launch(8, 1024, 1),
+    rows_several_wide=rows_launch(4, 1024, 1),
     tiles=Tiles(
         {16: Launch(16, 64, BLOCK_INPUTS, 2, 4), MANY: (middle := Launch(32, 128, BLOCK_INPUTS, 4, 3))},
         {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), 32: middle, MANY: FOUR_BIT_MANY},
@@ -140,11 +143,12 @@ FOUR_BIT: Final = Measured(
 )
 
 FP4: Final = FOUR_BIT._replace(
+    rows_one_wide=rows_launch(8, 2048, 2),
     tiles=Tiles(
         {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), MANY: middle},
         {16: Launch(16, 64, BLOCK_INPUTS, 4, 4), 32: middle, MANY: FOUR_BIT_MANY},
         FOUR_BIT_FLOAT32,
-    )
+    ),
 )
 
 MEASURED: Final[Mapping[type, Measured]] = {ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}
@@ -244,9 +248,10 @@ def choose_quantized(rows: Rows, weight: QuantizedWeight, *, is_gated: bool = Fa
     measured, num_rows, (num_outputs, num_inputs) = MEASURED[type(weight)], len(rows), weight.shape
     wide_outputs = measured.tiles.wide_outputs
     if num_outputs * num_inputs <= next((n for most, n in measured.max_numbers.items() if num_rows <= most), 0):
-        if num_outputs // (1 + is_gated) >= wide_outputs:
-            return Plan(Kernel.ROWS, measured.rows_wide)
-        return Plan(Kernel.ROWS, measured.rows_one if num_rows == 1 else measured.rows_several)
+        is_wide = num_outputs // (1 + is_gated) >= wide_outputs
+        if num_rows == 1:
+            return Plan(Kernel.ROWS, measured.rows_one_wide if is_wide else measured.rows_one)
+        return Plan(Kernel.ROWS, measured.rows_several_wide if is_wide else measured.rows_several)
     max_rows = measured.max_rows_wide if num_outputs >= wide_outputs else measured.max_rows_narrow
     if num_rows > max_rows and (not isinstance(weight, ScaledWeight) or can_multiply_in_torch(rows, weight)):
         return Plan(Kernel.LIBRARY)
