@@ -28,8 +28,11 @@ from strandline.models.storage.published import Holders, OpenWeight
 from strandline.models.storage.quantization_config import FourBitScheme
 from strandline.models.storage.stored_rows import CHUNK_ELEMENTS, Rows, range_of
 
-RANDOM_STD: Final = 4.6
+RANDOM_STD: Final = 4.2
 """Standard deviation of random codes."""
+
+LOWEST_BITS: Final = 0x11111111
+"""The lowest bits of the codes of a word."""
 
 SCALE_DTYPES: Final = {"F16": torch.float16, "BF16": torch.bfloat16}
 """Scales of several dtypes, or of others, are float32."""
@@ -140,8 +143,13 @@ class FourBitRows:
             self.zeros_RX[index_R, columns] = part.zero_NX[row_R][:, group_X]
 
     def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
-        """See ``StoredRows``."""
+        """See ``StoredRows``.
+
+        The zero point is the mean of the codes: with another mean all hidden states soon have one direction, and a
+        router chooses the same experts for all tokens.
+        """
         self.words_RW.random_(-(2**31), 2**31, generator=generator)
+        _replace_lowest_codes(self.words_RW)
         self.scales_RX.uniform_(0.5, 1.5, generator=generator).mul_(std / RANDOM_STD)
 
     def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> FourBitWeight:
@@ -170,3 +178,9 @@ def _chunks(index_R: Tensor, source_R: Rows, num_rows: int, num_inputs: int) -> 
     row_R = torch.arange(num_rows) if isinstance(source_R, slice) else source_R
     step = max(1, CHUNK_ELEMENTS // num_inputs)
     return zip(index_R.split(step), row_R.split(step), strict=True)
+
+
+def _replace_lowest_codes(words: Tensor) -> None:
+    """Replace codes of 0 by 8 in place: the others have a mean of 8."""
+    has_bits = words | words >> 1 | words >> 2 | words >> 3
+    words |= (~has_bits & LOWEST_BITS) << 3

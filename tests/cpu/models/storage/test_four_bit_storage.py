@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, StackedWeight
+from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.storage import four_bit_storage
+from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.four_bit import SCHEMES, Scheme, awq_config, compressed_config, gptq_config
@@ -47,7 +49,18 @@ def save(name: str, directory: Path, scheme: str = "compressed", **options: Any)
 @pytest.mark.parametrize("scheme", sorted(KEPT))
 def test_weights_of_every_format_stay(scheme: str, tmp_path: Path) -> None:
     report = check(save("qwen3_5", tmp_path, scheme)).weights_report
-    assert report.num_kept == report.num_quantized > 10
+    assert len(report.kept) == report.num_quantized > 10
+
+
+@pytest.mark.parametrize("scheme", ["compressed", "awq"])
+def test_random_weights_have_a_mean_of_zero(scheme: str, tmp_path: Path) -> None:
+    model = load_model(save("qwen3_moe", tmp_path, scheme), load_format="dummy", keeps_quantized=True)
+    weights = [part.up for module in model.modules() if isinstance(module, Experts) for part in module.parts]
+    assert weights
+    for weight in weights:
+        assert isinstance(weight, FourBitWeight)
+        values = weight.dequantize()
+        assert float(values.mean().abs() / values.std()) < 0.02
 
 
 def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:
@@ -88,7 +101,7 @@ def test_what_kernels_do_not_take_is_dequantised(scheme: str, tmp_path: Path) ->
         fp8.change_json(directory / "config.json", quantization_config=config)
     model, dequantized = (load(directory, keeps_quantized=keeps) for keeps in (True, False))
     # Inputs of one group are in order.
-    assert model.weights_report.num_kept < model.weights_report.num_quantized
+    assert len(model.weights_report.kept) < model.weights_report.num_quantized
     assert_same_weights(model, dequantized)
 
 
@@ -99,7 +112,7 @@ def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path:
     for index in range(2):
         kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
         assert_same_weights(kept, dequantized)
-        assert kept.weights_report.num_kept > 0
+        assert len(kept.weights_report.kept) > 0
 
 
 @pytest.mark.parametrize(("size", "form"), [(192, FourBitWeight), (176, DenseWeight)])
