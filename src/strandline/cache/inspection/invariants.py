@@ -314,9 +314,7 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
             is_counted = column.num_needers[node.row] == len(needers) * lower.has_windows
             _require(is_counted, f"{where} is needed by {len(needers)} snapshots, another number is counted")
             is_there = lower.address(node) != NO_ADDRESS or (device is not None and _has_block(device, path))
-            is_there |= node in lower.returning
-            if node in on_their_way.blocks:
-                is_there = lower.address(node) == NO_ADDRESS or lower.has_windows
+            is_there |= node in lower.returning or node in on_their_way.blocks
             is_right = is_there if needers else lower.address(node) == NO_ADDRESS
             _require(
                 is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"

@@ -335,11 +335,11 @@ class Spills:
         lower.free(unneeded)
 
     def _fail(self, spill: _Spill) -> None:
-        """Remove what did not arrive, and what needs it."""
-        lower = self._lower
+        """Remove what did not arrive, and what needs it, unless another spill brings the same."""
+        lower, still_coming = self._lower, self.on_their_way().blocks
         lower.remove(spill.arriving)
         for node, index in zip(spill.nodes, spill.path.addresses, strict=True):
-            if lower.is_lacking(node):
+            if lower.is_lacking(node) and node not in still_coming:
                 lower.cut_off(node, index + 1)
         lower.free(self._sizes(spill.path))
 

@@ -214,6 +214,26 @@ def test_failed_spills_leave_nothing_behind() -> None:
     assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
 
 
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, BehindWindows(1000)], ids=repr)
+def test_failed_spills_spare_what_another_spill_brings(rule: ResumeRule) -> None:
+    driver = Driver(lower_blocks=(60, 100), rule=rule)
+    host, disk = tiers(driver)
+    host.num_spare_blocks = 0
+    for prompt in (PROMPT, NEXT_TURN):
+        driver.serve(prompt)
+    evict_all(driver)
+    copies = {copy.position: copy for copy in host.snapshots()}
+    driver.loads.spills[0].spill(copies[400])
+    [arriving] = disk.snapshots()
+    disk.evict(arriving)
+    driver.loads.spills[0].spill(copies[600])
+    driver.flush()
+    assert driver.end_spill(is_done=False)
+    assert driver.end_spill()
+    assert positions(disk) == [600]
+    assert all(map(disk.address, copies[600].snapshot.last_blocks(9)))
+
+
 def test_lost_blocks_take_along_what_needs_them() -> None:
     driver = spilled(PROMPT, NEXT_TURN, host=40)
     _, disk = tiers(driver)
