@@ -15,7 +15,7 @@ from strandline.env import DEBUG_CACHE
 from tests.cpu.engine.eager_graphs import complete_on_device, replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.test_draft_layer import Alternating
-from tests.cpu.engine.test_drafts_ahead import Steps
+from tests.cpu.engine.test_drafts_ahead import Steps, serve
 
 NUM_DRAFTS = 3
 COPIED = "The red house is far away. The old boat is in the city. The quiet letter is far away. " * 3
@@ -133,3 +133,26 @@ def test_steps_run_ahead_until_lookups_gain(make: MakeLLM, monkeypatch: pytest.M
     else:
         wait = 2 * MOST_STEPS_BETWEEN_LOOKUPS + 4
         assert by_lookup >= (num_rest - wait) * NUM_DRAFTS / (1 + NUM_DRAFTS) - NUM_DRAFTS
+
+
+@pytest.mark.parametrize("depths", [(NUM_DRAFTS,), (0, 0, NUM_DRAFTS, 1, NUM_DRAFTS)])
+def test_steps_ahead_and_lookups_in_turn_give_the_same_answers_and_hits(
+    make: MakeLLM, monkeypatch: pytest.MonkeyPatch, depths: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)
+    expected = serve(make(model=small_demo(), async_scheduling=True, max_num_seqs=6), 3)
+    llm = make("mtp", "suffix", model=small_demo(), async_scheduling=True, max_num_seqs=6)
+    executor, drafts = llm.engine.core.executor, llm.engine.scheduler.drafts
+    assert isinstance(executor, UniExecutor)
+    replay_eagerly(executor.runner, NUM_DRAFTS, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
+    complete_on_device(drafts)
+    drafts.chooser, drafts._may_rest = Alternating(depths), True
+    steps = Steps(monkeypatch)
+    found = serve(llm, 3)
+    assert {name: answer[:2] for name, answer in found.items()} == {name: x[:2] for name, x in expected.items()}
+    again = [name for name in expected if name.startswith("again")]
+    assert [found[name][2] for name in again] == [expected[name][2] for name in again]
+    assert steps.num_ahead > 5
+    by_method = llm.engine.core.stats().speculation_by_method
+    assert by_method["mtp"].num_drafts > 5
+    assert by_method["suffix"].num_accepted_tokens > 5

@@ -4,13 +4,17 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
+from safetensors.torch import load_file
 from triton.runtime.jit import JITFunction
 
-from strandline import LLM, SamplingParams
+from strandline import LLM, LoRARequest, SamplingParams
+from tests.cpu.engine.small_demo import small_demo
+from tests.cpu.models import adapters
 
 MAX_TOKENS = 3000
 LENGTHS = [1, 2, 3, 4, 7, 8, 16, 17, 31, 48, 64, 65, 127, 128, 130, 300, 512, 1000, 1025, 2048]
@@ -87,4 +91,24 @@ def test_nothing_is_compiled_after_the_start(dtype: str, options: dict[str, Any]
     with compilations() as found:
         for seed in range(2):
             live(llm, seed)
+    assert not found, "\n".join(sorted(set(found)))
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
+def test_requests_with_adapters_compile_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    tensors = load_file(Path(small_demo()) / "model.safetensors")
+    shapes = {name.removesuffix(".weight"): tuple(x.shape) for name, x in tensors.items() if x.ndim == 2}
+    factors = adapters.draw({name: shape for name, shape in shapes.items() if name.startswith("model.layers")}, seed=1)
+    adapter = LoRARequest("adapter", 1, str(adapters.write(tmp_path, factors)))
+    forget_kernels()
+    settings = {"device": "cuda", "dtype": "bfloat16", "memory": "1GiB", "max_num_seqs": 16, "enable_lora": True}
+    llm = LLM(small_demo(), **settings, **options)
+    most = llm.engine.core.limits.max_model_len - 20
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts: list[Any] = [{"prompt_token_ids": [5] * count} for count in LENGTHS if count <= most]
+    with compilations() as found:
+        for prompt in prompts:
+            llm.generate([prompt], params, lora_request=adapter, use_tqdm=False)
+        some = [adapter if index % 2 else None for index in range(len(prompts))]
+        llm.generate(prompts, params, lora_request=some, use_tqdm=False)
     assert not found, "\n".join(sorted(set(found)))
