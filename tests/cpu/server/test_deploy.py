@@ -116,6 +116,14 @@ def mounted_file(service: str, target: str) -> Path:
     return (DEPLOY / "compose" / source).resolve()
 
 
+def test_compose_gives_gpus_to_the_image_for_them() -> None:
+    [(name, changed)] = yaml.safe_load((DEPLOY / "compose/compose.cuda.yaml").read_text())["services"].items()
+    assert changed["devices"] == ["nvidia.com/gpu=all"]
+    for service, variant in ((COMPOSE["services"][name], "cpu"), (changed, "cuda")):
+        assert service["image"] == f"strandline:{variant}"
+        assert service["build"]["args"] == {"VARIANT": variant}
+
+
 def test_compose_has_prometheus_scrape_the_server() -> None:
     config = yaml.safe_load(mounted_file("prometheus", "/etc/prometheus/prometheus.yml").read_text())
     [job] = config["scrape_configs"]
