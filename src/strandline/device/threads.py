@@ -44,6 +44,11 @@ def limit_threads(num_ranks: int = 1, num_engines: int = 1) -> str | None:
     )
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use at once, by its affinity and the container's quota."""
+    return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
+
+
 def _quotas() -> Iterator[float]:
     """Yield each quota, in cores."""
     for path in QUOTAS:

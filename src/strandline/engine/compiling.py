@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,6 +26,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
+from strandline.device.threads import num_cores
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.gpu import Gpu, gpu_of
 from strandline.text.model_files import find_model
@@ -62,11 +62,13 @@ def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iter
     """Compile the kernels of an engine while the body runs, and wait for them; where a device has none, do nothing."""
     found, done = Compilation(), None
     if device.type == "cuda" and why_unavailable("Triton", device.type) is None:
-        done = _cache_directory() / f"strandline-{_digest(config, gpu_of(device))}"
+        compiler = import_module("strandline.kernels.recording_triton")
+        digest = _digest(repr((config, gpu_of(device), compiler.VERSION, torch.__version__)), config.model)
+        done = compiler.cache_directory() / f"strandline-{digest}"
     if done is None or done.exists():
         yield found
         return
-    processes = [_start(share) for share in shares(config, gpu_of(device), rank, len(os.sched_getaffinity(0)))]
+    processes = [_start(share) for share in shares(config, gpu_of(device), rank, num_cores())]
     try:
         yield found
     except BaseException:
@@ -85,14 +87,14 @@ def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iter
     LOGGER.warning("kernels: not all could be compiled ahead, others follow at their first launch (%s)", reason)
 
 
-def shares(config: EngineConfig, gpu: Gpu, rank: int, num_cores: int) -> list[Share]:
+def shares(config: EngineConfig, gpu: Gpu, rank: int, cores: int) -> list[Share]:
     """Return what the processes of one rank of an engine compile: together with those of its other ranks, and of the
     server's other engines, which start at the same time on the same cores, all kernels.
 
     A core is left for the weights.
     """
     num_ranks = config.tensor_parallel_size * config.data_parallel_size
-    count = max(1, min(MAX_PROCESSES, num_cores - 1) // num_ranks)
+    count = max(1, min(MAX_PROCESSES, cores - 1) // num_ranks)
     first = (config.data_parallel_rank * config.tensor_parallel_size + rank) * count
     return [Share(config, gpu, number, num_ranks * count) for number in range(first, first + count)]
 
@@ -113,16 +115,11 @@ def _start(share: Share) -> subprocess.Popen[bytes]:
     return process
 
 
-def _cache_directory() -> Path:
-    directory: Path = import_module("strandline.kernels.recording_triton").cache_directory()
-    return directory
-
-
-def _digest(config: EngineConfig, gpu: Gpu) -> str:
-    """Return a digest of what the kernels of an engine depend on: options, sizes of the model, code, and versions."""
-    digest = hashlib.sha256(repr((config, gpu, version("triton"), torch.__version__)).encode())
+def _digest(options: str, model: str) -> str:
+    """Return a digest of what an engine's kernels depend on: options, code, and the sizes of the model."""
+    digest = hashlib.sha256(options.encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
-    for path in sorted(find_model(config.model).glob("*.json")):
+    for path in sorted(find_model(model).glob("*.json")):
         digest.update(path.read_bytes() if path.name == "config.json" else path.name.encode())
     return digest.hexdigest()[:32]

@@ -14,12 +14,14 @@ reads, the kernel before it must have waited for before it released (the experts
 """
 # mypy: ignore-errors
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from strandline.kernels.gpu import gpu_of
+from strandline.kernels.gpu import Gpu, gpu_of
 
 
 @triton.jit
@@ -38,4 +40,9 @@ def release_next(OVERLAPS: tl.constexpr):
 
 def overlap_options(x: Tensor) -> dict[str, bool]:
     """Return the launch arguments, ``OVERLAPS`` among them, for the device of ``x``."""
-    return {"OVERLAPS": True, "launch_pdl": True} if gpu_of(x.device).can_overlap else {"OVERLAPS": False}
+    return _options(gpu_of(x.device))
+
+
+@cache
+def _options(gpu: Gpu) -> dict[str, bool]:
+    return {"OVERLAPS": True, "launch_pdl": True} if gpu.can_overlap else {"OVERLAPS": False}

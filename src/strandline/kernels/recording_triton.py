@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -17,6 +18,8 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from strandline.kernels.gpu import Gpu, standing_for
 from strandline.kernels.stages_triton import fewer_stages
+
+VERSION = triton.__version__
 
 
 class Variant(NamedTuple):

@@ -1,5 +1,6 @@
 """A container's quota bounds the threads; what the user chose counts more."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_a_quota_bounds_the_threads(
         assert note == (
             "threads: 2, since this container may use the time of 2.5 of its 6 cores (OMP_NUM_THREADS=6 takes them all)"
         )
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1)])
+def test_a_quota_bounds_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int) -> None:
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(threads, "QUOTAS", (tmp_path / "cpu.max",))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert threads.num_cores() == cores
 
 
 @pytest.mark.parametrize(("quota", "num_threads"), [("-1", 6), ("300000", 3)])

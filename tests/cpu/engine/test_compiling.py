@@ -15,6 +15,9 @@ from strandline.engine import compiling as module
 from strandline.engine.compiling import Share, compiling, shares
 from strandline.kernels.gpu import GPUS
 
+pytest.importorskip("triton")
+from strandline.kernels import recording_triton
+
 ROOT = Path(__file__).parents[3]
 CUDA = torch.device("cuda")
 MODEL = str(ROOT / "benchmarks" / "configs" / "tiny-qwen3.5")
@@ -45,7 +48,7 @@ class Machine:
         self.processes: list[subprocess.Popen[bytes]] = []
         monkeypatch.setattr(module, "why_unavailable", lambda *_: None)
         monkeypatch.setattr(module, "gpu_of", lambda _: GPUS["sm_90"])
-        monkeypatch.setattr(module, "_cache_directory", lambda: directory)
+        monkeypatch.setattr(recording_triton, "cache_directory", lambda: directory)
         monkeypatch.setattr(module, "_start", self._start)
 
     def _start(self, share: Share) -> subprocess.Popen[bytes]:
@@ -98,7 +101,6 @@ def test_nothing_is_compiled_on_cpus(machine: Machine) -> None:
 
 
 def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
     share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 3, 25)

@@ -596,7 +596,6 @@ class _Call(NamedTuple):
         return SHORT_TILE._replace(rows=min(rows, SHORT_TILE.rows))
 
 
-@cache
 def _prefill_tile(gpu: Gpu, head_dim: int, item_bytes: int) -> Tile:
     def shared_bytes(tile: Tile) -> int:
         """Queries, keys or values, and weights."""

@@ -40,6 +40,8 @@ from strandline.kernels.attention.attention_triton import (
     store_rows,
 )
 from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.gpu import gpu_of
+from strandline.kernels.launch import first_that_fits
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -51,6 +53,9 @@ DECODE_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=3)
 
 PREFILL_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=3)
 """128 accumulators per thread for values of 512 channels; queries and three tiles of latents fill shared memory."""
+
+SMALL_ROWS = 32
+"""Of a tile where the others do not fit: for values of 512 channels on GPUs with 99 KiB of shared memory."""
 
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 """This path is for tests, not for speed."""
@@ -355,9 +360,15 @@ def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
 
 
 def _tile(q_THD: Tensor, tile: Tile, most_tokens: int | None) -> Tile:
-    """Return the tile with no more rows than a sequence of ``most_tokens`` has."""
+    """Return the tile with no more rows than a sequence of ``most_tokens`` has, or fit into shared memory."""
     if q_THD.dtype == torch.float32:
         return FLOAT32_TILE
+
+    def shared_bytes(tile: Tile) -> int:
+        """Queries, latents and weights."""
+        return q_THD.element_size() * ((tile.rows + tile.keys) * q_THD.shape[2] + tile.rows * tile.keys)
+
+    tile = first_that_fits((tile, tile._replace(rows=SMALL_ROWS)), shared_bytes, gpu_of(q_THD.device))
     if most_tokens is None:
         return tile
     return tile._replace(rows=min(tile.rows, max(16, next_power_of_2(most_tokens * q_THD.shape[1]))))

@@ -16,6 +16,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.kernels.attention.latent_attention import latent_attention_reference
 from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.gpu import GPUS, standing_for
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.attention.test_latent_attention import make_batch
 from tests.poison import poisoned_memory
@@ -212,3 +213,11 @@ def test_rows_of_the_null_block_are_not_stored() -> None:
 def test_deterministic_bits_do_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FIXED_SPLIT_BLOCKS", 1)
     check_invariance(SMALL, torch.float32, "cpu", [*decodes(30, 140), (0, 70), (64, 100)], 2)
+
+
+@pytest.mark.parametrize(("architecture", "rows"), [("sm_80", 64), ("sm_86", 32), ("sm_90", 64), ("sm_120", 32)])
+def test_prefills_take_the_rows_that_fit(architecture: str, rows: int) -> None:
+    q_THD = torch.empty(70, 32, 576, dtype=torch.bfloat16, device="meta")
+    with standing_for(GPUS[architecture]):
+        assert kernels._tile(q_THD, kernels.PREFILL_TILE, None).rows == rows
+        assert kernels._tile(q_THD[:, :16], kernels.PREFILL_TILE, 1).rows == 16
