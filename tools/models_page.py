@@ -75,6 +75,7 @@ MODELS: Final = {
     "InklingForCausalLM": Model("Inkling, transformers' default"),
     "JambaForCausalLM": Model("Jamba-v0.1"),
     "KimiLinearForCausalLM": benchmark("Kimi-Linear-48B-A3B", "kimi-linear-48b-a3b"),
+    "LaraMiniForCausalLM": Model("Lara-4-Mini"),
     "Lfm2ForCausalLM": Model(
         "LFM2-1.2B",
         {
@@ -142,6 +143,7 @@ SIZES: Final = {
     "GraniteMoeHybridForCausalLM": (32_000, 4096, 11_008, 32, 32),
     "InklingForCausalLM": (201_024, 6144, 24_576, 66, 64),
     "JambaForCausalLM": (65_536, 4096, 14_336, 32, 32),
+    "LaraMiniForCausalLM": (151_936, 1024, None, 34, 16),
     "Lfm2ForCausalLM": (65_536, 2560, 12_288, 32, 32),
     "Lfm3ForCausalLM": (128_000, 2048, 7680, 24, 16),
     "Lfm2MoeForCausalLM": (65_536, 2048, 7168, 32, 32),
@@ -215,6 +217,7 @@ FAMILIES: Final = {
     "InternS2PreviewForConditionalGeneration": Family("Intern-S2; images and time series are not taken", MOE),
     "JambaForCausalLM": Family("Jamba", DENSE_OR_MOE),
     "KimiLinearForCausalLM": Family("Kimi Linear", "latent attention; dense or MoE"),
+    "LaraMiniForCausalLM": Family("Lara 4 Mini", "attention, in two of three layers with a window; MoE"),
     "Lfm2ForCausalLM": Family("LFM2", "attention"),
     "Lfm2MoeForCausalLM": Family("LFM2", MOE),
     "Lfm2VlForConditionalGeneration": Family("LFM2-VL; images are not taken", "attention"),

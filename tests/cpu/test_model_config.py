@@ -184,6 +184,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("minicpmv4_6", {"text_config": {"model_type": "qwen3_5_moe_text"}},
      "text_config.model_type 'qwen3_5_moe_text' is not supported; supported: qwen3_5_text"),
     ("nemotron_omni", {"llm_config": [3]}, r"llm_config is \[3\]; it must be an object"),
+    ("lara_mini", {"sliding_window": 0}, f"sliding_window is 0; {WHOLE} 1 to 1,048,576"),
+    ("lara_mini", {"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; it must be null"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be false"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: gelu_"),

@@ -451,6 +451,18 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "nemotron_h_omni",
         {NESTED: {"model_type": "nemotron_h", "hybrid_override_pattern": PATTERN}},
     ),
+    "lara_mini": ("LaraMiniForCausalLM", "lara_mini", {}),
+    "lara_mini-own": (
+        "LaraMiniForCausalLM",
+        "lara_mini",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 4,
+            "rope_theta": 5e6,
+            "num_experts": 8,
+            "sliding_window": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm3": ("Lfm3ForCausalLM", "lfm3", {}),
     "lfm3-1.7b": (
         "Lfm3ForCausalLM",

@@ -12,6 +12,7 @@ from strandline.architectures.granite_hybrid import GRANITE_HYBRID
 from strandline.architectures.inkling import INKLING
 from strandline.architectures.jamba import JAMBA
 from strandline.architectures.kimi_linear import KIMI_LINEAR
+from strandline.architectures.lara_mini import LARA_MINI
 from strandline.architectures.lfm2 import LFM2, LFM2_MOE
 from strandline.architectures.lfm3 import LFM3
 from strandline.architectures.llama import LLAMA
@@ -41,6 +42,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "InternS2PreviewForConditionalGeneration": INTERN_S2,
     "JambaForCausalLM": JAMBA,
     "KimiLinearForCausalLM": KIMI_LINEAR,
+    "LaraMiniForCausalLM": LARA_MINI,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm2VlForConditionalGeneration": LFM2,

@@ -13,6 +13,7 @@ from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.inkling import build_inkling
 from strandline.models.jamba import build_jamba
 from strandline.models.kimi_linear import build_kimi_linear
+from strandline.models.lara_mini import build_lara_mini
 from strandline.models.layers.site import Site
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.lfm3 import build_lfm3
@@ -56,6 +57,7 @@ ARCHITECTURES: dict[str, Builder] = {
     "InternS2PreviewForConditionalGeneration": build_qwen3_5,
     "JambaForCausalLM": build_jamba,
     "KimiLinearForCausalLM": build_kimi_linear,
+    "LaraMiniForCausalLM": build_lara_mini,
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2_moe,
     "Lfm2VlForConditionalGeneration": build_lfm2,

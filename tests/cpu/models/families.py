@@ -25,6 +25,7 @@ from transformers import (
     InklingTextConfig,
     JambaConfig,
     KimiLinearConfig,
+    LaraMiniConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm2VlConfig,
@@ -207,6 +208,14 @@ ZAYA: dict[str, Any] = {
 }
 LLAMA3_ROPE = rope(1.0, original_max_position_embeddings=64, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
+LARA: dict[str, Any] = {
+    **{name: value for name, value in TEXT.items() if name not in ("intermediate_size", "layer_types")},
+    **EXPERTS,
+    "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    "sliding_window": 20,
+    "rope_parameters": rope(1.0),
+    "eos_token_id": None,
+}
 LFM2: dict[str, Any] = {
     **{name: value for name, value in ATTENTION_ONLY.items() if name != "head_dim"},
     "num_hidden_layers": 4,
@@ -790,6 +799,24 @@ CONFIGS: dict[str, Family] = {
             "tie_word_embeddings": False,
         },
         shards=(2,),
+    ),
+    "lara_mini": Family("LaraMiniForCausalLM", LaraMiniConfig, LARA, shards=(2,), is_altered=True),
+    "lara_mini-odd": Family(
+        "LaraMiniForCausalLM",
+        LaraMiniConfig,
+        {
+            **LARA,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "sliding_window": 70,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
     ),
     "lfm2": Family("Lfm2ForCausalLM", Lfm2Config, LFM2),
     "lfm2-odd": Family(

@@ -115,7 +115,8 @@ class SparseMoe(nn.Module):
         gate, up = shared.chunk(2)
         yield f"{prefix}gate.weight", whole(router)
         if self.shared_down is not None:
-            yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
+            if self.config.is_shared_gated:
+                yield f"{prefix}shared_expert_gate.weight", whole(shared_gate)
             yield f"{prefix}shared_expert.gate_proj.weight", sharded(gate, self.shard)
             yield f"{prefix}shared_expert.up_proj.weight", sharded(up, self.shard)
             yield from self.shared_down.targets(f"{prefix}shared_expert.down_proj.")
