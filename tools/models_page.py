@@ -52,6 +52,7 @@ def layers(count: int, *attention: int) -> list[str]:
 
 
 MODELS: Final = {
+    "BailingHybridForCausalLM": Model("Ling-3.0-Flash"),
     "BambaForCausalLM": Model("Bamba-9B", {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128}),
     "FalconH1ForCausalLM": Model("Falcon-H1, transformers' default"),
     "FalconMambaForCausalLM": Model(
@@ -134,6 +135,7 @@ MODELS: Final = {
 
 SIZE_FIELDS: Final = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES: Final = {
+    "BailingHybridForCausalLM": (157_184, 2560, 6144, 42, 32),
     "BambaForCausalLM": (128_000, 4096, 14_336, 32, 32),
     "FalconH1ForCausalLM": (128_000, 4096, 14_336, 32, 32),
     "FalconMambaForCausalLM": (50_280, 768, 1536, 32, None),
@@ -202,6 +204,7 @@ GATED = "attention with a gate for each head, in every other layer with a window
 INDEXED, NGRAMS = "indexed attention; MoE", ", some with features of n-grams"
 
 FAMILIES: Final = {
+    "BailingHybridForCausalLM": Family("Ling 3", "latent attention with a gate for each head; dense or MoE"),
     "BambaForCausalLM": Family("Bamba", "attention"),
     "FalconH1ForCausalLM": Family("Falcon-H1", "attention", ", side by side with attention"),
     "FalconMambaForCausalLM": Family("Falcon Mamba", "none"),

@@ -24,8 +24,7 @@ QUANTIZATION_CONFIG: Final = "hf_quant_config.json"
 """Where NVIDIA's ModelOpt says how weights are quantised, in older models instead of ``config.json``."""
 
 NEAREST_BY_LAYERS: Final = {
-    "BailingHybrid": "KimiLinearForCausalLM",  # a linear attention beside latent attention
-    "BailingMoeV2_5": "KimiLinearForCausalLM",  # the same
+    "BailingMoeV2_5": "KimiLinearForCausalLM",  # a linear attention beside latent attention
     "DeepseekV2": "KimiLinearForCausalLM",  # latent attention, experts
     "DeepseekV3": "KimiLinearForCausalLM",  # the same
     "Mistral": "LlamaForCausalLM",

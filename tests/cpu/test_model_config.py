@@ -186,6 +186,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_omni", {"llm_config": [3]}, r"llm_config is \[3\]; it must be an object"),
     ("lara_mini", {"sliding_window": 0}, f"sliding_window is 0; {WHOLE} 1 to 1,048,576"),
     ("lara_mini", {"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+    ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound is 1.0; it must be a number from -100 to 0"),
+    ("bailing_hybrid", {"qk_rope_head_dim": 5}, "such that an even number of a head's"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; it must be null"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be false"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: gelu_"),
@@ -284,7 +286,6 @@ def test_generation_config_replaces_end_tokens(tmp_path: Path) -> None:
     ("name", "nearest"),
     [
         ("LlamaForSequenceClassification", "LlamaForCausalLM"),
-        ("BailingHybridForCausalLM", "KimiLinearForCausalLM"),
         ("BailingMoeV2_5ForCausalLM", "KimiLinearForCausalLM"),
         ("DeepseekV3ForCausalLM", "KimiLinearForCausalLM"),
         ("MistralForCausalLM", "LlamaForCausalLM"),

@@ -3,6 +3,7 @@
 from typing import Final
 
 from strandline.architectures.architecture import Architecture
+from strandline.architectures.bailing_hybrid import BAILING_HYBRID
 from strandline.architectures.bamba import BAMBA
 from strandline.architectures.falcon_h1 import FALCON_H1
 from strandline.architectures.gemma3 import GEMMA3
@@ -29,6 +30,7 @@ from strandline.architectures.zamba2 import ZAMBA2
 from strandline.architectures.zaya import ZAYA
 
 SUPPORTED: Final[dict[str, Architecture]] = {
+    "BailingHybridForCausalLM": BAILING_HYBRID,
     "BambaForCausalLM": BAMBA,
     "FalconH1ForCausalLM": FALCON_H1,
     "FalconMambaForCausalLM": FALCON_MAMBA,

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from strandline.model_config import ModelConfig
+from strandline.models.bailing_hybrid import build_bailing_hybrid
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
 from strandline.models.falcon_h1 import build_falcon_h1
@@ -44,6 +45,7 @@ class Builder(Protocol):
 
 
 ARCHITECTURES: dict[str, Builder] = {
+    "BailingHybridForCausalLM": build_bailing_hybrid,
     "BambaForCausalLM": build_bamba,
     "FalconH1ForCausalLM": build_falcon_h1,
     "FalconMambaForCausalLM": build_falcon_mamba,

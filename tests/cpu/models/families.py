@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    BailingHybridConfig,
     BambaConfig,
     FalconH1Config,
     FalconMambaConfig,
@@ -426,6 +427,14 @@ KIMI: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+BAILING: dict[str, Any] = {
+    **{name: value for name, value in KIMI.items() if not name.startswith("linear_")},
+    "head_dim": 8,
+    "num_local_experts": 6,
+    "n_group": 3,
+    "topk_group": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 GLM5: dict[str, Any] = {
     **{name: value for name, value in KIMI.items() if name not in ("layer_types", "num_local_experts")},
     "layer_types": ["linear_attention", "deepseek_sparse_attention", "deepseek_sparse_attention", "linear_attention"],
@@ -799,6 +808,32 @@ CONFIGS: dict[str, Family] = {
             "tie_word_embeddings": False,
         },
         shards=(2,),
+    ),
+    "bailing_hybrid": Family(
+        "BailingHybridForCausalLM", BailingHybridConfig, BAILING, shards=(2,), is_altered=True, keeps_e4m3=False
+    ),
+    "bailing_hybrid-odd": Family(
+        "BailingHybridForCausalLM",
+        BailingHybridConfig,
+        {
+            **BAILING,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "q_lora_rank": 14,
+            "qk_rope_head_dim": 4,
+            "short_conv_kernel_size": 3,
+            "kda_safe_gate": False,
+            "num_local_experts": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "num_mtp_layers": 0,
+        },
+        keeps_e4m3=False,
     ),
     "lara_mini": Family("LaraMiniForCausalLM", LaraMiniConfig, LARA, shards=(2,), is_altered=True),
     "lara_mini-odd": Family(

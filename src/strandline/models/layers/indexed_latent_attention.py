@@ -182,7 +182,7 @@ class IndexedLatentAttention(LatentAttention):
             if not is_whole:
                 self.choice.group_TK = self.index.choose(query_TQ, weight_TJ, memory.index_BPX, attention)
         if is_whole:
-            out_THV = self._attend_all(query_TQ, latent_TD, memory.latent_BPD, step.batch)
+            out_THV = self._attend_all(self._queries(query_TQ), latent_TD, memory.latent_BPD, step.batch)
         else:
             out_THV = self._attend_chosen(query_TQ, latent_TD, memory.latent_BPD, attention)
         return self.out_proj.multiply(out_THV.flatten(1))

@@ -46,6 +46,8 @@ class KimiDeltaAttentionConfig:
     lower_bound: float | None = None
     """Least log decay; None: there is no bound."""
     state_dtype: str = "float32"
+    is_low_rank: bool = True
+    """Whether decays and output gates are made of a few channels that all heads share."""
 
     @classmethod
     def read(cls, fields: Fields) -> "KimiDeltaAttentionConfig":
@@ -91,12 +93,15 @@ class KimiDeltaAttention(nn.Module):
         self.recurrence: UnloggedRecurrence[KimiDeltaInputs] = UnloggedRecurrence(
             (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype
         )
-        self.sizes = [3 * size, head_dim, head_dim, num_heads]
+        of_gates = head_dim if config.is_low_rank else size
+        self.sizes = [3 * size, of_gates, of_gates, num_heads]
         self.in_proj = Projection(sum(self.sizes), hidden_size, site)
-        """Rows: query, key, value; what decays (f) and output gates (g) are made of; write strength (b)."""
+        """Rows: query, key, value; decays (f) and output gates (g), or what they are made of; write strength (b)."""
         self.conv = CausalConvolution(3 * size, config.num_taps, "silu", site, has_bias=False)
-        self.f_proj = Projection(size, head_dim, site, shard=site.shard)
-        self.g_proj = Projection(size, head_dim, site, shard=site.shard)
+        self.f_proj = self.g_proj = None
+        if config.is_low_rank:
+            self.f_proj = Projection(size, head_dim, site, shard=site.shard)
+            self.g_proj = Projection(size, head_dim, site, shard=site.shard)
         self.A_log_H = site.parameter(num_heads, dtype=torch.float32)
         self.dt_bias_O = site.parameter(size, dtype=torch.float32)
         self.norm_K = site.gain(head_dim)
@@ -135,9 +140,8 @@ class KimiDeltaAttention(nn.Module):
         qkv_TC, f_TR, g_TR, b_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         qkv_TC = self.conv.convolve(qkv_TC, step.batch, memory.window_SRC, memory.conv_log)
         qkv = (x_TO.unflatten(-1, by_head) for x_TO in qkv_TC.chunk(3, dim=-1))
-        f_THK, g_THK = (
-            x_TO.unflatten(-1, by_head) for x_TO in (self.f_proj.multiply(f_TR), self.g_proj.multiply(g_TR))
-        )
+        gates = ((self.f_proj, f_TR), (self.g_proj, g_TR))
+        f_THK, g_THK = ((x_TR if up is None else up.multiply(x_TR)).unflatten(-1, by_head) for up, x_TR in gates)
         out_THK = self._advance((*qkv, f_THK, b_TH), step.batch, memory)
         return self.out_proj.multiply(self._norm(out_THK, g_THK, self.norm_K, self.config.eps).flatten(1))
 
@@ -154,11 +158,13 @@ class KimiDeltaAttention(nn.Module):
         for name, rows, taps in zip("qkv", qkv.chunk(3), self.conv.weight_CW.chunk(3), strict=True):
             yield f"{prefix}{name}_proj.weight", sharded(rows, self.shard)
             yield f"{prefix}{name}_conv1d.weight", sharded(taps.unsqueeze(1), self.shard)
-        yield f"{prefix}f_a_proj.weight", whole(f)
-        yield f"{prefix}g_a_proj.weight", whole(g)
         yield f"{prefix}b_proj.weight", sharded(b, self.shard)
-        yield from self.f_proj.targets(f"{prefix}f_b_proj.")
-        yield from self.g_proj.targets(f"{prefix}g_b_proj.")
+        for name, rows, up in (("f", f, self.f_proj), ("g", g, self.g_proj)):
+            if up is None:
+                yield f"{prefix}{name}_proj.weight", sharded(rows, self.shard)
+            else:
+                yield f"{prefix}{name}_a_proj.weight", whole(rows)
+                yield from up.targets(f"{prefix}{name}_b_proj.")
         yield f"{prefix}A_log", sharded(self.A_log_H.view(1, 1, -1, 1), self.shard, dim=2)
         yield f"{prefix}dt_bias", sharded(self.dt_bias_O, self.shard)
         yield f"{prefix}o_norm.weight", whole(self.norm_K)

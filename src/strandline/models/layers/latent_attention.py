@@ -29,6 +29,8 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import rms_norm
+from strandline.kernels.rowwise.rotary import apply_rotary
+from strandline.models.layers.attention import gate_heads
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -132,7 +134,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_TE: Tensor, step: Step, latent_BPD: Tensor) -> Tensor:
         query_TQ, latent_TD = self._latents(hidden_TE)
-        return self.out_proj.multiply(self._attend_all(query_TQ, latent_TD, latent_BPD, step.batch).flatten(1))
+        q_THD = self._queries(query_TQ)
+        return self.out_proj.multiply(self._attend_all(q_THD, latent_TD, latent_BPD, step.batch).flatten(1))
 
     def _latents(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries or their latents, and what is kept of each token."""
@@ -148,9 +151,9 @@ class LatentAttention(nn.Module):
         q_THD: Tensor = q_TO.unflatten(-1, (self.config.num_heads, -1))
         return q_THD
 
-    def _attend_all(self, query_TQ: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: StepBatch) -> Tensor:
+    def _attend_all(self, q_THD: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: StepBatch) -> Tensor:
         """Store the step's latents, and attend every token to all up to itself; return ``out_THV``."""
-        q_THD, steps = self._queries(query_TQ), (batch.attention, batch.num_decodes)
+        steps = (batch.attention, batch.num_decodes)
         if not self._expands(batch):
             return self._attend_folded(q_THD, latent_TD, latent_BPD, *steps)
         decodes_THV = self._attend_folded(q_THD[: batch.num_decodes], latent_TD, latent_BPD, *steps)
@@ -203,3 +206,33 @@ class LatentAttention(nn.Module):
         yield f"{prefix}kv_a_layernorm.weight", whole(self.latent_norm_R)
         yield f"{prefix}kv_b_proj.weight", interleaved(self.key_up_HKR, self.value_up_HVR, shard=self.shard)
         yield from self.out_proj.targets(f"{prefix}o_proj.")
+
+
+class GatedLatentAttention(LatentAttention):
+    """Latent attention with positions embedded by rotation, and a sigmoid gate per head.
+
+    Neighbouring channels of queries, and of the part of keys that all heads share, are rotated together.
+    """
+
+    def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
+        super().__init__(config, site)
+        self.gate_proj = Projection(self.config.num_heads, config.hidden_size, site, shard=site.shard)
+
+    def forward(self, hidden_TE: Tensor, step: Step, latent_BPD: Tensor) -> Tensor:
+        query_TQ, latent_TD = self._latents(hidden_TE)
+        q_THD, num_rotated = self._queries(query_TQ), self.config.shared_dim
+        _rotate_pairs(q_THD[..., -num_rotated:], step)
+        _rotate_pairs(latent_TD[:, -num_rotated:].unsqueeze(1), step)
+        out_THV = self._attend_all(q_THD, latent_TD, latent_BPD, step.batch)
+        return self.out_proj.multiply(gate_heads(out_THV, self.gate_proj.multiply(hidden_TE)).flatten(1))
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        yield from super().targets(prefix)
+        yield from self.gate_proj.targets(f"{prefix}g_proj.")
+
+
+def _rotate_pairs(x_THP: Tensor, step: Step) -> None:
+    """Rotate neighbouring channels together, in place; they come out the first of all pairs before the second."""
+    assert step.rotary is not None
+    x_THP.copy_(apply_rotary(torch.cat((x_THP[..., 0::2], x_THP[..., 1::2]), dim=-1), step.rotary))

@@ -28,6 +28,8 @@ SYNONYMS: Final = (
     (re.compile(r"(?<=\.)block_sparse_moe(?=\.)"), "mlp"),
     (re.compile(r"(?<=\.self_attn\.)forget_gate\."), ""),
     (re.compile(r"(?<=\.self_attn\.)gate_proj$"), "g_proj"),
+    (re.compile(r"(?<=\d\.)attention(?=\.)"), "self_attn"),
+    (re.compile(r"(?<=\.self_attn\.)dense$"), "o_proj"),
     (re.compile(r"(?<=\.experts\.)(\d+\.)w1$"), r"\1gate_proj"),
     (re.compile(r"(?<=\.experts\.)(\d+\.)w2$"), r"\1down_proj"),
     (re.compile(r"(?<=\.experts\.)(\d+\.)w3$"), r"\1up_proj"),
