@@ -9,7 +9,7 @@ import strandline
 PACKAGE = Path(strandline.__file__).parent
 
 FAMILY = re.compile(
-    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?[12]|falcon|jamba|kimi|kda|granite|bamba|zamba|recurrent.?gemma|rglru|minimax|lightning|nemotron|glm|gpt.?oss|gemma.?3|bailing|lara|minicpm|intern.?s2",
+    r"gdn|gated.?delta|olmo|qwen|lfm|mamba.?[12]|falcon|jamba|kimi|kda|granite|bamba|zamba|recurrent.?gemma|rglru|minimax|lightning|nemotron|glm|gpt.?oss|gemma.?3|bailing|lara.?mini|minicpm|intern.?s2",
     re.IGNORECASE,
 )
 
