@@ -157,9 +157,12 @@ class TierLoad:
                 tier.cut_off(node, num_blocks)
 
     def _forget_returned(self) -> None:
-        """Free the blocks that the device has again; without states, also remove the ends before them."""
-        tier = self._tier
-        path = [] if self._block is None else list(self._block.ancestry())
+        """Free the blocks that the device has again; without states, also remove the ends before them.
+
+        Nothing is done if the last block has left the tier: blocks before it are there for other snapshots.
+        """
+        tier, block = self._tier, self._block
+        path = list(block.ancestry()) if block is not None and block in tier.column else []
         returned = [
             node for node, held in zip(path, reversed(path_blocks(self._lease.run)[: len(path)]), strict=True) if held
         ]
