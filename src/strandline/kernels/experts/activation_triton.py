@@ -55,6 +55,11 @@ def activation_argument(activation: Activation) -> Activate:
 @triton.jit
 def activate(x, up, ACTIVATE: tl.constexpr, DTYPE: tl.constexpr):
     """Return hidden features of float32 outputs of the first product, rounded as the reference; ``up``: with a gate."""
-    if ACTIVATE.slope is not None:
-        return ACTIVATE.function(x, up, DTYPE, ACTIVATE.limit, ACTIVATE.slope)
-    return ACTIVATE.function(x, up, DTYPE, ACTIVATE.limit) if ACTIVATE.is_gated else ACTIVATE.function(x, DTYPE)
+    # Of statements, those after a return would be compiled, too.
+    return (
+        ACTIVATE.function(x, up, DTYPE, ACTIVATE.limit, ACTIVATE.slope)
+        if ACTIVATE.slope is not None
+        else ACTIVATE.function(x, up, DTYPE, ACTIVATE.limit)
+        if ACTIVATE.is_gated
+        else ACTIVATE.function(x, DTYPE)
+    )
