@@ -352,7 +352,7 @@ class ToyModel:
 
     vocab_size, max_position, embedding_size = VOCAB_SIZE, 4096, HIDDEN_SIZE
     operations = ()
-    adapters = drafter = tower = None
+    adapters = drafter = tower = routing_shape = None
 
     def __init__(self, *, keeps_logs: bool, seed: int = 0) -> None:
         random = Random(seed)
