@@ -34,10 +34,10 @@ SPECULATION: Final[dict[str, dict[str, Any] | None]] = {
     "ngram 8": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "suffix 8": {"method": "suffix", "num_speculative_tokens": 8},
     "suffix 16": {"method": "suffix", "num_speculative_tokens": 16},
-    "mtp 8": {"method": "mtp", "num_speculative_tokens": 8},
-    "mtp and suffix 8": {"method": ["mtp", "suffix"], "num_speculative_tokens": 8},
-    "dflash 7": {"method": "dflash", "model": "demo", "num_speculative_tokens": 7},
-    "dflash and suffix 7": {"method": ["dflash", "suffix"], "model": "demo", "num_speculative_tokens": 7},
+    "mtp 3 fixed": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False},
+    "suffix 7 fixed": {"method": "suffix", "num_speculative_tokens": 7, "adaptive": False},
+    "mtp and suffix 3 fixed": {"method": ["mtp", "suffix"], "num_speculative_tokens": 3, "adaptive": False},
+    "mtp and suffix 7 fixed": {"method": ["mtp", "suffix"], "num_speculative_tokens": 7, "adaptive": False},
     "suffix 16 fixed": {"method": "suffix", "num_speculative_tokens": 16, "adaptive": False},
 }
 
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--memory", default="512MiB")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", choices=SPECULATION, default=list(SPECULATION), metavar="NAME")
     parser.add_argument("--index-only", action="store_true", help="print only the first table")
     options = parser.parse_args()
     print(f"{date.today()}, torch {torch.__version__}, {platform.processor()}, {torch.get_num_threads()} threads")
@@ -90,7 +91,10 @@ def main() -> None:
     if options.index_only:
         return
     settings = {"dtype": options.dtype, "memory": options.memory, "device": "cpu", "enable_prefix_caching": False}
-    engines = {name: LLM(options.model, speculative_config=value, **settings) for name, value in SPECULATION.items()}
+    engines = {
+        name: LLM(options.model, speculative_config=SPECULATION[name], **settings)
+        for name in dict.fromkeys(["plain", *options.engines])
+    }
     found: dict[tuple[str, str], list[Figures]] = {}
     answers: dict[str, list[list[int]]] = {}
     for repeat in range(1 + options.repeats):
