@@ -20,7 +20,7 @@ META: Final = torch.device("meta")
 
 
 ALIKE_LAYERS: Final = 2
-"""Of layers that are alike, how many are computed: a kernel of one and of several may differ."""
+"""How many of several layers that are alike are computed: a kernel of one and of several may differ."""
 
 
 def keep_distinct_layers(model: CausalLM) -> None:

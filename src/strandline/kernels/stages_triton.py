@@ -14,7 +14,7 @@ from strandline.env import TRITON
 from strandline.errors import ConfigError
 
 NAMES = ("num_stages", "NUM_STAGES")
-"""Of stages among the options of launches: of all loops, or of one."""
+"""Options of launches that set the number of stages, of all loops or of one."""
 
 
 def fewer_stages(options: dict[str, Any]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language
 ``LlamaForCausalLMEagle3`` as published.
 
 Shape suffixes: T tokens of the step, N rows that are wanted, X hidden states of the model's layers side by side, E
-hidden size of the drafter, F frequencies.
+hidden size of the drafter, F frequencies, Z tokens of its vocabulary.
 """
 
 from collections.abc import Sequence

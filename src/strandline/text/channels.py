@@ -37,7 +37,7 @@ class ChannelParser:
         self._header: str | None = None
         """The header so far; None: a message is read, or nothing."""
         self._kind: SegmentKind | None = SegmentKind.CONTENT
-        """Of the message that is read; None: it has ended."""
+        """The kind of the message that is read; None: it has ended."""
         self._written: set[SegmentKind] = set()
         self._separator = ""
 

@@ -329,7 +329,7 @@ def test_command_compares_routers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_adapters_share_nothing_and_wait_for_their_slots(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of ten conversations with one system prompt, those of each adapter share it."""
+    """Ten conversations have one system prompt, which those of each adapter share."""
     rows: dict[str, dict[str, float]] = {}
     for name, flags in {
         "none": [],

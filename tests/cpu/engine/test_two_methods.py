@@ -136,7 +136,7 @@ def test_steps_run_ahead_until_lookups_gain(make: MakeLLM, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("depths", [(NUM_DRAFTS,), (0, 0, NUM_DRAFTS, 1, NUM_DRAFTS)])
-def test_steps_ahead_and_lookups_in_turn_give_the_same_answers_and_hits(
+def test_steps_ahead_and_lookups_in_turn_change_no_answer(
     make: MakeLLM, monkeypatch: pytest.MonkeyPatch, depths: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(draft_layer, "single_rows", single_rows_on_the_host)

@@ -21,7 +21,7 @@ from strandline.kernels.binding import Kernels
 
 COPIES_FROM_HOST = torch.ops.aten.lift_fresh.default
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
-"""Of shapes that depend on data only where an index is a mask."""
+"""Their shapes depend on data only where an index is a mask."""
 READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.to)
 """Which dispatch nothing where the tensor is on the host already."""
 

@@ -55,7 +55,7 @@ PREFILL_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=3)
 """128 accumulators per thread for values of 512 channels; queries and three tiles of latents fill shared memory."""
 
 SMALL_ROWS = 32
-"""Of a tile where the others do not fit: for values of 512 channels on GPUs with 99 KiB of shared memory."""
+"""The rows of a tile where the others do not fit: for values of 512 channels on GPUs with 99 KiB of shared memory."""
 
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 """This path is for tests, not for speed."""

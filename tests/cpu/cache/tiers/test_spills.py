@@ -116,7 +116,7 @@ def test_what_leaves_a_persistent_tier_returns_from_the_next(rule: ResumeRule, s
     assert (disk.num_loads, far.num_loads) == (0, 1)
 
 
-def test_blocks_on_their_way_to_a_tier_keep_what_needs_them_there() -> None:
+def test_blocks_on_their_way_keep_what_needs_them() -> None:
     driver = Driver(lower_blocks=(60, 60, 100))
     host, disk, far = driver.loads.tiers
     host.num_spare_blocks = 0
