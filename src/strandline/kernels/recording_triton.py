@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.knobs import cache as compiled_files
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
@@ -67,7 +67,7 @@ def target_of(gpu: Gpu) -> GPUTarget:
 
 def cache_directory() -> Path:
     """Return the directory where Triton stores what it has compiled."""
-    return Path(knobs.cache.dir)
+    return Path(compiled_files.dir)
 
 
 @contextmanager

@@ -137,8 +137,10 @@ def test_gpus_keep_weights_in_4_bits(
 
 
 def test_weights_dequantised_beside_others_are_counted() -> None:
-    assert dtypes.kept_note(WeightsReport(20, 10, {}, 10)) is None
-    assert "3 of 10 quantised ones were dequantised" in (dtypes.kept_note(WeightsReport(20, 10, {}, 7)) or "")
+    kept = {f"layers.{index}.weight": 0 for index in range(10)}
+    assert dtypes.kept_note(WeightsReport(20, 10, kept=kept)) is None
+    del kept["layers.0.weight"], kept["layers.1.weight"], kept["layers.2.weight"]
+    assert "3 of 10 quantised ones were dequantised" in (dtypes.kept_note(WeightsReport(20, 10, kept=kept)) or "")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import check_architecture, read_json_object, read_recipe
 from strandline.models.storage.fp8 import CHUNK_ELEMENTS
 from strandline.models.storage.published import STORED_DTYPES, Holders
+from strandline.models.storage.published_names import TOWERS
 from strandline.models.storage.quantizers import BLOCK, QUANTIZERS, Parts, Quantizer
 from strandline.models.storage.weights_files import INDEX_NAME, open_files
 
@@ -38,6 +39,9 @@ UNCONVERTED: Final = re.compile(
     r"|(^|\.)(lm_head|gate|shared_expert_gate|fc|eh_proj|conv|in_proj_(a|b|ba)|[ab]_proj)$"
 )
 """Matches the names of modules that are not converted."""
+
+IN_TOWER: Final = re.compile(rf"(model\.)?({'|'.join(TOWERS)})\.")
+"""Matches the names of modules of towers, and of what projects their outputs."""
 
 DRAFT: Final = re.compile(r"(^|\.)mtp\.")
 """Matches the names of draft layers' modules."""
@@ -125,7 +129,7 @@ def is_converted(name: str, shape: Sequence[int]) -> bool:
     if FUSED_EXPERTS.fullmatch(name) or STACKED_EXPERTS.fullmatch(name):
         return len(shape) == 3
     module, _, kind = name.rpartition(".")
-    return kind == "weight" and len(shape) == 2 and not UNCONVERTED.search(module)
+    return kind == "weight" and len(shape) == 2 and not (UNCONVERTED.search(module) or IN_TOWER.match(module))
 
 
 def _choose(
