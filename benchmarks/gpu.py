@@ -28,6 +28,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -443,7 +444,7 @@ def profile_decode(llm: LLM, options: argparse.Namespace) -> None:
         while llm.engine.has_unfinished:
             llm.engine.step()
         table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
-        tables.append(f"decode at {batch_size}, {PROFILED_STEPS} steps\n{table}")
+        tables.append(f"decode at {batch_size}, {PROFILED_STEPS} steps\n{table}\n\n{path_table(profiler)}")
     llm.engine.add_request("long", some_tokens(llm, rng, 8192), params_for(1))
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         while llm.engine.has_unfinished:
@@ -453,6 +454,24 @@ def profile_decode(llm: LLM, options: argparse.Namespace) -> None:
     tables.append(f"prefill of 8,192\n{table}")
     with open(options.profile, "w") as file:
         file.write("\n\n".join(tables))
+
+
+def path_table(profiler: Any) -> str:
+    """Say what each kernel adds to a decode step: the time between its end and that of the kernel before it.
+
+    Launches overlap, so that the kernels' own times add up to more than the step.
+    """
+    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    ended_us = sorted((event.time_range.end, event.name) for event in events)
+    paths_us: dict[str, list[float]] = {}
+    for (before_us, _), (end_us, name) in pairwise(ended_us):
+        paths_us.setdefault(name, []).append(end_us - before_us)
+    rows = sorted(((sum(paths), len(paths), name) for name, paths in paths_us.items()), reverse=True)
+    lines = [
+        f"{name[:50]:50} {count / PROFILED_STEPS:8.1f} {total_us / PROFILED_STEPS:8.1f} {total_us / count:8.2f}"
+        for total_us, count, name in rows
+    ]
+    return "\n".join([f"{'kernel':50} {'a step':>8} {'path, us':>8} {'each':>8}", *lines])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Triton compiles a kernel when it is first launched, one after the other: a minute or two for a model. Here a dry run
 (``dry_run.py``) finds out which kernels will be launched, and each process compiles a share of them into Triton's cache
 on disk, from where the engine's warm-up requests take them. What is missing there is compiled at its first launch, as
-without this: a process that fails costs time and nothing else.
+without this: a process that fails or hangs costs time and nothing else.
 
 When all have been compiled, a file in that cache says so, by a digest of what the kernels depend on; the next start
 then begins no process.
@@ -16,7 +16,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +37,10 @@ PACKAGE: Final = Path(__file__).parents[1]
 
 MAX_PROCESSES: Final = 16
 """With more, each would spend most of its time on its own dry run."""
+
+
+MAX_WAIT_S: Final = 600.0
+"""How long processes may go on once the weights are loaded: far longer than the compilation of any model's kernels."""
 
 
 class Share(NamedTuple):
@@ -69,16 +73,17 @@ def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iter
         yield found
         return
     processes = [_start(share) for share in shares(config, gpu_of(device), rank, num_cores())]
+    LOGGER.info("kernels: compiled by %d processes while weights load, once for this configuration", len(processes))
     try:
         yield found
+        begun_s = SYSTEM_CLOCK()
+        errors = [_finish(process, begun_s + MAX_WAIT_S) for process in processes]
+        found.waited_s = SYSTEM_CLOCK() - begun_s
     except BaseException:
         for process in processes:
             process.kill()
             process.communicate()
         raise
-    begun_s = SYSTEM_CLOCK()
-    errors = [process.communicate()[1].decode(errors="replace").strip() for process in processes]
-    found.waited_s = SYSTEM_CLOCK() - begun_s
     if not any(process.returncode for process in processes):
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
@@ -109,10 +114,21 @@ def _start(share: Share) -> subprocess.Popen[bytes]:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
     assert process.stdin is not None
-    with process.stdin as pipe:
+    with suppress(BrokenPipeError), process.stdin as pipe:  # broken: the process has ended, and says why
         pickle.dump(share, pipe)
     process.stdin = None  # else ``communicate`` would flush it
     return process
+
+
+def _finish(process: subprocess.Popen[bytes], until_s: float) -> str:
+    """Wait for a process, and return its errors; end it if it takes too long."""
+    try:
+        _, errors = process.communicate(timeout=max(0.0, until_s - SYSTEM_CLOCK()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"a process took more than {MAX_WAIT_S:g} s"
+    return errors.decode(errors="replace").strip()
 
 
 def _digest(options: str, model: str) -> str:

@@ -327,19 +327,19 @@ class EngineCore:
             output_ids, num_new = request.output_ids, request.num_new
             is_wanted = index_of and request.params.logprobs is not None
             logprobs = result.logprobs.get(index_of[request.request_id]) if is_wanted else None
-            for place in range(num_new):
-                is_last = place == num_new - 1
+            for index in range(num_new):
+                is_last = index == num_new - 1
                 events.tokens.append(
                     TokenEvent(
                         request.request_id,
-                        output_ids[place - num_new],
-                        logprobs[place] if logprobs else None,
+                        output_ids[index - num_new],
+                        logprobs[index] if logprobs else None,
                         request.finish_reason if is_last else None,
                         request.stop_reason if is_last else None,
-                        request.account if place == 0 and len(output_ids) == num_new else None,
+                        request.account if index == 0 and len(output_ids) == num_new else None,
                         _drafts_of(request) if is_last else None,
-                        result.hidden_states.get(index_of[request.request_id]) if index_of and place == 0 else None,
-                        result.routed.get(index_of[request.request_id]) if index_of and place == 0 else None,
+                        result.hidden_states.get(index_of[request.request_id]) if index_of and index == 0 else None,
+                        result.routed.get(index_of[request.request_id]) if index_of and index == 0 else None,
                     )
                 )
 

@@ -42,7 +42,7 @@ class _OneOfSeveral:
 
 def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
     """Return the kernels that an engine with this configuration compiles on a GPU; of several ranks, those of the first
-    one, but for sums over ranks.
+    one, without sums over ranks.
 
     Raises:
         ConfigError: no engine can be built so.

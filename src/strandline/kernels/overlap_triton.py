@@ -7,7 +7,7 @@ just before it wrote; after that call all earlier kernels have ended, since each
 Most kernels call ``release_next`` after ``wait_for_previous``. Short ones that come before loads of weights or states
 (norms, convolutions of a token) call it first: the next kernel then loads them during two launches instead of one.
 
-Invariant: when a kernel starts, everything has been done but for the work of the kernel before it, and, if that one
+Invariant: when a kernel starts, everything has been done except the work of the kernel before it, and, if that one
 releases first, of the one before that, and so on. Before its wait a kernel may read weights, states of earlier steps,
 and tables made before the first layer: between these and their readers there are kernels that wait first. What else it
 reads, the kernel before it must have waited for before it released (the experts of few tokens read logits so).

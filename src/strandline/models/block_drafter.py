@@ -130,7 +130,7 @@ class BlockDrafter(nn.Module):
                 module.lay_out(layout)
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
-        """Yield the published tensors, but for ``d2t``."""
+        """Yield the published tensors except ``d2t``."""
         yield from self.fc.targets("fc.")
         yield "hidden_norm.weight", whole(self.hidden_norm_E)
         yield "norm.weight", whole(self.final.norm_E)

@@ -45,5 +45,5 @@ class DraftHead(nn.Module):
         return logits_NZ.index_copy_(1, index_V, logits_NV)[:, :-1].contiguous()
 
     def targets(self) -> NamedTargets:
-        """Yield the published tensors, but for ``d2t``."""
+        """Yield the published tensors except ``d2t``."""
         yield from self.projection.targets("lm_head.")

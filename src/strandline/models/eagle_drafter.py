@@ -161,7 +161,7 @@ class EagleDrafter(nn.Module):
                 module.lay_out(layout)
 
     def targets(self, names: frozenset[str]) -> NamedTargets:
-        """Yield the published tensors, but for ``d2t``."""
+        """Yield the published tensors except ``d2t``."""
         layer = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
         yield from self.fc.targets("fc.")
         yield "norm.weight", whole(self.final.norm_E)

@@ -59,7 +59,7 @@ class OutputStream:
         self._routed = bytearray()
 
     def routed_experts(self, token_bytes: int) -> bytes:
-        """Return the experts of all tokens that were computed: of the prompt, and of the output but for the last one.
+        """Return the experts of all tokens that were computed: of the prompt, and of the output except its last one.
 
         Args:
             token_bytes: size of what is recorded of a token.

@@ -86,6 +86,30 @@ def test_failure_is_logged_and_next_start_tries_again(machine: Machine, caplog: 
     assert len(caplog.records) == 2
 
 
+def test_a_process_that_hangs_is_ended(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.1)
+    machine.program = "import time; time.sleep(60)"
+    with compiling(EngineConfig(model=MODEL), CUDA):
+        pass
+    assert machine.processes
+    assert all(process.poll() is not None for process in machine.processes)
+    assert "(a process took more than 0.1 s)" in caplog.text
+
+
+def test_signal_while_waiting_ends_the_compilers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    machine.program = "import time; time.sleep(60)"
+    monkeypatch.setattr(module, "_finish", interrupt)
+    with pytest.raises(KeyboardInterrupt), compiling(EngineConfig(model=MODEL), CUDA):
+        pass
+    assert machine.processes
+    assert all(process.poll() is not None for process in machine.processes)
+
+
 def test_weights_that_cannot_be_loaded_end_the_compilers(machine: Machine) -> None:
     machine.program = "import time; time.sleep(60)"
     with pytest.raises(KeyError), compiling(EngineConfig(model=MODEL), CUDA):
