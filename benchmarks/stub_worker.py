@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from strandline.device.executor import ExecutorFacts
-from strandline.engine import worker
 from strandline.engine.loading import load_uni_executor
+from strandline.engine.processes import worker
 from strandline.ids import RequestId
 from strandline.records.plan import StepPlan, StepResult
 from strandline.specs import ModelSpec

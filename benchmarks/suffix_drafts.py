@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.engine.suffix_index import SuffixIndex
+from strandline.engine.requests.suffix_index import SuffixIndex
 from strandline.records.sampling_params import StructuredOutputsParams
 from strandline.records.tokens import TokenBuffer
 

@@ -23,9 +23,9 @@ from typing import Any
 from stub_worker import BEGUN, load_stub
 
 from strandline.config import EngineConfig
-from strandline.engine import worker_link
 from strandline.engine.core import EngineCore
 from strandline.engine.mp_executor import MpExecutor
+from strandline.engine.workers import worker_link
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, PendingToken, RequestId, SlotId
 from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan

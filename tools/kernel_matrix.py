@@ -3,9 +3,9 @@
     python tools/kernel_matrix.py --gpus sm_89,sm_120 benchmarks/configs/qwen3.5-4b
     make kernels-matrix
 
-Which kernels an engine needs is found out by a dry run (``engine/dry_run.py``) for each configuration and GPU. Of
-kernels that several configurations share, one is compiled. Registers and spills are the assembler's, of a thread;
-Triton itself checks neither these nor shared memory when it compiles.
+Which kernels an engine needs is found out by a dry run (``engine/processes/dry_run.py``) for each configuration and
+GPU. Of kernels that several configurations share, one is compiled. Registers and spills are the assembler's, of a
+thread; Triton itself checks neither these nor shared memory when it compiles.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Task(NamedTuple):
 
 def compile_all(task: Task) -> list[Row]:
     """Compile kernels of a configuration for a GPU."""
-    from strandline.engine.dry_run import record_start  # loading Triton takes a second
+    from strandline.engine.processes.dry_run import record_start  # loading Triton takes a second
     from strandline.kernels.stages_triton import fewer_stages
 
     name, model, options, (index, count), is_brief = task

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from strandline.bench.simulated_store import EndedTransfer
 from strandline.cache import Lease, PrefixCache
-from strandline.engine.request import Request
-from strandline.engine.scheduler import Scheduler
+from strandline.engine.requests.request import Request
+from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.ids import RequestId
 
 

@@ -17,9 +17,9 @@ from strandline.cache.policy.resume_rules import resume_rule
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
 from strandline.config import BUFFER_SLABS
-from strandline.engine.request import Request
-from strandline.engine.scheduler import Scheduler
-from strandline.engine.step_limits import StepLimits
+from strandline.engine.requests.request import Request
+from strandline.engine.scheduling.scheduler import Scheduler
+from strandline.engine.scheduling.step_limits import StepLimits
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.adapters import LoadedAdapter, salt_with

@@ -1,8 +1,8 @@
 """LoRA adapters in an engine: which are loaded, and which of them requests use."""
 
 from strandline.device.executor import Executor
-from strandline.engine.request import adapters_of
-from strandline.engine.scheduler import Scheduler
+from strandline.engine.requests.request import adapters_of
+from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.errors import RequestError
 from strandline.records.adapters import LoadedAdapter
 

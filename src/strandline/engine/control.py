@@ -11,7 +11,7 @@ from strandline.cache import PrefixCache
 from strandline.cache.evict_all import drop_all, evict_all
 from strandline.cache.tiers import Loads
 from strandline.device.executor import Executor
-from strandline.engine.scheduler import Scheduler
+from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import with_epoch
 from strandline.records.control import (

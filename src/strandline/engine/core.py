@@ -20,23 +20,23 @@ from strandline.config import EngineConfig
 from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_fixed_step_tokens, choose_logged_from
 from strandline.engine.adapter_use import AdapterUse
-from strandline.engine.admissions import Admissions
-from strandline.engine.auditor import Auditor, Audits
-from strandline.engine.cache_watch import CacheWatch
+from strandline.engine.caching.auditor import Auditor, Audits
+from strandline.engine.caching.cache_watch import CacheWatch
+from strandline.engine.caching.disk_flush import flush
+from strandline.engine.caching.event_feed import EventFeed
+from strandline.engine.caching.memory_report import bytes_by_tenant
+from strandline.engine.caching.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.control import CoreControl
-from strandline.engine.disk_flush import flush
-from strandline.engine.drafting import new_draft_depth, new_drafter
-from strandline.engine.drafts import Drafts
-from strandline.engine.event_feed import EventFeed
-from strandline.engine.hand_over import HandOver
-from strandline.engine.memory_report import bytes_by_tenant
-from strandline.engine.model_identity import weights_digest
-from strandline.engine.request import Request
-from strandline.engine.scheduler import Scheduler
-from strandline.engine.start_report import describe_fallbacks, describe_snapshots
-from strandline.engine.step_limits import StepLimits
-from strandline.engine.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
-from strandline.engine.warm_up import WarmUp
+from strandline.engine.drafting.drafting import new_draft_depth, new_drafter
+from strandline.engine.drafting.drafts import Drafts
+from strandline.engine.prefix_transfer.hand_over import HandOver
+from strandline.engine.requests.admissions import Admissions
+from strandline.engine.requests.request import Request
+from strandline.engine.scheduling.scheduler import Scheduler
+from strandline.engine.scheduling.step_limits import StepLimits
+from strandline.engine.startup.model_identity import weights_digest
+from strandline.engine.startup.start_report import describe_fallbacks, describe_snapshots
+from strandline.engine.startup.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, RequestId

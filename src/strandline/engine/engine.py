@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from strandline.cache import PrefixCache
 from strandline.engine.core import EngineCore
-from strandline.engine.scheduler import Scheduler
+from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.frontend import CheckedRequest, Frontend

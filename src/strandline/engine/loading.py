@@ -26,11 +26,11 @@ from strandline.device.sizing import require_room_for_weights
 from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
 from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, read_drafter_config
-from strandline.engine.compiling import compiling
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
-from strandline.engine.model_identity import disk_cache_weights
 from strandline.engine.mp_executor import MpExecutor
+from strandline.engine.startup.compiling import compiling
+from strandline.engine.startup.model_identity import disk_cache_weights
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, Layout, lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks

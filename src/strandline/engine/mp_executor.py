@@ -1,4 +1,4 @@
-"""The executor whose steps run in worker processes (``engine/worker.py``), one for each rank of tensor parallelism."""
+"""The executor whose steps run in workers (``engine/processes/worker.py``), one for each rank of tensor parallelism."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,13 +9,13 @@ from weakref import finalize
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
-from strandline.engine.engine_stores import EngineStores
-from strandline.engine.joined_completions import JoinedCompletions
-from strandline.engine.model_identity import disk_cache_weights
-from strandline.engine.packed_plan import PlanPacker
-from strandline.engine.rank_copies import RankCopies
-from strandline.engine.rank_facts import join_facts
-from strandline.engine.workers import Workers
+from strandline.engine.startup.model_identity import disk_cache_weights
+from strandline.engine.workers.engine_stores import EngineStores
+from strandline.engine.workers.joined_completions import JoinedCompletions
+from strandline.engine.workers.packed_plan import PlanPacker
+from strandline.engine.workers.rank_copies import RankCopies
+from strandline.engine.workers.rank_facts import join_facts
+from strandline.engine.workers.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter

@@ -9,7 +9,8 @@ import pytest
 
 DECISIONS = Path(__file__).parents[3] / "docs" / "decisions"
 ROW = re.compile(r"^\| `(\w+)\.([A-Z_]+)` \| `([^`]+)` \|", re.MULTILINE)
-ROOMS = {"scheduler": "engine", "waiting": "engine"} | dict.fromkeys(("placements", "reuse", "worth"), "cache.policy")
+FOLDERS = {"scheduler": "engine.scheduling", "waiting": "engine.scheduling"}
+FOLDERS |= dict.fromkeys(("placements", "reuse", "worth"), "cache.policy")
 RECORDS = ["placement", "worth-and-reuse", "waiting-order"]
 
 
@@ -26,5 +27,5 @@ def test_record_documents_constants(record: str) -> None:
 
 @pytest.mark.parametrize(("module", "name", "value"), [row for record in RECORDS for row in documented(record)])
 def test_documented_constant_has_its_value(module: str, name: str, value: str) -> None:
-    room = ROOMS.get(module, "cache")
-    assert getattr(import_module(f"strandline.{room}.{module}"), name) == ast.literal_eval(value)
+    folder = FOLDERS.get(module, "cache")
+    assert getattr(import_module(f"strandline.{folder}.{module}"), name) == ast.literal_eval(value)

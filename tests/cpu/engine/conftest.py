@@ -12,7 +12,7 @@ import pytest
 
 from strandline import LLM
 from strandline.device import uni_executor
-from strandline.engine import worker_link
+from strandline.engine.workers import worker_link
 from strandline.env import DEBUG_CACHE
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.server.forked import ForkedProcess, templates

@@ -18,7 +18,7 @@ from strandline.device.graphs import CapturedStep, StepGraphs
 from strandline.device.padded_step import StepSize, single_rows
 from strandline.device.prompt_room import MAX_PROMPTS, PromptRoom
 from strandline.device.runner import Runner
-from strandline.engine.drafts import Drafts
+from strandline.engine.drafting.drafts import Drafts
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from strandline.device.runner import Runner
-from strandline.engine import worker
+from strandline.engine.processes import worker
 from strandline.records.plan import StepPlan
 
 STARVED_AT: Final = "TEST_STARVED_AT"

@@ -14,7 +14,7 @@ from strandline import LLM, SamplingParams
 from strandline.device import block_drafts, draft_layer
 from strandline.device.sizing import slabs_for
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.request import Request
+from strandline.engine.requests.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, WeightsError
 from strandline.ids import RequestId

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.cache_watch import END_TOKENS, CacheWatch, HitWindow, MemoryHistory
+from strandline.engine.caching.cache_watch import END_TOKENS, CacheWatch, HitWindow, MemoryHistory
 from strandline.records.account import Account, Reason
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState, RecentHits
 from strandline.records.excerpts import EXCERPT_TOKENS

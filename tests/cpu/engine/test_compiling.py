@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from strandline.config import EngineConfig
-from strandline.engine import compiling as module
-from strandline.engine.compiling import Share, compiling, shares
+from strandline.engine.startup import compiling as module
+from strandline.engine.startup.compiling import Share, compiling, shares
 from strandline.kernels.gpu import GPUS
 
 pytest.importorskip("triton")
@@ -128,7 +128,7 @@ def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
     share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 3, 25)
-    command = [sys.executable, "-m", "strandline.engine.kernel_compiler"]
+    command = [sys.executable, "-m", "strandline.engine.processes.kernel_compiler"]
     run = subprocess.run(command, input=pickle.dumps(share), env=environment, capture_output=True, check=False)
     assert run.returncode == 0, run.stderr.decode()
     assert len(list(tmp_path.glob("*/*.cubin"))) >= 2

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.engine.draft_depth import STEPS_BETWEEN_TRIALS, DraftDepth
+from strandline.engine.drafting.draft_depth import STEPS_BETWEEN_TRIALS, DraftDepth
 from strandline.ids import NULL_LOG, NULL_SLOT, PendingToken, RequestId
 from strandline.records.plan import SequencePlan, StepPlan
 

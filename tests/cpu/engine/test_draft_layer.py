@@ -17,8 +17,8 @@ from strandline.device.batch import DeviceBatch, HostBatch
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.drafting import DraftLayerDrafter
-from strandline.engine.request import Request
+from strandline.engine.drafting.drafting import DraftLayerDrafter
+from strandline.engine.requests.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.kernels.batch import StepBatch

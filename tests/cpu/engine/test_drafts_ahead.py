@@ -22,8 +22,8 @@ from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
 from strandline.device.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.drafts import Drafts
-from strandline.engine.spans import DraftPlan, Span
+from strandline.engine.drafting.drafts import Drafts
+from strandline.engine.requests.spans import DraftPlan, Span
 from strandline.env import DEBUG_CACHE
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS

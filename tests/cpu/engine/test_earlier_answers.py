@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.engine.earlier_answers import EarlierAnswers
+from strandline.engine.drafting.earlier_answers import EarlierAnswers
 from strandline.records.tokens import encode
 
 SALTS = ("", "a", "b")

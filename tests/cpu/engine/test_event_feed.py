@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.event_feed import EventFeed
+from strandline.engine.caching.event_feed import EventFeed
 from strandline.errors import ConfigError
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.events.subscriber import Subscriber

@@ -27,8 +27,8 @@ from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor, load_uni_executor
 from strandline.engine.mp_executor import MpExecutor
-from strandline.engine.worker import LEAVE_S
-from strandline.engine.worker_link import Call, Start, WorkerLink
+from strandline.engine.processes.worker import LEAVE_S
+from strandline.engine.workers.worker_link import Call, Start, WorkerLink
 from strandline.env import DEBUG_CACHE
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 from strandline.ids import BlockId
@@ -310,18 +310,18 @@ def test_workers_are_told_what_only_all_weights_say(
 
     options: dict[str, Any] = {"disk_cache": str(tmp_path / "cache"), "disk_cache_size": "1MiB"}
     config = config_of(chat_dir, tensor_parallel_size=2, **options)
-    monkeypatch.setattr("strandline.engine.model_identity.fingerprint", lambda _: "a digest")
+    monkeypatch.setattr("strandline.engine.startup.model_identity.fingerprint", lambda _: "a digest")
     monkeypatch.setattr("strandline.engine.mp_executor.Workers", NoWorkers)
     with pytest.raises(ConfigError, match="not started, with a digest"):
         load_executor(config)
-    monkeypatch.setattr("strandline.engine.model_identity.fingerprint", lambda _: pytest.fail("all are read"))
+    monkeypatch.setattr("strandline.engine.startup.model_identity.fingerprint", lambda _: pytest.fail("all are read"))
     load_uni_executor(config_of(chat_dir, skip_tokenizer_init=True, **options), weights="a digest").close()
 
 
 ENDS_AT_ONCE = """
 import os
 import pickle
-from strandline.engine.worker_link import WorkerLink
+from strandline.engine.workers.worker_link import WorkerLink
 print(WorkerLink().process.pid, flush=True)
 os._exit(0)
 """

@@ -25,7 +25,7 @@ from strandline.device.executor import Executor
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_uni_executor
-from strandline.engine.prefix_pulls import PrefixPulls
+from strandline.engine.prefix_transfer.prefix_pulls import PrefixPulls
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.ids import RequestId

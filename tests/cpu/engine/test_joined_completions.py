@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.engine.joined_completions import JoinedCompletions
+from strandline.engine.workers.joined_completions import JoinedCompletions
 from strandline.ids import TransferId
 from strandline.records.actions import Completion
 

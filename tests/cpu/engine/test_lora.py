@@ -14,8 +14,8 @@ from strandline.device import draft_layer
 from strandline.device.adapter_pool import EMPTY
 from strandline.device.executor import LaunchedStep
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.adapter_admission import MAX_OVERTAKEN_FOR_SLOT
 from strandline.engine.core import new_warm_up
+from strandline.engine.scheduling.adapter_admission import MAX_OVERTAKEN_FOR_SLOT
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, RequestError
 from strandline.ids import RequestId

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
-from strandline.engine.model_identity import weights_digest
+from strandline.engine.startup.model_identity import weights_digest
 from strandline.errors import ConfigError
 from tests.cpu.engine.tiny import greedy_tokens, save_tiny_model
 from tests.cpu.models import adapters, fp8

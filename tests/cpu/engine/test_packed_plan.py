@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from strandline.cache.policy import new_cache, placement
 from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
-from strandline.engine.packed_plan import PlanPacker, PlanUnpacker
-from strandline.engine.scheduler import Scheduler
-from strandline.engine.step_limits import StepLimits
-from strandline.engine.worker import Worker
-from strandline.engine.worker_link import Call, Reply
+from strandline.engine.processes.worker import Worker
+from strandline.engine.scheduling.scheduler import Scheduler
+from strandline.engine.scheduling.step_limits import StepLimits
+from strandline.engine.workers.packed_plan import PlanPacker, PlanUnpacker
+from strandline.engine.workers.worker_link import Call, Reply
 from strandline.errors import EngineError
 from strandline.ids import NULL_LOG, NULL_SLOT, PendingToken, RequestId
 from strandline.records.events import FinishReason

@@ -13,9 +13,9 @@ from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
-from strandline.engine.request import Request
-from strandline.engine.scheduler import Scheduler
-from strandline.engine.step_limits import StepLimits
+from strandline.engine.requests.request import Request
+from strandline.engine.scheduling.scheduler import Scheduler
+from strandline.engine.scheduling.step_limits import StepLimits
 from strandline.errors import EngineError
 from strandline.ids import FIRST_VIRTUAL_ID, RequestId
 from strandline.records.events import FinishReason, Submission

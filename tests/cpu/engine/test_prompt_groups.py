@@ -8,10 +8,10 @@ import pytest
 from strandline.cache.policy import new_cache
 from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
-from strandline.engine.prompt_groups import PromptGroups
-from strandline.engine.request import Request
-from strandline.engine.scheduler import Scheduler
-from strandline.engine.step_limits import StepLimits
+from strandline.engine.requests.request import Request
+from strandline.engine.scheduling.prompt_groups import PromptGroups
+from strandline.engine.scheduling.scheduler import Scheduler
+from strandline.engine.scheduling.step_limits import StepLimits
 from strandline.ids import RequestId
 from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, StepResult

@@ -6,7 +6,7 @@ import pytest
 
 from strandline.device.executor import ExecutorFacts
 from strandline.device.lower_stores import DiskFacts, LowerFacts
-from strandline.engine.rank_facts import join_facts
+from strandline.engine.workers.rank_facts import join_facts
 from strandline.errors import EngineError
 from strandline.records.kept import NOTHING, Kept, KeptBlocks
 from strandline.records.path_hashes import root_hash

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine import worker_link, workers
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import STEP_TIMEOUT_S, MpExecutor
-from strandline.engine.worker_link import WorkerLink
+from strandline.engine.workers import worker_link, workers
+from strandline.engine.workers.worker_link import WorkerLink
 from strandline.errors import EngineError, RequestError
 from strandline.events.resumable import PromptHashes
 from strandline.events.subscriber import Subscriber
@@ -217,7 +217,7 @@ def test_events_of_two_ranks_predict_their_hits(pair: Pair, chat_dir: Path, tmp_
 
 
 def test_ranks_that_missed_a_plan_end_the_engine(pair: Pair, chat_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strandline.engine.workers.GRACE_S", 0.1)
+    monkeypatch.setattr("strandline.engine.workers.workers.GRACE_S", 0.1)
     executor = pair.take()
     engine = engine_around(executor, chat_dir)
     engine.add_request("first", [1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))

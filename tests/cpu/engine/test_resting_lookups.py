@@ -9,8 +9,8 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
-from strandline.engine.drafts import MOST_STEPS_BETWEEN_LOOKUPS
-from strandline.engine.request import Request
+from strandline.engine.drafting.drafts import MOST_STEPS_BETWEEN_LOOKUPS
+from strandline.engine.requests.request import Request
 from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_draft_layer import Alternating

@@ -15,10 +15,10 @@ from strandline.cache.policy import new_cache, placement
 from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
 from strandline.cache.use import interarrival_bin
-from strandline.engine.request import Request
-from strandline.engine.scheduler import Scheduler
-from strandline.engine.step_limits import StepLimits
-from strandline.engine.waiting import MAX_OVERTAKEN
+from strandline.engine.requests.request import Request
+from strandline.engine.scheduling.scheduler import Scheduler
+from strandline.engine.scheduling.step_limits import StepLimits
+from strandline.engine.scheduling.waiting import MAX_OVERTAKEN
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId, TransferId
 from strandline.records.account import Reason, SnapshotKind
@@ -92,7 +92,7 @@ def spans(plan: StepPlan) -> list[tuple[str, int]]:
 
 
 def test_long_prefills_get_shares_of_steps_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strandline.engine.long_prefills.STEPS_BETWEEN_SHARES", (2, 2))
+    monkeypatch.setattr("strandline.engine.scheduling.long_prefills.STEPS_BETWEEN_SHARES", (2, 2))
     scheduler = make_scheduler(max_tokens=400, long_from=100)
     scheduler.add(make_request("a", [1] * 10, max_tokens=8))
     assert spans(step(scheduler)) == [("a", 10)]
@@ -110,7 +110,7 @@ def test_long_prefills_get_shares_of_steps_beside_decodes(monkeypatch: pytest.Mo
 
 
 def test_many_long_prefills_leave_each_decode_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strandline.engine.long_prefills.STEPS_BETWEEN_SHARES", (1, 1))
+    monkeypatch.setattr("strandline.engine.scheduling.long_prefills.STEPS_BETWEEN_SHARES", (1, 1))
     scheduler = make_scheduler(max_tokens=400, long_from=100, max_num_seqs=32)
     for index in range(8):
         scheduler.add(make_request(f"long{index}", [100 + index] * 390))
@@ -148,7 +148,7 @@ def test_the_fewer_decode_the_more_steps_pass_between_shares(num_decodes: int, s
 
 
 def test_long_prefills_alone_take_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strandline.engine.long_prefills.STEPS_BETWEEN_SHARES", (2, 2))
+    monkeypatch.setattr("strandline.engine.scheduling.long_prefills.STEPS_BETWEEN_SHARES", (2, 2))
     scheduler = make_scheduler(max_tokens=400, long_from=100)
     scheduler.add(make_request("a", [1] * 1000))
     scheduler.add(make_request("b", [2] * 500))

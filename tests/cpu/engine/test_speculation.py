@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.request import Request
+from strandline.engine.requests.request import Request
 from strandline.env import NUMBA
 from strandline.errors import ConfigError
 from strandline.records.events import SpeculationStats

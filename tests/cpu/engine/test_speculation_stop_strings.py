@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.request import Request
+from strandline.engine.requests.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.records.events import SpeculationStats
 from strandline.records.outputs import RequestOutput

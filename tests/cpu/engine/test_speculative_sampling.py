@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams
-from strandline.engine.request import Request
+from strandline.engine.requests.request import Request
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import tokens
 

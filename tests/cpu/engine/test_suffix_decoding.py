@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.engine.suffix_drafter import SuffixDrafter
+from strandline.engine.drafting.suffix_drafter import SuffixDrafter
 from strandline.records.events import SpeculationStats
 from strandline.records.outputs import RequestOutput
 from tests.cpu.engine.conftest import MakeLLM, llm_maker

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from strandline.engine.drafting import new_drafter
-from strandline.engine.request import Request
-from strandline.engine.suffix_drafter import SuffixDrafter
+from strandline.engine.drafting.drafting import new_drafter
+from strandline.engine.drafting.suffix_drafter import SuffixDrafter
+from strandline.engine.requests.request import Request
 from strandline.ids import RequestId
 from strandline.records.events import FinishReason, Submission
 from strandline.records.plan import NewRequest

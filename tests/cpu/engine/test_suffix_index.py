@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.engine.suffix_index import BULK_TOKENS, MAX_OCCURRENCES, MIN_MATCH_TOKENS, Match, SuffixIndex
+from strandline.engine.requests.suffix_index import BULK_TOKENS, MAX_OCCURRENCES, MIN_MATCH_TOKENS, Match, SuffixIndex
 from strandline.records.tokens import TokenBuffer, decode, encode
 
 PIECE = st.builds(

@@ -8,9 +8,9 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.device import draft_layer
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.drafting import ChoosingDrafter
-from strandline.engine.drafts import MOST_STEPS_BETWEEN_LOOKUPS
-from strandline.engine.request import Request
+from strandline.engine.drafting.drafting import ChoosingDrafter
+from strandline.engine.drafting.drafts import MOST_STEPS_BETWEEN_LOOKUPS
+from strandline.engine.requests.request import Request
 from strandline.env import DEBUG_CACHE
 from tests.cpu.engine.eager_graphs import complete_on_device, replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo

@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from strandline.cache import Lead, Lease
 from strandline.cache.tree import Run
-from strandline.engine import waiting
-from strandline.engine.request import Request
-from strandline.engine.waiting import WaitingQueue
+from strandline.engine.requests.request import Request
+from strandline.engine.scheduling import waiting
+from strandline.engine.scheduling.waiting import WaitingQueue
 from strandline.ids import RequestId
 from strandline.records.account import Account
 from strandline.records.events import Submission

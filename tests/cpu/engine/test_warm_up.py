@@ -8,7 +8,7 @@ import pytest
 
 from strandline.cache.inspection.published import published_snapshots
 from strandline.engine.core import new_warm_up
-from strandline.engine.warm_up import FEWEST_DECODED_TOKENS
+from strandline.engine.startup.warm_up import FEWEST_DECODED_TOKENS
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.recurrences import gdn_log, mamba1_log
 from tests.cpu.engine.conftest import MakeLLM

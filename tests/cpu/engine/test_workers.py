@@ -10,9 +10,10 @@ import pytest
 
 from strandline.config import EngineConfig
 from strandline.device.process_ranks import RankPlace
-from strandline.engine import worker, workers
-from strandline.engine.worker_link import WorkerEndedError
-from strandline.engine.workers import Workers
+from strandline.engine.processes import worker
+from strandline.engine.workers import workers
+from strandline.engine.workers.worker_link import WorkerEndedError
+from strandline.engine.workers.workers import Workers
 from strandline.errors import EngineError
 
 LOST, NO_MEMORY, SILENT = EngineError("a peer is lost"), EngineError("no memory"), WorkerEndedError("has ended")

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from strandline.config import EngineConfig
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.engine_stores import EngineStores
-from strandline.engine.joined_completions import JoinedCompletions
 from strandline.engine.loading import load_uni_executor
-from strandline.engine.rank_copies import RankCopies
-from strandline.engine.rank_facts import join_facts
+from strandline.engine.workers.engine_stores import EngineStores
+from strandline.engine.workers.joined_completions import JoinedCompletions
+from strandline.engine.workers.rank_copies import RankCopies
+from strandline.engine.workers.rank_facts import join_facts
 from strandline.records.actions import Action, Completion
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.models.rank_threads import RankThread, RankThreads

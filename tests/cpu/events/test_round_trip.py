@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from strandline.cache.inspection.published import published_snapshots
-from strandline.engine.event_feed import EventFeed
+from strandline.engine.caching.event_feed import EventFeed
 from strandline.errors import ConfigError
 from strandline.events import publisher as publisher_module
 from strandline.events.publisher import EventPublisher

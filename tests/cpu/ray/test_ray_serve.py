@@ -124,7 +124,7 @@ def engine_of(replica: int) -> int:
     """Return the engine's process, a child of a replica's."""
     [engine] = [
         process
-        for process in processes(lambda command: "strandline.engine.core_process" in command)
+        for process in processes(lambda command: "strandline.engine.processes.core_process" in command)
         if f"PPid:\t{replica}\n" in Path(f"/proc/{process}/status").read_text()
     ]
     return engine

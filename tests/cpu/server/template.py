@@ -145,7 +145,7 @@ def become(wanted: Wanted, descriptors: list[int]) -> None:
 
 def prepare_engine() -> None:
     """Import what an engine's process imports."""
-    from strandline.engine import core_process, worker
+    from strandline.engine.processes import core_process, worker
     from strandline.kernels import runtime_numba
 
     package = Path(runtime_numba.__file__).parent

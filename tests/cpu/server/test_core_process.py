@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.core_process import interrupted_by
+from strandline.engine.processes.core_process import interrupted_by
 from strandline.errors import EngineError
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer

@@ -37,7 +37,7 @@ sys.exit(launch.serve(engine, ServerConfig(port=0)))
 
 CORE = """
 import zmq
-from strandline.engine import core_process
+from strandline.engine.processes import core_process
 from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, Start
 

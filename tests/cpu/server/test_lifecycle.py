@@ -186,7 +186,13 @@ def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> Non
 
 def test_engine_without_handshake_exits_with_its_server(tmp_path: Path) -> None:
     heartbeat = os.memfd_create("heartbeat")
-    command = [sys.executable, "-m", "strandline.engine.core_process", f"ipc://{tmp_path}/core", str(heartbeat)]
+    command = [
+        sys.executable,
+        "-m",
+        "strandline.engine.processes.core_process",
+        f"ipc://{tmp_path}/core",
+        str(heartbeat),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[heartbeat]) as core:
         os.close(heartbeat)
         assert core.stdin is not None

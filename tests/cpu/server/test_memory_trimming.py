@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from strandline.device import uni_executor
-from strandline.engine import core_process
+from strandline.engine.processes import core_process
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE

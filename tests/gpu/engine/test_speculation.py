@@ -15,7 +15,7 @@ from strandline.device.draft_layer import DraftLayer
 from strandline.device.graphs import CapturedStep, StepGraphs
 from strandline.device.runner import Runner
 from strandline.device.step_in_flight import StepInFlight
-from strandline.engine.draft_depth import DraftDepth
+from strandline.engine.drafting.draft_depth import DraftDepth
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens

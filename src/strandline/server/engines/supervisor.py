@@ -164,7 +164,7 @@ async def keep_restarting(config: EngineConfig, client: EngineClient, engine: En
 def _start(address: str, inherited: Sequence[int]) -> tuple[Heartbeat, subprocess.Popen[bytes]]:
     fd = os.memfd_create("heartbeat")
     try:
-        command = [sys.executable, "-m", "strandline.engine.core_process", address, str(fd)]
+        command = [sys.executable, "-m", "strandline.engine.processes.core_process", address, str(fd)]
         return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
     finally:
         os.close(fd)

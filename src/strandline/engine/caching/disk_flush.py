@@ -1,0 +1,54 @@
+"""Writes entries that are only in memory to the disk cache, before the process ends."""
+
+from collections.abc import Callable
+from typing import Final
+
+from tqdm import tqdm
+
+from strandline.cache import PrefixCache
+from strandline.cache.tiers import Loads
+from strandline.clock import SYSTEM_CLOCK
+from strandline.device.executor import Executor
+from strandline.engine.scheduling.load_queue import LoadQueue
+from strandline.records.messages import FLUSH_S, FlushReport
+
+WAIT_S: Final = 0.1
+"""How often to look whether to stop."""
+
+
+def flush(
+    cache: PrefixCache,
+    loads: Loads,
+    executor: Executor,
+    loading: LoadQueue,
+    is_stopped: Callable[[], bool],
+    *,
+    limit_s: float = FLUSH_S,
+) -> FlushReport | None:
+    """Write what is worth keeping, most valuable first, until all is written, the time is over or it is stopped.
+
+    No request runs any more. A progress bar is shown on a terminal.
+
+    Returns:
+        None: there is no disk cache.
+    """
+    writing = loads.begin_flush()
+    if writing is None:
+        return None
+    start_s, before = SYSTEM_CLOCK(), _written_blocks(loads)
+    text, num_sources = "writing to the disk cache", writing.num_left
+    with tqdm(desc=text, total=num_sources, disable=None, unit="snapshot", leave=False, delay=1) as bar:
+        while writing.num_left and not is_stopped() and SYSTEM_CLOCK() < start_s + limit_s:
+            executor.carry_out(cache.take_actions())
+            bar.update(num_sources - writing.num_left - bar.n)
+            if writing.num_left:
+                loading.complete(executor.wait_for_transfers(WAIT_S))
+    num_bytes = (_written_blocks(loads) - before) * loads.tiers[-1].block_bytes * executor.facts.num_ranks
+    seconds = SYSTEM_CLOCK() - start_s
+    return FlushReport(num_bytes, writing.num_left, seconds, writing.num_failed, writing.failure)
+
+
+def _written_blocks(loads: Loads) -> int:
+    """Return how much has been written to the disk since the start, in blocks."""
+    disk = loads.tiers[-1]
+    return disk.num_blocks_demoted + disk.slot_blocks * disk.num_snapshots_demoted

@@ -1,0 +1,112 @@
+"""Drafts: tokens that a request may generate next, to be verified in one step (speculative decoding)."""
+
+from itertools import takewhile
+from typing import Protocol
+
+from strandline.engine.drafting.draft_choice import DraftChoice
+from strandline.engine.drafting.draft_depth import DraftDepth
+from strandline.engine.drafting.earlier_answers import EarlierAnswers
+from strandline.engine.drafting.suffix_drafter import SuffixDrafter
+from strandline.engine.requests.request import Request
+from strandline.records.pictures import is_virtual
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, decode
+from strandline.speculative_config import SpeculativeConfig
+
+
+class Drafter(Protocol):
+    """Proposes drafts."""
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return at most ``max_tokens`` tokens that may follow those of a request; all of these are known."""
+
+
+class NgramDrafter:
+    """Continues the request's last tokens as they were continued before, in its prompt or its output.
+
+    Args:
+        max_match: the longest run of last tokens to search for; the longest that is found counts.
+        min_match: the shortest.
+    """
+
+    def __init__(self, max_match: int, min_match: int) -> None:
+        self._max_match, self._min_match = max_match, min_match
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return the tokens after the last place where the request's last tokens stand once more."""
+        tokens = request.tokens
+        for num_match in range(min(self._max_match, len(tokens) - 1), self._min_match - 1, -1):
+            place = _last_place(tokens, tokens.slice(len(tokens) - num_match, len(tokens)))
+            if place is not None:
+                start = place + num_match
+                following = decode(tokens.slice(start, min(start + max_tokens, len(tokens))))
+                return tuple(takewhile(lambda token: not is_virtual(token), following))
+        return ()
+
+
+class DraftLayerDrafter:
+    """Hands on what layers, the model's draft layer or a drafter's, drafted after the last step."""
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return the drafts behind the request's last token."""
+        return request.drafts[:max_tokens]
+
+
+class ChoosingDrafter:
+    """Hands on what layers drafted or, where that is likely to be accepted further, what is looked up.
+
+    The layers draft after every step, whichever drafts it verified.
+    """
+
+    def __init__(self, lookup: Drafter) -> None:
+        self.lookup, self._choice = lookup, DraftChoice()
+
+    def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
+        """Return the drafts after the request's last token, and note in it whether they were looked up."""
+        drafted, looked_up = request.drafts[:max_tokens], self.lookup.propose(request, max_tokens)
+        request.is_looked_up = self._choice.prefers_looked_up(request, drafted, looked_up)
+        return looked_up if request.is_looked_up else drafted
+
+    def prefers_looked_up(self, request: Request, max_tokens: int) -> bool:
+        """Whether a request should verify what was looked up, though the step under way verifies what was drafted."""
+        looked_up = self.lookup.propose(request, max_tokens)
+        return self._choice.prefers_looked_up(request, request.drafts[:max_tokens], looked_up)
+
+
+def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
+    """Return the last token at which a key begins that ends before the last token; None: nowhere."""
+    data, end = tokens.data, len(tokens.data) - TOKEN_BYTES
+    while (offset := data.rfind(key, 0, end)) >= 0:
+        if offset % TOKEN_BYTES == 0:
+            return offset // TOKEN_BYTES
+        # It lies across tokens: a key that begins before may still match.
+        end = offset + len(key) - 1
+    return None
+
+
+def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
+    """Return what makes drafts as configured; None: nothing does."""
+    if config is None:
+        return None
+    if config.lookup_method is None:
+        return DraftLayerDrafter()
+    lookup = _new_lookup(config)
+    return ChoosingDrafter(lookup) if config.has_drafter else lookup
+
+
+def _new_lookup(config: SpeculativeConfig) -> Drafter:
+    if config.lookup_method == "ngram":
+        return NgramDrafter(config.max_match, config.min_match)
+    return SuffixDrafter(
+        EarlierAnswers(config.suffix_decoding_max_cached_requests),
+        max_drafts=config.num_speculative_tokens,
+        max_depth=config.suffix_decoding_max_tree_depth,
+        max_factor=config.suffix_decoding_max_spec_factor,
+        min_probability=config.suffix_decoding_min_token_prob,
+    )
+
+
+def new_draft_depth(config: SpeculativeConfig | None) -> DraftDepth | None:
+    """Return what chooses the number of drafts; None: it is fixed."""
+    if config is None or not config.adaptive:
+        return None
+    return DraftDepth(config.num_speculative_tokens, has_draft_layer=config.has_drafter)

@@ -1,0 +1,141 @@
+"""Compilation of an engine's kernels by several processes, while its weights load.
+
+Triton compiles a kernel when it is first launched, one after the other: a minute or two for a model. Here a dry run
+(``dry_run.py``) finds out which kernels will be launched, and each process compiles a share of them into Triton's cache
+on disk, from where the engine's warm-up requests take them. What is missing there is compiled at its first launch, as
+without this: a process that fails or hangs costs time and nothing else.
+
+When all have been compiled, a file in that cache says so, by a digest of what the kernels depend on; the next start
+then begins no process.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from strandline.clock import SYSTEM_CLOCK
+from strandline.config import EngineConfig
+from strandline.device.threads import num_cores
+from strandline.kernels.binding import why_unavailable
+from strandline.kernels.gpu import Gpu, gpu_of
+from strandline.text.model_files import find_model
+
+LOGGER: Final = logging.getLogger("strandline.engine")
+
+PACKAGE: Final = Path(__file__).parents[1]
+
+MAX_PROCESSES: Final = 16
+"""With more, each would spend most of its time on its own dry run."""
+
+
+MAX_WAIT_S: Final = 600.0
+"""How long processes may go on once the weights are loaded: far longer than the compilation of any model's kernels."""
+
+
+class Share(NamedTuple):
+    """What a process compiles."""
+
+    config: EngineConfig
+    gpu: Gpu
+    first: int
+    """A kernel's number; and every ``step``-th after it."""
+    step: int
+
+
+@dataclass
+class Compilation:
+    """The compilation of an engine's kernels."""
+
+    waited_s: float = 0.0
+    """How long it took beyond what it was to overlap with."""
+
+
+@contextmanager
+def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iterator[Compilation]:
+    """Compile the kernels of an engine while the body runs, and wait for them; where a device has none, do nothing."""
+    found, done = Compilation(), None
+    if device.type == "cuda" and why_unavailable("Triton", device.type) is None:
+        compiler = import_module("strandline.kernels.recording_triton")
+        digest = _digest(repr((config, gpu_of(device), compiler.VERSION, torch.__version__)), config.model)
+        done = compiler.cache_directory() / f"strandline-{digest}"
+    if done is None or done.exists():
+        yield found
+        return
+    processes = [_start(share) for share in shares(config, gpu_of(device), rank, num_cores())]
+    LOGGER.info("kernels: compiled by %d processes while weights load, once for this configuration", len(processes))
+    try:
+        yield found
+        begun_s = SYSTEM_CLOCK()
+        errors = [_finish(process, begun_s + MAX_WAIT_S) for process in processes]
+        found.waited_s = SYSTEM_CLOCK() - begun_s
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        raise
+    if not any(process.returncode for process in processes):
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+        return
+    reason = next(filter(None, errors), "unknown").splitlines()[-1]
+    LOGGER.warning("kernels: not all could be compiled ahead, others follow at their first launch (%s)", reason)
+
+
+def shares(config: EngineConfig, gpu: Gpu, rank: int, cores: int) -> list[Share]:
+    """Return what the processes of one rank of an engine compile: together with those of its other ranks, and of the
+    server's other engines, which start at the same time on the same cores, all kernels.
+
+    A core is left for the weights.
+    """
+    num_ranks = config.tensor_parallel_size * config.data_parallel_size
+    count = max(1, min(MAX_PROCESSES, cores - 1) // num_ranks)
+    first = (config.data_parallel_rank * config.tensor_parallel_size + rank) * count
+    return [Share(config, gpu, number, num_ranks * count) for number in range(first, first + count)]
+
+
+def _start(share: Share) -> subprocess.Popen[bytes]:
+    """Start a process that compiles; it does not use the GPU."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "strandline.engine.processes.kernel_compiler"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:  # broken: the process has ended, and says why
+        pickle.dump(share, pipe)
+    process.stdin = None  # else ``communicate`` would flush it
+    return process
+
+
+def _finish(process: subprocess.Popen[bytes], until_s: float) -> str:
+    """Wait for a process, and return its errors; end it if it takes too long."""
+    try:
+        _, errors = process.communicate(timeout=max(0.0, until_s - SYSTEM_CLOCK()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"a process took more than {MAX_WAIT_S:g} s"
+    return errors.decode(errors="replace").strip()
+
+
+def _digest(options: str, model: str) -> str:
+    """Return a digest of what an engine's kernels depend on: options, code, and the sizes of the model."""
+    digest = hashlib.sha256(options.encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    for path in sorted(find_model(model).glob("*.json")):
+        digest.update(path.read_bytes() if path.name == "config.json" else path.name.encode())
+    return digest.hexdigest()[:32]
