@@ -965,7 +965,6 @@ CONFIGS: dict[str, Family] = {
         shards=(2, 4),
         is_altered=True,
         is_quantized=True,
-        is_captured=False,
     ),
     "inkling-odd": Family(
         "InklingForCausalLM",
@@ -982,7 +981,6 @@ CONFIGS: dict[str, Family] = {
             "mlp_layer_types": ["sparse", "sparse", "dense"],
             "n_shared_experts": 1,
         },
-        is_captured=False,
     ),
     "inkling-towers": Family(
         "InklingForConditionalGeneration",
@@ -990,7 +988,6 @@ CONFIGS: dict[str, Family] = {
         {"text_config": INKLING, **INKLING_TOWERS},
         shards=(2,),
         is_quantized=True,
-        is_captured=False,
     ),
     "gemma3": Family("Gemma3ForCausalLM", Gemma3TextConfig, GEMMA3, shards=(2, 4), is_altered=True, is_quantized=True),
     "gemma3-odd": Family(

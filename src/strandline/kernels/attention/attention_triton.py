@@ -15,6 +15,10 @@ With more than one split each program leaves its normalised result and the logar
 kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
 launch; how the context is shared among them is decided on the device, from its real length.
 
+Relative attention adds to each score what the query mixes from profiles over distances (``relative_attention.py``): a
+product of mixed factors and of the profiles' columns for a tile's distances. All rows of a decode's tile have the same
+distances; of a prefill's, each takes its own from a range that covers them. Tiles beyond all distances add nothing.
+
 Variants, per layer shape and window: decodes with one split and with more; prefills with one split and with more, each
 of up to 16 sequences and of more, and of one sequence behind a prefix; combinations of up to 8, 32 and 128 splits.
 
@@ -25,14 +29,16 @@ is not read, and zero takes the place of its value. An empty context gives zeros
 
 Source: Dao, "FlashAttention-2" (tiles of queries, deferred normalisation); Dao et al., "Flash-Decoding" (splits).
 
-Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a tile, N sequences of a launch, S splits.
+Shape suffixes: as in ``attention.py``; further M rows of a tile, K keys of a tile, N sequences of a launch, S splits, C
+profiles, X distances.
 """
 # mypy: ignore-errors
 
 import warnings
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from math import e, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,8 +48,9 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, parts_of, plan_prefills
+from strandline.kernels.attention.relative_attention import RelativeScores
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.gpu import Gpu, gpu_of
+from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -67,6 +74,9 @@ DECODE_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=3)
 PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
 """Two warp groups, 128 accumulators per thread at a head dim of 256; queries and two tiles of keys and values fill
 shared memory."""
+
+RELATIVE_PREFILL_TILE = Tile(rows=128, keys=32, num_warps=8, num_stages=2)
+"""Scores of the distances of 64 keys do not fit into registers, too: 528 bytes of each thread are spilled."""
 
 SMALL_PREFILL_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=2)
 """Where the other does not fit: at a head dim of 256 on GPUs with 99 KiB of shared memory."""
@@ -99,6 +109,42 @@ COMBINE_ELEMENTS = 4096
 
 
 @triton.jit
+def _added_scores(
+    relative,
+    position_M,
+    first_position,
+    key,
+    NUM_PROFILES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return what queries add to their scores of a tile's keys, divided by the scale of scores.
+
+    Args:
+        relative: mixed factors of the rows, the profiles, the number of distances, and one over the scale of scores.
+        first_position: of the first row.
+        SPAN: distances between the tile's keys and all rows; as many as keys if all rows have the same position.
+    """
+    mix_MC, profiles_ptr, num_distances, unscale = relative
+    key_K = key + tl.arange(0, BLOCK_K)
+    profile_C = tl.arange(0, BLOCK_C)
+    if SPAN == BLOCK_K:
+        distance_X = first_position - key_K
+    else:
+        distance_X = first_position - key - (BLOCK_K - 1) + tl.arange(0, SPAN)
+    is_read_CX = (profile_C < NUM_PROFILES)[:, None] & ((distance_X >= 0) & (distance_X < num_distances))[None, :]
+    profile_ptr_CX = profiles_ptr + profile_C[:, None] * num_distances + distance_X[None, :]
+    profile_CX = tl.load(profile_ptr_CX, mask=is_read_CX, other=0.0).to(mix_MC.dtype)
+    added_MX = tl.dot(mix_MC, profile_CX, input_precision=PRECISION)
+    if SPAN != BLOCK_K:
+        place_MK = (position_M - first_position)[:, None] + (BLOCK_K - 1 - tl.arange(0, BLOCK_K))[None, :]
+        added_MX = tl.gather(added_MX, place_MK, axis=1)
+    return added_MX * unscale
+
+
+@triton.jit
 def _attend(
     acc_MD,
     max_M,
@@ -114,13 +160,18 @@ def _attend(
     position_M,
     last_seen_M,
     window_tokens,
+    relative,
+    first_position,
     scale_log2,
     stride_block,
     stride_row,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NUM_PROFILES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr,
     IS_MASKED: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
     IS_AHEAD: tl.constexpr,
@@ -129,7 +180,7 @@ def _attend(
     """Take in the tiles ``[first_tile, last_tile)`` of keys; maxima are in units of log2.
 
     Masked, keys outside ``[first_key, last_key)`` are not read, and rows may see none of a tile's keys. A row sees keys
-    up to ``last_seen``; the window ends at its own position.
+    up to ``last_seen``; the window ends at its own position. ``relative`` is as in ``_added_scores``, or None.
     """
     row_K = tl.arange(0, BLOCK_K)
     channel_D = tl.arange(0, BLOCK_D)
@@ -162,6 +213,10 @@ def _attend(
         # From e4m3 to the queries' dtype: exact.
         k_KD, v_KD = widened(k_KD, q_MD.dtype), widened(v_KD, q_MD.dtype)
         score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
+        if relative is not None:
+            score_MK += _added_scores(
+                relative, position_M, first_position, key, NUM_PROFILES, BLOCK_C, BLOCK_K, SPAN, PRECISION
+            )
         if IS_MASKED:
             is_seen_MK = key_K[None, :] <= last_seen_M[:, None]
             if IS_WINDOWED:
@@ -179,6 +234,23 @@ def _attend(
         acc_MD = tl.dot(weight_MK.to(v_KD.dtype), v_KD, acc_MD, input_precision=PRECISION)
         max_M = new_max_M
     return acc_MD, max_M, sum_M
+
+
+@triton.jit
+def _mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return ``relative`` as ``_added_scores`` takes it."""
+    mix_ptr, stride_row, stride_head, profiles_ptr, num_distances = relative
+    profile_C = tl.arange(0, BLOCK_C)
+    mix_ptr_MC = mix_ptr + (row_M * stride_row + head_M * stride_head)[:, None] + profile_C[None, :]
+    mix_MC = tl.load(mix_ptr_MC, mask=is_row_M[:, None] & (profile_C < NUM_PROFILES)[None, :], other=0.0)
+    return mix_MC, profiles_ptr, num_distances, LOG2_E / scale_log2
+
+
+@triton.jit
+def _end_of_far(relative, position, first_tile, last_tile, BLOCK_K: tl.constexpr):
+    """Return the end of the tiles whose keys are further than all distances from a position and those after it."""
+    _, _, num_distances, _ = relative
+    return tl.minimum(tl.maximum((position - num_distances + 1) // BLOCK_K, first_tile), last_tile)
 
 
 @triton.jit
@@ -241,6 +313,7 @@ def _decode_kernel(
     table_ptr,
     context_len_ptr,
     sinks_ptr,
+    relative,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -259,9 +332,11 @@ def _decode_kernel(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NUM_PROFILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -291,33 +366,31 @@ def _decode_kernel(
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
+    k_ptr += kv_head * stride_head
+    v_ptr += kv_head * stride_head
+    table_ptr += sequence * stride_table
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    position = context_len - 1
+    position_M = tl.zeros([BLOCK_M], dtype=tl.int32) + position
+    # fmt: off
+    if relative is not None:
+        row_M = sequence + tl.zeros([BLOCK_M], dtype=tl.int64)
+        relative = _mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES, BLOCK_C)
+        end_of_far = _end_of_far(relative, position, first_tile, last_tile, BLOCK_K)
+        acc_MD, max_M, sum_M = _attend(
+            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, end_of_far, first_key, context_len,
+            position_M, position_M, window_tokens, None, position, scale_log2, stride_block, stride_row,
+            PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, BLOCK_K, True, IS_WINDOWED, True, PRECISION,
+        )
+        first_tile = end_of_far
     acc_MD, max_M, sum_M = _attend(
-        tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
-        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
-        tl.zeros([BLOCK_M], dtype=tl.float32),
-        q_MD,
-        k_ptr + kv_head * stride_head,
-        v_ptr + kv_head * stride_head,
-        table_ptr + sequence * stride_table,
-        first_tile,
-        last_tile,
-        first_key,
-        context_len,
-        tl.zeros([BLOCK_M], dtype=tl.int32) + (context_len - 1),
-        tl.zeros([BLOCK_M], dtype=tl.int32) + (context_len - 1),
-        window_tokens,
-        scale_log2,
-        stride_block,
-        stride_row,
-        PAGE,
-        HEAD_DIM,
-        BLOCK_K,
-        BLOCK_D,
-        True,
-        IS_WINDOWED,
-        True,
-        PRECISION,
+        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, last_tile, first_key, context_len,
+        position_M, position_M, window_tokens, relative, position, scale_log2, stride_block, stride_row,
+        PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, BLOCK_K, True, IS_WINDOWED, True, PRECISION,
     )
+    # fmt: on
     if sinks_ptr is not None:
         acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, is_row_M & (split == 0))
     store_rows(
@@ -375,6 +448,7 @@ def _prefill_kernel(
     query_start_ptr,
     context_len_ptr,
     sinks_ptr,
+    relative,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -398,10 +472,13 @@ def _prefill_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NUM_PROFILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
     IS_CONTINUED: tl.constexpr,
@@ -470,22 +547,32 @@ def _prefill_kernel(
         acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if relative is not None:
+        relative = _mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES, BLOCK_C)
     # fmt: off
     if IS_WINDOWED:
         acc_MD, max_M, sum_M = _attend(
             acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, first_whole, first_key, last_seen + 1,
-            position_M, last_seen_M, window_tokens, scale_log2, stride_block, stride_row,
-            PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, True, False, PRECISION,
+            position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block, stride_row,
+            PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, True, True, False, PRECISION,
         )
+    elif relative is not None:
+        end_of_far = _end_of_far(relative, first_position, first_whole, last_whole, BLOCK_K)
+        acc_MD, max_M, sum_M = _attend(
+            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, end_of_far, first_key, last_seen + 1,
+            position_M, last_seen_M, window_tokens, None, first_position, scale_log2, stride_block, stride_row,
+            PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, False, False, False, PRECISION,
+        )
+        first_whole = end_of_far
     acc_MD, max_M, sum_M = _attend(
         acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, last_whole, first_key, last_seen + 1,
-        position_M, last_seen_M, window_tokens, scale_log2, stride_block, stride_row,
-        PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, False, False, False, PRECISION,
+        position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block, stride_row,
+        PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, False, False, False, PRECISION,
     )
     acc_MD, max_M, sum_M = _attend(
         acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, last_whole, end_tile, first_key, last_seen + 1,
-        position_M, last_seen_M, window_tokens, scale_log2, stride_block, stride_row,
-        PAGE, HEAD_DIM, BLOCK_K, BLOCK_D, True, IS_WINDOWED, False, PRECISION,
+        position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block, stride_row,
+        PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, True, IS_WINDOWED, False, PRECISION,
     )
     if sinks_ptr is not None:
         acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, is_row_M & (split == 0))
@@ -572,13 +659,23 @@ class _Call(NamedTuple):
     memory: KVMemory
     batch: AttentionBatch
     out_THD: Tensor
-    scale_log2: float
+    scale: float
     window_tokens: int | None
     is_causal: bool = True
+    relative: RelativeScores | None = None
 
     @property
     def num_kv_heads(self) -> int:
         return self.memory.k_BPGD.shape[2]
+
+    @property
+    def scale_log2(self) -> float:
+        """Scale of scores whose exponentials are powers of two, of the stored keys."""
+        return self.scale * self.memory.k_scale * log2(e)
+
+    @property
+    def num_distances(self) -> int:
+        return 0 if self.relative is None else self.relative.profiles_CX.shape[1]
 
     @property
     def group(self) -> int:
@@ -591,17 +688,45 @@ class _Call(NamedTuple):
             return FLOAT32_TILE
         most_rows = self.batch.most_rows
         if most_rows is None:
-            return _prefill_tile(gpu_of(self.q_THD.device), self.q_THD.shape[2], self.q_THD.element_size())
+            return self._tile_that_fits()
         rows = max(16, next_power_of_2(most_rows * self.group))
         return SHORT_TILE._replace(rows=min(rows, SHORT_TILE.rows))
 
+    def _tile_that_fits(self) -> Tile:
+        item_bytes, channels = self.q_THD.element_size(), padded(self.q_THD.shape[2])
 
-def _prefill_tile(gpu: Gpu, head_dim: int, item_bytes: int) -> Tile:
-    def shared_bytes(tile: Tile) -> int:
-        """Queries, keys or values, and weights."""
-        return item_bytes * ((tile.rows + tile.keys) * padded(head_dim) + tile.rows * tile.keys)
+        def shared_bytes(tile: Tile) -> int:
+            """Queries, keys or values, and weights or, in float32, scores of distances."""
+            scores = item_bytes * tile.keys if self.relative is None else 4 * self.span(tile)
+            return item_bytes * (tile.rows + tile.keys) * channels + tile.rows * scores
 
-    return first_that_fits((PREFILL_TILE, SMALL_PREFILL_TILE), shared_bytes, gpu)
+        largest = PREFILL_TILE if self.relative is None else RELATIVE_PREFILL_TILE
+        return first_that_fits((largest, SMALL_PREFILL_TILE), shared_bytes, gpu_of(self.q_THD.device))
+
+    def span(self, tile: Tile) -> int:
+        """Return how many distances there are between the rows and the keys of a tile of a prefill, or more."""
+        return next_power_of_2(tile.keys + cdiv(tile.rows - 1, self.group))
+
+    @property
+    def relative_arguments(self) -> tuple[Any, ...] | None:
+        """The kernels' argument for relative attention."""
+        if self.relative is None:
+            return None
+        mix_THC, profiles_CX = self.relative
+        return mix_THC, mix_THC.stride(0), mix_THC.stride(1), profiles_CX, profiles_CX.shape[1]
+
+    @property
+    def profile_sizes(self) -> dict[str, int]:
+        """What kernels are compiled for."""
+        num_profiles = 0 if self.relative is None else len(self.relative.profiles_CX)
+        return {"NUM_PROFILES": num_profiles, "BLOCK_C": padded(num_profiles)}
+
+    def parts(self) -> "Iterator[_Call]":
+        """Yield a call for each part of the step."""
+        rows = (self.q_THD, self.out_THD, *(() if self.relative is None else self.relative[:1]))
+        for q_THD, out_THD, *mix_THC, part in parts_of(self.batch, *rows):
+            relative = self.relative and self.relative._replace(mix_THC=mix_THC[0])
+            yield self._replace(q_THD=q_THD, out_THD=out_THD, batch=part, relative=relative)
 
 
 def paged_attention(
@@ -624,25 +749,50 @@ def paged_attention(
     Raises:
         ValueError: keys and values are laid out differently.
     """
-    if memory.k_BPGD.stride() != memory.v_BPGD.stride():
-        raise ValueError(f"strides of keys {memory.k_BPGD.stride()} are not those of values {memory.v_BPGD.stride()}")
-    if batch.parts:
-        attend = partial(
-            paged_attention, scale=scale, window_tokens=window_tokens, is_causal=is_causal, launches=launches
-        )
-        return torch.cat([attend(own_THD, memory, part, 0) for own_THD, part in parts_of(batch, q_THD)])
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    call = _Call(q_THD, memory, batch, out_THD, scale * memory.k_scale * log2(torch.e), window_tokens, is_causal)
+    call = _Call(q_THD, memory, batch, _new_out(q_THD), scale, window_tokens, is_causal)
+    _attend_all(call, num_decodes, launches)
+    return call.out_THD
+
+
+def relative_attention(
+    q_THD: Tensor,
+    relative: RelativeScores,
+    memory: KVMemory,
+    batch: AttentionBatch,
+    num_decodes: int,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+    launches: Launches = Launches.MEASURED,
+) -> Tensor:
+    """Attend as ``paged_attention`` does, with scores that depend on distances; ``profiles_CX`` is contiguous."""
+    call = _Call(q_THD, memory, batch, _new_out(q_THD), scale, window_tokens, relative=relative)
+    _attend_all(call, num_decodes, launches)
+    return call.out_THD
+
+
+def _new_out(q_THD: Tensor) -> Tensor:
+    return torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+
+
+def _attend_all(call: _Call, num_decodes: int, launches: Launches) -> None:
+    """Write the rows of a step."""
+    k_strides, v_strides = call.memory.k_BPGD.stride(), call.memory.v_BPGD.stride()
+    if k_strides != v_strides:
+        raise ValueError(f"strides of keys {k_strides} are not those of values {v_strides}")
+    if call.batch.parts:
+        for part in call.parts():
+            _attend_all(part, 0, launches)
+        return
     if num_decodes:
         _attend_decodes(call, num_decodes, launches)
-    if q_THD.shape[0] > num_decodes:
+    if call.q_THD.shape[0] > num_decodes:
         _attend_prefills(call, num_decodes, launches)
-    return out_THD
 
 
 def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows of the decodes."""
-    q_THD, memory, batch, out_THD, scale_log2, window_tokens, _ = call
+    q_THD, memory, batch, out_THD, _, window_tokens, *_ = call
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads, is_fixed = call.num_kv_heads, launches is Launches.FIXED
     tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
@@ -661,10 +811,11 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         batch.block_table_NM,
         batch.context_lens_N,
         memory.sinks_H,
+        call.relative_arguments,
         out_THD,
         partial,
         lse,
-        scale_log2,
+        call.scale_log2,
         memory.v_scale,
         window_tokens or 0,
         q_THD.stride(0),
@@ -680,6 +831,7 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         BLOCK_M=max(tile.rows, next_power_of_2(call.group)),
         BLOCK_K=tile.keys,
         BLOCK_D=padded(head_dim),
+        **call.profile_sizes,
         IS_SPLIT=is_fixed or num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
@@ -702,7 +854,7 @@ def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
     has_prompts = batch.most_rows is None and not batch.is_padded and call.window_tokens is None and call.is_causal
     if has_prompts and launches is Launches.MEASURED and _has_prefix_kernel(call):
         for sequence in range(num_decodes, num_sequences):
-            if num_blocks := _num_prefix_blocks(batch, sequence):
+            if num_blocks := _num_prefix_blocks(batch, sequence, call.num_distances):
                 if first < sequence:
                     _attend_together(call, first, sequence)
                 _attend_behind_prefix(call, sequence, num_blocks)
@@ -760,10 +912,14 @@ def _is_prefix_kernel_correct(
     return False
 
 
-def _num_prefix_blocks(batch: AttentionBatch, sequence: int) -> int:
-    """Return how many whole blocks before its queries a sequence attends to in a launch of their own."""
+def _num_prefix_blocks(batch: AttentionBatch, sequence: int, num_distances: int = 0) -> int:
+    """Return how many whole blocks before its queries a sequence attends to in a launch of their own.
+
+    Args:
+        num_distances: within which scores depend on distances.
+    """
     num_queries = batch.query_starts[sequence + 1] - batch.query_starts[sequence]
-    num_blocks = (batch.context_lens[sequence] - num_queries) // BLOCK_TOKENS
+    num_blocks = (batch.context_lens[sequence] - num_queries - num_distances) // BLOCK_TOKENS
     return num_blocks if num_queries >= MIN_PREFIX_QUERIES and num_blocks >= MIN_PREFIX_BLOCKS else 0
 
 
@@ -809,7 +965,7 @@ def _launch_prefills(
         max_prefills: what the kernel is compiled for.
     """
     first, end = prefills
-    q_THD, memory, batch, out_THD, scale_log2, window_tokens, is_causal = call
+    q_THD, memory, batch, out_THD, _, window_tokens, is_causal, _ = call
     _, num_heads, head_dim = q_THD.shape
     tile = call.prefill_tile
     _prefill_kernel[(num_tiles * call.num_kv_heads, num_splits)](
@@ -820,9 +976,10 @@ def _launch_prefills(
         batch.query_starts_N1,
         batch.context_lens_N,
         memory.sinks_H,
+        call.relative_arguments,
         out_THD,
         *partials,
-        scale_log2,
+        call.scale_log2,
         memory.v_scale,
         window_tokens or 0,
         q_THD.stride(0),
@@ -843,7 +1000,9 @@ def _launch_prefills(
         BLOCK_M=tile.rows,
         BLOCK_K=tile.keys,
         BLOCK_D=padded(head_dim),
+        **call.profile_sizes,
         BLOCK_N=max_prefills,
+        SPAN=call.span(tile),
         IS_SPLIT=num_splits > 1,
         IS_WINDOWED=window_tokens is not None,
         IS_CONTINUED=num_prefix_keys > 0,

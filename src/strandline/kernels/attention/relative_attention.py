@@ -3,7 +3,7 @@
 A query mixes *profiles*, numbers for each distance, into one profile: what is added to its scores of keys at these
 distances. Keys further away get nothing added.
 
-The reference implementation, which runs on all devices. Invariants: those of ``attention.py``.
+The reference implementation, which also runs on CPUs. Invariants: those of ``attention.py``.
 
 Source: ``transformers`` (``inkling``, its relative logits).
 
@@ -11,7 +11,7 @@ Shape suffixes: T tokens, H query heads, G key/value heads, R query heads per ke
 distances, L keys.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +19,28 @@ from torch import Tensor
 
 from strandline.kernels.attention.attention import QUERY_TOKENS, by_query_head, gathered_sequences
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 MAX_SCORES: Final = 2**26
 """Scores of all heads that are computed together, but for those of one query."""
 
 
-@operation(reads_host=True)
+class RelativeScores(NamedTuple):
+    """What is added to scores after they have been scaled."""
+
+    mix_THC: Tensor
+    """Factors of the profiles, whose sum is added."""
+    profiles_CX: Tensor
+    """The first column is for a token's score of itself."""
+
+
+@operation(triton("attention.attention_triton", takes_launches=True))
 def relative_attention(
     q_THD: Tensor,
-    mix_THC: Tensor,
-    profiles_CX: Tensor,
+    relative: RelativeScores,
     memory: KVMemory,
     batch: AttentionBatch,
+    num_decodes: int,
     *,
     scale: float,
     window_tokens: int | None = None,
@@ -41,10 +50,10 @@ def relative_attention(
     The step's own keys and values must have been written before.
 
     Args:
-        mix_THC: factors of the profiles, whose sum is added to the scores after ``scale``.
-        profiles_CX: the first column is added to a token's score of itself.
+        num_decodes: how many sequences, from the first, have one token each.
         window_tokens: a token sees itself and the ``window_tokens - 1`` tokens before it; None: all before it.
     """
+    mix_THC, profiles_CX = relative
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     q_TGRD, mix_TGRC, out_TGRD = (x.unflatten(1, (memory.k_BPGD.shape[2], -1)) for x in (q_THD, mix_THC, out_THD))
     scale *= memory.k_scale

@@ -18,7 +18,7 @@ from torch import Tensor
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.attention.qkv import prepare_qkv
-from strandline.kernels.attention.relative_attention import relative_attention
+from strandline.kernels.attention.relative_attention import RelativeScores, relative_attention
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.replay import ReplayLog
@@ -143,10 +143,10 @@ class RelativeAttention(Attention):
             q_THD, mix_THC = ((x * factor_T11).to(x.dtype) for x in (q_THD, mix_THC))
         out_THD = self._attend_relative(
             q_THD,
-            mix_THC,
-            self.profiles_CX,
+            RelativeScores(mix_THC, self.profiles_CX),
             memory.kv,
             step.batch.attention,
+            step.batch.num_decodes,
             scale=self.config.scale,
             window_tokens=self.config.window_tokens,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention import relative_attention as relative_attention_module
 from strandline.kernels.attention.qkv import write_kv
-from strandline.kernels.attention.relative_attention import relative_attention
+from strandline.kernels.attention.relative_attention import RelativeScores, relative_attention
 from strandline.kernels.batch import KVMemory
 from tests.cpu.kernels.attention.test_latent_attention import make_batch
 
@@ -61,7 +61,7 @@ def test_steps_of_any_size_equal_the_definition(
         batch = make_batch(TABLES, ranges)
         write_kv(k, v, memory, batch)
         options = {"scale": SCALE, "window_tokens": window_tokens}
-        out_THD = relative_attention.reference(q, mix, profiles_CX, memory, batch, **options)
+        out_THD = relative_attention.reference(q, RelativeScores(mix, profiles_CX), memory, batch, 0, **options)
         wanted = torch.cat([whole[slice(*rows)] for whole, rows in zip(expected, ranges, strict=True)])
         torch.testing.assert_close(out_THD, wanted, rtol=0, atol=TOLERANCE)
         start = end
@@ -71,5 +71,6 @@ def test_scales_multiply_stored_keys_and_values() -> None:
     (q, mix, _, _), profiles_CX, batch = random_tokens(70), torch.randn(NUM_PROFILES, 30), make_batch(TABLES, [(0, 70)])
     k, v = torch.randn(2, 10, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM).to(torch.float8_e4m3fn)
     memories = KVMemory(k, v, 0.5, 3.0), KVMemory(k.float() * 0.5, v.float() * 3.0)
-    found, expected = (relative_attention.reference(q, mix, profiles_CX, x, batch, scale=SCALE) for x in memories)
+    relative = RelativeScores(mix, profiles_CX)
+    found, expected = (relative_attention.reference(q, relative, x, batch, 0, scale=SCALE) for x in memories)
     torch.testing.assert_close(found, expected, rtol=0, atol=3 * TOLERANCE)
