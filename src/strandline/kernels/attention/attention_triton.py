@@ -11,9 +11,9 @@ are read once for all of these heads.
 On Hopper GPUs, a long prefix of a prefill is computed by ``attention_prefix_triton.py``; the prefill kernel starts
 from its result and adds the remaining keys.
 
-With more than one split each program leaves its normalised result and the logarithm of its sum, and a third, small
-kernel combines them. How many splits there are depends on shapes and host integers only, so that a graph can hold the
-launch; how the context is shared among them is decided on the device, from its real length.
+Splits are combined by the kernels of ``attention_splits_triton.py``. How many there are depends on shapes and host
+integers only, so that a graph can hold the launch; how the context is shared among them is decided on the device, from
+its real length.
 
 Relative attention adds to each score what the query mixes from profiles over distances (``relative_attention.py``): a
 product of mixed factors and of the profiles' columns for a tile's distances. All rows of a decode's tile have the same
@@ -48,6 +48,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, parts_of, plan_prefills
+from strandline.kernels.attention.attention_splits_triton import combine, combine_in_order, padded, scratch, store_rows
 from strandline.kernels.attention.relative_attention import RelativeScores
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.gpu import gpu_of
@@ -90,9 +91,6 @@ FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 FIXED_SPLIT_BLOCKS = 16
 """Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
 
-FIXED_COMBINE = 32
-"""Splits that are added up together then; what lies beyond the context adds exact zeros."""
-
 MIN_PREFIX_QUERIES = 1025
 """Prefills of fewer tokens attend to a prefix in the same launch as to each other."""
 
@@ -103,9 +101,6 @@ MAX_PREFIX_DIFFERENCE = 1e-2
 """Relative tolerance of the check before the first use of the prefix kernel: results are rounded to bfloat16."""
 
 LOG2_E: tl.constexpr = tl.constexpr(log2(e))
-
-COMBINE_ELEMENTS = 4096
-"""Elements of partial results that one program combines: 32 per thread."""
 
 
 @triton.jit
@@ -261,44 +256,6 @@ def _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, has_sink_M):
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     decay_M = tl.exp2(max_M - base_M)
     return acc_MD * decay_M[:, None], new_max_M, sum_M * decay_M + tl.exp2(sink_M - base_M)
-
-
-@triton.jit
-def store_rows(
-    acc_MD,
-    max_M,
-    sum_M,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    row_M,
-    head_M,
-    is_row_M,
-    first_row,
-    split,
-    num_splits,
-    v_scale,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-):
-    """Write rows of ``out_THD``; or, of one split, normalised results and the log2 of their sums."""
-    channel_D = tl.arange(0, BLOCK_D)
-    has_seen_M = sum_M > 0.0
-    divisor_M = tl.where(has_seen_M, sum_M, 1.0)
-    result_MD = acc_MD / divisor_M[:, None] * v_scale
-    if IS_SPLIT:
-        partial_M = ((row_M - first_row) * NUM_HEADS + head_M) * num_splits + split
-        tl.store(lse_ptr + partial_M, tl.where(has_seen_M, max_M + tl.log2(divisor_M), float("-inf")), mask=is_row_M)
-        # A split that has seen nothing leaves its place unwritten; no one reads it.
-        is_stored_MD = (is_row_M & has_seen_M)[:, None] & (channel_D < HEAD_DIM)[None, :]
-        tl.store(partial_ptr + (partial_M * HEAD_DIM)[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
-    else:
-        out_ptr_M = out_ptr + (row_M * NUM_HEADS + head_M) * HEAD_DIM
-        is_stored_MD = is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :]
-        result_MD = result_MD.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr_M[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
 
 
 @staged
@@ -581,75 +538,6 @@ def _prefill_kernel(
         v_scale, NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
     )
     # fmt: on
-
-
-@triton.jit(do_not_specialize=["first_row", "num_splits"])
-def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    first_row,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Weigh the splits of one row and head by their sums; a row that no split has seen keys for gives zeros."""
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    split_S = tl.arange(0, BLOCK_S)
-    channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    lse_S = tl.load(lse_ptr + row * num_splits + split_S, mask=split_S < num_splits, other=float("-inf"))
-    max_lse = tl.max(lse_S, axis=0)
-    weight_S = tl.exp2(lse_S - tl.where(max_lse == float("-inf"), 0.0, max_lse))
-    total = tl.sum(weight_S, axis=0)
-    is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
-    partial_ptr_SD = partial_ptr + ((row * num_splits + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
-    partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
-    out_D = tl.sum(partial_SD * weight_S[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    out_ptr_D = out_ptr + (first_row.to(tl.int64) * NUM_HEADS + row) * HEAD_DIM + channel_D
-    tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_in_order_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """As ``_combine_kernel``, for any number of splits: a row's sum is the same when more empty ones follow."""
-    row = tl.program_id(0).to(tl.int64)
-    split_S = tl.arange(0, BLOCK_S)
-    channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    lse_ptr += row * num_splits
-    partial_ptr += row * num_splits * HEAD_DIM
-    max_S = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
-    for first in range(0, num_splits, BLOCK_S):
-        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
-        max_S = tl.maximum(max_S, lse_S)
-    max_lse = tl.max(max_S, axis=0)
-    max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)
-    total_S = tl.zeros([BLOCK_S], dtype=tl.float32)
-    out_D = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for first in range(0, num_splits, BLOCK_S):
-        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
-        weight_S = tl.exp2(lse_S - max_lse)
-        is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
-        partial_ptr_SD = partial_ptr + ((first + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
-        partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
-        total_S += weight_S
-        out_D += tl.sum(partial_SD * weight_S[:, None], axis=0)
-    total = tl.sum(total_S, axis=0)
-    out_D = out_D / tl.where(total > 0.0, total, 1.0)
-    out_ptr_D = out_ptr + row * HEAD_DIM + channel_D
-    tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
 
 
 class _Call(NamedTuple):
@@ -1011,56 +899,3 @@ def _launch_prefills(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-
-
-def combine(
-    partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, first_row: int, num_rows: int, num_splits: int
-) -> None:
-    """Write ``num_rows`` rows of the result from ``first_row`` on."""
-    _, num_heads, head_dim = out_THD.shape
-    block_s = next(size for size in (8, 32, 128) if num_splits <= size)
-    block_d = min(padded(head_dim), COMBINE_ELEMENTS // block_s)
-    _combine_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
-        partial_RSD,
-        lse_RS,
-        out_THD,
-        first_row,
-        num_splits,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_S=block_s,
-        BLOCK_D=block_d,
-        num_warps=4,
-        **overlap_options(out_THD),
-    )
-
-
-def combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_rows: int, num_splits: int) -> None:
-    """Write the first ``num_rows`` rows of the result."""
-    _, num_heads, head_dim = out_THD.shape
-    block_d = min(padded(head_dim), COMBINE_ELEMENTS // FIXED_COMBINE)
-    _combine_in_order_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
-        partial_RSD,
-        lse_RS,
-        out_THD,
-        num_splits,
-        HEAD_DIM=head_dim,
-        BLOCK_S=FIXED_COMBINE,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
-
-
-def scratch(out_THD: Tensor, num_rows: int, num_splits: int, *, is_needed: bool) -> tuple[Tensor, Tensor]:
-    """Return ``partial_RSD`` and ``lse_RS`` for rows of a token and a head; any tensors where none are needed."""
-    if not is_needed:
-        return out_THD, out_THD
-    _, num_heads, head_dim = out_THD.shape
-    rows = num_rows * num_heads * num_splits
-    memory = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=out_THD.device)
-    return memory, memory[rows * head_dim :]
-
-
-def padded(head_dim: int) -> int:
-    """Return the power of two that a head's channels are padded to; a dot takes 16 at least."""
-    return max(16, next_power_of_2(head_dim))

@@ -7,8 +7,7 @@ first channels are both part of the keys and the values, the rest is multiplied 
 - Decodes: one program per sequence, up to 64 heads and *split* of the context.
 - Prefills: one program per tile of rows, pairs of a token and a head, and split; heaviest tiles first.
 
-How work is divided, and what holds for deterministic engines, is as in ``attention_triton.py``, whose third kernel
-combines splits.
+How work is divided, and what holds for deterministic engines, is as in ``attention_triton.py``.
 
 Invariants: those of ``attention_triton.py``.
 
@@ -29,16 +28,8 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_splits import num_decode_splits, parts_of, plan_prefills
-from strandline.kernels.attention.attention_triton import (
-    FIXED_SPLIT_BLOCKS,
-    Tile,
-    combine,
-    combine_in_order,
-    locate_tile,
-    padded,
-    scratch,
-    store_rows,
-)
+from strandline.kernels.attention.attention_splits_triton import combine, combine_in_order, padded, scratch, store_rows
+from strandline.kernels.attention.attention_triton import FIXED_SPLIT_BLOCKS, Tile, locate_tile
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.attention.attention_splits import num_row_tiles
-from strandline.kernels.attention.attention_triton import Tile, locate_tile, padded
+from strandline.kernels.attention.attention_splits_triton import padded
+from strandline.kernels.attention.attention_triton import Tile, locate_tile
 from strandline.kernels.attention.latent_expansion import expand, piece_keys, pieces_of
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.sizes import next_power_of_2
