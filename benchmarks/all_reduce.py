@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.config import parse_bytes
-from strandline.device.process_ranks import ProcessRanks, RankPlace
+from strandline.device.ranks.process_ranks import ProcessRanks, RankPlace
 from strandline.kernels.binding import bind_kernels
 from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up

@@ -10,7 +10,7 @@ from case import Launch, Work, bound, case, random, turns
 from operands import bind_norm
 from torch import Tensor
 
-from strandline.device.adapter_tiles import HostTiles
+from strandline.device.batches.adapter_tiles import HostTiles
 from strandline.kernels.gemm.linear import linear
 from strandline.kernels.gemm.low_rank import AdapterWeights, add_low_rank
 from strandline.kernels.gemm.weights import DenseWeight

@@ -77,6 +77,17 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "storage": frozenset({"layers"}),
         "": frozenset({"layers", "vision", "storage"}),
     },
+    "device": {
+        "hardware": frozenset(),
+        "ranks": frozenset(),
+        "weights": frozenset(),
+        "stores": frozenset({"hardware"}),
+        "batches": frozenset({"hardware"}),
+        "sampling": frozenset({"hardware"}),
+        "steps": frozenset({"hardware", "stores", "batches", "sampling"}),
+        "drafters": frozenset({"hardware", "batches", "sampling", "steps"}),
+        "": frozenset({"hardware", "weights", "stores", "batches", "sampling", "steps", "drafters"}),
+    },
     "engine": {
         "requests": frozenset(),
         "drafting": frozenset({"requests"}),

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from strandline.device.arena_copies import Copies
-from strandline.device.lower_stores import LowerFacts
-from strandline.device.peer_store import PeerStore
-from strandline.device.prompt_room import NO_PROMPTS, PromptRoom
-from strandline.device.transfers import Completions
+from strandline.device.batches.prompt_room import NO_PROMPTS, PromptRoom
+from strandline.device.stores.arena_copies import Copies
+from strandline.device.stores.lower_stores import LowerFacts
+from strandline.device.stores.peer_store import PeerStore
+from strandline.device.stores.transfers import Completions
 from strandline.kernels.binding import Fallback
 from strandline.picture_config import PictureConfig
 from strandline.records.actions import Action, Completion

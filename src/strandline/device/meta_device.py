@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strandline.device.model_memory import layout_of
+from strandline.device.weights.model_memory import layout_of
 from strandline.models.causal_lm import CausalLM
 
 META: Final = torch.device("meta")

@@ -15,29 +15,29 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from strandline.device.adapter_pool import AdapterPool
-from strandline.device.adapter_tiles import HostTiles
-from strandline.device.allowed_tokens import AllowedMatcher
-from strandline.device.batch import HostBatch, split_by_blocks, to_device
-from strandline.device.cache_actions import CacheActions
-from strandline.device.choice import Candidates, Chosen, choose
-from strandline.device.divided_sampling import SAMPLING_OPERATIONS
-from strandline.device.drafter import StepDrafter, StepRows
-from strandline.device.drafters import new_step_drafter
-from strandline.device.encoded_pictures import MAX_SHARED_TOKENS, EncodedPictures
-from strandline.device.grammar_mask import GuardedMatcher
-from strandline.device.graphs import StepGraphs
-from strandline.device.heap import keep_scratch_memory
-from strandline.device.host_step import HostStep, Layout, StepHidden
-from strandline.device.padded_step import StepSize
-from strandline.device.pending import PendingTokens
-from strandline.device.prompt_logprobs import fetch_prompt_logprobs
-from strandline.device.routed_experts import fetch_routed
-from strandline.device.sampler import ChosenTokens, SamplingState, choose_tokens
-from strandline.device.step_in_flight import StepInFlight
-from strandline.device.threads import one_thread
-from strandline.device.transfers import Transfers
-from strandline.device.upload import upload_together
+from strandline.device.batches.adapter_tiles import HostTiles
+from strandline.device.batches.batch import HostBatch, split_by_blocks, to_device
+from strandline.device.batches.encoded_pictures import MAX_SHARED_TOKENS, EncodedPictures
+from strandline.device.batches.padded_step import StepSize
+from strandline.device.batches.pending import PendingTokens
+from strandline.device.drafters.drafters import new_step_drafter
+from strandline.device.hardware.heap import keep_scratch_memory
+from strandline.device.hardware.threads import one_thread
+from strandline.device.hardware.upload import upload_together
+from strandline.device.sampling.allowed_tokens import AllowedMatcher
+from strandline.device.sampling.choice import Candidates, Chosen, choose
+from strandline.device.sampling.divided_sampling import SAMPLING_OPERATIONS
+from strandline.device.sampling.grammar_mask import GuardedMatcher
+from strandline.device.sampling.sampler import ChosenTokens, SamplingState, choose_tokens
+from strandline.device.steps.adapter_pool import AdapterPool
+from strandline.device.steps.cache_actions import CacheActions
+from strandline.device.steps.drafter import StepDrafter, StepRows
+from strandline.device.steps.graphs import StepGraphs
+from strandline.device.steps.host_step import HostStep, Layout, StepHidden
+from strandline.device.steps.prompt_logprobs import fetch_prompt_logprobs
+from strandline.device.steps.routed_experts import fetch_routed
+from strandline.device.steps.step_in_flight import StepInFlight
+from strandline.device.stores.transfers import Transfers
 from strandline.errors import EngineError
 from strandline.gc_policy import gc_paused
 from strandline.ids import RequestId

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from strandline.config import EngineConfig, parse_bytes
-from strandline.device.batch import build_host_batch, to_device
-from strandline.device.divided_sampling import likeliest
-from strandline.device.dtypes import count_matrix_weights, count_weights, machine_bytes
-from strandline.device.encoded_pictures import MAX_SHARED_TOKENS, encode_largest
+from strandline.device.batches.batch import build_host_batch, to_device
+from strandline.device.batches.encoded_pictures import MAX_SHARED_TOKENS, encode_largest
+from strandline.device.hardware.dtypes import count_matrix_weights, count_weights, machine_bytes
+from strandline.device.sampling.divided_sampling import likeliest
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, PendingToken, RequestId, SlotId
 from strandline.kernels.arena import ArenaTensors

@@ -11,14 +11,9 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.arena_copies import ArenaCopies
 from strandline.device.executor import ExecutorFacts, LaunchedStep
-from strandline.device.graph_sizes import graph_sizes, prompt_room, verification_sizes
-from strandline.device.heap import release_free_memory
-from strandline.device.lower_stores import attach_stores, lower_device_bytes
-from strandline.device.model_memory import TensorMemory
+from strandline.device.hardware.heap import release_free_memory
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
-from strandline.device.shared_copies import Copy, SharedCopies
 from strandline.device.sizing import (
     choose_batched_tokens,
     choose_draft_tokens,
@@ -28,9 +23,14 @@ from strandline.device.sizing import (
     keeps_decoded,
     require_determinism,
 )
-from strandline.device.transfers import Transfers
+from strandline.device.steps.graph_sizes import graph_sizes, prompt_room, verification_sizes
+from strandline.device.stores.arena_copies import ArenaCopies
+from strandline.device.stores.lower_stores import attach_stores, lower_device_bytes
+from strandline.device.stores.shared_copies import Copy, SharedCopies
+from strandline.device.stores.transfers import Transfers
 from strandline.device.weight_changes import WeightChanges
-from strandline.device.weight_receiver import WeightReceiver
+from strandline.device.weights.model_memory import TensorMemory
+from strandline.device.weights.weight_receiver import WeightReceiver
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
 from strandline.kernels.binding import Kernels, bind_kernels

@@ -10,8 +10,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from strandline.device.model_memory import TensorMemory, can_copy, pair_tensors, tensors_of
 from strandline.device.runner import Runner
+from strandline.device.weights.model_memory import TensorMemory, can_copy, pair_tensors, tensors_of
 from strandline.errors import ConfigError, EngineError
 from strandline.models.layers.protocol import LanguageModel
 

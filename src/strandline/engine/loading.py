@@ -11,7 +11,8 @@ from torch import Tensor
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.dtypes import (
+from strandline.device.executor import Executor
+from strandline.device.hardware.dtypes import (
     choose_dtype,
     choose_kv_cache_dtype,
     choose_storage,
@@ -19,11 +20,10 @@ from strandline.device.dtypes import (
     peak_note,
     unused_note,
 )
-from strandline.device.executor import Executor
-from strandline.device.gpu_limits import require_tensor_cores
+from strandline.device.hardware.gpu_limits import require_tensor_cores
+from strandline.device.hardware.threads import limit_threads
 from strandline.device.meta_device import keep_distinct_layers
 from strandline.device.sizing import require_room_for_weights
-from strandline.device.threads import limit_threads
 from strandline.device.uni_executor import UniExecutor
 from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, read_drafter_config
 from strandline.engine.core import EngineCore

@@ -1,6 +1,6 @@
 """A sequence's parts within blocks: together they compute what it does."""
 
-from strandline.device.batch import split_by_blocks
+from strandline.device.batches.batch import split_by_blocks
 from strandline.ids import SlotId
 from tests.cpu.device.test_padded_step import sequence
 

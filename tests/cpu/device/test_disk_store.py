@@ -10,11 +10,11 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from strandline.device import disk_store
-from strandline.device.arena_copies import ArenaCopies
-from strandline.device.disk_store import DISK_STORE, DiskStore
-from strandline.device.host_store import HOST_STORE, HostStore
-from strandline.device.transfers import Transfers
+from strandline.device.stores import disk_store
+from strandline.device.stores.arena_copies import ArenaCopies
+from strandline.device.stores.disk_store import DISK_STORE, DiskStore
+from strandline.device.stores.host_store import HOST_STORE, HostStore
+from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.account import SnapshotKind

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strandline.device import choice
-from strandline.device.choice import Candidates
-from strandline.device.divided_sampling import SAMPLING_OPERATIONS, likeliest
-from strandline.device.grammar_mask import GuardedMatcher
-from strandline.device.sampler import ChosenTokens, SamplingState, choose_independently, choose_tokens
+from strandline.device.sampling import choice
+from strandline.device.sampling.choice import Candidates
+from strandline.device.sampling.divided_sampling import SAMPLING_OPERATIONS, likeliest
+from strandline.device.sampling.grammar_mask import GuardedMatcher
+from strandline.device.sampling.sampler import ChosenTokens, SamplingState, choose_independently, choose_tokens
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strandline.device.batch import build_host_batch, to_device
-from strandline.device.draft_layer import DraftLayer, pairs_of_step, repeated_pairs
-from strandline.device.host_step import reads_stored
+from strandline.device.batches.batch import build_host_batch, to_device
+from strandline.device.drafters.draft_layer import DraftLayer, pairs_of_step, repeated_pairs
+from strandline.device.steps.host_step import reads_stored
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_BLOCK, NULL_SLOT
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import reference_kernels

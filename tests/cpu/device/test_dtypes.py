@@ -9,8 +9,8 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
-from strandline.device import dtypes
-from strandline.device.dtypes import DtypeChoice, choose_dtype, count_weights, machine_bytes
+from strandline.device.hardware import dtypes
+from strandline.device.hardware.dtypes import DtypeChoice, choose_dtype, count_weights, machine_bytes
 from strandline.kernels.gemm import linear
 from strandline.kernels.gemm.weights import HalfWeight
 from strandline.model_config import ModelConfig, read_model_config
@@ -122,7 +122,7 @@ def test_weights_keys_and_values_follow_the_choice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = save_tiny_model(tmp_path)
-    monkeypatch.setattr("strandline.device.dtypes.published_dtype", lambda config: torch.bfloat16)
+    monkeypatch.setattr("strandline.device.hardware.dtypes.published_dtype", lambda config: torch.bfloat16)
 
     def dtypes_of(**options: Any) -> set[str]:
         llm = LLM(str(directory), memory="8MiB", device="cpu", skip_tokenizer_init=True, **options)
@@ -140,7 +140,7 @@ def test_weights_keys_and_values_follow_the_choice(
 @pytest.mark.usefixtures("slow_cpu")
 def test_bfloat16_weights_are_halved_unless_a_dtype_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save_tiny_model(tmp_path)
-    monkeypatch.setattr("strandline.device.dtypes.published_dtype", lambda config: torch.bfloat16)
+    monkeypatch.setattr("strandline.device.hardware.dtypes.published_dtype", lambda config: torch.bfloat16)
     monkeypatch.setattr("strandline.models.weights.published_dtype", lambda config: torch.bfloat16)
 
     def load(dtype: str) -> LLM:

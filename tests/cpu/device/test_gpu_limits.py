@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from strandline import env
-from strandline.device import gpu_limits
-from strandline.device.gpu_limits import require_tensor_cores
+from strandline.device.hardware import gpu_limits
+from strandline.device.hardware.gpu_limits import require_tensor_cores
 from strandline.errors import ConfigError
 from strandline.kernels.gpu import GPUS, Gpu
 

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from strandline.device.heap import keep_scratch_memory
+from strandline.device.hardware.heap import keep_scratch_memory
 
 SAY_WHAT_IS_KEPT = """
 import os
 import torch
-from strandline.device.heap import release_free_memory, keep_scratch_memory
+from strandline.device.hardware.heap import release_free_memory, keep_scratch_memory
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

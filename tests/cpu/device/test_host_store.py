@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.device import host_store
-from strandline.device.host_store import HostPages, PinnedStore, stretches
-from strandline.device.transfers import Transfers
+from strandline.device.stores import host_store
+from strandline.device.stores.host_store import HostPages, PinnedStore, stretches
+from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.actions import LoadIn, StoreOut

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from strandline.device.pending import MAX_STOP_SETS, PendingTokens
+from strandline.device.batches.pending import MAX_STOP_SETS, PendingTokens
 from strandline.kernels.step import resolve_pending
 from strandline.records.plan import MAX_STOP_IDS
 

@@ -10,8 +10,9 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
-from strandline.device import dtypes, sizing
-from strandline.device.dtypes import count_matrix_weights, count_weights
+from strandline.device import sizing
+from strandline.device.hardware import dtypes
+from strandline.device.hardware.dtypes import count_matrix_weights, count_weights
 from strandline.device.sizing import require_room_for_weights
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, HalfWeight

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.device import host_step
 from strandline.device.sizing import LOGGED_FROM_CPU
+from strandline.device.steps import host_step
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS
 from tests.cpu.engine.conftest import MakeLLM
 

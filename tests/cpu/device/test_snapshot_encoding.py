@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strandline.device.host_store import HostStore
-from strandline.device.snapshot_encoding import AsIs, Encoding, slot_encoding
-from strandline.device.transfers import Transfers
+from strandline.device.stores.host_store import HostStore
+from strandline.device.stores.snapshot_encoding import AsIs, Encoding, slot_encoding
+from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.actions import LoadIn, StoreOut

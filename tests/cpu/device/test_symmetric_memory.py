@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.device import symmetric_memory
-from strandline.device.symmetric_memory import CHECK_MAX_POLLS, SymmetricSums, TorchSymmetricMemory, connect_sums
+from strandline.device.ranks import symmetric_memory
+from strandline.device.ranks.symmetric_memory import CHECK_MAX_POLLS, SymmetricSums, TorchSymmetricMemory, connect_sums
 from strandline.kernels.collectives import many_row_sums, rank_sums
 from strandline.kernels.collectives.connection import Connection
 from tests.cpu.models.rank_threads import RankThread, RankThreads

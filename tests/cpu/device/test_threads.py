@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from strandline.device import threads
-from strandline.device.threads import limit_threads
+from strandline.device.hardware import threads
+from strandline.device.hardware.threads import limit_threads
 from tests.cpu.engine.conftest import MakeLLM
 
 NUM_CORES = 6

@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 
-from strandline.device.transfers import Completions, Transfers
+from strandline.device.stores.transfers import Completions, Transfers
 from strandline.errors import EngineError
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors

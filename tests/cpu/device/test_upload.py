@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from strandline.device import upload
-from strandline.device.upload import UploadedTable
+from strandline.device.hardware import upload
+from strandline.device.hardware.upload import UploadedTable
 
 ROWS = [[[1, 2]], [[1, 2]], [[1, 3]], [[1, 3], [4, 0]], [[1, 3]], [[1]], [[5, 6, 7]]]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strandline.config import EngineConfig
-from strandline.device.visible_gpus import VISIBLE, take_gpus
+from strandline.device.hardware.visible_gpus import VISIBLE, take_gpus
 from strandline.errors import ConfigError
 
 NUM_GPUS = 8

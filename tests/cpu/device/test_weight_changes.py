@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strandline.device.model_memory import can_copy, pair_tensors, tensors_of
+from strandline.device.weights.model_memory import can_copy, pair_tensors, tensors_of
 from strandline.kernels.gemm.weights import lay_out
 from strandline.models.weights import load_model
 from tests.cpu.models import families

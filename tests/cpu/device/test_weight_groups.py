@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from strandline.device.shared_handles import read_handles
-from strandline.device.weight_groups import join_group, read_unique_id
+from strandline.device.weights.shared_handles import read_handles
+from strandline.device.weights.weight_groups import join_group, read_unique_id
 from strandline.errors import ConfigError
 
 

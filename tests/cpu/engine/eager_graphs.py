@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from strandline.device.adapter_tiles import HostTiles
-from strandline.device.batch import build_host_batch, to_device
-from strandline.device.block_drafts import padded_blocks
-from strandline.device.graphs import CapturedStep, StepGraphs
-from strandline.device.padded_step import StepSize, single_rows
-from strandline.device.prompt_room import MAX_PROMPTS, PromptRoom
+from strandline.device.batches.adapter_tiles import HostTiles
+from strandline.device.batches.batch import build_host_batch, to_device
+from strandline.device.batches.padded_step import StepSize, single_rows
+from strandline.device.batches.prompt_room import MAX_PROMPTS, PromptRoom
+from strandline.device.drafters.block_drafts import padded_blocks
 from strandline.device.runner import Runner
+from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.engine.drafting.drafts import Drafts
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strandline import LLM, SamplingParams
-from strandline.device import block_drafts, draft_layer
+from strandline.device.drafters import block_drafts, draft_layer
 from strandline.device.sizing import slabs_for
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.requests.request import Request

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strandline import LLM, SamplingParams
 from strandline.cache.inspection.published import published_snapshots
-from strandline.device.sampler import LogprobTensors
+from strandline.device.sampling.sampler import LogprobTensors
 from strandline.device.sizing import require_determinism
 from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS

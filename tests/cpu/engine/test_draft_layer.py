@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import strandline
 from strandline import LLM, SamplingParams
 from strandline.device import runner
-from strandline.device.batch import DeviceBatch, HostBatch
+from strandline.device.batches.batch import DeviceBatch, HostBatch
 from strandline.device.runner import Runner
-from strandline.device.step_in_flight import StepInFlight
+from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafting.drafting import DraftLayerDrafter
 from strandline.engine.requests.request import Request

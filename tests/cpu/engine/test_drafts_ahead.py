@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
 from strandline.cache import LogUse
-from strandline.device import draft_layer
-from strandline.device.draft_layer import DraftLayer, Pairs
-from strandline.device.prompt_room import NO_PROMPTS
+from strandline.device.batches.prompt_room import NO_PROMPTS
+from strandline.device.drafters import draft_layer
+from strandline.device.drafters.draft_layer import DraftLayer, Pairs
 from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
-from strandline.device.step_in_flight import StepInFlight
+from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafting.drafts import Drafts
 from strandline.engine.requests.spans import DraftPlan, Span

@@ -21,8 +21,8 @@ import torch
 from strandline import SamplingParams, StructuredOutputsParams
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
-from strandline.device.process_ranks import RankPlace
-from strandline.device.threads import NUM_THREADS
+from strandline.device.hardware.threads import NUM_THREADS
+from strandline.device.ranks.process_ranks import RankPlace
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor, load_uni_executor

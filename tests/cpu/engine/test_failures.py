@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams, StructuredOutputsParams
-from strandline.device import sampler
+from strandline.device.sampling import sampler
 from strandline.env import DEBUG_CACHE
 from strandline.records.plan import TokenLogprobs
 from strandline.text import output_streams

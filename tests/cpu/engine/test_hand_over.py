@@ -640,7 +640,7 @@ def test_a_producer_restarted_with_other_weights_is_refused(
 
 
 NUM_PULLS = 8
-TRANSFER_FILES = ["transfer/*", "device/peer_store.py", "device/arena_copies.py", "engine/prefix_*.py"]
+TRANSFER_FILES = ["transfer/*", "device/stores/peer_store.py", "device/stores/arena_copies.py", "engine/prefix_*.py"]
 
 
 def test_many_pulls_leave_no_files_threads_or_memory(make_node: MakeNode) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
-from strandline.device.dtypes import choose_kv_cache_dtype
+from strandline.device.hardware.dtypes import choose_kv_cache_dtype
 from strandline.env import NUMBA
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.batch import KVMemory

@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
-from strandline.device import dtypes, prompt_logprobs, uni_executor
+from strandline.device import uni_executor
+from strandline.device.hardware import dtypes
+from strandline.device.steps import prompt_logprobs
 from strandline.device.uni_executor import PREFAULTED_BYTES
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels.binding import why_unavailable

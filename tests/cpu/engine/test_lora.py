@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from strandline import LLM, LoRARequest, SamplingParams
 from strandline.config import EngineConfig
-from strandline.device import draft_layer
-from strandline.device.adapter_pool import EMPTY
+from strandline.device.drafters import draft_layer
 from strandline.device.executor import LaunchedStep
+from strandline.device.steps.adapter_pool import EMPTY
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.core import new_warm_up
 from strandline.engine.scheduling.adapter_admission import MAX_OVERTAKEN_FOR_SLOT

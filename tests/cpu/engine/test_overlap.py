@@ -7,7 +7,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.device.runner import Runner
-from strandline.device.step_in_flight import StepInFlight
+from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.records.plan import StepPlan
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_draft_layer import Alternating

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from strandline.device.executor import ExecutorFacts
-from strandline.device.lower_stores import DiskFacts, LowerFacts
+from strandline.device.stores.lower_stores import DiskFacts, LowerFacts
 from strandline.engine.workers.rank_facts import join_facts
 from strandline.errors import EngineError
 from strandline.records.kept import NOTHING, Kept, KeptBlocks

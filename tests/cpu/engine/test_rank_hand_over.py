@@ -13,7 +13,7 @@ import torch
 
 from strandline import SamplingParams
 from strandline.config import EngineConfig
-from strandline.device.shared_copies import SharedCopies
+from strandline.device.stores.shared_copies import SharedCopies
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_executor
 from strandline.engine.mp_executor import MpExecutor

@@ -11,8 +11,8 @@ import pytest
 
 from strandline import LLM
 from strandline.cache.tiers import LoadCosts
-from strandline.device.host_store import HOST_STORE
-from strandline.device.transfers import Store, Transfers
+from strandline.device.stores.host_store import HOST_STORE
+from strandline.device.stores.transfers import Store, Transfers
 from strandline.errors import ConfigError
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.account import Reason

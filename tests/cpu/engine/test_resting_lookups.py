@@ -8,7 +8,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.device.runner import Runner
-from strandline.device.step_in_flight import StepInFlight
+from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.engine.drafting.drafts import MOST_STEPS_BETWEEN_LOOKUPS
 from strandline.engine.requests.request import Request
 from strandline.records.plan import StepPlan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
 from strandline.cache.inspection.invariants import check
-from strandline.device import draft_layer
+from strandline.device.drafters import draft_layer
 from strandline.records.plan import NewRequest
 from strandline.text.stop_finder import TextStopFinder
 from tests.cpu.engine.eager_graphs import complete_on_device, replay_eagerly, single_rows_on_the_host

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.device import draft_layer
+from strandline.device.drafters import draft_layer
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafting.drafting import ChoosingDrafter
 from strandline.engine.drafting.drafts import MOST_STEPS_BETWEEN_LOOKUPS

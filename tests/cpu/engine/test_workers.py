@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strandline.config import EngineConfig
-from strandline.device.process_ranks import RankPlace
+from strandline.device.ranks.process_ranks import RankPlace
 from strandline.engine.processes import worker
 from strandline.engine.workers import workers
 from strandline.engine.workers.worker_link import WorkerEndedError

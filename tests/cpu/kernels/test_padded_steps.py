@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.device.batch import HostBatch, build_host_batch, to_device
-from strandline.device.padded_step import PaddedStep, StepSize
+from strandline.device.batches.batch import HostBatch, build_host_batch, to_device
+from strandline.device.batches.padded_step import PaddedStep, StepSize
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import reference_kernels

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.device.adapter_tiles import HostTiles
+from strandline.device.batches.adapter_tiles import HostTiles
 from strandline.kernels.gemm.low_rank import NO_SLOT
 from strandline.models.adapter_slots import SlotSizes
 from strandline.models.storage.adapter_files import AdapterFiles, read_adapter

@@ -13,7 +13,7 @@ import torch
 from llguidance import LLParserLimits
 
 from strandline import LLM, SamplingParams, StructuredOutputsParams
-from strandline.device.grammar_mask import mask_logits
+from strandline.device.sampling.grammar_mask import mask_logits
 from strandline.errors import RequestError
 from strandline.text import structured
 from strandline.text.structured import Grammars, Matcher

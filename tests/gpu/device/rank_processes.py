@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.device.process_ranks import ProcessRanks, RankPlace
+from strandline.device.ranks.process_ranks import ProcessRanks, RankPlace
 
 EPS = 1e-6
 MAX_WAIT_S = 400

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strandline.device.arena_copies import ArenaCopies
+from strandline.device.stores.arena_copies import ArenaCopies
 from strandline.kernels.arena import ArenaTensors
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.device.process_ranks import ProcessRanks
+from strandline.device.ranks.process_ranks import ProcessRanks
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.collectives.rank_sums import (
     MAX_ROW_BYTES,

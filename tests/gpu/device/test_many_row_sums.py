@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.device.process_ranks import ProcessRanks
+from strandline.device.ranks.process_ranks import ProcessRanks
 from strandline.kernels.collectives.many_row_sums import BLOCK_BYTES, MAX_SUM_BYTES
 from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up

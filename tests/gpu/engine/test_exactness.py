@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.device.graphs import StepGraphs
+from strandline.device.steps.graphs import StepGraphs
 from strandline.env import TRITON
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import (

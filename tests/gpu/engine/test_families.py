@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.device.graphs import StepGraphs
 from strandline.device.sizing import slabs_for
+from strandline.device.steps.graphs import StepGraphs
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, check_resumption, tokens
 from tests.cpu.engine.test_speculation import SPECULATION, force

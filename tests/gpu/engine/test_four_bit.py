@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.device.dtypes import FIRST_CAPABILITY
+from strandline.device.hardware.dtypes import FIRST_CAPABILITY
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_bits import (
     MIXTURE,

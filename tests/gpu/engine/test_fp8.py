@@ -14,7 +14,7 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
-from strandline.device.dtypes import E4M3_CAPABILITY
+from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.device.sizing import slabs_for
 from strandline.models.storage.conversion import convert
 from strandline.text.model_files import DEMO_DIRECTORY

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from strandline.device.host_store import HostStore, PinnedStore
-from strandline.device.snapshot_encoding import slot_encoding
-from strandline.device.transfers import Transfers
+from strandline.device.stores.host_store import HostStore, PinnedStore
+from strandline.device.stores.snapshot_encoding import slot_encoding
+from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.actions import LoadIn, StoreOut

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM
-from strandline.device.graphs import CapturedStep, StepGraphs
+from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from tests.cpu.engine.test_lora import PROMPTS, MakeLLM, Models, answers, make, models
 from tests.cpu.engine.tiny import greedy_tokens
 

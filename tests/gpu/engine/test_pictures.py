@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM
-from strandline.device.graphs import StepGraphs
+from strandline.device.steps.graphs import StepGraphs
 from tests.cpu.device.picture_driver import Prompt, random_picture, text
 from tests.cpu.device.test_picture_drafts import save_with_drafts
 from tests.cpu.engine.conftest import llm_maker

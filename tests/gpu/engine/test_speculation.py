@@ -11,10 +11,10 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
-from strandline.device.draft_layer import DraftLayer
-from strandline.device.graphs import CapturedStep, StepGraphs
+from strandline.device.drafters.draft_layer import DraftLayer
 from strandline.device.runner import Runner
-from strandline.device.step_in_flight import StepInFlight
+from strandline.device.steps.graphs import CapturedStep, StepGraphs
+from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.engine.drafting.draft_depth import DraftDepth
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.conftest import MakeLLM

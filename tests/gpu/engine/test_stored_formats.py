@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strandline import LLM, SamplingParams
-from strandline.device.dtypes import E4M3_CAPABILITY
+from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from tests.cpu.engine.conftest import llm_maker
 from tests.cpu.engine.test_exactness import tokens
 from tests.cpu.models.driver import Driver, Part, Running

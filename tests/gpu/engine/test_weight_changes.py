@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch.multiprocessing.reductions import reduce_tensor
 
 from strandline import LLM, SamplingParams
-from strandline.device.model_memory import tensors_of
-from strandline.device.step_in_flight import StepInFlight
+from strandline.device.steps.step_in_flight import StepInFlight
+from strandline.device.weights.model_memory import tensors_of
 from strandline.models.storage.conversion import convert
 from strandline.records.control import Action, BeginWeights, JoinTrainer, PrepareWeights, ReceiveWeights, UseWeights
 from strandline.records.weight_transfer import SentTensors, TransferGroup

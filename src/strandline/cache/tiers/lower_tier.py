@@ -1,10 +1,10 @@
 """A tier below the device: decides which evicted entries it stores, and which to load back.
 
-A store (``device/transfers.py``) carries out the decisions. What the device evicts is *demoted* to the first tier, in
-host memory, if it is worth more than what the tier would evict for it. A snapshot and the blocks on its path leave the
-device at different times, but leave the tier together: it stores a block exactly as long as a demoted snapshot needs
-the block, and both return to the device in one load (``tier_load.py``). The first tier drops what returns, so the two
-memories hold different entries.
+A store (``device/stores/transfers.py``) carries out the decisions. What the device evicts is *demoted* to the first
+tier, in host memory, if it is worth more than what the tier would evict for it. A snapshot and the blocks on its path
+leave the device at different times, but leave the tier together: it stores a block exactly as long as a demoted
+snapshot needs the block, and both return to the device in one load (``tier_load.py``). The first tier drops what
+returns, so the two memories hold different entries.
 
 Further tiers are *persistent*, and each gets what leaves the one above it (``spills.py``). They store whole paths, as
 nothing else outlives the process, and retain what has returned to the device, as reading is cheaper than writing again.

@@ -2,9 +2,9 @@
 
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
-from strandline.device.disk_store import DISK_STORE
 from strandline.device.executor import ExecutorFacts
-from strandline.device.host_store import HOST_STORE
+from strandline.device.stores.disk_store import DISK_STORE
+from strandline.device.stores.host_store import HOST_STORE
 from strandline.records.events import TierStats
 from strandline.records.kept import NOTHING
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from strandline.cache import Lease, LogUse, PrefixCache
-from strandline.device.prompt_room import NO_PROMPTS, PromptRoom
+from strandline.device.batches.prompt_room import NO_PROMPTS, PromptRoom
 from strandline.engine.drafting.draft_depth import DraftDepth
 from strandline.engine.drafting.drafting import ChoosingDrafter, Drafter, DraftLayerDrafter
 from strandline.engine.drafting.suffix_drafter import SuffixDrafter

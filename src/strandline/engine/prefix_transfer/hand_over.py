@@ -3,9 +3,9 @@
 from secrets import token_hex
 from typing import Final
 
-from strandline.device.arena_copies import Copies
 from strandline.device.executor import Executor
-from strandline.device.peer_store import PEERS, PeerStore
+from strandline.device.stores.arena_copies import Copies
+from strandline.device.stores.peer_store import PEERS, PeerStore
 from strandline.engine.prefix_transfer.prefix_pulls import PrefixPulls
 from strandline.engine.prefix_transfer.prefix_source import PrefixSource
 from strandline.engine.requests.request import Request

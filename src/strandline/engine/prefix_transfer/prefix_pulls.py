@@ -16,7 +16,7 @@ from strandline.cache import PrefixCache
 from strandline.cache.holds import useful_positions
 from strandline.cache.placement import RESERVE_SHARE
 from strandline.cache.tiers import LoadCosts
-from strandline.device.peer_store import PEERS, PeerStore
+from strandline.device.stores.peer_store import PEERS, PeerStore
 from strandline.engine.requests.request import Request, Status
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.ids import BLOCK_TOKENS, RequestId

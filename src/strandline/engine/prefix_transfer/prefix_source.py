@@ -15,7 +15,7 @@ from typing import Final
 from strandline.cache import Lease, PrefixCache
 from strandline.cache.holds import Holds, slots_at
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.device.arena_copies import Copies, Fence
+from strandline.device.stores.arena_copies import Copies, Fence
 from strandline.ids import NULL_BLOCK, RequestId, SlotId
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer
 from strandline.records.transfer_params import TransferParams

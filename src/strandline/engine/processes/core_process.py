@@ -21,7 +21,7 @@ from typing import Final
 
 import zmq
 
-from strandline.device.visible_gpus import take_gpus
+from strandline.device.hardware.visible_gpus import take_gpus
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_core
 from strandline.engine.processes.engine_log import name_engine_in_log

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final
 import strandline.errors
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
-from strandline.device.process_ranks import ProcessRanks, RankPlace
+from strandline.device.ranks.process_ranks import ProcessRanks, RankPlace
 from strandline.engine.loading import load_uni_executor, resolve_device
 from strandline.engine.processes.engine_log import name_engine_in_log
 from strandline.engine.workers.packed_plan import PackedPlan, PlanUnpacker

@@ -26,7 +26,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
-from strandline.device.threads import num_cores
+from strandline.device.hardware.threads import num_cores
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.gpu import Gpu, gpu_of
 from strandline.text.model_files import find_model

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from queue import SimpleQueue
 
-from strandline.device.peer_store import PeerStore
-from strandline.device.transfers import Completions, drain
+from strandline.device.stores.peer_store import PeerStore
+from strandline.device.stores.transfers import Completions, drain
 from strandline.ids import TransferId
 from strandline.records.actions import Action, CancelTransfer, Completion, LoadIn
 

@@ -1,7 +1,7 @@
 """Reads and writes the memory of worker processes, from threads of the engine's process.
 
 Blocks and slots are those of the whole model: the workers, one for each rank, join or split them in memory that the
-engine's process shares with them for the time of one copy (``device/shared_copies.py``).
+engine's process shares with them for the time of one copy (``device/stores/shared_copies.py``).
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from strandline.device.arena_copies import Fence
+from strandline.device.stores.arena_copies import Fence
 from strandline.errors import EngineError
 from strandline.specs import ModelSpec
 from strandline.transfer.connection import Cause, TransferError

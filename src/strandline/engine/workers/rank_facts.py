@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from strandline.cache.tiers.joined_kept import join_kept
 from strandline.device.executor import ExecutorFacts
-from strandline.device.lower_stores import DiskFacts
+from strandline.device.stores.lower_stores import DiskFacts
 from strandline.errors import EngineError
 
 

@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Any, Final, NamedTuple
 
 from strandline.config import EngineConfig
-from strandline.device.process_ranks import RankPlace
+from strandline.device.ranks.process_ranks import RankPlace
 from strandline.errors import EngineError
 
 WORKER_MODULE: Final = "strandline.engine.processes.worker"

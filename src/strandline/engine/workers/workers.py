@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from strandline.config import EngineConfig
 from strandline.device.executor import ExecutorFacts
-from strandline.device.process_ranks import RankPlace
+from strandline.device.ranks.process_ranks import RankPlace
 from strandline.engine.workers.worker_link import Call, Start, WorkerEndedError, WorkerLink
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.device.adapter_tiles import HostTiles, most_tiles
+from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
 from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, AdapterWeights, TiledRows, add_low_rank
 from strandline.kernels.operation import Launches
 from tests.poison import poisoned_memory

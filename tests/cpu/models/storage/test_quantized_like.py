@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strandline.device.model_memory import pair_tensors
+from strandline.device.weights.model_memory import pair_tensors
 from strandline.errors import WeightsError
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.models.storage.conversion import convert

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from strandline.device.dtypes import E4M3_CAPABILITY
+from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.kernels.attention import attention_prefix_triton, attention_triton
 from tests.cpu.kernels.attention.test_attention import decodes, make_case
 from tests.cpu.kernels.attention.test_attention_triton import BEHIND_PREFIXES, CASES, check, check_padding, check_views

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strandline.device.dtypes import E4M3_CAPABILITY
+from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from tests.cpu.kernels.attention.test_qkv_triton import SHAPES, Shape, check
 
 MODELS = [Shape(16, 4, 256, 64, [1]), Shape(16, 2, 256, 64, [row // 60 for row in range(300)])]

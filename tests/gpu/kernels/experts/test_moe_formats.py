@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from strandline.device.dtypes import E4M3_CAPABILITY
+from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.kernels.experts.many_launches import FOUR_BIT, FP8, Measured
 from strandline.kernels.experts.moe_triton import mixture
 from strandline.kernels.operation import Launches

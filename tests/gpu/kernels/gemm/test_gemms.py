@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strandline.device.dtypes import E4M3_CAPABILITY
+from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.kernels.gemm import fp8, gemms_triton, launches, library_triton
 from strandline.kernels.gemm.launches import Kernel, Plan, rows_launch
 from strandline.kernels.gemm.weights import DenseWeight

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strandline.device.dtypes import E4M3_CAPABILITY
+from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from tests.cpu.kernels.rowwise.test_norm_triton import check_quantized_gated_norm, check_quantized_norms
 from tests.cpu.kernels.rowwise.test_quantizing_triton import check_clamped_swiglu, check_quantizing
 

@@ -1,0 +1,365 @@
+"""Conversion of a plan to the tensors of the step.
+
+Decodes come first (``StepBatch``); every index tensor is made here, once per step, and shared by all layers. The host's
+data of each sequence is passed in ``SequenceColumns``; the values for each row are derived from it on the device
+(``locate_rows``).
+
+Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strandline.device.batches.picture_rows import add_earlier_pictures, picture_offsets
+from strandline.device.hardware.upload import upload, upload_together
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.chunk_table import Chunks, plan_chunks
+from strandline.kernels.gemm.low_rank import NO_SLOT
+from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.step import locate_rows
+from strandline.records.actions import FoldLog
+from strandline.records.plan import SequencePlan
+
+Column = TypeVar("Column")
+
+
+class SequenceColumns(NamedTuple, Generic[Column]):
+    """An integer of every sequence by name: int64 ``[N]``, arrays on the host or tensors on the device.
+
+    A column named here is included in batches, padded steps and CUDA graphs.
+    """
+
+    # Fields of a ``SequencePlan``.
+    start: Column
+    end: Column
+    kv_start: Column
+    state_src: Column
+    state_dst: Column
+    log: Column
+    num_logged: Column
+    num_folded: Column
+    pending: Column
+    rotary_delta: Column
+    """Added to the positions of tokens of text for rotary embeddings."""
+    num_drafts: Column
+    next_drafts: Column
+    # Of this step on this device.
+    last_row: Column
+    """The sequence's last row of the step."""
+    source_row: Column
+    """Index of a pending token among the last step's sampled tokens."""
+    stop_set: Column
+    """Which of the known sets of stop tokens may end it."""
+
+
+BLOCK_ID_BYTES: Final = 4
+
+NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
+PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
+PLANNED_FIELDS: Final = attrgetter(*PLANNED_NAMES)
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """The step's indices on the host; one-dimensional arrays are int64. Tables are made when they are asked for."""
+
+    sequences: Sequence[SequencePlan]
+    """Decodes first, then prefills; each computes one token or more."""
+    num_decodes: int
+    """Number of decoding sequences, or of those that verify drafts."""
+    num_decode_rows: int
+    """Number of their rows, which come first."""
+    columns: SequenceColumns[np.ndarray]
+    token_ids_T: np.ndarray
+    query_starts_N1: np.ndarray
+    log_tokens: int
+    """Room for drafts in a log."""
+    picture_offsets: np.ndarray | None
+    """``StepBatch.picture_offsets``, flat; None: all rows are of text."""
+    adapter_slots_N: np.ndarray | None = None
+    """The slot of each sequence's adapter; None: no sequence has one."""
+    is_verification: bool = False
+    """Whether a padded step may verify drafts: the decodes compute a certain token and drafts each."""
+
+    @cached_property
+    def block_table_NM(self) -> np.ndarray:
+        """The blocks that the step reads and writes, int32."""
+        return block_tables(self.sequences, (-(-self.columns.end // BLOCK_TOKENS)).tolist())
+
+    @property
+    def whole_block_table_NM(self) -> np.ndarray:
+        """All blocks of the sequences, int32: how far the step reads them may be unknown."""
+        return block_tables(
+            self.sequences, [len(sequence.block_table) // BLOCK_ID_BYTES for sequence in self.sequences]
+        )
+
+    @property
+    def adapter_slots_T(self) -> np.ndarray:
+        """The slot of each row's adapter."""
+        slots_N = np.full(self.num_sequences, NO_SLOT) if self.adapter_slots_N is None else self.adapter_slots_N
+        return slots_N.repeat(np.diff(self.query_starts_N1))
+
+    @cached_property
+    def replay(self) -> "HostReplay | None":
+        """The logged tokens to compute again; None: no prefill has a log."""
+        return _plan_replay(self.prefills, self.log_tokens)
+
+    @property
+    def chunks(self) -> Chunks:
+        return self._chunks_and_cuts[0]
+
+    @property
+    def cut_rows_C(self) -> np.ndarray:
+        """Each chunk's last row, whose hidden state goes to the slot of the chunk's cut."""
+        return self._chunks_and_cuts[1] + self.num_decode_rows
+
+    @cached_property
+    def _chunks_and_cuts(self) -> tuple[Chunks, np.ndarray]:
+        if self.replay is not None:
+            return _chunks_with_logged(self.prefills, self.replay)
+        chunks = plan_chunks([(s.start, s.end) for s in self.prefills], [s.cuts for s in self.prefills])
+        return chunks, np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1
+
+    @property
+    def without_verification(self) -> "HostBatch":
+        """The same step, of prefills alone: for kernels that are launched one by one."""
+        return replace(self, num_decodes=0, num_decode_rows=0, is_verification=False)
+
+    @property
+    def next_ids_T(self) -> np.ndarray:
+        """The token after each row of a prefill; 0 where it is to be sampled."""
+        return np.concatenate([(*plan.token_ids[1:], max(plan.next_id, 0)) for plan in self.prefills] or [()])
+
+    @property
+    def prefills(self) -> Sequence[SequencePlan]:
+        return self.sequences[self.num_decodes :]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.columns.start)
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_sequences - self.num_decodes
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Number of rows after those of the decodes."""
+        return len(self.token_ids_T) - self.num_decode_rows
+
+    @property
+    def most_prefill_rows(self) -> int:
+        """Number of rows of the longest prefill."""
+        return int(np.diff(self.query_starts_N1[self.num_decodes :]).max())
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self.columns.pending.any())
+
+
+class HostReplay(NamedTuple):
+    """The index columns of a ``ReplayBatch`` on the host."""
+
+    step_rows: np.ndarray
+    logged_rows: np.ndarray
+    logged_places: np.ndarray
+    draft_rows: np.ndarray
+    draft_places: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.step_rows) + len(self.logged_rows)
+
+    def to_device(self, device: torch.device, kernels: Kernels) -> ReplayBatch:
+        """Make the tensors."""
+        return ReplayBatch(self.num_rows, *upload_together(self, device), insert_logged=kernels[insert_logged])
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """The step on the device, and the rows that the runner picks from it."""
+
+    step: StepBatch
+    columns: SequenceColumns[Tensor]
+    cut_rows_C: Tensor
+
+
+def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:
+    """Yield the parts of a sequence that keeps no log, each within one block, to be computed one after the other.
+
+    A sequence without tokens to compute is its own only part.
+    """
+    start, src, is_over = sequence.start, sequence.state_src, False
+    while not is_over:
+        end = min((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, sequence.end)
+        yield sequence._replace(
+            start=start,
+            end=end,
+            token_ids=sequence.token_ids[start - sequence.start : end - sequence.start],
+            state_src=src,
+            cuts=tuple(cut for cut in sequence.cuts if start < cut[0] <= end),
+            num_folded=end - start,
+        )
+        start, src, is_over = end, sequence.state_dst, end == sequence.end
+
+
+def build_host_batch(
+    sequences: Sequence[SequencePlan],
+    num_decodes: int,
+    pending_rows: tuple[np.ndarray, np.ndarray] | None = None,
+    draft_tokens: int = 0,
+) -> HostBatch:
+    """Collect the step's indices.
+
+    Args:
+        sequences: decodes first, then prefills; each computes one token or more.
+        num_decodes: how many of them are decodes.
+        pending_rows: as ``PendingTokens.locate`` returns them; None: no token is pending.
+        draft_tokens: that a log has room for.
+    """
+    columns_FN = np.zeros((len(SequenceColumns._fields), len(sequences)), dtype=np.int64)
+    columns_FN[:NUM_PLANNED] = np.array(list(map(PLANNED_FIELDS, sequences)), dtype=np.int64).T
+    columns: SequenceColumns[np.ndarray] = SequenceColumns(*columns_FN)
+    query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
+    np.cumsum(columns.end - columns.start, out=query_starts[1:])
+    add_earlier_pictures(sequences, columns.rotary_delta)
+    columns.last_row[:] = query_starts[1:] - 1
+    if pending_rows is not None:
+        columns.source_row[:], columns.stop_set[:] = pending_rows
+    if query_starts[-1] == len(sequences):
+        token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
+    else:
+        token_ids = np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences])
+    return HostBatch(
+        sequences,
+        num_decodes=num_decodes,
+        num_decode_rows=int(query_starts[num_decodes]),
+        columns=columns,
+        token_ids_T=token_ids,
+        query_starts_N1=query_starts,
+        log_tokens=draft_tokens,
+        picture_offsets=picture_offsets(sequences, columns.rotary_delta),
+    )
+
+
+def fold_batch(folds: Sequence[FoldLog], device: torch.device, kernels: Kernels, draft_tokens: int) -> StepBatch:
+    """Return the batch that advances states over logged drafts alone."""
+    slots = [fold.slot for fold in folds]
+    places = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
+    logged = np.arange(sum(fold.num_tokens for fold in folds))
+    none = logged[:0]
+    replay = HostReplay(none, logged, np.concatenate(places), none, none).to_device(device, kernels)
+    chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
+    slots_N, *columns = upload_together([slots, *chunks.columns], device)
+    recurrent = RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, replay)
+    nothing = slots_N[:0]
+    attention = AttentionBatch((0,), (), nothing, nothing, nothing, nothing, nothing, is_all_written=True)
+    return StepBatch(nothing, nothing, 0, 0, attention, recurrent)
+
+
+def _plan_replay(prefills: Sequence[SequencePlan], draft_tokens: int) -> HostReplay | None:
+    """Say which logged tokens come before which rows, and which rows are drafts; None: no sequence has a log."""
+    if not any(sequence.log for sequence in prefills):
+        return None
+    step_rows, logged_rows, logged_places, draft_rows, draft_places = parts = [list[np.ndarray]() for _ in range(5)]
+    row = step_row = 0
+    for sequence in prefills:
+        num_logged, num_rows, num_drafts = sequence.num_logged, sequence.end - sequence.start, sequence.num_drafts
+        first_place = sequence.log * draft_tokens
+        logged_rows.append(np.arange(row, row + num_logged))
+        logged_places.append(np.arange(first_place, first_place + num_logged))
+        row += num_logged
+        step_rows.append(np.arange(row, row + num_rows))
+        row, step_row = row + num_rows, step_row + num_rows
+        draft_rows.append(np.arange(step_row - num_drafts, step_row))
+        draft_places.append(np.arange(first_place, first_place + num_drafts))
+    return HostReplay(*map(np.concatenate, parts))
+
+
+def _chunks_with_logged(prefills: Sequence[SequencePlan], replay: HostReplay) -> tuple[Chunks, np.ndarray]:
+    """Plan the chunks of logged and new tokens together; also return the step's row at the end of each.
+
+    A sequence with drafts gets a cut before them, to its own slot.
+    """
+    cuts = [((s.end - s.num_drafts, s.state_dst),) if s.num_drafts else s.cuts for s in prefills]
+    chunks = plan_chunks([(s.start - s.num_logged, s.end) for s in prefills], cuts)
+    chunks = replace(chunks, is_short=all(s.end - s.start == 1 + s.num_drafts for s in prefills))
+    step_row_R = np.zeros(replay.num_rows, dtype=np.int64)
+    step_row_R[replay.step_rows] = np.arange(len(replay.step_rows))
+    return chunks, step_row_R[np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1]
+
+
+def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> DeviceBatch:
+    """Make the step's tensors."""
+    num_columns = len(SequenceColumns._fields)
+    # The state after drafts is not stored: it is that of tokens which may be rejected.
+    state_dst = np.where(host.columns.num_drafts > 0, NULL_SLOT, host.columns.state_dst)
+    of_sequences = host.columns._replace(state_dst=state_dst)
+    token_ids_T, query_starts_N1, cut_rows_C, *rest = upload_together(
+        [host.token_ids_T, host.query_starts_N1, host.cut_rows_C, *of_sequences, *host.chunks.columns], device
+    )
+    columns: SequenceColumns[Tensor] = SequenceColumns(*rest[:num_columns])
+    table_NM = upload(host.block_table_NM, device)
+    ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
+    rows = kernels[locate_rows](query_starts_N1, *ranges, table_NM, len(token_ids_T))
+    attention = AttentionBatch(
+        query_starts=tuple(host.query_starts_N1.tolist()),
+        context_lens=tuple(host.columns.end.tolist()),
+        query_starts_N1=query_starts_N1,
+        context_lens_N=columns.end,
+        block_table_NM=table_NM,
+        write_blocks_T=rows.write_blocks_T,
+        write_offsets_T=rows.write_offsets_T,
+        is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
+        most_rows=host.most_prefill_rows if host.chunks.is_short else None,
+    )
+    log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
+    chunks = host.chunks.with_tensors(rest[num_columns:])
+    replay = None if host.replay is None else host.replay.to_device(device, kernels)
+    recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
+    counts = (host.num_decodes, host.num_decode_rows)
+    offsets_3T = None if host.picture_offsets is None else upload(host.picture_offsets, device).view(3, -1)
+    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rows.rotary_T, offsets_3T)
+    return DeviceBatch(step, columns, cut_rows_C)
+
+
+def _logs(host: HostBatch, columns: SequenceColumns[Tensor]) -> LogBatch:
+    decodes = slice(host.num_decodes)
+    log_D = host.columns.log[decodes]
+    first = int(log_D[0])
+    counts_up = bool((log_D == np.arange(first, first + len(log_D))).all())
+    return LogBatch(
+        columns.log[decodes],
+        columns.num_logged[decodes],
+        slice(first, first + len(log_D)) if counts_up else columns.log[decodes],
+        tuple(host.columns.num_logged[decodes].tolist()),
+        columns.num_folded[decodes],
+        tuple(host.columns.num_folded[decodes].tolist()),
+    )
+
+
+def block_tables(sequences: Sequence[SequencePlan], num_blocks: Sequence[int]) -> np.ndarray:
+    """Return the first blocks of each sequence's table, int32 ``[N, M]``, padded with the null block."""
+    tables = np.zeros((len(sequences), max(num_blocks)), dtype=np.int32)
+    for row, (sequence, count) in enumerate(zip(sequences, num_blocks, strict=True)):
+        tables[row, :count] = np.frombuffer(sequence.block_table, dtype=np.int32, count=count)
+    return tables
+
+
+def batch_order(sequences: Sequence[SequencePlan], is_decode: Callable[[SequencePlan], bool]) -> tuple[list[int], int]:
+    """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
+    are_decodes = list(map(is_decode, sequences))
+    decodes = [index for index, is_first in enumerate(are_decodes) if is_first]
+    if len(decodes) == len(sequences):
+        return decodes, len(decodes)
+    prefills = [index for index, plan in enumerate(sequences) if plan.end > plan.start and not are_decodes[index]]
+    return decodes + prefills, len(decodes)

@@ -1,0 +1,414 @@
+"""A step padded to a fixed size, so that a CUDA graph that was captured at that size can be replayed for it.
+
+All integers of a step but the block tables are in one buffer, so that one copy brings them to the device. Where a step
+is smaller than the size,
+
+- *decodes* read and write null slots and have an empty context; where they have drafts, they are empty;
+- *prompts* are empty;
+- unused rows of decodes with drafts belong to one more sequence, the *filler*, after these, and those of prompts to
+  another one, after all others: it starts from zeros, attends to the null block, and is stored nowhere. So no row that
+  a later operation reads is left unwritten;
+- *chunks* are empty, and tiles of rows with adapters have no slot.
+
+A decode with drafts computes its certain token, and drafts after it. The host says of each what it knows; the tables of
+rows and chunks are made of that on the device, where the step before may have to correct it first
+(``kernels/sampling/verification.py``). No chunk has the filler's rows then: they, and unused rows of logged tokens, are
+copied from the last of the replayed rows, which gives zeros; unused rows of drafts go to the null log.
+
+Shape suffixes as in ``kernels/batch.py`` and ``kernels/sampling/verification.py``; I integers of the buffer.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
+from strandline.device.batches.batch import HostBatch, HostReplay, SequenceColumns
+from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
+from strandline.device.hardware.upload import ALIGN_ITEMS
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks, ChunkTable
+from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, TiledRows
+from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.sampling.verification import (
+    CHUNKS_OF_SEQUENCE,
+    AcceptedDrafts,
+    PlannedVerification,
+    SampledSequences,
+    VerificationTables,
+)
+from strandline.kernels.step import locate_rows
+
+TYPICAL_CONTEXT_TOKENS: Final = 8192
+"""Context length that attention's grid is chosen for; results are right for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a padded step has room for."""
+
+    num_decodes: int
+    num_prompt_rows: int = 0
+    """Tokens of prompts in all; 0: none are computed."""
+    takes_pictures: bool = False
+    """Whether tokens of pictures may be among those of prompts."""
+    num_adapters: int = 0
+    """Slots of adapters; 0: no row has an adapter, else some must."""
+    draft_tokens: int = 0
+    """Drafts of each decode."""
+    log_tokens: int = 0
+    """Drafts that a log has room for: the step before may have verified more of them than this one. 0: the step neither
+    verifies nor makes drafts."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether decodes may have drafts, and are computed as prefills."""
+        return self.log_tokens > 0
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts, the filler included."""
+        return MAX_PROMPTS + 1 if self.num_prompt_rows else 0
+
+    @property
+    def has_filler(self) -> bool:
+        return self.has_drafts or self.num_prompts > 0
+
+    @property
+    def first_prompt(self) -> int:
+        """Index of the first prompt among the sequences."""
+        return self.num_decodes + self.has_drafts
+
+    @property
+    def num_sequences(self) -> int:
+        return self.first_prompt + self.num_prompts
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of the decodes."""
+        return self.num_decodes * (1 + self.draft_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decode_rows + self.num_prompt_rows
+
+    @property
+    def num_replayed_rows(self) -> int:
+        """With drafts: logged and computed rows of decodes, and one of no token."""
+        return self.num_decode_rows + self.num_decodes * self.log_tokens + 1
+
+    @property
+    def num_verified_chunks(self) -> int:
+        """Chunks of decodes with drafts, and one that stays empty."""
+        return self.num_decodes * CHUNKS_OF_SEQUENCE + 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of prompts, with at least one that stays empty: empty sequences begin there."""
+        return -(-self.num_prompt_rows // CHUNK_TOKENS) + SPARE_CHUNKS if self.num_prompt_rows else 0
+
+    def num_blocks(self, max_model_len: int) -> int:
+        """Return the columns of the step's block table: as many as the longest request has blocks, or a filler."""
+        return -(-max(max_model_len, self.num_decode_rows, self.num_prompt_rows) // BLOCK_TOKENS)
+
+    def has_room_for(self, host: HostBatch) -> bool:
+        """Whether a step fits in. One without prompts fits where there is no room for any, and only there; so does one
+        without drafts.
+        """
+        if host.picture_offsets is not None and not self.takes_pictures:
+            return False
+        if (host.adapter_slots_N is None) != (self.num_adapters == 0):
+            return False
+        num_prompts = host.num_prompts
+        if host.is_verification != self.has_drafts or (num_prompts == 0) != (self.num_prompts == 0):
+            return False
+        if self.has_drafts and max(host.columns.num_drafts.max(), host.columns.next_drafts.max()) > self.draft_tokens:
+            return False
+        if host.num_decodes > self.num_decodes:
+            return False
+        if not num_prompts:
+            return True
+        num_free_rows = self.num_prompt_rows - host.num_prompt_rows
+        if host.replay is not None or num_prompts > MAX_PROMPTS or num_free_rows < 0:
+            return False
+        return len(host.chunks.starts) + -(-num_free_rows // CHUNK_TOKENS) < self.num_chunks
+
+
+class PaddedStep:
+    """The parts of the buffer of a step of one size. The filler of the last rows is the last sequence."""
+
+    def __init__(self, size: StepSize) -> None:
+        self.size = size
+        lengths = {
+            "token_ids": size.num_rows,
+            **dict.fromkeys(SequenceColumns._fields, size.num_sequences),
+            "query_starts": size.num_sequences + 1,
+            "first_chunks": size.num_prompts + 1 if size.num_prompts else 0,
+            **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
+            **dict.fromkeys(("verdicts", "next_ids"), size.num_rows if size.has_drafts else 0),
+            "token_address": 0 if size.has_filler else 1,
+            "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
+            "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
+            "adapter_slots": num_tiles,
+        }
+        self._slices = dict[str, slice]()
+        start = 0
+        for name, length in lengths.items():
+            self._slices[name] = slice(start, start + length)
+            start += -(-length // ALIGN_ITEMS) * ALIGN_ITEMS
+        self.num_integers = start
+
+    def named(self, buffer_I: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a buffer."""
+        return {name: buffer_I[part] for name, part in self._slices.items()}
+
+    def columns(self, buffer_I: Tensor) -> SequenceColumns[Tensor]:
+        """Return the parts of a buffer that hold an integer of every sequence."""
+        return SequenceColumns(*(buffer_I[self._slices[name]] for name in SequenceColumns._fields))
+
+    def planned(self, buffer_I: Tensor) -> PlannedVerification:
+        """Return what tables are made of, in a step with drafts: of decodes, and the rows of their filler."""
+        named, size = self.named(buffer_I), self.size
+        lengths = {"token_ids": size.num_decode_rows, "verdicts": size.num_decode_rows}
+        lengths["query_starts"] = size.num_decodes + 2
+        names = PlannedVerification._fields
+        return PlannedVerification(*(named[name][: lengths.get(name, size.num_decodes)] for name in names))
+
+    def sampled(self, buffer_I: Tensor) -> SampledSequences:
+        """Return what tokens are chosen after, in a step with drafts: all but the last filler."""
+        named, whole = self.named(buffer_I), ("token_ids", "verdicts")
+        columns = {name: named[name] if name in whole else named[name][:-1] for name in SampledSequences._fields}
+        return SampledSequences(**columns)
+
+    def sequence_indices(self, host: HostBatch) -> list[int]:
+        """Return the index of each sequence of a step that there is room for."""
+        return [*range(host.num_decodes), *range(self.size.first_prompt, self.size.first_prompt + host.num_prompts)]
+
+    def tiled(self, buffer_I: Tensor) -> TiledRows | None:
+        """Return the rows that have adapters; None: no row can."""
+        named = self.named(buffer_I)
+        return TiledRows(named["adapter_rows"], named["adapter_slots"]) if self.size.num_adapters else None
+
+    def batch(
+        self,
+        buffer_I: Tensor,
+        block_table_NM: Tensor,
+        max_context: int,
+        kernels: Kernels,
+        tables: VerificationTables | None = None,
+    ) -> StepBatch:
+        """Return the step whose integers are in a buffer; its rows' positions and blocks are computed on the device.
+
+        What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
+        not for those that loop over sequences.
+
+        Args:
+            max_context: of any sequence, in tokens.
+            tables: made of the same integers; None: the step has no drafts.
+        """
+        size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
+        query_starts_N1 = named["query_starts"]
+        ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
+        are_single = not size.has_filler
+        rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows, are_single=are_single)
+        num_single = 0 if size.has_drafts else size.num_decodes
+        room = room_of(size.num_sequences - num_single, size.num_rows - num_single)
+        attention = AttentionBatch(
+            query_starts=(*range(num_single), *(num_single + row for row in room)) if size.has_filler else (),
+            context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
+            query_starts_N1=query_starts_N1,
+            context_lens_N=columns.end,
+            block_table_NM=block_table_NM,
+            write_blocks_T=rows.write_blocks_T,
+            write_offsets_T=rows.write_offsets_T,
+            is_all_written=False,
+            is_padded=True,
+        )
+        offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
+        counts = (num_single, num_single)
+        whole = partial(StepBatch, named["token_ids"], rows.positions_T, *counts)
+        if tables is None:
+            return whole(attention, self._logged(named, columns), rows.rotary_T, offsets_3T)
+        verified = self._replayed(columns, tables, kernels)
+        short, most_rows = (slice(0, size.first_prompt), slice(0, size.num_decode_rows)), 1 + size.draft_tokens
+        if not size.num_prompts:
+            return whole(_part(attention, *short, most_rows), verified, rows.rotary_T, offsets_3T)
+        prompts = slice(size.first_prompt, size.num_sequences), slice(size.num_decode_rows, size.num_rows)
+        parts = _part(attention, *short, most_rows), _part(attention, *prompts, None)
+        recurrent = RecurrentBatch(columns.state_src[prompts[0]], columns.state_dst[prompts[0]], self._chunks(named))
+        return whole(
+            replace(attention, parts=parts), recurrent, rows.rotary_T, offsets_3T, verified, size.num_decode_rows
+        )
+
+    def _logged(self, named: dict[str, Tensor], columns: SequenceColumns[Tensor]) -> RecurrentBatch:
+        """Return decodes with logs of decoded tokens, and the chunks of prompts."""
+        log_D, num_logged_D, num_folded_D = (
+            column[: self.size.num_decodes] for column in (columns.log, columns.num_logged, columns.num_folded)
+        )
+        logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
+        return RecurrentBatch(columns.state_src, columns.state_dst, self._chunks(named), logs)
+
+    def _chunks(self, named: dict[str, Tensor]) -> ChunkTable:
+        """Return the chunks of prompts."""
+        size = self.size
+        # Most likely, the first prompt has most rows.
+        num_full = -(-size.num_prompt_rows // CHUNK_TOKENS)
+        first_chunks, any_chunk = (0, *(num_full,) * size.num_prompts), (1,) * size.num_chunks
+        parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
+        return Chunks(first_chunks, any_chunk, any_chunk, any_chunk).with_tensors(parts)
+
+    def _replayed(
+        self, columns: SequenceColumns[Tensor], tables: VerificationTables, kernels: Kernels
+    ) -> RecurrentBatch:
+        """Return decodes with drafts, and the logged tokens before them."""
+        size = self.size
+        any_chunk = (1,) * size.num_verified_chunks
+        first_chunks = (0,) * (size.first_prompt + 1)
+        chunks = Chunks(first_chunks, any_chunk, any_chunk, any_chunk, is_short=True).with_tensors(
+            [tables.first_chunks, tables.starts, tables.lengths, tables.cut_slots]
+        )
+        replay = ReplayBatch(
+            size.num_replayed_rows,
+            *(getattr(tables, name) for name in HostReplay._fields),
+            insert_logged=kernels[insert_logged],
+            is_padded=True,
+            source_R=tables.source_rows,
+            place_R=tables.log_places,
+        )
+        return RecurrentBatch(columns.state_src[: size.first_prompt], tables.state_dst, chunks, replay=replay)
+
+    def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
+        """Write a step that there is room for into a buffer of zeros."""
+        size, num_decodes, num_rows = self.size, host.num_decodes, host.num_decode_rows
+        named = {name: buffer_I[part] for name, part in self._slices.items()}
+        named["token_ids"][:num_rows] = host.token_ids_T[:num_rows]
+        for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
+            named[name][:num_decodes] = column[:num_decodes]
+            named[name][size.first_prompt :][: host.num_prompts] = column[num_decodes:]
+        starts = named["query_starts"]
+        if size.has_drafts:
+            starts[: num_decodes + 1] = host.query_starts_N1[: num_decodes + 1]
+            starts[num_decodes + 1 : size.first_prompt] = num_rows
+            starts[size.first_prompt] = size.num_decode_rows
+            named["end"][size.num_decodes] = size.num_decode_rows - num_rows
+        else:
+            starts[: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
+        if size.num_prompts:
+            self._fill_prompts(named, host)
+        if host.picture_offsets is not None:
+            offsets_3T, own_3T = named["picture_offsets"].reshape(3, -1), host.picture_offsets.reshape(3, -1)
+            offsets_3T[:, :num_rows] = own_3T[:, :num_rows]
+            offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_rows:]
+
+        if size.num_adapters:
+            slots_T = np.full(size.num_rows, NO_SLOT)
+            own_T = host.adapter_slots_T
+            slots_T[:num_rows] = own_T[:num_rows]
+            slots_T[size.num_decode_rows :][: len(own_T) - num_rows] = own_T[num_rows:]
+            tiles = HostTiles.of(slots_T)
+            named["adapter_slots"].fill(NO_SLOT)
+            for name, values in zip(("adapter_rows", "adapter_slots"), tiles, strict=True):
+                named[name][: len(values)] = values
+
+    def gap(self, host: HostBatch) -> int:
+        """Return how many free rows there are between those of decodes and of prompts."""
+        return self.size.num_decode_rows - host.num_decode_rows
+
+    def _fill_prompts(self, named: dict[str, np.ndarray], host: HostBatch) -> None:
+        """Write the tokens of prompts, where these and their chunks begin, and the filler."""
+        size, num_decodes, num_rows = self.size, host.num_decodes, host.num_prompt_rows
+        num_prompts = host.num_prompts
+        named["token_ids"][size.num_decode_rows :][:num_rows] = host.token_ids_T[host.num_decode_rows :]
+        if size.has_drafts:
+            named["next_ids"][size.num_decode_rows :][:num_rows] = host.next_ids_T
+        named["last_row"][size.first_prompt :][:num_prompts] += self.gap(host)
+        starts = named["query_starts"][size.first_prompt :]
+        starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + self.gap(host)
+        starts[num_prompts + 1 : -1] = size.num_decode_rows + num_rows
+        starts[-1] = size.num_rows
+        named["end"][-1] = size.num_prompt_rows - num_rows
+
+        chunks = host.chunks
+        num_chunks = len(chunks.starts)
+        filler = np.arange(num_rows, size.num_prompt_rows, CHUNK_TOKENS)
+        end = num_chunks + len(filler)
+        named["first_chunks"][: num_prompts + 1] = chunks.first_chunks
+        named["first_chunks"][num_prompts + 1 : -1] = num_chunks
+        named["first_chunks"][-1] = end
+        named["starts"][:num_chunks] = chunks.starts
+        named["starts"][num_chunks:end] = filler
+        named["starts"][end:] = size.num_prompt_rows
+        named["lengths"][:num_chunks] = chunks.lengths
+        named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
+        named["cut_slots"][:num_chunks] = chunks.cut_slots
+        named["cut_rows"][:num_chunks] = host.cut_rows_C + self.gap(host)
+
+
+def room_of(num_sequences: int, num_rows: int) -> tuple[int, ...]:
+    """Return where sequences begin that have as many tiles of rows as there can be: each one's last tile may hold a
+    single row.
+    """
+    return (*range(num_sequences), num_rows + num_sequences - 1)
+
+
+def _part(whole: AttentionBatch, sequences: slice, rows: slice, most_rows: int | None) -> AttentionBatch:
+    """Return a part of a padded step whose sequences and rows follow each other.
+
+    Args:
+        most_rows: of a sequence, if all but the filler are short.
+    """
+    starts_N1 = whole.query_starts_N1[sequences.start : sequences.stop + 1]
+    if rows.start:
+        starts_N1 = starts_N1 - rows.start
+    num_sequences = len(starts_N1) - 1
+    return replace(
+        whole,
+        query_starts=room_of(num_sequences, rows.stop - rows.start),
+        context_lens=whole.context_lens[sequences],
+        query_starts_N1=starts_N1,
+        context_lens_N=whole.context_lens_N[sequences],
+        block_table_NM=whole.block_table_NM[sequences],
+        write_blocks_T=whole.write_blocks_T[rows],
+        write_offsets_T=whole.write_offsets_T[rows],
+        most_rows=most_rows,
+        is_padded=most_rows is None,
+        gathers={},
+    )
+
+
+def single_rows(
+    batch: StepBatch, accepted: AcceptedDrafts, index: int, starts_N1: Tensor, token_N: Tensor
+) -> StepBatch:
+    """Return a step of one token of each sequence of another step but the filler, for layers without states.
+
+    Args:
+        index: of the tokens among the drafts; the first is 0.
+        starts_N1: the integers from 0 to the number of sequences.
+    """
+    num_sequences = len(token_N)
+    attention = batch.attention
+    return StepBatch(
+        token_N,
+        accepted.rotary_FN[index],
+        num_sequences,
+        num_sequences,
+        replace(
+            attention,
+            query_starts=tuple(range(num_sequences + 1)),
+            context_lens=attention.context_lens[:num_sequences],
+            query_starts_N1=starts_N1,
+            context_lens_N=accepted.context_lens_FN[index],
+            block_table_NM=attention.block_table_NM[:num_sequences],
+            write_blocks_T=accepted.write_blocks_FN[index],
+            write_offsets_T=accepted.write_offsets_FN[index],
+            most_rows=None,
+            is_padded=False,
+            parts=(),
+        ),
+        batch.recurrent,
+    )

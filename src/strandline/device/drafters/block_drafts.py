@@ -1,0 +1,151 @@
+"""Drafts by a drafter of blocks: one pass over a sequence's newest token and a mask in the position of each draft.
+
+The model stores what the drafter keeps of the tokens that it computes (``models/block_drafter.py``). So a step that
+drafts nothing leaves nothing to do, and a sequence that resumes anywhere drafts at once. The keys and values of a block
+are in the positions of its tokens, and are overwritten when the model computes these.
+
+Shape suffixes: T rows of blocks, N sequences, D drafts, E hidden size; M blocks per table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from strandline.device.batches.batch import build_host_batch, to_device
+from strandline.device.batches.padded_step import room_of
+from strandline.device.hardware.upload import upload_together
+from strandline.device.sampling.divided_sampling import likeliest
+from strandline.device.steps.drafter import Drafts, StepRows, Verified
+from strandline.errors import EngineError
+from strandline.ids import NO_TOKEN, NULL_LOG, PendingToken
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.sampling.verification import LastStep
+from strandline.kernels.step import locate_rows
+from strandline.models.layers.protocol import DraftingModel, ModelMemory
+from strandline.records.plan import SequencePlan
+
+
+class BlockDrafts:
+    """A ``StepDrafter``: the drafter of blocks of one model.
+
+    Args:
+        memory: an arena as bound by the model.
+        last: takes what a step samples.
+    """
+
+    reads_stored = keeps_decoded = False
+
+    def __init__(self, model: DraftingModel, memory: ModelMemory, last: LastStep, kernels: Kernels) -> None:
+        if model.drafter is None or model.drafter.mask_token_id is None:
+            raise EngineError("the model's drafter drafts no blocks")
+        self._model, self._memory, self._last, self._kernels = model, memory, last, kernels
+        self._mask_token_id = model.drafter.mask_token_id
+
+    def keep_resumed(self, rows: StepRows) -> None:
+        """Do nothing: what is kept of a token does not depend on the next one."""
+
+    def keep(self, rows: StepRows) -> None:
+        """Do nothing: the model's pass has stored all."""
+
+    def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
+        """Do nothing: the model's pass has stored all."""
+
+    @torch.no_grad()
+    def draft(self, rows: StepRows, sampled: Mapping[int, Sequence[int]]) -> Drafts:
+        """Draft a block for each sequence that goes on."""
+        blocks = {
+            index: _block_plan(sequence, sampled.get(index, ()), self._mask_token_id)
+            for index, sequence in enumerate(rows.sequences)
+            if sequence.next_drafts and NO_TOKEN not in sampled.get(index, (NO_TOKEN,))
+        }
+        if not blocks:
+            return {}
+        device = rows.hidden_XE.device
+        host = build_host_batch([*blocks.values()], 0)
+        batch = to_device(host, device, self._kernels).step
+        is_mask = [row > 0 for plan in blocks.values() for row in range(plan.end - plan.start)]
+        (rows_N,) = upload_together([[row for row, is_draft in enumerate(is_mask) if is_draft]], device)
+        tokens = iter(self._likeliest(batch, rows_N).tolist())
+        drafts = {index: [next(tokens) for _ in range(plan.end - plan.start - 1)] for index, plan in blocks.items()}
+        return {index: _known(found) for index, found in drafts.items()}
+
+    def _likeliest(self, batch: StepBatch, rows_N: Tensor) -> Tensor:
+        hidden_NE = self._model.draft_block(batch, self._memory, rows_N)
+        return likeliest(self._model.draft_logits(hidden_NE), self._kernels)
+
+    def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
+        """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""
+        newest_N = self._last.tokens_P[: len(verified.sampled.end)]
+        batch = padded_blocks(verified, newest_N, num_drafts, self._mask_token_id, self._kernels)
+        starts_N = batch.attention.query_starts_N1[: len(newest_N), None]
+        draft_D = torch.arange(1, num_drafts + 1, device=starts_N.device)
+        rows_ND = (starts_N + draft_D).clamp_max(len(batch.token_ids_T) - 1)
+        return self._likeliest(batch, rows_ND.flatten()).view(rows_ND.shape)
+
+
+def padded_blocks(
+    verified: Verified, newest_N: Tensor, num_drafts: int, mask_token_id: int, kernels: Kernels
+) -> StepBatch:
+    """Return the blocks of all sequences of a padded step, padded: unused rows are the last filler's.
+
+    Args:
+        newest_N: each sequence's last sampled token.
+        num_drafts: most of a sequence.
+    """
+    sampled, table_NM, count = verified.sampled, verified.block_table_NM, len(newest_N)
+    num_rows = count * (1 + num_drafts)
+    lengths_N = (sampled.next_drafts + 1) * (sampled.next_drafts > 0)
+    ends_N = lengths_N.cumsum(0)
+    start_N1 = pad(sampled.end - sampled.num_drafts + verified.accepted.num_accepted_N, (0, 1))
+    end_N1 = start_N1 + torch.cat((lengths_N, num_rows - ends_N[-1:]))
+    starts_N2 = pad(ends_N, (1, 1))
+    # Assigning a number would copy it from the host, which a graph that is being captured cannot.
+    starts_N2[-1:].fill_(num_rows)
+    none_N1 = torch.zeros_like(start_N1)
+    addresses = kernels[locate_rows](starts_N2, start_N1, end_N1, none_N1, none_N1, table_NM, num_rows)
+    row_T = torch.arange(num_rows, device=newest_N.device)
+    sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
+    is_newest_T = row_T == starts_N2[sequence_T]
+    attention = replace(
+        verified.batch.attention,
+        query_starts=room_of(count + 1, num_rows),
+        context_lens=verified.batch.attention.context_lens[:1] * (count + 1),
+        query_starts_N1=starts_N2,
+        context_lens_N=end_N1,
+        block_table_NM=table_NM,
+        write_blocks_T=addresses.write_blocks_T,
+        write_offsets_T=addresses.write_offsets_T,
+        most_rows=1 + num_drafts,
+        is_padded=False,
+        gathers={},
+        parts=(),
+    )
+    tokens_T = torch.where(is_newest_T, pad(newest_N.clamp_min(0), (0, 1))[sequence_T], mask_token_id)
+    return StepBatch(tokens_T, addresses.positions_T, 0, 0, attention, verified.batch.recurrent)
+
+
+def _block_plan(sequence: SequencePlan, sampled: Sequence[int], mask_token_id: int) -> SequencePlan:
+    """Return the block after a step: from the newest token, which is the last that was sampled."""
+    start = sequence.end - sequence.num_drafts + len(sampled) - 1
+    return sequence._replace(
+        start=start,
+        end=start + 1 + sequence.next_drafts,
+        token_ids=(sampled[-1], *(mask_token_id,) * sequence.next_drafts),
+        cuts=(),
+        pending=PendingToken.NONE,
+        is_prefill=False,
+        log=NULL_LOG,
+        num_logged=0,
+        num_drafts=0,
+        pictures=(),
+    )
+
+
+def _known(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return tokens up to the first that could not be chosen."""
+    end = next((index for index, token in enumerate(tokens) if token == NO_TOKEN), len(tokens))
+    return tuple(tokens[:end])

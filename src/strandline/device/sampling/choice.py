@@ -1,0 +1,217 @@
+"""The choice of a step's tokens: one after each sequence's last certain token, and more after the drafts that agree.
+
+A token is chosen after the last certain token and then, as long as what is chosen is the draft there, after that draft.
+Each is sampled exactly as without drafts: with the seed of its position, after penalties, bans and grammars of all
+tokens before it. So the tokens are those of plain decoding for any sampling parameters; a draft that is right saves a
+step, and a wrong one changes nothing.
+
+A draft is accepted with the probability that the model gives it, as by rejection sampling of a drafter that is certain
+of its draft (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1).
+
+Shape suffixes: R rows, N sequences, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from strandline.device.hardware.upload import download
+from strandline.device.sampling.sampler import (
+    ChosenTokens,
+    LogprobTensors,
+    SamplingState,
+    choose_independently,
+    choose_tokens,
+)
+from strandline.ids import NO_TOKEN, RequestId
+from strandline.kernels.binding import Kernels
+from strandline.kernels.sampling.verification import Verdict
+from strandline.speculative_config import MAX_DRAFT_TOKENS
+
+WORD: Final = 2**64 - 1
+
+
+class Candidates(NamedTuple):
+    """The rows of logits from which tokens of a sequence are chosen: after its last certain token, and its drafts."""
+
+    plan_index: int
+    """The sequence's index in the plan."""
+    state: SamplingState
+    draft_ids: tuple[int, ...]
+    first_row: int
+    """The row after the last certain token; those after the drafts follow."""
+    verdicts: tuple[Verdict, ...] = ()
+    """For each row, the verdict on the draft after it; empty: those drafts are accepted that are chosen."""
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.draft_ids)
+
+    def take(self, taken: list[int], token: int) -> bool:
+        """Append a chosen token; return whether it is a draft after which another can be chosen."""
+        index = len(taken)
+        verdict = self.verdicts[index] if self.verdicts else Verdict.COMPARE
+        if verdict is Verdict.ACCEPT:
+            token = self.draft_ids[index]
+        agrees = verdict is not Verdict.REJECT and index < len(self.draft_ids) and self.draft_ids[index] == token
+        taken.append(token)
+        if token == NO_TOKEN:
+            return False
+        self.state.append(token)
+        return agrees and not self.state.has_ended
+
+
+@dataclass(slots=True)
+class Chosen:
+    """The tokens of a step."""
+
+    candidates: Sequence[Candidates]
+    tokens_R: Tensor
+    """int64: chosen after each row. Not all of them count, where there are drafts."""
+    logprobs: dict[int, list[LogprobTensors]] = field(default_factory=dict)
+    """Log-probabilities of a sequence's tokens by its index in the plan, where requested."""
+    failures: dict[RequestId, str] = field(default_factory=dict)
+    """Why no token could be chosen: an exception concerned the request alone."""
+    token_ids: list[list[int]] | None = None
+    """For each sequence, the drafts that agree and the token after them, which may be a stop token or complete a stop
+    string; None: the device alone knows them."""
+    host_tokens_R: Tensor | None = None
+    """``tokens_R`` on the host, once the device is done; None: they are not on their way there."""
+    num_accepted_N: Tensor | None = None
+    """How many drafts of each sequence agree, if the device compares them; None: it does not. Of the last sequences it
+    may be missing: they have no drafts."""
+    rows: slice | Tensor = field(default_factory=partial(slice, 0))
+    """Where the hidden states of ``tokens_R`` are among those of a padded step that verifies drafts."""
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidates], chosen: ChosenTokens) -> "Chosen":
+        """Return what was chosen for sequences without drafts."""
+        logprobs = {candidates[row].plan_index: [tensors] for row, tensors in chosen.logprobs.items()}
+        failures = {candidates[row].state.new.request_id: text for row, text in chosen.failures.items()}
+        return cls(candidates, chosen.tokens_N, logprobs, failures)
+
+    def compare(self) -> list[list[int]]:
+        """Take the tokens as far as drafts agree, and return them. Waits for the device, unless the host knows them."""
+        if self.token_ids is None:
+            tokens = self.tokens_R.tolist()
+            self.token_ids = [self._compared(each, tokens[each.first_row :]) for each in self.candidates]
+        return self.token_ids
+
+    def _compared(self, each: Candidates, tokens: Sequence[int]) -> list[int]:
+        taken = list[int]()
+        while each.take(taken, tokens[len(taken)]):
+            each.state.num_sampled += 1
+        return taken
+
+    def fetch(self) -> None:
+        """Begin to copy to the host what it does not know."""
+        if self.token_ids is None and self.host_tokens_R is None:
+            self.host_tokens_R = download(self.tokens_R)
+        if self.num_accepted_N is not None:
+            self.num_accepted_N = download(self.num_accepted_N)
+
+    def read(self) -> list[list[int]]:
+        """Return each sequence's tokens, which have been fetched. The device must be done."""
+        if self.token_ids is None and self.host_tokens_R is not None:
+            tokens = self.host_tokens_R.tolist()
+            accepted: list[int] = [] if self.num_accepted_N is None else self.num_accepted_N.tolist()
+            accepted += [0] * (len(self.candidates) - len(accepted))
+            self.token_ids = []
+            for (_, state, _, row, _), num_accepted in zip(self.candidates, accepted, strict=True):
+                taken = tokens[row : row + num_accepted + 1]
+                state.num_sampled += num_accepted
+                for token in taken:
+                    if token != NO_TOKEN:
+                        state.append(token)
+                self.token_ids.append(taken)
+        return self.token_ids or []
+
+
+def choose(
+    logits_RV: Tensor,
+    candidates: Sequence[Candidates],
+    kernels: Kernels,
+    *,
+    positions_R: Tensor | None = None,
+    greedy_R: Tensor | None = None,
+) -> Chosen:
+    """Choose the tokens of a step. Waits for the device where there are drafts, and a choice needs the tokens before.
+
+    Args:
+        logits_RV: a row for each sequence, and one more for each of its drafts; may be overwritten.
+        positions_R: of the tokens to choose, if all rows may be chosen together; None: the states know them.
+        greedy_R: the likeliest tokens, if they are known; may be overwritten.
+    """
+    if positions_R is not None and all(each.state.is_independent for each in candidates):
+        return _choose_together(logits_RV, candidates, positions_R, kernels)
+    if len(logits_RV) == len(candidates):
+        return Chosen.of(candidates, choose_tokens(logits_RV, [each.state for each in candidates], kernels, greedy_R))
+    return _choose_in_turn(logits_RV, candidates, kernels)
+
+
+def _choose_together(
+    logits_RV: Tensor, candidates: Sequence[Candidates], positions_R: Tensor, kernels: Kernels
+) -> Chosen:
+    """Choose after all rows at once: tokens depend on those before through the logits alone."""
+    by_row = [each.state for each in candidates for _ in range(each.num_rows)]
+    if not all(each.state.is_plain_greedy for each in candidates):
+        logits_RV = logits_RV.float()
+    for each in candidates:
+        each.state.num_sampled += 1
+    return Chosen(candidates, choose_independently(logits_RV, by_row, positions_R, kernels))
+
+
+def _choose_in_turn(logits_RV: Tensor, candidates: Sequence[Candidates], kernels: Kernels) -> Chosen:
+    chosen = Chosen(candidates, logits_RV.new_empty(0), token_ids=[[] for _ in candidates])
+    remaining = list(zip(candidates, chosen.token_ids or (), strict=True))
+    while remaining:
+        rows = [each.first_row + len(taken) for each, taken in remaining]
+        found = Chosen.of(
+            [each for each, _ in remaining],
+            choose_tokens(logits_RV[rows], [each.state for each, _ in remaining], kernels),
+        )
+        chosen.failures |= found.failures
+        for index, tensors in found.logprobs.items():
+            chosen.logprobs.setdefault(index, []).extend(tensors)
+        remaining = [
+            (each, taken)
+            for (each, taken), token in zip(remaining, found.tokens_R.tolist(), strict=True)
+            if each.take(taken, token)
+        ]
+    return chosen
+
+
+def draw_verdicts(state: SamplingState, num_drafts: int, rates: Sequence[float] | None) -> tuple[Verdict, ...]:
+    """Draw which drafts of a step are accepted whatever is chosen, for benchmarks.
+
+    Args:
+        rates: by index in a step, how often drafts are accepted; None: those that agree are.
+    """
+    if rates is None:
+        return ()
+    state.num_verified += 1
+    verdicts = [
+        Verdict.ACCEPT if _is_accepted_at(state, index, rates) else Verdict.REJECT for index in range(num_drafts)
+    ]
+    return (*verdicts, Verdict.COMPARE)
+
+
+def _is_accepted_at(state: SamplingState, index: int, rates: Sequence[float]) -> bool:
+    """Draw whether a draft after accepted ones is accepted, given how often drafts at each index are in all."""
+    before = rates[index - 1] if index else 1.0
+    return draw(state.new.seed, state.num_verified * MAX_DRAFT_TOKENS + index) * before < rates[index]
+
+
+def draw(seed: int, index: int) -> float:
+    """Return a pseudorandom number in ``[0, 1)`` of a seed's sequence.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (SplitMix64). To seed a generator of
+    the standard library for each draw takes longer.
+    """
+    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & WORD
+    state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & WORD
+    state = ((state ^ state >> 27) * 0x94D049BB133111EB) & WORD
+    return ((state ^ state >> 31) >> 11) / 2**53

@@ -1,0 +1,295 @@
+"""Steps that are captured as CUDA graphs and replayed: hundreds of launches become one.
+
+Steps of decodes are captured at a ladder of batch sizes; with a draft layer or a drafter, also with drafts. Small steps
+with prompts, which the host takes longer to launch kernel by kernel than a GPU to run, are captured at a ladder of rows
+with some decodes. A step is padded to the size of the graph that is replayed (``PaddedStep``). Captured operations
+must not need the host.
+
+The first graph of a step fills in what the host did not know yet, and runs the model up to the final hidden states; of
+decodes without drafts, up to the most likely tokens. Then tokens are chosen. The second graph, the *tail*, does what
+needs these: with drafts, it counts which of them agree, stores hidden states, and drafts for the next step; without, it
+stores the keys and values of a draft layer. So the next step may be launched before the host knows what this one found.
+
+Shape suffixes as in ``kernels/batch.py`` and ``choice.py``; I integers of a buffer, E hidden size.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from strandline.device.batches.batch import HostBatch, SequenceColumns, build_host_batch
+from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.batches.pending import PendingTokens
+from strandline.device.batches.prompt_room import is_prefix_long
+from strandline.device.hardware.upload import UploadedTable, upload_together
+from strandline.device.sampling.choice import Chosen
+from strandline.device.sampling.divided_sampling import likeliest
+from strandline.device.steps.adapter_pool import AdapterPool
+from strandline.device.steps.drafter import StepDrafter, Verified
+from strandline.ids import NO_TOKEN
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.sampling.verification import Verdict, accept_drafts, complete_verification
+from strandline.kernels.step import fetch_integers, hand_over_tokens, store_hidden
+from strandline.models.layers.protocol import LanguageModel, ModelMemory
+
+WARM_UP_RUNS: Final = 2
+
+STEPS_IN_FLIGHT: Final = 2
+"""Steps whose results may still be awaited when the next one is launched, at most."""
+
+
+def capture_error_mode(kernels: Kernels) -> str:
+    """Return which calls end a capture: with several ranks, this thread's alone, as one of NCCL's asks after events."""
+    return "global" if kernels.ranks.size == 1 else "thread_local"
+
+
+class Graph(Protocol):
+    """A captured CUDA graph."""
+
+    def replay(self) -> None:
+        """Launch it."""
+
+
+class _NoGraph:
+    """What stands for a graph on a device without memory."""
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+
+def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
+    """Capture a function whose operations do not need the host.
+
+    Args:
+        pool: of ``torch.cuda.graph_pool_handle``: scratch memory of graphs that are never replayed at once; None: the
+            device has no memory, so that its kernels are not launched but recorded.
+    """
+    if pool is None:
+        run()
+        return _NoGraph()
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(WARM_UP_RUNS):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
+        run()
+    # What is captured next may read what this one writes.
+    graph.replay()
+    return graph
+
+
+class CapturedStep:
+    """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them."""
+
+    def __init__(self, size: StepSize, block_table: UploadedTable) -> None:
+        device = block_table.table_NM.device
+        self.padded = PaddedStep(size)
+        self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
+        self.named = self.padded.named(self.buffer_I)
+        self.columns = self.padded.columns(self.buffer_I)
+        self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
+        self.graph: Graph
+        self.tail: Graph | None = None
+        """None: nothing needs the tokens."""
+        self.batch: StepBatch
+        """Set by the graph; its tables are in the graph's memory."""
+        self.hidden_TE = self.logits_NV = torch.empty(0)
+        self.host_likeliest_N = torch.empty(0)
+        """Decodes: each row's likeliest token on the host, once the device is done; not overwritten."""
+        if size.has_drafts:
+            num_sampled = size.num_sequences - 1
+            self.planned = self.padded.planned(self.buffer_I)
+            self.sampled = self.padded.sampled(self.buffer_I)
+            self.tokens_T = self.named["next_ids"]
+            """What was chosen after every row, to be filled in between the graphs; of prompts, what is known."""
+            self.drafts_ND = torch.full((num_sampled, 0), NO_TOKEN, dtype=torch.int64, device=device)
+            """For the next step; as many columns as the model drafts."""
+            self.num_accepted_N = torch.zeros(num_sampled, dtype=torch.int64, device=device)
+            self.single_starts_N1 = torch.arange(num_sampled + 1, device=device)
+            """Where rows begin in a step of one token of each sequence."""
+
+    def take(self, chosen: Chosen) -> None:
+        """Take the tokens that were chosen; where the host has compared drafts, what it found."""
+        if chosen.token_ids is None:
+            self.tokens_T[chosen.rows] = chosen.tokens_R
+            return
+        tokens, verdicts = list[int](), list[int]()
+        for each, taken in zip(chosen.candidates, chosen.token_ids, strict=True):
+            num_others = each.num_rows - len(taken)
+            tokens += taken + [NO_TOKEN] * num_others
+            # The last token may be a draft after which none is chosen.
+            verdicts += [Verdict.COMPARE] * (len(taken) - 1) + [Verdict.REJECT] * (1 + num_others)
+        tokens_R, verdicts_R = upload_together([tokens, verdicts], self.buffer_I.device)
+        self.tokens_T[chosen.rows], self.named["verdicts"][chosen.rows] = tokens_R, verdicts_R
+
+
+class StepGraphs:
+    """CUDA graphs of one model's steps.
+
+    Args:
+        memory: the arena as bound by the model.
+        drafter: drafts after a step; None: nothing does.
+        max_model_len: of the longest request, in tokens.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        memory: ModelMemory,
+        arena: ArenaTensors,
+        pending: PendingTokens,
+        drafter: StepDrafter | None,
+        adapters: AdapterPool,
+        kernels: Kernels,
+        *,
+        sizes: Iterable[StepSize],
+        max_model_len: int,
+        progress: bool = False,
+    ) -> None:
+        """Capture."""
+        self._model, self._memory, self._drafter, self._adapters = model, memory, drafter, adapters
+        self._arena, self._pending, self._kernels = arena, pending, kernels
+        self._store_hidden, self._fetch = kernels[store_hidden], kernels[fetch_integers]
+        self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
+        """What the device may still read or write."""
+        self._max_model_len = max_model_len
+        self._tables: dict[tuple[int, int] | None, UploadedTable] = {}
+        by_rows = sorted(sizes, key=lambda size: (size.has_drafts, size.num_rows, size.num_decodes))
+        self._most_decodes = max((size.num_decodes for size in by_rows if not size.has_filler), default=0)
+        self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
+        self._pool: Any = None
+        captured = list[CapturedStep]()
+        # The largest first: the smaller ones then fit into its scratch memory.
+        for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
+            step = CapturedStep(size, self._table(size))
+            captured.append(step)
+            # Compiles the kernel at the start: it is launched before a graph, not in it.
+            self._bring(step, None)
+            if not size.has_filler:
+                step.named["token_address"].fill_(pending.last.tokens_P.data_ptr())
+            step.graph = self._captured(partial(self._step, step))
+            if size.has_drafts:
+                step.tail = self._captured(partial(self._verify, step))
+            elif drafter is not None and drafter.keeps_decoded and not size.num_prompts:
+                step.tail = self._captured(partial(self._keep, step, drafter))
+        self._plain = [step for step in captured[::-1] if not step.padded.size.has_drafts]
+        self._with_drafts = [step for step in captured[::-1] if step.padded.size.has_drafts]
+
+    def _captured(self, run: Callable[[], None]) -> Graph:
+        """Return what does the same as a function, as often as it is replayed."""
+        if self._pool is None and not self._arena.bytes.is_meta:
+            self._pool = torch.cuda.graph_pool_handle()
+        return capture(run, self._pool, self._kernels)
+
+    def _table(self, size: StepSize) -> UploadedTable:
+        """Return a block table. Steps of decodes share one; so do all in which fillers, whose rows stay zero, have the
+        same indices, and prompts begin at one."""
+        key = (size.first_prompt, size.num_sequences) if size.has_filler else None
+        if key not in self._tables:
+            num_rows = size.num_sequences if size.has_filler else self._most_decodes
+            self._tables[key] = UploadedTable((num_rows, self._num_blocks), self._arena.bytes.device)
+        return self._tables[key]
+
+    # What is captured
+
+    def _step(self, step: CapturedStep) -> None:
+        """Compute hidden states and, of decodes without drafts, the likeliest tokens."""
+        size, columns, pending = step.padded.size, step.columns, self._pending
+        tables = None
+        if size.has_drafts:
+            complete = self._kernels[complete_verification]
+            tables = complete(step.planned, pending.last, pending.stop_ids_XI, size.log_tokens)
+            columns = SequenceColumns(*(column[size.first_prompt :] for column in columns))
+        if len(columns.start):
+            pending.resolve(step.named["token_ids"], columns)
+        step.batch = self._batch(step, tables)
+        self._adapters.compute_with(step.padded.tiled(step.buffer_I))
+        step.hidden_TE = self._forward(step.batch)
+        if len(columns.start):
+            self._store_hidden(step.hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)
+        if size.num_prompts:
+            cut_rows, cut_slots = step.named["cut_rows"], step.named["cut_slots"]
+            self._store_hidden(step.hidden_TE, cut_rows, self._arena.hidden_SE, cut_slots)
+        if not size.has_filler:
+            step.logits_NV = self._model.logits(step.hidden_TE)
+            tokens_N = likeliest(step.logits_NV, self._kernels)
+            self._kernels[hand_over_tokens](tokens_N, pending.last.tokens_P, step.named["token_address"])
+
+    def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
+        return step.padded.batch(step.buffer_I, step.block_table_NM, self._max_model_len, self._kernels, tables)
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        return self._model.forward(batch, self._memory)
+
+    def _keep(self, step: CapturedStep, drafter: StepDrafter) -> None:
+        """Store what the drafter keeps of decodes."""
+        drafter.keep_decoded(step.batch, step.hidden_TE)
+
+    def _verify(self, step: CapturedStep) -> None:
+        """Count the drafts that agree, store hidden states, and draft for the next step."""
+        planned, pending, size = step.planned, self._pending, step.padded.size
+        accept, stop_ids_XI, table_NM = self._kernels[accept_drafts], pending.stop_ids_XI, step.block_table_NM
+        accepted = accept(step.sampled, step.tokens_T, pending.last, stop_ids_XI, table_NM, size.draft_tokens)
+        step.num_accepted_N = accepted.num_accepted_N
+        replay, arena = (step.batch.verified or step.batch.recurrent).replay, self._arena
+        first_rows_N = planned.query_starts[: len(planned.state_dst)]
+        self._store_hidden(step.hidden_TE, first_rows_N, arena.hidden_SE, planned.state_dst)
+        if arena.hidden_drafts_JE is not None and replay is not None:
+            self._store_hidden(step.hidden_TE, replay.draft_rows_K, arena.hidden_drafts_JE, replay.draft_places_K)
+        if self._drafter is not None and (num_drafts := size.draft_tokens):
+            verified = Verified(step.batch, table_NM, step.sampled, accepted, step.hidden_TE, step.single_starts_N1)
+            step.drafts_ND = self._drafter.draft_verified(verified, num_drafts)
+            pending.last.drafts_PD[: len(step.drafts_ND), :num_drafts].copy_(step.drafts_ND)
+
+    # Replaying
+
+    def find(self, host: HostBatch) -> CapturedStep | None:
+        """Return the smallest captured step that has room; None: there is none."""
+        starts = host.columns.start[host.num_decodes :]
+        if is_prefix_long(host.num_prompt_rows, int(starts.max(initial=0))):
+            return None
+        steps = self._with_drafts if host.is_verification else self._plain
+        return next((step for step in steps if step.padded.size.has_room_for(host)), None)
+
+    def replay(self, step: CapturedStep, host: HostBatch, verdicts: Sequence[int] = ()) -> None:
+        """Replay a captured step that has room for another, up to the choice of tokens.
+
+        Args:
+            verdicts: with drafts, a ``Verdict`` for each row; empty: none is forced.
+        """
+        self._bring(step, host, verdicts)
+        step.graph.replay()
+
+    def _bring(self, step: CapturedStep, host: HostBatch | None, verdicts: Sequence[int] = ()) -> None:
+        """Bring a step's integers and block tables to the device; None: those of no sequence.
+
+        Integers and tokens are moved by kernels, since a copy before and one after a graph take 15 µs on an H200.
+        """
+        padded, device = step.padded, self._arena.bytes.device
+        size = padded.size
+        num_integers, num_tokens = padded.num_integers, 0 if size.has_filler else size.num_decodes
+        pinned_I = torch.zeros(num_integers + num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
+        integers_I, step.host_likeliest_N = pinned_I[:num_integers], pinned_I[num_integers:]
+        if host is not None:
+            padded.fill(integers_I.numpy(), host)
+        elif size.has_drafts:
+            padded.fill(integers_I.numpy(), build_host_batch([], 0))
+        if verdicts:
+            padded.named(integers_I)["verdicts"][: len(verdicts)].copy_(torch.tensor(verdicts))
+        if num_tokens:
+            padded.named(integers_I)["token_address"].fill_(step.host_likeliest_N.data_ptr())
+        self._pinned.append(pinned_I)
+        self._fetch(integers_I, step.buffer_I)
+        if host is None:
+            return
+        tables_NM, num_decodes = host.whole_block_table_NM if size.has_drafts else host.block_table_NM, host.num_decodes
+        step.block_table.write(tables_NM[:num_decodes])
+        if size.num_prompts:
+            step.block_table.write(tables_NM[num_decodes:], size.first_prompt)
