@@ -8,6 +8,7 @@ API_KEY: Final = "STRANDLINE_API_KEY"
 CLIENT_KEY: Final = "OPENAI_API_KEY"
 TRITON: Final = "STRANDLINE_TRITON"
 NUMBA: Final = "STRANDLINE_NUMBA"
+COMPILE_AHEAD: Final = "STRANDLINE_COMPILE_AHEAD"
 LOG_FORMAT: Final = "STRANDLINE_LOG_FORMAT"
 OTLP_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
@@ -25,6 +26,11 @@ def is_triton_off() -> bool:
 def is_numba_off() -> bool:
     """Whether to run reference implementations on CPUs (slower), to isolate faults of kernels."""
     return os.environ.get(NUMBA, "1") == "0"
+
+
+def is_compiling_late() -> bool:
+    """Whether kernels are compiled at their first launch (slow), not by processes while weights load."""
+    return os.environ.get(COMPILE_AHEAD, "1") == "0"
 
 
 def read_api_key() -> str | None:

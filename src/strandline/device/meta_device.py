@@ -37,8 +37,8 @@ def keep_distinct_layers(model: CausalLM) -> None:
 @contextmanager
 def zeros_from_meta() -> Iterator[None]:
     """Let the host read zeros from tensors without memory."""
-    copies = _HostCopies()  # type: ignore[no-untyped-call]
-    with _HostFunctions(), copies, torch.inference_mode():
+    operations = _Operations()  # type: ignore[no-untyped-call]
+    with _HostFunctions(), operations, torch.inference_mode():
         yield
 
 
@@ -56,8 +56,8 @@ class _HostFunctions(TorchFunctionMode):
         return func(*args, **others)
 
 
-class _HostCopies(TorchDispatchMode):
-    """Copies from tensors without memory to the host's."""
+class _Operations(TorchDispatchMode):
+    """Copies from tensors without memory to the host's, and what torch 2.11 cannot do with such tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         named = dict(kwargs or {})
@@ -68,6 +68,8 @@ class _HostCopies(TorchDispatchMode):
                 return torch.zeros(args[0].shape, dtype=named.get("dtype") or args[0].dtype)
             case torch.ops.aten._local_scalar_dense if args[0].is_meta:
                 return 0
+            case torch.ops.aten._scaled_mm if "out" in named and named["out"].is_meta:
+                return named["out"]
         return func(*args, **named)
 
 

@@ -4,7 +4,12 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +17,12 @@ import torch
 
 from strandline.config import EngineConfig
 from strandline.engine.startup import compiling as module
-from strandline.engine.startup.compiling import Share, compiling, shares
-from strandline.kernels.gpu import GPUS
+from strandline.engine.startup.compiling import Share, compiling, share_of
+from strandline.env import COMPILE_AHEAD
+from strandline.kernels.gpu import GPUS, Gpu
 
 pytest.importorskip("triton")
+from strandline.engine.processes import kernel_compiler
 from strandline.kernels import recording_triton
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +32,7 @@ MODEL = str(ROOT / "benchmarks" / "configs" / "tiny-qwen3.5")
 
 @pytest.mark.parametrize(("num_ranks", "num_engines", "num_cores"), [(1, 1, 1), (1, 1, 8), (2, 2, 9), (4, 1, 2)])
 def test_shares_of_all_ranks_and_engines_are_all_kernels(num_ranks: int, num_engines: int, num_cores: int) -> None:
-    found = list[Share]()
+    found, steps = list[int](), set[int]()
     for engine in range(num_engines):
         config = EngineConfig(
             model=MODEL,
@@ -34,9 +41,11 @@ def test_shares_of_all_ranks_and_engines_are_all_kernels(num_ranks: int, num_eng
             data_parallel_rank=engine,
         )
         for rank in range(num_ranks):
-            found += shares(config, GPUS["sm_90"], rank, num_cores)
-    (step,) = {share.step for share in found}
-    assert sorted(share.first for share in found) == list(range(step))
+            share = share_of(config, GPUS["sm_90"], rank, num_cores)
+            found += range(share.first, share.first + share.num_processes)
+            steps.add(share.step)
+    (step,) = steps
+    assert sorted(found) == list(range(step))
     assert len(found) <= max(num_ranks * num_engines, num_cores - 1)
 
 
@@ -53,7 +62,7 @@ class Machine:
 
     def _start(self, share: Share) -> subprocess.Popen[bytes]:
         del share
-        process = subprocess.Popen([sys.executable, "-S", "-c", self.program], stderr=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-S", "-c", self.program], stderr=subprocess.PIPE, process_group=0)
         self.processes.append(process)
         return process
 
@@ -95,7 +104,7 @@ def test_a_process_that_hangs_is_ended(
         pass
     assert machine.processes
     assert all(process.poll() is not None for process in machine.processes)
-    assert "(a process took more than 0.1 s)" in caplog.text
+    assert "(it took more than 0.1 s)" in caplog.text
 
 
 def test_signal_while_waiting_ends_the_compilers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +127,34 @@ def test_weights_that_cannot_be_loaded_end_the_compilers(machine: Machine) -> No
     assert all(process.poll() is not None for process in machine.processes)
 
 
+def test_processes_that_a_compiler_has_started_end_with_it(machine: Machine, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    machine.program = f"""
+import pathlib, subprocess, time
+started = subprocess.Popen(["sleep", "60"])
+pathlib.Path({str(pid)!r}).write_text(str(started.pid))
+time.sleep(60)
+"""
+
+    def fail_once_it_has_started() -> None:
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.01)
+        raise KeyError
+
+    with pytest.raises(KeyError), compiling(EngineConfig(model=MODEL), CUDA):
+        fail_once_it_has_started()
+    started = Path("/proc") / pid.read_text()
+    while started.exists() and (started / "stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+
+
+def test_nothing_is_compiled_where_it_is_turned_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILE_AHEAD, "0")
+    with compiling(EngineConfig(model=MODEL), CUDA):
+        pass
+    assert not machine.processes
+
+
 def test_nothing_is_compiled_on_cpus(machine: Machine) -> None:
     with compiling(EngineConfig(model=MODEL), torch.device("cpu")):
         pass
@@ -127,8 +164,38 @@ def test_nothing_is_compiled_on_cpus(machine: Machine) -> None:
 def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
-    share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 3, 25)
+    share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 2, 3, 50)
     command = [sys.executable, "-m", "strandline.engine.processes.kernel_compiler"]
     run = subprocess.run(command, input=pickle.dumps(share), env=environment, capture_output=True, check=False)
     assert run.returncode == 0, run.stderr.decode()
     assert len(list(tmp_path.glob("*/*.cubin"))) >= 2
+
+
+def test_kernels_that_a_dry_run_found_before_its_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Any]()
+
+    class Found:
+        def compile(self, gpu: Gpu) -> None:
+            found.append(gpu)
+
+    class InThisProcess:
+        exitcode = 0
+
+        def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+            self.start = partial(target, *args)
+
+        def join(self) -> None: ...
+
+    @contextmanager
+    def recording(_: Gpu) -> Iterator[list[Any]]:
+        yield [Found(), Found(), Found()]
+
+    def fail(_: EngineConfig) -> None:
+        raise NotImplementedError("no such operation")
+
+    monkeypatch.setattr(kernel_compiler, "recording", recording)
+    monkeypatch.setattr(kernel_compiler, "run_start", fail)
+    monkeypatch.setattr(kernel_compiler, "get_context", lambda _: SimpleNamespace(Process=InThisProcess))
+    with pytest.raises(NotImplementedError):
+        kernel_compiler.compile_share(Share(EngineConfig(model=MODEL), GPUS["sm_90"], 2, 0, 2))
+    assert found == [GPUS["sm_90"]] * 3

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from strandline.env import COMPILE_AHEAD
+
 ROOT = Path(__file__).parents[3]
 
 START = """
@@ -22,7 +24,8 @@ def test_start_compiles_nothing_that_was_not_compiled_ahead(name: str, tmp_path:
     program = START.format(model=str(ROOT / "benchmarks" / "configs" / name))
     run = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ
+        | {COMPILE_AHEAD: "1", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

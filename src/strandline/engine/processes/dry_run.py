@@ -47,6 +47,13 @@ def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
     Raises:
         ConfigError: no engine can be built so.
     """
+    with recording(gpu) as variants:
+        run_start(config)
+    return variants
+
+
+def run_start(config: EngineConfig) -> None:
+    """Start an engine on the device ``meta``, and end it; see ``record_start``."""
     dry = replace(
         config,
         load_format="dummy",
@@ -58,10 +65,9 @@ def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
         kv_transfer_config=None,
         distributed_executor_backend="uni",
     )
-    with recording(gpu) as variants, zeros_from_meta():
+    with zeros_from_meta():
         num_ranks = config.tensor_parallel_size
         executor = load_uni_executor(dry, None, ONE_RANK if num_ranks == 1 else _OneOfSeveral(num_ranks), device=META)
         new_warm_up(dry, executor).run()
         executor.capture_graphs()
         executor.close()
-    return variants

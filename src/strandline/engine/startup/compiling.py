@@ -1,9 +1,9 @@
 """Compilation of an engine's kernels by several processes, while its weights load.
 
-Triton compiles a kernel when it is first launched, one after the other: a minute or two for a model. Here a dry run
-(``dry_run.py``) finds out which kernels will be launched, and each process compiles a share of them into Triton's cache
-on disk, from where the engine's warm-up requests take them. What is missing there is compiled at its first launch, as
-without this: a process that fails or hangs costs time and nothing else.
+Triton compiles a kernel when it is first launched, one after the other: a minute or two for a model. Here a process
+finds out by a dry run (``dry_run.py``) which kernels will be launched, and divides into several which compile a share
+each into Triton's cache on disk, from where the engine's warm-up requests take them. What is missing there is compiled
+at its first launch, as without this: a process that fails or hangs costs time and nothing else.
 
 When all have been compiled, a file in that cache says so, by a digest of what the kernels depend on; the next start
 then begins no process.
@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from strandline import env
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.hardware.threads import num_cores
@@ -36,21 +38,22 @@ LOGGER: Final = logging.getLogger("strandline.engine")
 PACKAGE: Final = Path(__file__).parents[1]
 
 MAX_PROCESSES: Final = 16
-"""With more, each would spend most of its time on its own dry run."""
-
+"""With more, the kernels of a model that take longest to compile decide."""
 
 MAX_WAIT_S: Final = 600.0
 """How long processes may go on once the weights are loaded: far longer than the compilation of any model's kernels."""
 
 
 class Share(NamedTuple):
-    """What a process compiles."""
+    """What a rank of an engine compiles."""
 
     config: EngineConfig
     gpu: Gpu
+    num_processes: int
     first: int
-    """A kernel's number; and every ``step``-th after it."""
+    """A kernel's number, the one of the first process; that of the next process is the next."""
     step: int
+    """Each process compiles every ``step``-th kernel from its first."""
 
 
 @dataclass
@@ -65,43 +68,42 @@ class Compilation:
 def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iterator[Compilation]:
     """Compile the kernels of an engine while the body runs, and wait for them; where a device has none, do nothing."""
     found, done = Compilation(), None
-    if device.type == "cuda" and why_unavailable("Triton", device.type) is None:
+    if device.type == "cuda" and not env.is_compiling_late() and why_unavailable("Triton", device.type) is None:
         compiler = import_module("strandline.kernels.recording_triton")
         digest = _digest(repr((config, gpu_of(device), compiler.VERSION, torch.__version__)), config.model)
         done = compiler.cache_directory() / f"strandline-{digest}"
     if done is None or done.exists():
         yield found
         return
-    processes = [_start(share) for share in shares(config, gpu_of(device), rank, num_cores())]
-    LOGGER.info("kernels: compiled by %d processes while weights load, once for this configuration", len(processes))
+    share = share_of(config, gpu_of(device), rank, num_cores())
+    process = _start(share)
+    LOGGER.info("kernels: compiled by %d processes while weights load, once for this configuration", share.step)
     try:
         yield found
         begun_s = SYSTEM_CLOCK()
-        errors = [_finish(process, begun_s + MAX_WAIT_S) for process in processes]
+        error = _finish(process)
         found.waited_s = SYSTEM_CLOCK() - begun_s
     except BaseException:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        _end(process)
         raise
-    if not any(process.returncode for process in processes):
+    if not process.returncode:
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
         return
-    reason = next(filter(None, errors), "unknown").splitlines()[-1]
+    reason = (error or "unknown").splitlines()[-1]
     LOGGER.warning("kernels: not all could be compiled ahead, others follow at their first launch (%s)", reason)
 
 
-def shares(config: EngineConfig, gpu: Gpu, rank: int, cores: int) -> list[Share]:
-    """Return what the processes of one rank of an engine compile: together with those of its other ranks, and of the
-    server's other engines, which start at the same time on the same cores, all kernels.
+def share_of(config: EngineConfig, gpu: Gpu, rank: int, cores: int) -> Share:
+    """Return what one rank of an engine compiles: together with its other ranks, and the server's other engines, which
+    start at the same time on the same cores, all kernels.
 
     A core is left for the weights.
     """
     num_ranks = config.tensor_parallel_size * config.data_parallel_size
     count = max(1, min(MAX_PROCESSES, cores - 1) // num_ranks)
     first = (config.data_parallel_rank * config.tensor_parallel_size + rank) * count
-    return [Share(config, gpu, number, num_ranks * count) for number in range(first, first + count)]
+    return Share(config, gpu, count, first, num_ranks * count)
 
 
 def _start(share: Share) -> subprocess.Popen[bytes]:
@@ -112,6 +114,7 @@ def _start(share: Share) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        process_group=0,
     )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:  # broken: the process has ended, and says why
@@ -120,15 +123,21 @@ def _start(share: Share) -> subprocess.Popen[bytes]:
     return process
 
 
-def _finish(process: subprocess.Popen[bytes], until_s: float) -> str:
+def _finish(process: subprocess.Popen[bytes]) -> str:
     """Wait for a process, and return its errors; end it if it takes too long."""
     try:
-        _, errors = process.communicate(timeout=max(0.0, until_s - SYSTEM_CLOCK()))
+        _, errors = process.communicate(timeout=MAX_WAIT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return f"a process took more than {MAX_WAIT_S:g} s"
+        _end(process)
+        return f"it took more than {MAX_WAIT_S:g} s"
     return errors.decode(errors="replace").strip()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def _digest(options: str, model: str) -> str:
