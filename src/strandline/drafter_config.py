@@ -1,7 +1,8 @@
 """The ``config.json`` of a drafter: a small model with its own directory, which drafts for another model.
 
-Source: drafters as published: DFlash (``DFlashDraftModel``) with Qwen3's fields and ``dflash_config``; EAGLE-3 with
-Llama's or Qwen3's fields; both also in the format of the library speculators, which has those fields in a part.
+Source: drafters as published: DFlash, DFlash2 and DSpark with Qwen3's fields and ``dflash_config``; EAGLE-3 with
+Llama's or Qwen3's fields; all but DFlash2 also in the format of the library speculators, which has those fields in a
+part.
 """
 
 from collections.abc import Mapping
@@ -14,26 +15,23 @@ from strandline.errors import ConfigError
 from strandline.model_config import ModelConfig, parse_model_config, read_json_object
 
 DFLASH: Final = "DFlashDraftModel"
+DFLASH2: Final = "DFlash2DraftModel"
+DSPARK: Final = ("DSparkDraftModel", "Qwen3DSparkModel")
 EAGLE3_QWEN: Final = "Eagle3Qwen3ForCausalLM"
 EAGLE3: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", EAGLE3_QWEN)
-METHODS: Final = {DFLASH: "dflash", **dict.fromkeys(EAGLE3, "eagle3")}
-"""The method of ``--speculative-config`` for each supported architecture."""
-
-UNSUPPORTED: Final = {
-    "DFlash2DraftModel": "its layers have convolutions, and candidates are selected along a path",
-    "DSparkDraftModel": "its drafts depend on the draft before them",
-    "Qwen3DSparkModel": "its drafts depend on the draft before them",
+METHODS: Final = {
+    **dict.fromkeys((DFLASH, DFLASH2), "dflash"),
+    **dict.fromkeys(DSPARK, "dspark"),
+    **dict.fromkeys(EAGLE3, "eagle3"),
 }
-"""Architectures of drafters that are known, and why they are not supported."""
+"""The method of ``--speculative-config`` for each supported architecture."""
 
 SPECULATORS: Final = "speculators_model_type"
 """Field of the library speculators that names the method."""
 
-UNSUPPORTED_SPECULATORS: Final = {
-    "dflash2": "its layers have convolutions, and candidates are selected along a path",
-    "dspark": "its drafts depend on the draft before them",
-    "peagle": "it drafts all tokens in one pass",
-}
+SPECULATORS_METHODS: Final = ("dflash", "dspark", "eagle3")
+
+UNSUPPORTED_SPECULATORS: Final = {"peagle": "it drafts all tokens in one pass"}
 """Methods of the library speculators that are known, and why they are not supported."""
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
@@ -52,7 +50,55 @@ DFLASH_FIELDS: Final = frozenset(
     }
 )
 
+DFLASH2_FIELDS: Final = frozenset(
+    {
+        "conv_group_size",
+        "conv_kernel_size",
+        "final_logit_softcapping",
+        "input_embedding_scale",
+        "output_multiplier",
+        "selector_rank",
+        "selector_top_k",
+    }
+)
+
+DSPARK_FIELDS: Final = frozenset(
+    {
+        "attention_mode",
+        "confidence_head_alpha",
+        "confidence_head_with_markov",
+        "enable_confidence_head",
+        "markov_head_type",
+        "markov_rank",
+        "num_target_layers",
+        "projector_type",
+    }
+)
+"""Those that may also be outside ``dflash_config``, as the others of DSpark."""
+
+MAX_TAPS: Final = 16
+MAX_CANDIDATES: Final = 1024
+
 MASK_EMBEDDING: Final = "mask_embedding.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovConfig:
+    """A term of a draft's logits for each token that may be before it (DSpark)."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorConfig:
+    """A choice among a draft's likeliest tokens by the token before it (DFlash2)."""
+
+    rank: int
+    num_candidates: int
+    multiplier: float
+    """Scales logits."""
+    soft_cap: float | None
+    """Limit of the size of scaled logits, approached smoothly; None: they are not limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +116,18 @@ class BlockDrafterConfig:
     """Layers of the other model whose outputs it reads, in the order of the inputs of its first projection."""
     num_target_layers: int | None
     """Number of layers of that model; None: not given."""
-    block_tokens: int
-    """Tokens of a block in training, the last known token included."""
+    most_drafts: int
+    """Drafts of a block in training."""
+    first_draft_row: int
+    """The row of a block that predicts its first draft. 1: each mask's predicts the token in its position; 0: each row
+    predicts the next token."""
+    chain: MarkovConfig | SelectorConfig | None
+    """How a draft depends on the one before it; None: it does not."""
+    convolution: tuple[int, int] | None
+    """Taps, and channels of a group, of convolutions around the parts of its layers; None: it has none."""
+    confidence_inputs: int
+    """Features that the chance of acceptance is estimated from, if its files have this estimate, which is not used."""
+    embedding_scale: float
     windows: tuple[int | None, ...]
     """Per layer, the number of last tokens that a token attends to; None: all."""
     is_causal: tuple[bool, ...]
@@ -136,22 +192,23 @@ def read_drafter_config(directory: Path, method: str) -> DrafterConfig:
         raise ConfigError(f"{directory}: {error}") from error
     if name in EAGLE3:
         return _read_eagle(directory, outer, config, has_head_norms=name == EAGLE3_QWEN)
-    return _read_block_drafter(directory, outer, config, kinds)
+    return _read_block_drafter(directory, outer, config, kinds, name)
 
 
 def _as_plain(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return what a file of the library speculators says, in the fields that drafters have by themselves."""
     outer = Fields(values, prefix=f"{file}: ")
     kind, layer = values[SPECULATORS], outer.value("transformer_layer_config")
-    if kind not in ("dflash", "eagle3"):
+    if kind not in SPECULATORS_METHODS:
         reason = UNSUPPORTED_SPECULATORS.get(kind) if isinstance(kind, str) else None
         because = "" if reason is None else f": {reason}"
-        raise ConfigError(f"{file}: {SPECULATORS} {kind!r} is not supported{because}; supported: dflash, eagle3")
+        names = ", ".join(SPECULATORS_METHODS)
+        raise ConfigError(f"{file}: {SPECULATORS} {kind!r} is not supported{because}; supported: {names}")
     if not isinstance(layer, Mapping):
         outer.reject("transformer_layer_config", "an object")
     plain = {**layer, **{name: values[name] for name in ("dtype", "torch_dtype", SPECULATORS) if name in values}}
-    if kind == "dflash":
-        return {**plain, **_plain_block(outer)}
+    if kind != "eagle3":
+        return {**plain, **_plain_block(outer, is_dspark=kind == "dspark")}
     copied = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "fc_norm", "norm_output")
     family = layer.get("model_type", "llama")
     return {
@@ -162,7 +219,7 @@ def _as_plain(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     }
 
 
-def _plain_block(outer: Fields) -> dict[str, Any]:
+def _plain_block(outer: Fields, *, is_dspark: bool) -> dict[str, Any]:
     layers = outer.list_of(
         "aux_hidden_state_layer_ids", lambda entries, name: entries.size(name, at_least=1, at_most=MAX_LAYERS)
     )
@@ -171,10 +228,13 @@ def _plain_block(outer: Fields) -> dict[str, Any]:
     block: dict[str, Any] = {"mask_token_id": mask_token_id, "target_layer_ids": [layer - 1 for layer in layers]}
     if outer.flag("sliding_window_non_causal", default=True):
         block["causal"] = False
-    if outer.flag("sample_from_anchor", default=False):
-        outer.reject("sample_from_anchor", "false")
+    block["sample_from_anchor"] = outer.flag("sample_from_anchor", default=is_dspark)
+    if is_dspark:
+        block["markov_rank"] = outer.size("markov_rank", at_least=0, default=256)
+        block["markov_head_type"] = outer.value("markov_head_type", "vanilla")
+        block["confidence_head_with_markov"] = outer.flag("confidence_head_with_markov", default=True)
     return {
-        "architectures": [DFLASH],
+        "architectures": [DSPARK[0] if is_dspark else DFLASH],
         "block_size": outer.value("block_size"),
         "draft_vocab_size": outer.value("draft_vocab_size"),
         "dflash_config": block,
@@ -216,22 +276,31 @@ def _read_draft_vocab_size(outer: Fields) -> int | None:
 
 
 def _read_block_drafter(
-    directory: Path, outer: Fields, config: ModelConfig, kinds: tuple[str, ...]
+    directory: Path, outer: Fields, config: ModelConfig, kinds: tuple[str, ...], name: str
 ) -> BlockDrafterConfig:
     if (directory / MASK_EMBEDDING).is_file():
         raise ConfigError(f"{directory / MASK_EMBEDDING} is not supported: drafts use the model's own embedding")
-    block = _read_block(outer)
+    block = _read_block(outer, name)
     window = None
     if "sliding_attention" in kinds:
         window = outer.size("sliding_window", at_most=MAX_SIZE)
+    chain = _read_markov(block) if name in DSPARK else _read_selector(block) if name == DFLASH2 else None
+    block_tokens = (outer if outer.value("block_size") is not None else block).size("block_size", at_least=2)
+    first_draft_row = 0 if block.flag("sample_from_anchor", default=name in DSPARK) else 1
+    size, joins_markov = outer.size("hidden_size"), block.flag("confidence_head_with_markov", default=False)
     return BlockDrafterConfig(
         directory=directory,
         text=config.text,
         dtype=config.dtype,
         mask_token_id=block.size("mask_token_id", at_least=0, at_most=MAX_VOCAB),
         target_layers=_read_target_layers(block),
-        num_target_layers=_read_num_target_layers(outer),
-        block_tokens=(outer if outer.value("block_size") is not None else block).size("block_size", at_least=2),
+        num_target_layers=_read_num_target_layers(block if block.value("num_target_layers") is not None else outer),
+        most_drafts=block_tokens - first_draft_row,
+        first_draft_row=first_draft_row,
+        chain=chain,
+        convolution=_read_convolution(block, size) if name == DFLASH2 else None,
+        confidence_inputs=size + (chain.rank if chain is not None and joins_markov else 0),
+        embedding_scale=block.number("input_embedding_scale", at_least=0, at_most=1e6, default=1.0),
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         is_causal=_read_causality(outer, block, kinds),
         draft_vocab_size=_read_draft_vocab_size(outer),
@@ -239,34 +308,65 @@ def _read_block_drafter(
     )
 
 
+def _read_markov(block: Fields) -> MarkovConfig | None:
+    block.choice("markov_head_type", ["vanilla"], default="vanilla")
+    block.choice("projector_type", ["dspark"], default="dspark")
+    block.choice("attention_mode", ["gqa"], default="gqa")
+    rank = block.size("markov_rank", at_least=0)
+    return MarkovConfig(rank) if rank else None
+
+
+def _read_selector(block: Fields) -> SelectorConfig:
+    soft_cap = block.number("final_logit_softcapping", at_least=0, at_most=1e6, default=0.0)
+    return SelectorConfig(
+        block.size("selector_rank"),
+        block.size("selector_top_k", at_most=MAX_CANDIDATES),
+        block.number("output_multiplier", at_least=0, at_most=1e6, default=1.0),
+        soft_cap or None,
+    )
+
+
+def _read_convolution(block: Fields, hidden_size: int) -> tuple[int, int]:
+    taps, group_size = block.size("conv_kernel_size", at_most=MAX_TAPS), block.size("conv_group_size")
+    if hidden_size % group_size:
+        block.reject("conv_group_size", f"a divisor of hidden_size, {hidden_size}")
+    return taps, group_size
+
+
 def _find_architecture(values: Mapping[str, Any], file: Path) -> str:
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if isinstance(name, str) and name in METHODS:
         return name
-    reason = UNSUPPORTED.get(name) if isinstance(name, str) else None
-    because = "" if reason is None else f": {reason}"
     raise ConfigError(
-        f"{file}: a drafter with architectures {names!r} is not supported{because}; supported: {', '.join(METHODS)}"
+        f"{file}: a drafter with architectures {names!r} is not supported; supported: {', '.join(METHODS)}"
     )
 
 
-def _read_block(outer: Fields) -> Fields:
+def _read_block(outer: Fields, name: str) -> Fields:
     """Return the fields of ``dflash_config``; those that change what is computed must have values that are known."""
-    part = outer.value("dflash_config")
+    part, known = outer.value("dflash_config", {} if name in DSPARK else None), DFLASH_FIELDS
     if not isinstance(part, Mapping):
         outer.reject("dflash_config", "an object")
-    unknown = sorted(part.keys() - DFLASH_FIELDS)
-    block = Fields(part, prefix=f"{outer.prefix}dflash_config.")
+    prefix = f"{outer.prefix}dflash_config."
+    if name == DFLASH2:
+        known |= DFLASH2_FIELDS
+    elif name in DSPARK:
+        known |= DSPARK_FIELDS
+        outside = {field: outer.value(field) for field in known if outer.value(field) is not None}
+        part, prefix = {**outside, **part}, prefix if part else outer.prefix
+    unknown = sorted(part.keys() - known)
+    block = Fields(part, prefix=prefix)
     if unknown:
-        block.reject(unknown[0], f"absent: known fields are {', '.join(sorted(DFLASH_FIELDS))}")
-    for name in ("attention_sink_bias", "sample_from_anchor", "use_swa"):
-        if block.flag(name, default=False):
-            block.reject(name, "false")
+        block.reject(unknown[0], f"absent: known fields are {', '.join(sorted(known))}")
+    for flag in ("attention_sink_bias", "use_swa"):
+        if block.flag(flag, default=False):
+            block.reject(flag, "false")
     if block.number("attention_value_scale", at_least=0, at_most=1e6, default=1.0) != 1.0:
         block.reject("attention_value_scale", "1")
-    if not outer.flag("is_neox_style", default=True):
-        outer.reject("is_neox_style", "true")
+    for flag in ("is_neox_style", "rope_is_neox_style"):
+        if not outer.flag(flag, default=True):
+            outer.reject(flag, "true")
     return block
 
 

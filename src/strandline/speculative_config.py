@@ -9,12 +9,14 @@ from typing import Any, Final
 from strandline.errors import ConfigError
 from strandline.json_options import read_json_option
 
-DRAFTERS: Final = ("dflash", "eagle3", "mtp")
+DRAFTERS: Final = ("dflash", "dspark", "eagle3", "mtp")
 """Methods whose drafts are computed by layers."""
 LOOKUPS: Final = ("ngram", "suffix")
 """Methods whose drafts are found in earlier text."""
 METHODS: Final = (*DRAFTERS, *LOOKUPS)
-WITH_OWN_FILES: Final = ("dflash", "eagle3")
+BLOCK_DRAFTERS: Final = ("dflash", "dspark")
+"""Methods whose drafter computes all drafts in one pass."""
+WITH_OWN_FILES: Final = (*BLOCK_DRAFTERS, "eagle3")
 """Methods whose drafter has its own directory."""
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_MATCH: Final = 5
@@ -36,15 +38,15 @@ class SpeculativeConfig:
     """
 
     method: str | tuple[str, ...]
-    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``dflash`` and
-    ``eagle3``: from a drafter that is published separately, of blocks or of one token after the other. ``ngram``:
-    drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the output.
-    ``suffix``: those that followed most often, there or in earlier answers under the request's salt. One of the first
-    three and one of the last two: whichever is likely to have more drafts accepted, for each request."""
+    """``mtp``: drafts come from the layer for multi-token prediction that is published with the model. ``dflash``,
+    ``dspark`` and ``eagle3``: from a drafter that is published separately, of blocks or of one token after the other.
+    ``ngram``: drafts repeat the tokens that followed an earlier occurrence of the last tokens, in the prompt or the
+    output. ``suffix``: those that followed most often, there or in earlier answers under the request's salt. A drafter
+    and one of the last two: whichever is likely to have more drafts accepted, for each request."""
     num_speculative_tokens: int
     """Maximum number of drafts of a request per step."""
     model: str | None = None
-    """With ``dflash`` and ``eagle3``: the drafter, a directory or a name on the hub."""
+    """With ``dflash``, ``dspark`` and ``eagle3``: the drafter, a directory or a name on the hub."""
     prompt_lookup_max: int | None = None
     """The longest run of last tokens that ``ngram`` searches for; None: ``prompt_lookup_min``, or 5."""
     prompt_lookup_min: int | None = None
@@ -59,8 +61,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     """With ``suffix``: the least probability of a draft and those before it, by how often they followed the match."""
     draft_vocab_size: int | None = None
-    """With ``mtp`` and ``dflash``: draft only tokens whose ids are below this, which takes less time; None, or the
-    vocabulary's size and more: any token."""
+    """With ``mtp``, ``dflash`` and ``dspark``: draft only tokens whose ids are below this, which takes less time; None,
+    or the vocabulary's size and more: any token."""
     rejection_sample_method: str = "standard"
     """``standard``, or for benchmarks ``synthetic``: drafts are accepted by chance, whatever the model samples."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -79,15 +81,16 @@ class SpeculativeConfig:
         self._check_suffix_fields()
         if (self.model is None) == (self.drafter_method in WITH_OWN_FILES):
             raise ConfigError(
-                f"{FLAG}: methods dflash, eagle3 and model, the drafter, go together; got method {self.method!r}, "
-                f"model {self.model!r}"
+                f"{FLAG}: methods {', '.join(WITH_OWN_FILES)} and model, the drafter, go together; "
+                f"got method {self.method!r}, model {self.model!r}"
             )
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"{FLAG}: model must be a directory or a name on the hub, got {self.model!r}")
         if self.draft_vocab_size is not None:
             _require_count("draft_vocab_size", self.draft_vocab_size, None)
-            if self.drafter_method not in ("mtp", "dflash"):
-                raise ConfigError(f"{FLAG}: draft_vocab_size is for methods mtp and dflash; got method {self.method!r}")
+            if self.drafter_method not in ("mtp", *BLOCK_DRAFTERS):
+                names = ", ".join(("mtp", *BLOCK_DRAFTERS))
+                raise ConfigError(f"{FLAG}: draft_vocab_size is for methods {names}; got method {self.method!r}")
         if self.rejection_sample_method not in SAMPLE_METHODS:
             names = ", ".join(SAMPLE_METHODS)
             raise ConfigError(
@@ -173,7 +176,7 @@ class SpeculativeConfig:
         A block has the newest token and all drafts; what drafts one token after the other keeps nothing of the last
         two.
         """
-        return 1 if self.drafter_method == "dflash" else -1
+        return 1 if self.drafter_method in BLOCK_DRAFTERS else -1
 
     @property
     def max_match(self) -> int:

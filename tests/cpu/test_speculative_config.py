@@ -11,9 +11,9 @@ FAULTS = {
     "[1]": "must be a mapping such as",
     '{"method": "ngram"}': "num_speculative_tokens is missing",
     '{"num_speculative_tokens": 1}': "method is missing",
-    '{"method": "eagle", "num_speculative_tokens": 1}': "method must be one of dflash, eagle3, mtp, .*got 'eagle'",
+    '{"method": "eagle", "num_speculative_tokens": 1}': "must be one of dflash, dspark, eagle3, mtp, .*got 'eagle'",
     **{
-        f'{{"method": {methods}, "num_speculative_tokens": 1}}': r"list of one of dflash, eagle3, mtp and one of ngram"
+        f'{{"method": {methods}, "num_speculative_tokens": 1}}': "one of dflash, dspark, eagle3, mtp and one of ngram"
         for methods in ("[]", '["mtp", "mtp"]', '["mtp", "dflash"]', '["suffix", "ngram"]', '["mtp", 3]', "3", "null")
     },
     '{"method": "mtp", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': r'both, "method": \["mtp", "ngram"\]',
@@ -34,8 +34,8 @@ FAULTS = {
     },
     '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 0}': "at least 1, got 0",
     '{"method": "mtp", "num_speculative_tokens": 1, "draft_vocab_size": 0}': "draft_vocab_size .* at least 1, got 0",
-    '{"method": "ngram", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp and dflash",
-    '{"method": "suffix", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp and dflash",
+    '{"method": "ngram", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp, dflash, dspark",
+    '{"method": "suffix", "num_speculative_tokens": 1, "draft_vocab_size": 9}': "is for methods mtp, dflash, dspark",
     '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_max": 4}': "max is for method ngram",
     '{"method": "suffix", "num_speculative_tokens": 1, "prompt_lookup_min": 4}': "min is for method ngram",
     '{"method": "ngram", "num_speculative_tokens": 1, "suffix_decoding_max_tree_depth": 9}': "is for method suffix",

@@ -199,10 +199,10 @@ def choose_drafter(config: EngineConfig) -> DrafterConfig | None:
     if speculation is None or speculation.model is None or speculation.drafter_method is None:
         return None
     drafter = read_drafter_config(find_drafter(speculation.model), speculation.drafter_method)
-    if isinstance(drafter, BlockDrafterConfig) and speculation.num_speculative_tokens >= drafter.block_tokens:
+    if isinstance(drafter, BlockDrafterConfig) and speculation.num_speculative_tokens > drafter.most_drafts:
         raise ConfigError(
             f"--speculative-config: num_speculative_tokens is {speculation.num_speculative_tokens}; the drafter makes "
-            f"at most {drafter.block_tokens - 1} drafts, one less than its block_size"
+            f"at most {drafter.most_drafts} drafts"
         )
     return drafter
 

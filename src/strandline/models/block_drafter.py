@@ -1,11 +1,14 @@
-"""DFlash: a drafter that drafts a whole block of tokens in one pass, each from a mask in its position.
+"""DFlash, DFlash2 and DSpark: drafters that compute a whole block of tokens in one pass, from masks.
 
 Of every token that the model computes, the drafter's layers keep keys and values: projections of the outputs of some of
 the model's layers at that token, in the token's own position. They depend on no other token of the drafter, so they are
 stored in the model's own pass. A block is the last known token, whose outputs are not known yet, and a mask for each
-draft: their queries attend to what is kept of all tokens before them, and to each other.
+draft: their queries attend to what is kept of all tokens before them, and to each other. DFlash2 also convolves the
+tokens of a block. DFlash2 and DSpark choose each draft by the token before it (``draft_chain.py``). In a block of
+DSpark each row predicts the next token, so that it has a mask less.
 
-Source: ``DFlashDraftModel`` as published: "DFlash: Block Diffusion for Flash Speculative Decoding".
+Source: ``DFlashDraftModel`` as published ("DFlash: Block Diffusion for Flash Speculative Decoding"),
+``DFlash2DraftModel`` and ``DSparkDraftModel``.
 
 Shape suffixes: T tokens of the step, N rows that are wanted, X features of the model's layers side by side, E hidden
 size, F frequencies.
@@ -25,11 +28,14 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.rotary import rotary_table
+from strandline.models.block_convolution import LayerConvolutions, index_in_blocks
+from strandline.models.draft_chain import MarkovHead, new_chain
 from strandline.models.draft_head import DraftHead
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import pre_norm_layer
+from strandline.models.layers.decoder import multiplied, pre_norm_layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import Projection
+from strandline.models.layers.protocol import DraftBlock
 from strandline.models.layers.residual import PreNorm, Stream, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
@@ -59,7 +65,8 @@ class BlockDrafter(nn.Module):
         if attention.hidden_size != hidden_size:
             fields.reject("hidden_size", f"the model's, {hidden_size}, whose embedding it shares")
         self.may_copy_embedding = config.may_copy_embedding
-        self.target_layers, self.mask_token_id = config.target_layers, config.mask_token_id
+        self.target_layers, self.embedding_scale = config.target_layers, config.embedding_scale
+        self._confidence_inputs = config.confidence_inputs
         self.norm = norm = plain(attention.eps)
         self.fc = Projection(hidden_size, hidden_size * len(config.target_layers), site)
         """Columns: outputs of the model's layers, in the configuration's order."""
@@ -75,9 +82,15 @@ class BlockDrafter(nn.Module):
             for window, is_causal in zip(config.windows, config.is_causal, strict=True)
         )
         self.layers = nn.ModuleList(self._layers)
+        self._convolutions: tuple[LayerConvolutions, ...] = ()
+        if config.convolution is not None:
+            self._convolutions = tuple(LayerConvolutions(*config.convolution, hidden_size, site) for _ in self._layers)
+        self.convolutions = nn.ModuleList(self._convolutions)
         self.final = PreNorm(norm, hidden_size, site)
         num_drafted = self.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
         self.head = DraftHead(num_drafted, hidden_size, self.vocab_size, site) if has_head else None
+        self.chain = new_chain(config.chain, shape, self.head, site)
+        self.block = DraftBlock(config.mask_token_id, config.first_draft_row, self.chain)
         rotary = rotary_frequencies(fields)
         self.attention_factor = rotary.attention_factor
         self.register_buffer("inv_freq_F", rotary.inv_freq_F.to(site.device), persistent=False)
@@ -114,9 +127,14 @@ class BlockDrafter(nn.Module):
 
     def draft(self, embedded_TE: Tensor, batch: StepBatch, memory: tuple[Any, ...], rows_N: Tensor) -> Tensor:
         """Return normalised hidden states of some rows of blocks."""
-        stream, step = Stream(embedded_TE), self._step(batch)
-        for layer, layer_memory in zip(self._layers, memory, strict=True):
-            stream = layer(stream, step, layer_memory)
+        stream, step = Stream(multiplied(embedded_TE, self.embedding_scale)), self._step(batch)
+        if not self._convolutions:
+            for layer, layer_memory in zip(self._layers, memory, strict=True):
+                stream = layer(stream, step, layer_memory)
+        else:
+            index_T = index_in_blocks(batch.attention.query_starts_N1, len(embedded_TE))
+            for layer, layer_memory, convolved in zip(self._layers, memory, self._convolutions, strict=True):
+                stream = convolved(layer, stream, step, layer_memory, index_T)
         return self.final.leave(stream.rows(rows_N))
 
     def _step(self, batch: StepBatch) -> Step:
@@ -140,12 +158,25 @@ class BlockDrafter(nn.Module):
             yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
             yield from layer.mixer.targets(f"{prefix}self_attn.")
             yield from layer.mlp.targets(f"{prefix}mlp.", names)
+        for index, convolutions in enumerate(self._convolutions):
+            yield from convolutions.targets(f"layers.{index}.")
         if self.head is not None:
             yield from self.head.targets()
-        if "t2d" in names:
-            yield "t2d", unused(self.vocab_size)
-        if self.may_copy_embedding and "embed_tokens.weight" in names:
-            yield "embed_tokens.weight", unused(self.vocab_size, self.hidden_norm_E.numel())
+        if self.chain is not None:
+            yield from self.chain.targets()
+        for name, shape in self._unused.items():
+            if name in names:
+                yield name, unused(*shape)
+
+    @property
+    def _unused(self) -> dict[str, tuple[int, ...]]:
+        """Published tensors that it has no use for; the depth of drafts follows from measured acceptance."""
+        shapes: dict[str, tuple[int, ...]] = {"t2d": (self.vocab_size,)}
+        if isinstance(self.chain, MarkovHead):
+            shapes |= {"confidence_head.proj.weight": (1, self._confidence_inputs), "confidence_head.proj.bias": (1,)}
+        if self.may_copy_embedding:
+            shapes["embed_tokens.weight"] = (self.vocab_size, self.hidden_norm_E.numel())
+        return shapes
 
 
 def check_target(config: BlockDrafterConfig, num_layers: int, vocab_size: int) -> None:

@@ -36,14 +36,27 @@ class DraftHead(nn.Module):
 
     def logits(self, normed_NE: Tensor) -> Tensor:
         """Return logits of this rank's part of the vocabulary, minus infinity where no token is drafted."""
+        return self.on_own_columns(self.projection.multiply(normed_NE))
+
+    def on_own_columns(self, values_NV: Tensor) -> Tensor:
+        """Return values of the tokens that are drafted in the columns of this rank's logits, as ``logits`` does."""
         columns = columns_of(self.vocab_size, self._ranks.rank, self._ranks.size)
-        logits_NV = self.projection.multiply(normed_NE)
-        # Tokens of other ranks go to one more column.
-        index_V = self.draft_ids_V - columns.start
-        index_V = torch.where((index_V >= 0) & (index_V < len(columns)), index_V, len(columns))
-        logits_NZ = logits_NV.new_full((len(logits_NV), len(columns) + 1), -torch.inf)
-        return logits_NZ.index_copy_(1, index_V, logits_NV)[:, :-1].contiguous()
+        return on_columns(values_NV, self.draft_ids_V.expand_as(values_NV), columns)
 
     def targets(self) -> NamedTargets:
         """Yield the published tensors except ``d2t``."""
         yield from self.projection.targets("lm_head.")
+
+
+def on_columns(values_NV: Tensor, ids_NV: Tensor, columns: range) -> Tensor:
+    """Return values in the columns of some of the vocabulary, minus infinity in others.
+
+    Args:
+        ids_NV: the token of each value.
+        columns: tokens that have a column.
+    """
+    # Other tokens go to one more column.
+    index_NV = ids_NV - columns.start
+    index_NV = torch.where((index_NV >= 0) & (index_NV < len(columns)), index_NV, len(columns))
+    columns_NZ = values_NV.new_full((len(values_NV), len(columns) + 1), -torch.inf)
+    return columns_NZ.scatter_(1, index_NV, values_NV)[:, :-1].contiguous()

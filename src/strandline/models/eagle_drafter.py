@@ -52,7 +52,7 @@ class EagleDrafter(nn.Module):
         ConfigError: a setting is not supported, or does not go with the model.
     """
 
-    mask_token_id = None
+    block = None
     inv_freq_F: Tensor
 
     def __init__(

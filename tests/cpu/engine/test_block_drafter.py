@@ -28,7 +28,15 @@ from tests.cpu.engine.eager_graphs import (
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tiny_drafter import EagleReference, Reference, load_oracle, save_as_speculators, save_drafter
+from tests.cpu.engine.tiny_drafter import (
+    BLOCK_DRAFTERS,
+    EagleReference,
+    Reference,
+    load_oracle,
+    method_of,
+    save_as_speculators,
+    save_drafter,
+)
 from tests.cpu.models import families
 
 NUM_DRAFTS = 5
@@ -47,9 +55,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_drafter(tmp_path_factory.mktemp("drafter"))
+@pytest.fixture(scope="module", params=BLOCK_DRAFTERS)
+def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_drafter(tmp_path_factory.mktemp("drafter"), **BLOCK_DRAFTERS[request.param])
+
+
+def speculation_of(drafter: Path) -> dict[str, object]:
+    """Return the configuration of a drafter with a fixed number of drafts."""
+    method = method_of(json.loads((drafter / "config.json").read_text()))
+    return {"method": method, "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +77,7 @@ def make(model: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM
     monkeypatch.setenv(DEBUG_CACHE, "1")
 
     def make(speculation: dict[str, object] | None = None, **options: object) -> LLM:
-        default = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+        default = speculation_of(drafter)
         settings = {"memory": "32MiB", "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
         config = {**default, **(speculation or {})}
         return LLM(str(model), **{"speculative_config": config, **settings, **options})
@@ -204,9 +218,9 @@ def test_drafts_after_loads_from_tiers_equal_the_reference(make: MakeLLM, refere
     llm.close()
 
 
-def test_other_drafters_do_not_reuse_a_disk_cache(make: MakeLLM, tmp_path: Path) -> None:
+def test_other_drafters_do_not_reuse_a_disk_cache(make: MakeLLM, drafter: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"disk_cache": str(tmp_path / "cache"), "disk_cache_size": "64MiB"}
-    other = save_drafter(tmp_path / "other", seed=6)
+    other = save_drafter(tmp_path / "other", seed=6, **json.loads((drafter / "config.json").read_text()))
     prompt = tokens(130)
     for model, num_cached in (({}, 0), ({}, 130), ({"model": str(other)}, 0)):
         with make(model, **options) as llm:
@@ -214,15 +228,16 @@ def test_other_drafters_do_not_reuse_a_disk_cache(make: MakeLLM, tmp_path: Path)
             assert output.num_cached_tokens == num_cached
 
 
+@pytest.mark.parametrize("kind", BLOCK_DRAFTERS)
 @pytest.mark.parametrize("name", families.REPRESENTATIVES)
 def test_every_family_drafts_what_the_reference_does(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = families.save(name, tmp_path / "model")
     sizes = json.loads((directory / "config.json").read_text())
     hidden_size = sizes.get("text_config", sizes)["hidden_size"]
-    drafter = save_drafter(tmp_path / "drafter", hidden_size=hidden_size)
-    config = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    drafter = save_drafter(tmp_path / "drafter", **{**BLOCK_DRAFTERS[kind], "hidden_size": hidden_size})
+    config = speculation_of(drafter)
     make = llm_maker(directory, monkeypatch, device="cpu", memory="32MiB")
     prompts = [tokens(count, seed=count) for count in (1, 64, 100)]
     if name in SEVERAL_STREAMS:
@@ -236,7 +251,7 @@ def test_every_family_drafts_what_the_reference_does(
 
 
 def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: Reference) -> None:
-    config = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    config = speculation_of(drafter)
     prompts = [tokens(count, seed=count) for count in (1, 64, 100)]
     with making(model, 2, memory="32MiB", speculative_config=config) as make:
         llm = make()
@@ -245,12 +260,13 @@ def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: R
     check_drafts(reference, drafted)
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 @pytest.mark.parametrize("num_drafted", [None, 40])
 def test_files_of_the_library_speculators_draft_what_others_do(
-    make: MakeLLM, model: Path, tmp_path: Path, num_drafted: int | None
+    make: MakeLLM, model: Path, tmp_path: Path, num_drafted: int | None, kind: str
 ) -> None:
     changes = {} if num_drafted is None else {"draft_vocab_size": num_drafted}
-    plain = save_drafter(tmp_path / "plain", **changes)
+    plain = save_drafter(tmp_path / "plain", **BLOCK_DRAFTERS[kind], **changes)
     oracle = load_oracle(model)
     copies = {
         "embed_tokens.weight": oracle.get_input_embeddings().weight.detach(),
@@ -259,16 +275,17 @@ def test_files_of_the_library_speculators_draft_what_others_do(
     published = save_as_speculators(tmp_path / "published", plain, copies)
     reference, prompts = Reference(oracle, plain), [tokens(count, seed=count) for count in (1, 64, 100)]
     for drafter in (plain, published):
-        llm = make({"model": str(drafter)})
+        llm = make({"method": kind, "model": str(drafter)})
         drafted = note_drafts(llm)
         answers(llm, prompts, GREEDY)
         check_drafts(reference, drafted)
 
 
-def test_own_output_heads_have_their_own_tokens(make: MakeLLM, tmp_path: Path) -> None:
-    drafter = save_drafter(tmp_path, draft_vocab_size=40)
+def test_own_output_heads_have_their_own_tokens(make: MakeLLM, drafter: Path, tmp_path: Path) -> None:
+    kind = json.loads((drafter / "config.json").read_text())
+    own = save_drafter(tmp_path, **{**kind, "draft_vocab_size": 40})
     with pytest.raises(ConfigError, match="draft_vocab_size is not for a drafter with its own output head"):
-        make({"model": str(drafter), "draft_vocab_size": 9})
+        make({"model": str(own), "draft_vocab_size": 9})
 
 
 @pytest.mark.parametrize(
@@ -281,7 +298,7 @@ def test_own_output_heads_have_their_own_tokens(make: MakeLLM, tmp_path: Path) -
         ),
         ({"dflash_config": {"mask_token_id": 97, "target_layer_ids": [1]}}, "mask_token_id is 97; the model has 97"),
         ({"hidden_size": 64}, "hidden_size is 64; it must be the model's, 32"),
-        ({"block_size": 5}, "num_speculative_tokens is 5; the drafter makes at most 4 drafts"),
+        ({"block_size": 4}, "num_speculative_tokens is 5; the drafter makes at most [34] drafts"),
         ({"intermediate_size": 41, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}, "missing"),
     ],
     ids=str,
@@ -291,7 +308,8 @@ def test_drafters_of_other_models_are_refused(
 ) -> None:
     shutil.copytree(drafter, tmp_path / "other")
     config = json.loads((drafter / "config.json").read_text())
-    (tmp_path / "other/config.json").write_text(json.dumps({**config, **changes}))
+    block = {"dflash_config": {**config["dflash_config"], **changes.get("dflash_config", {})}}
+    (tmp_path / "other/config.json").write_text(json.dumps({**config, **changes, **block}))
     with pytest.raises((ConfigError, WeightsError), match=message):
         make({"model": str(tmp_path / "other")})
 
@@ -299,7 +317,7 @@ def test_drafters_of_other_models_are_refused(
 def test_unknown_tensors_are_refused(make: MakeLLM, drafter: Path, tmp_path: Path) -> None:
     shutil.copytree(drafter, tmp_path / "other")
     tensors = load_file(drafter / "model.safetensors")
-    name = "layers.0.attention_conv.base_kernel"
+    name = "layers.0.other_conv.base_kernel"
     save_file({**tensors, name: torch.ones(2, 2, 32)}, tmp_path / "other/model.safetensors")
     with pytest.raises(WeightsError, match=rf"{name} not known to this drafter"):
         make({"model": str(tmp_path / "other")})

@@ -36,6 +36,36 @@ CONFIG: dict[str, Any] = {
     "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": [1, 0]},
 }
 
+RANK = 4
+DFLASH2: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "is_causal": False,
+    "dflash_config": {
+        **CONFIG["dflash_config"],
+        "conv_kernel_size": 3,
+        "conv_group_size": 8,
+        "selector_rank": RANK,
+        "selector_top_k": 7,
+        "input_embedding_scale": 1.5,
+        "output_multiplier": 0.7,
+        "final_logit_softcapping": 5.0,
+    },
+}
+DSPARK: dict[str, Any] = {
+    "architectures": ["DSparkDraftModel"],
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+BLOCK_DRAFTERS: dict[str, dict[str, Any]] = {"dflash": {}, "dflash2": DFLASH2, "dspark": DSPARK}
+"""How configurations differ from that of DFlash."""
+
+
+def method_of(config: dict[str, Any]) -> str:
+    """Return the method of ``--speculative-config`` of a drafter of blocks."""
+    return "dspark" if "DSpark" in config["architectures"][0] else "dflash"
+
 
 def save_drafter(directory: Path, *, seed: int = 5, **changes: Any) -> Path:
     """Write a random drafter for the tiny model."""
@@ -64,10 +94,11 @@ def save_as_speculators(directory: Path, drafter: Path, copies: dict[str, Tensor
     plain, tensors = json.loads((drafter / "config.json").read_text()), load_file(drafter / "model.safetensors")
     outer = {"draft_vocab_size": plain.pop("draft_vocab_size", VOCAB_SIZE), "dtype": "float32"}
     if block := plain.pop("dflash_config", None):
-        kind, outer["mask_token_id"] = "dflash", block["mask_token_id"]
+        kind, outer["mask_token_id"] = method_of(plain), block["mask_token_id"]
         outer["aux_hidden_state_layer_ids"] = [layer + 1 for layer in block["target_layer_ids"]]
         outer |= {"block_size": plain.pop("block_size"), "sliding_window_non_causal": False}
         outer["architectures"] = ["DFlashSpeculator"]
+        outer |= {name: plain.pop(name) for name in DSPARK if name in plain and name != "architectures"}
     else:
         kind, name = "eagle3", "eagle_aux_hidden_state_layer_ids"
         outer |= {name: plain.pop(name), "architectures": ["Eagle3DraftModel"]}
@@ -148,10 +179,31 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
         for name in ("q_norm", "k_norm"):
             shapes[f"layers.{index}.self_attn.{name}.weight"] = (head_dim,)
     shapes |= {"norm.weight": (size,), "hidden_norm.weight": (size,)}
+    if config["architectures"] == DFLASH2["architectures"]:
+        shapes |= _dflash2_shapes(config)
+    elif config["architectures"] == DSPARK["architectures"]:
+        num_drafted, rank = config.get("draft_vocab_size", VOCAB_SIZE), config["markov_rank"]
+        shapes |= {"markov_head.markov_w1.weight": (VOCAB_SIZE, rank)}
+        shapes |= {"markov_head.markov_w2.weight": (num_drafted, rank)}
+        shapes |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
     return {
         name: torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)
         for name, shape in sorted(shapes.items())
     }
+
+
+def _dflash2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    block, size = config["dflash_config"], config["hidden_size"]
+    taps, rank = block["conv_kernel_size"], block["selector_rank"]
+    shapes: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (rank, size)}
+    for name in ("predecessor", "successor"):
+        shapes[f"candidate_selector.{name}_codebook"] = (VOCAB_SIZE, rank)
+    for index in range(config["num_hidden_layers"]):
+        for part in ("attention", "mlp"):
+            shapes[f"layers.{index}.{part}_conv.base_kernel"] = (2, taps, size)
+            outputs = 2 * taps * size // block["conv_group_size"]
+            shapes[f"layers.{index}.{part}_conv.kernel_projection.weight"] = (outputs, size)
+    return shapes
 
 
 def load_oracle(directory: Path) -> Any:
@@ -226,18 +278,54 @@ class Reference(Layers):
     @torch.no_grad()
     def drafts(self, features: Tensor, tokens: list[int], num_drafts: int) -> list[int]:
         """Return drafts after tokens, given features of all but the last."""
-        mask, start = self.config["dflash_config"]["mask_token_id"], len(tokens) - 1
-        hidden = self.model.get_input_embeddings().weight[torch.tensor([tokens[-1], *[mask] * num_drafts])]
+        block, start = self.config["dflash_config"], len(tokens) - 1
+        first_row = 0 if method_of(self.config) == "dspark" else 1
+        ids = [tokens[-1], *[block["mask_token_id"]] * (num_drafts - 1 + first_row)]
+        hidden = self.model.get_input_embeddings().weight[torch.tensor(ids)] * block.get("input_embedding_scale", 1)
         for index in range(self.config["num_hidden_layers"]):
             prefix = f"layers.{index}."
             normed = self.norm(hidden, f"{prefix}input_layernorm")
+            convolved = self._convolved(normed, normed, f"{prefix}attention_conv", 0)
             seen = [self._seen(index, position, start + len(hidden)) for position in range(start, start + len(hidden))]
-            hidden = hidden + self.attention(prefix, normed, torch.cat([features[:start], normed]), seen)
-            hidden = hidden + self.mlp(self.norm(hidden, f"{prefix}post_attention_layernorm"), prefix)
+            mixed = self.attention(prefix, convolved, torch.cat([features[:start], convolved]), seen)
+            hidden = hidden + self._convolved(mixed, normed, f"{prefix}attention_conv", 1)
+            normed = self.norm(hidden, f"{prefix}post_attention_layernorm")
+            fed = self.mlp(self._convolved(normed, normed, f"{prefix}mlp_conv", 0), prefix)
+            hidden = hidden + self._convolved(fed, normed, f"{prefix}mlp_conv", 1)
+        drafts = [tokens[-1]]
+        for row in self.norm(hidden[first_row:], "norm"):
+            drafts.append(self._draft(row, drafts[-1]))
+        return drafts[1:]
+
+    def _convolved(self, rows: Tensor, normed: Tensor, name: str, side: int) -> Tensor:
+        """Return rows convolved along a block, one at a time."""
+        base = self.weights.get(f"{name}.base_kernel")
+        if base is None:
+            return rows
+        block, found = self.config["dflash_config"], []
+        changes = self.linear(normed, f"{name}.kernel_projection").unflatten(1, (2, block["conv_kernel_size"], -1))
+        for index, change in enumerate(changes):
+            filters = base[side] + change[side].repeat_interleave(block["conv_group_size"], -1)
+            taps = range(min(index + 1, len(filters)))
+            found.append(torch.stack([filters[tap] * rows[index - tap] for tap in taps]).sum(0))
+        return torch.stack(found)
+
+    def _draft(self, row: Tensor, before: int) -> int:
+        """Return the draft of a row, given the token before it."""
         head = self.weights.get("lm_head.weight", self.model.get_output_embeddings().weight)
-        ids = torch.arange(len(head)) + self.weights.get("d2t", 0)
-        drafts: list[int] = ids[(self.norm(hidden[1:], "norm") @ head.T).argmax(-1)].tolist()
-        return drafts
+        ids, logits = torch.arange(len(head)) + self.weights.get("d2t", 0), head @ row
+        if "markov_head.markov_w1.weight" in self.weights:
+            pair = self.weights["markov_head.markov_w1.weight"][before]
+            logits = logits + self.weights["markov_head.markov_w2.weight"] @ pair
+        if "candidate_selector.predecessor_codebook" in self.weights:
+            block, cap = self.config["dflash_config"], self.config["dflash_config"]["final_logit_softcapping"]
+            likeliest = logits.argsort(descending=True)[: block["selector_top_k"]]
+            pair = self.weights["candidate_selector.predecessor_codebook"][before]
+            pair = pair * self.linear(row[None], "candidate_selector.hidden_projection")[0]
+            scores = cap * torch.tanh(logits[likeliest] * block["output_multiplier"] / cap)
+            scores = scores + self.weights["candidate_selector.successor_codebook"][likeliest] @ pair
+            return int(ids[likeliest[scores.argmax()]])
+        return int(ids[logits.argmax()])
 
     def _seen(self, index: int, position: int, end: int) -> list[int]:
         config = self.config

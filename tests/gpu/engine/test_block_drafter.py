@@ -9,7 +9,14 @@ from strandline import LLM
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_block_drafter import MIXED, NUM_DRAFTS, SYNTHETIC, check_drafts, note_drafts
 from tests.cpu.engine.test_exactness import answers, tokens
-from tests.cpu.engine.tiny_drafter import EagleReference, Reference, load_oracle, save_drafter, save_eagle
+from tests.cpu.engine.tiny_drafter import (
+    BLOCK_DRAFTERS,
+    EagleReference,
+    Reference,
+    load_oracle,
+    save_drafter,
+    save_eagle,
+)
 
 PROMPTS = [tokens(count, seed=count) for count in (5, 63, 64, 65, 100, 300)]
 
@@ -19,11 +26,6 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_drafter(tmp_path_factory.mktemp("drafter"))
 
 
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_eagle(tmp_path_factory.mktemp("eagle"))
-
-
 def drafting(make_llm: MakeLLM, drafter: Path, config: dict[str, Any], **options: Any) -> LLM:
     default = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
     return make_llm(speculative_config={**default, **config}, memory="64MiB", max_model_len=512, **options)
@@ -31,20 +33,23 @@ def drafting(make_llm: MakeLLM, drafter: Path, config: dict[str, Any], **options
 
 @pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("config", [{}, SYNTHETIC], ids=["standard", "synthetic"])
-@pytest.mark.parametrize(("method", "reference_class"), [("dflash", Reference), ("eagle3", EagleReference)])
+@pytest.mark.parametrize("kind", [*BLOCK_DRAFTERS, "eagle3"])
 def test_drafts_are_those_of_the_reference(
     make_llm: MakeLLM,
     model_dir: Path,
-    method: str,
-    reference_class: type[Reference | EagleReference],
+    kind: str,
     config: dict[str, Any],
     is_eager: bool,
-    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
-    drafter: Path = request.getfixturevalue("drafter" if method == "dflash" else "eagle")
+    drafter, oracle = tmp_path, load_oracle(model_dir)
+    if kind == "eagle3":
+        reference: Reference | EagleReference = EagleReference(oracle, save_eagle(drafter))
+    else:
+        reference = Reference(oracle, save_drafter(drafter, **BLOCK_DRAFTERS[kind]))
+    method = "dflash" if kind == "dflash2" else kind
     llm = drafting(make_llm, drafter, {"method": method, **config}, enforce_eager=is_eager)
     params = [MIXED[index % len(MIXED)] for index in range(len(PROMPTS))]
-    reference = reference_class(load_oracle(model_dir), drafter)
     for _ in range(2):
         # The second time, prompts are hit whole.
         drafted = note_drafts(llm)

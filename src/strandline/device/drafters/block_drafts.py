@@ -1,4 +1,4 @@
-"""Drafts by a drafter of blocks: one pass over a sequence's newest token and a mask in the position of each draft.
+"""Drafts by a drafter of blocks: one pass over a sequence's newest token and masks after it.
 
 The model stores what the drafter keeps of the tokens that it computes (``models/block_drafter.py``). So a step that
 drafts nothing leaves nothing to do, and a sequence that resumes anywhere drafts at once. The keys and values of a block
@@ -25,7 +25,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import LastStep
 from strandline.kernels.step import locate_rows
-from strandline.models.layers.protocol import DraftingModel, ModelMemory
+from strandline.models.layers.protocol import DraftBlock, DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
 
@@ -40,10 +40,10 @@ class BlockDrafts:
     reads_stored = keeps_decoded = False
 
     def __init__(self, model: DraftingModel, memory: ModelMemory, last: LastStep, kernels: Kernels) -> None:
-        if model.drafter is None or model.drafter.mask_token_id is None:
+        if model.drafter is None or model.drafter.block is None:
             raise EngineError("the model's drafter drafts no blocks")
         self._model, self._memory, self._last, self._kernels = model, memory, last, kernels
-        self._mask_token_id = model.drafter.mask_token_id
+        self._block = model.drafter.block
 
     def keep_resumed(self, rows: StepRows) -> None:
         """Do nothing: what is kept of a token does not depend on the next one."""
@@ -58,37 +58,46 @@ class BlockDrafts:
     def draft(self, rows: StepRows, sampled: Mapping[int, Sequence[int]]) -> Drafts:
         """Draft a block for each sequence that goes on."""
         blocks = {
-            index: _block_plan(sequence, sampled.get(index, ()), self._mask_token_id)
+            index: _block_plan(sequence, sampled.get(index, ()), self._block)
             for index, sequence in enumerate(rows.sequences)
             if sequence.next_drafts and NO_TOKEN not in sampled.get(index, (NO_TOKEN,))
         }
         if not blocks:
             return {}
-        device = rows.hidden_XE.device
+        device, most = rows.hidden_XE.device, max(plan.next_drafts for plan in blocks.values())
         host = build_host_batch([*blocks.values()], 0)
         batch = to_device(host, device, self._kernels).step
-        is_mask = [row > 0 for plan in blocks.values() for row in range(plan.end - plan.start)]
-        (rows_N,) = upload_together([[row for row, is_draft in enumerate(is_mask) if is_draft]], device)
-        tokens = iter(self._likeliest(batch, rows_N).tolist())
-        drafts = {index: [next(tokens) for _ in range(plan.end - plan.start - 1)] for index, plan in blocks.items()}
-        return {index: _known(found) for index, found in drafts.items()}
-
-    def _likeliest(self, batch: StepBatch, rows_N: Tensor) -> Tensor:
-        hidden_NE = self._model.draft_block(batch, self._memory, rows_N)
-        return likeliest(self._model.draft_logits(hidden_NE), self._kernels)
+        (newest_N,) = upload_together([[plan.token_ids[0] for plan in blocks.values()]], device)
+        tokens = self._drafts(batch, newest_N, most).tolist()
+        return {
+            index: _known(row[: plan.next_drafts]) for (index, plan), row in zip(blocks.items(), tokens, strict=True)
+        }
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""
-        newest_N = self._last.tokens_P[: len(verified.sampled.end)]
-        batch = padded_blocks(verified, newest_N, num_drafts, self._mask_token_id, self._kernels)
-        starts_N = batch.attention.query_starts_N1[: len(newest_N), None]
-        draft_D = torch.arange(1, num_drafts + 1, device=starts_N.device)
-        rows_ND = (starts_N + draft_D).clamp_max(len(batch.token_ids_T) - 1)
-        return self._likeliest(batch, rows_ND.flatten()).view(rows_ND.shape)
+        newest_N = self._last.tokens_P[: len(verified.sampled.end)].clamp_min(0)
+        batch = padded_blocks(verified, newest_N, num_drafts, self._block, self._kernels)
+        return self._drafts(batch, newest_N, num_drafts)
+
+    def _drafts(self, batch: StepBatch, newest_N: Tensor, num_drafts: int) -> Tensor:
+        """Run blocks; return their drafts, ``[N, num_drafts]``; undefined where a block is shorter."""
+        first_row_N = batch.attention.query_starts_N1[: len(newest_N), None] + self._block.first_row
+        rows_ND = first_row_N + torch.arange(num_drafts, device=newest_N.device)
+        rows_ND = rows_ND.clamp_max(len(batch.token_ids_T) - 1)
+        hidden_NE = self._model.draft_block(batch, self._memory, rows_ND.flatten())
+        logits_NZ, chain = self._model.draft_logits(hidden_NE), self._block.chain
+        if chain is None:
+            return likeliest(logits_NZ, self._kernels).view(rows_ND.shape)
+        logits, hidden = logits_NZ.unflatten(0, rows_ND.shape), hidden_NE.unflatten(0, rows_ND.shape)
+        drafts = [newest_N]
+        for index in range(num_drafts):
+            logits_NZ = chain.logits_after(drafts[-1].clamp_min(0), logits[:, index], hidden[:, index])
+            drafts.append(likeliest(logits_NZ, self._kernels))
+        return torch.stack(drafts[1:], dim=1)
 
 
 def padded_blocks(
-    verified: Verified, newest_N: Tensor, num_drafts: int, mask_token_id: int, kernels: Kernels
+    verified: Verified, newest_N: Tensor, num_drafts: int, block: DraftBlock, kernels: Kernels
 ) -> StepBatch:
     """Return the blocks of all sequences of a padded step, padded: unused rows are the last filler's.
 
@@ -97,8 +106,9 @@ def padded_blocks(
         num_drafts: most of a sequence.
     """
     sampled, table_NM, count = verified.sampled, verified.block_table_NM, len(newest_N)
-    num_rows = count * (1 + num_drafts)
-    lengths_N = (sampled.next_drafts + 1) * (sampled.next_drafts > 0)
+    most_rows = num_drafts + block.first_row
+    num_rows = count * most_rows
+    lengths_N = (sampled.next_drafts + block.first_row) * (sampled.next_drafts > 0)
     ends_N = lengths_N.cumsum(0)
     start_N1 = pad(sampled.end - sampled.num_drafts + verified.accepted.num_accepted_N, (0, 1))
     end_N1 = start_N1 + torch.cat((lengths_N, num_rows - ends_N[-1:]))
@@ -119,22 +129,22 @@ def padded_blocks(
         block_table_NM=table_NM,
         write_blocks_T=addresses.write_blocks_T,
         write_offsets_T=addresses.write_offsets_T,
-        most_rows=1 + num_drafts,
+        most_rows=most_rows,
         is_padded=False,
         gathers={},
         parts=(),
     )
-    tokens_T = torch.where(is_newest_T, pad(newest_N.clamp_min(0), (0, 1))[sequence_T], mask_token_id)
+    tokens_T = torch.where(is_newest_T, pad(newest_N, (0, 1))[sequence_T], block.mask_token_id)
     return StepBatch(tokens_T, addresses.positions_T, 0, 0, attention, verified.batch.recurrent)
 
 
-def _block_plan(sequence: SequencePlan, sampled: Sequence[int], mask_token_id: int) -> SequencePlan:
+def _block_plan(sequence: SequencePlan, sampled: Sequence[int], block: DraftBlock) -> SequencePlan:
     """Return the block after a step: from the newest token, which is the last that was sampled."""
     start = sequence.end - sequence.num_drafts + len(sampled) - 1
     return sequence._replace(
         start=start,
-        end=start + 1 + sequence.next_drafts,
-        token_ids=(sampled[-1], *(mask_token_id,) * sequence.next_drafts),
+        end=start + sequence.next_drafts + block.first_row,
+        token_ids=(sampled[-1], *(block.mask_token_id,) * (sequence.next_drafts - 1 + block.first_row)),
         cuts=(),
         pending=PendingToken.NONE,
         is_prefill=False,

@@ -19,5 +19,5 @@ def new_step_drafter(model: LanguageModel, memory: ModelMemory, last: LastStep, 
     """
     if model.drafter is None:
         return None
-    kind = DraftLayer if model.drafter.mask_token_id is None else BlockDrafts
+    kind = DraftLayer if model.drafter.block is None else BlockDrafts
     return kind(cast(DraftingModel, model), memory, last, kernels)

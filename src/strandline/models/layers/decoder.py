@@ -339,20 +339,26 @@ class Decoder(nn.Module):
 
         They are minus infinity where a column stands for no token.
         """
-        logits_NZ = self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
-        logits_NZ, cap = multiplied(logits_NZ, self.logits_multiplier), self.logits_soft_cap
+        logits_NZ, cap = multiplied(self._head_products(hidden_NE), self.logits_multiplier), self.logits_soft_cap
         if cap is not None:
             logits_NZ.div_(cap).tanh_().mul_(cap)
+        return self._without_spare(logits_NZ)
+
+    def _head_products(self, hidden_NE: Tensor) -> Tensor:
+        return self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
+
+    def _without_spare(self, logits_NZ: Tensor) -> Tensor:
+        """Make logits minus infinity where a column stands for no token."""
         if logits_NZ.shape[1] > len(self.held_tokens):
             logits_NZ[:, len(self.held_tokens) :] = -torch.inf
         return logits_NZ
 
     @torch.no_grad()
     def draft_logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits of the tokens that are drafted, up to a monotonic function."""
+        """Return logits of the tokens that are drafted, neither scaled nor capped, whose order is the same."""
         if self._draft_head is not None:
             return self._draft_head(hidden_NE)
-        return self.logits(hidden_NE)[:, : self.num_draftable]
+        return self._without_spare(self._head_products(hidden_NE))[:, : self.num_draftable]
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors, except the layers'.

@@ -44,7 +44,7 @@ class DraftLayer(nn.Module):
     """
 
     target_layers = ()
-    mask_token_id = None
+    block = None
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """The interfaces of a model for the engine and the loader.
 
-Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size.
+Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden size, Z tokens of this rank's logits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,30 @@ class AdapterMemory(Protocol):
         """Put an adapter into a slot. Steps that have been launched compute with the one before."""
 
 
+class DraftChain(Protocol):
+    """Makes a draft of a block depend on the token before it; a module."""
+
+    def logits_after(self, token_N: Tensor, logits_NZ: Tensor, hidden_NE: Tensor) -> Tensor:
+        """Return the logits of drafts.
+
+        Args:
+            token_N: before each draft.
+            logits_NZ: as of ``draft_logits``; not overwritten.
+            hidden_NE: which these are of.
+        """
+
+
+class DraftBlock(NamedTuple):
+    """The blocks of a drafter: of each sequence the newest token, and masks after it."""
+
+    mask_token_id: int
+    first_row: int
+    """The row that predicts the first draft. 1: each mask's predicts the token in its position; 0: each row predicts
+    the next token, so that there is a mask less."""
+    chain: DraftChain | None
+    """None: drafts do not depend on each other."""
+
+
 class Drafter(Protocol):
     """Layers that draft tokens from hidden states of the model; a module.
 
@@ -86,8 +110,8 @@ class Drafter(Protocol):
 
     target_layers: tuple[int, ...]
     """Layers of the model whose outputs it reads in every step; empty: it reads the final hidden states."""
-    mask_token_id: int | None
-    """The token in the position of each draft of a block; None: it drafts one token after the other."""
+    block: "DraftBlock | None"
+    """The blocks that it drafts; None: it drafts one token after the other."""
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -165,7 +189,7 @@ class DraftingModel(LanguageModel, Protocol):
         """Store the keys and values that ``draft`` would, without drafting."""
 
     def draft_block(self, batch: StepBatch, memory: ModelMemory, rows_N: Tensor) -> Tensor:
-        """Return hidden states whose logits predict the token in the position of each row, by a drafter of blocks.
+        """Return normalised hidden states of some rows of blocks, by a drafter of blocks.
 
         Args:
             batch: of each sequence the last known token, and masks after it, whose keys and values are overwritten.
