@@ -29,7 +29,7 @@ from strandline.records.actions import (
     StoredPath,
     StoreOut,
 )
-from strandline.records.tokens import decode
+from strandline.records.tokens import BLOCK_KEY_BYTES, decode
 
 POISON = -1
 
@@ -266,9 +266,10 @@ class Device:
                 if copy.tail_address:
                     known = tokens_of(snapshot.key)
                     assert self.stored[copy.tail_address][: len(known)] == known, "a demoted tail is another"
-                for node in [] if snapshot.block is None else snapshot.block.ancestry():
-                    if address := tier.address(node):
-                        assert self.stored[address] == tokens_of(node.key), "a demoted block is another"
+                for run in snapshot.ancestry():
+                    for index, address in enumerate(tier.column.part(run).addresses):
+                        known = tokens_of(bytes(run.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]))
+                        assert not address or self.stored[address] == known, "a demoted block is another"
 
 
 @lru_cache(2**14)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
-from strandline.cache.tiers import loads, tier_tree
+from strandline.cache.tiers import loads
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.history import History, TakeOrder
 
@@ -29,9 +29,8 @@ RELEASE_KINDS = [SnapshotKind.GENERATION_END, SnapshotKind.PREEMPTION]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _short_strides_and_pieces() -> Iterator[None]:
+def _short_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tier_tree, "STRIDE_BLOCKS", 2)
         patch.setattr(loads, "MIN_PIECE_BLOCKS", 1)
         yield
 

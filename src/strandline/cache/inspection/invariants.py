@@ -19,7 +19,7 @@ from strandline.cache.resume import first_block_seen
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import NOTHING_ON_ITS_WAY, OnTheirWay
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, NO_ROW
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierRun
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, held_child, path_blocks, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
@@ -266,29 +266,41 @@ def _check_kept_window(rule: BehindWindows, lease: Lease) -> None:
 
 def _check_tree(tiers: tuple[LowerTier, ...]) -> None:
     """Check that the tree of the tiers has what they have, and nothing else."""
-    rows = Counter[int]()
     for tree, root in tiers[0].tree.roots.items() if tiers else ():
         waiting = [root]
         while waiting:
-            node = waiting.pop()
-            rows[node.row] += 1
-            holders = [*node.children.values(), *node.snapshots]
-            _require(bool(holders) or node.parent is None, "a block that no tier has is in the tree")
-            for tier in tiers:
-                column = tier.column
-                num_holders = sum(child in column for child in node.children.values()) + len([*column.copies_at(node)])
-                _require(column.num_holders[node.row] == num_holders, "the holders of a block are miscounted")
-            for key, snapshot in node.snapshots.items():
-                is_right = snapshot.is_used and snapshot.block is node and (snapshot.tree, snapshot.key) == (tree, key)
+            run = waiting.pop()
+            _check_tier_run(run, tiers)
+            for (num_blocks, key), snapshot in run.snapshots.items():
+                is_right = snapshot.is_used and snapshot.run is run and snapshot.tree == tree
+                is_right &= (snapshot.num_blocks, snapshot.key) == (num_blocks, key)
+                is_right &= run.start_block < num_blocks <= run.end_block or run.parent is None
                 _require(is_right, f"the demoted snapshot at {snapshot.position} belongs elsewhere")
-            waiting += node.children.values()
-    _require(max(rows.values(), default=1) == 1 and NO_ROW not in rows, "two blocks share a row")
+            waiting += run.children.values()
+
+
+def _check_tier_run(run: TierRun, tiers: tuple[LowerTier, ...]) -> None:
+    where, num_known = f"the demoted run [{run.start_block}, {run.end_block})", run.end_block - run.start_block
+    for first_key, child in run.children.items():
+        is_linked = child.parent is run and child.start_block == run.end_block and child.first_key == first_key
+        _require(is_linked, f"{where}: a child is linked wrongly")
+    last = max((num_blocks for num_blocks, _ in run.snapshots), default=run.start_block)
+    is_used = bool(run.children) or run.parent is None or (num_known > 0 and last == run.end_block)
+    _require(is_used, f"{where}: no tier has its last block")
+    _require(len(run.hashes) in (0, num_known), f"{where}: {len(run.hashes)} hashes")
+    for tier in tiers:
+        part = tier.column.part(run)
+        _require(len(part.addresses) == len(part.num_needers) == num_known, f"{where}: its columns differ in length")
+        ends = [copy.snapshot.num_blocks - run.start_block for copy in tier.column.copies(run)]
+        has_all = any(tier.column.part(child).num_blocks for child in run.children.values())
+        num_blocks = num_known if has_all else max(ends, default=0)
+        _require(part.num_blocks == num_blocks, f"{where}: {part.num_blocks} blocks counted, a tier has {num_blocks}")
 
 
 def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) -> None:
     """Check the entries of a tier."""
     num_used = sum(lower.to_free.values()) + on_their_way.num_blocks
-    tree, column = lower.tree, lower.column
+    tree, column, returning = lower.tree, lower.column, lower.returning_blocks()
     for name, root in tree.roots.items():
         for copy in column.below(root):
             where = f"the demoted snapshot at {copy.position}"
@@ -306,21 +318,23 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
         device = None if lower.is_persistent else cache.index.roots.get(tree.salts.get(name, ""))
         waiting = [(child, b"") for child in root.children.values()]
         while waiting:
-            node, before = waiting.pop()
-            path = before + node.key
-            where = f"the demoted block of {len(path) // TOKEN_BYTES} tokens"
-            index = len(path) // BLOCK_KEY_BYTES - 1
-            needers = [x for x in column.below(node) if lower.first_needed(x.position) <= index]
-            is_counted = column.num_needers[node.row] == len(needers) * lower.has_windows
-            _require(is_counted, f"{where} is needed by {len(needers)} snapshots, another number is counted")
-            is_there = lower.address(node) != NO_ADDRESS or (device is not None and _has_block(device, path))
-            is_there |= node in lower.returning or node in on_their_way.blocks
-            is_right = is_there if needers else lower.address(node) == NO_ADDRESS
-            _require(
-                is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"
-            )
-            num_used += lower.address(node) != NO_ADDRESS
-            waiting += [(child, path) for child in node.children.values()]
+            run, before = waiting.pop()
+            path = before + run.tokens
+            waiting += [(child, path) for child in run.children.values()]
+            for own, address in enumerate(column.part(run).addresses):
+                index = run.start_block + own
+                where = f"the demoted block {index}"
+                needers = [x for x in column.below(run, index + 1) if lower.first_needed(x.position) <= index]
+                is_counted = column.part(run).num_needers[own] == len(needers) * lower.has_windows
+                _require(is_counted, f"{where} is needed by {len(needers)} snapshots, another number is counted")
+                is_there = (run, own) in returning or (run, own) in on_their_way.blocks or address != NO_ADDRESS
+                if needers and not is_there and device is not None:
+                    is_there = _has_block(device, path[: (index + 1) * BLOCK_KEY_BYTES])
+                is_right = is_there if needers else address == NO_ADDRESS
+                _require(
+                    is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"
+                )
+                num_used += address != NO_ADDRESS
     _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
     _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")
     num_snapshots = sum(1 for _ in lower.snapshots())

@@ -5,12 +5,13 @@ snapshots need only the blocks of their windows, and have the tokens of the othe
 files have not been used.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierBlock, TierSnapshot, nodes_from, position_above
+from strandline.cache.tiers.neighbours import position_above
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierSnapshot
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
@@ -18,8 +19,29 @@ from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
-Nodes = dict[tuple[str, bytes], tuple[TierBlock, int]]
-"""By tree and hash of a path: its last block, and how many there are."""
+
+class _Block(NamedTuple):
+    """A block that a store holds, or the tokens of one."""
+
+    before: bytes
+    """The hash of the path before it."""
+    tokens: bytes
+    """Encoded."""
+    address: int
+
+
+class _Path(NamedTuple):
+    """A whole path of blocks."""
+
+    data: bytes
+    """Its tokens, encoded."""
+    addresses: list[int]
+
+
+Known = dict[tuple[str, bytes], _Block]
+"""By tree, and the hash of the path that ends with the block."""
+Entry = tuple[Copy, str, _Path]
+"""A snapshot, the name of its tree and the whole blocks before it."""
 
 
 def last_address(kept: Kept) -> int:
@@ -31,23 +53,20 @@ def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     """Enter what a store holds into its empty tier; evict what is worth least if that is too much."""
     sizes = _sizes(kept, tier.slot_blocks)
     tier.num_used = sum(sizes.values())
-    nodes = _link(tier, kept)
-    entries = _snapshots(tier, kept, nodes, reuse) if tier.slot_blocks else _ends(kept, nodes, reuse)
-    for demoted, tree, block in sorted(entries, key=lambda entry: entry[0].position):
-        if tier.copy_of(block, demoted.snapshot.key) is None:
-            data = _path_of(block) + demoted.snapshot.key
+    known = _known_blocks(kept)
+    entries = _snapshots(tier, kept, known, reuse) if tier.slot_blocks else _ends(kept, known, reuse)
+    for demoted, tree, path in sorted(entries, key=lambda entry: entry[0].position):
+        data = path.data + demoted.snapshot.key
+        if tier.copy_of(tree, data, demoted.position) is None:
             demoted.saved_tokens -= position_above(tier.column, tier.tree.root(tree), data, demoted.position)
             tier.enter(demoted, tree, data)
-    for demoted in tier.snapshots():
-        sizes.pop(demoted.address, None)
-        sizes.pop(demoted.tail_address, None)
-    for node, _ in nodes.values():
-        if tier.is_needed(node):
-            sizes.pop(tier.address(node), None)
-        else:
-            tier.column.addresses[node.row] = NO_ADDRESS
-    for node, _ in nodes.values():
-        tier.tree.prune(node)
+            for address in (demoted.address, demoted.tail_address):
+                sizes.pop(address, None)
+            for run, start, end in tier.needed_blocks(demoted.snapshot):
+                addresses = tier.column.part(run).addresses
+                for index in range(start, end):
+                    addresses[index] = path.addresses[run.start_block + index]
+                    sizes.pop(addresses[index], None)
     tier.free(sizes)
     tier.make_room(0, ANY_WORTH)
 
@@ -61,33 +80,30 @@ def _sizes(kept: Kept, slot_blocks: int) -> dict[int, int]:
     return sizes
 
 
-def _link(tier: LowerTier, kept: Kept) -> Nodes:
-    """Build the trees of blocks, as far as paths are whole."""
-    waiting = defaultdict[tuple[str, bytes], list[KeptBlocks]](list)
+def _known_blocks(kept: Kept) -> Known:
+    """Return all blocks, and those that only snapshots have the tokens of."""
+    known: Known = {}
     for blocks in (*kept.blocks, *map(_path_without_addresses, kept.snapshots)):
-        waiting[blocks.tree, blocks.before].append(blocks)
-    nodes: Nodes = {}
-    for tree in dict.fromkeys([*(x.tree for x in kept.blocks), *(x.tree for x in kept.snapshots)]):
-        root = tier.tree.root(tree)
-        reached = [(root_hash(tree), root, 0)]
-        while reached:
-            before, node, num_blocks = reached.pop()
-            nodes[tree, before] = node, num_blocks
-            for blocks in waiting.pop((tree, before), ()):
-                reached += _append(tier, node, num_blocks, blocks)
-    return nodes
+        before = blocks.before
+        for index, (path_hash, address) in enumerate(
+            zip(block_hashes(before, blocks.tokens), blocks.addresses, strict=True)
+        ):
+            tokens = blocks.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]
+            known.setdefault((blocks.tree, path_hash), _Block(before, tokens, address))
+            before = path_hash
+    return known
 
 
-def _append(
-    tier: LowerTier, node: TierBlock, num_blocks: int, blocks: KeptBlocks
-) -> Iterator[tuple[bytes, TierBlock, int]]:
-    """Append blocks to a path; yield the hash, the node and the number of blocks of each path that there is now."""
-    hashes = block_hashes(blocks.before, blocks.tokens)
-    for index, (path_hash, address) in enumerate(zip(hashes, blocks.addresses, strict=True)):
-        key = blocks.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]
-        node = node.children.get(key) or tier.tree.add_child(node, key)
-        tier.column.addresses[node.row] = tier.address(node) or address
-        yield path_hash, node, num_blocks + index + 1
+def _path(known: Known, tree: str, path_hash: bytes) -> _Path | None:
+    """Return the path with a hash, or None if not all of its blocks are known."""
+    root, blocks = root_hash(tree), list[_Block]()
+    while path_hash != root:
+        block = known.get((tree, path_hash))
+        if block is None:
+            return None
+        blocks.append(block)
+        path_hash = block.before
+    return _Path(b"".join([block.tokens for block in blocks[::-1]]), [block.address for block in blocks[::-1]])
 
 
 def _path_without_addresses(snapshot: KeptSnapshot) -> KeptBlocks:
@@ -97,40 +113,31 @@ def _path_without_addresses(snapshot: KeptSnapshot) -> KeptBlocks:
     return KeptBlocks(snapshot.tree, snapshot.before, tokens, (NO_ADDRESS,) * num_blocks, 0, 0.0, False)
 
 
-Entry = tuple[Copy, str, TierBlock]
-
-
-def _snapshots(tier: LowerTier, kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
-    """Yield the snapshots that have all blocks that they need, with the tree and the last block of each."""
+def _snapshots(tier: LowerTier, kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
+    """Yield the snapshots that have all blocks that they need."""
     for snapshot in kept.snapshots:
         before, inside = snapshot.before, len(snapshot.key) % BLOCK_KEY_BYTES
-        found = nodes.get((snapshot.tree, [before, *block_hashes(before, snapshot.key)][-1]))
-        if found is None or bool(snapshot.tail) != bool(inside):
+        path = _path(known, snapshot.tree, [before, *block_hashes(before, snapshot.key)][-1])
+        if path is None or bool(snapshot.tail) != bool(inside):
             continue
-        block, num_blocks = found
-        position = num_blocks * BLOCK_TOKENS + inside // TOKEN_BYTES
-        num_needed = num_blocks - tier.first_needed(position)
-        if tier.has_windows and num_needed and not all(map(tier.address, nodes_from(block, num_needed))):
+        position = len(path.addresses) * BLOCK_TOKENS + inside // TOKEN_BYTES
+        if NO_ADDRESS in path.addresses[tier.first_needed(position) :]:
             continue
         key, use = snapshot.key[len(snapshot.key) - inside :], _use(snapshot, reuse)
         demoted = Copy(TierSnapshot(position, key), snapshot.kind, use, position, is_shared=snapshot.is_shared)
         demoted.address, demoted.tail_address = snapshot.slot, snapshot.tail
-        yield demoted, snapshot.tree, block
+        yield demoted, snapshot.tree, path
 
 
-def _ends(kept: Kept, nodes: Nodes, reuse: UseHistory) -> Iterator[Entry]:
+def _ends(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
     """Yield an end for each group of blocks that were stored together, for models that keep no states."""
     for blocks in kept.blocks:
-        found = nodes.get((blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1]))
-        if found is not None:
-            position, use = found[1] * BLOCK_TOKENS, _use(blocks, reuse)
+        path = _path(known, blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1])
+        if path is not None:
+            position, use = len(path.addresses) * BLOCK_TOKENS, _use(blocks, reuse)
             end, kind = TierSnapshot(position, b""), SnapshotKind.GENERATION_END
-            yield Copy(end, kind, use, position, is_shared=blocks.is_shared), blocks.tree, found[0]
+            yield Copy(end, kind, use, position, is_shared=blocks.is_shared), blocks.tree, path
 
 
 def _use(entry: KeptBlocks | KeptSnapshot, reuse: UseHistory) -> Use:
     return Use(reuse.now - int(entry.idle_s * TICKS_PER_S), entry.interarrival_bin)
-
-
-def _path_of(block: TierBlock) -> bytes:
-    return b"".join(node.key for node in list(block.ancestry())[::-1])

@@ -29,20 +29,18 @@ from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tiers.lower_memory import LowerMemory
+from strandline.cache.tiers.neighbours import end_above, next_below, position_above
 from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_tree import (
     NO_ADDRESS,
+    Blocks,
     Column,
     Copy,
-    TierBlock,
+    PathBlocks,
+    TierRun,
     TierSnapshot,
     copy_of_device,
     descend,
-    find_block,
-    nearest_above,
-    next_below,
-    nodes_from,
-    position_above,
 )
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
@@ -58,8 +56,8 @@ ANY_WORTH = float("inf")
 class TierEnd(NamedTuple):
     """Where a prompt could resume."""
 
-    block: TierBlock
-    """The last whole block before it."""
+    run: TierRun
+    """The run with the last whole block before it."""
     copy: Copy | None
     """None for models that keep no states."""
     position: int
@@ -112,8 +110,8 @@ class LowerTier:
         self._next_transfer = next_transfer
         self._queue = EvictionQueue[Copy](worth, _can_evict)
         self._next_address = next_address
-        self.returning = Counter[TierBlock]()
-        """Number of loads, by block that they bring to the device: it has left the tier and not arrived yet."""
+        self.returning: list[PathBlocks] = []
+        """Blocks on their way to the device, by load: they have left the tier and not arrived yet."""
         self._readers = Counter[int]()
         """Number of transfers that read each address."""
         self.to_free: dict[int, int] = {}
@@ -125,21 +123,23 @@ class LowerTier:
         """Return the first block that resuming at a position reads."""
         return first_block_seen(position, self._window_tokens)
 
-    def needed_blocks(self, demoted: TierSnapshot) -> list[TierBlock]:
+    def needed_blocks(self, demoted: TierSnapshot) -> list[Blocks]:
         """Return the whole blocks that a snapshot needs, in order."""
-        return demoted.last_blocks(demoted.position // BLOCK_TOKENS - self.first_needed(demoted.position))
+        return demoted.last_blocks(demoted.num_blocks - self.first_needed(demoted.position))
 
-    def is_needed(self, node: TierBlock) -> bool:
-        """Whether a snapshot of the tier needs a block."""
-        return self.column.num_needers[node.row] > 0 if self.has_windows else node in self.column
+    def is_needed(self, run: TierRun, index: int) -> bool:
+        """Whether a snapshot of the tier needs a block of a run, given by its index in the run."""
+        part = self.column.part(run)
+        return index < part.num_blocks and (not self.has_windows or part.num_needers[index] > 0)
 
-    def address(self, node: TierBlock) -> int:
-        """Return the address of a block; ``NO_ADDRESS``: it is not stored."""
-        return self.column.addresses[node.row]
-
-    def is_lacking(self, node: TierBlock) -> bool:
+    def is_lacking(self, run: TierRun, index: int) -> bool:
         """Whether a snapshot of the tier needs a block that is not stored."""
-        return self.address(node) == NO_ADDRESS and self.is_needed(node)
+        return self.is_needed(run, index) and self.column.part(run).addresses[index] == NO_ADDRESS
+
+    def is_stored(self, demoted: TierSnapshot) -> bool:
+        """Whether all blocks that a snapshot needs are stored."""
+        needed = self.needed_blocks(demoted)
+        return all(NO_ADDRESS not in self.column.part(run).addresses[start:end] for run, start, end in needed)
 
     # Demoting
 
@@ -157,7 +157,7 @@ class LowerTier:
         above = position_above(self.column, root, data, snapshot.position, down_to=above)
         whole = snapshot.position // BLOCK_TOKENS
         key = data[whole * BLOCK_KEY_BYTES :]
-        known = self.copy_of(find_block(root, data, whole), key)
+        known = self.copy_of(tree, data, snapshot.position)
         if known is not None:
             known.use, known.is_shared = snapshot.use, snapshot.is_shared
             self._queue.push(known)
@@ -190,8 +190,8 @@ class LowerTier:
         """
         tree = self.tree.open(salt)
         if not self.slot_blocks and blocks:
-            last = find_block(self.tree.roots.get(tree), data, first + len(blocks))
-            if last is None or last not in self.column:
+            last = self.tree.find(tree, data, first + len(blocks))
+            if last is None or self.column.last_on_path(*last) != last:
                 end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
                 self.enter(Copy(end, SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared), tree, data)
         missing = self._missing(tree, data, first, blocks)
@@ -203,34 +203,35 @@ class LowerTier:
             # Some may not be needed any more.
             missing = self._missing(tree, data, first, blocks)
         num_free = self.num_blocks - self.num_used
-        for index, node in missing[num_free:]:
-            self.cut_off(node, first + index + 1)
+        for index, run, _ in missing[num_free:]:
+            self.cut_off(run, first + index + 1)
         pairs = []
-        for index, node in missing[:num_free]:
-            if self.is_needed(node):
-                address = self.column.addresses[node.row] = self.take(1)
+        for index, run, own in missing[:num_free]:
+            if self.is_needed(run, own):
+                address = self.column.part(run).addresses[own] = self.take(1)
                 pairs.append((BlockId(blocks[index]), address))
         self.num_blocks_demoted += len(pairs)
         if pairs:
             self._issue(StoreOut(self._next_transfer(), self.store, tuple(pairs), ()))
 
-    def copy_of(self, block: TierBlock | None, key: bytes) -> Copy | None:
-        """Return the tier's copy of a snapshot after a block, if it has one."""
-        snapshot = None if block is None else block.snapshots.get(key)
+    def copy_of(self, tree: str, data: bytes | bytearray, position: int) -> Copy | None:
+        """Return the tier's copy of the snapshot at a position of a path of encoded tokens, if it has one."""
+        num_blocks = position // BLOCK_TOKENS
+        end = self.tree.find(tree, data, num_blocks)
+        key = num_blocks, bytes(data[num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES])
+        snapshot = None if end is None else end[0].snapshots.get(key)
         return None if snapshot is None else snapshot.copies[self.column.index]
 
-    def _missing(self, tree: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, TierBlock]]:
-        """Return the nodes of these blocks that are needed and not in the tier, each with its index in ``blocks``."""
-        node = find_block(self.tree.roots.get(tree), data, first)
-        missing = []
-        for index, block in enumerate(blocks):
-            start = (first + index) * BLOCK_KEY_BYTES
-            node = None if node is None else node.children.get(data[start : start + BLOCK_KEY_BYTES])
-            if node is None:
-                break
-            if block != NULL_BLOCK and self.is_lacking(node):
-                missing.append((index, node))
-        return missing
+    def _missing(self, tree: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, TierRun, int]]:
+        """Return those of these blocks that are needed and not in the tier.
+
+        Returns:
+            The index in ``blocks``, the run and the index in the run of each.
+        """
+        indices = [index for index, block in enumerate(blocks) if block != NULL_BLOCK]
+        found = self.tree.locate(PathBlocks(tree, data, [first + index for index in indices]))
+        located = [(index, *found[first + index]) for index in indices if first + index in found]
+        return [(index, run, own) for index, run, own in located if self.is_lacking(run, own)]
 
     def enter(self, demoted: Copy, tree: str, data: bytes) -> None:
         """Put a copy of a snapshot into the tier.
@@ -239,21 +240,37 @@ class LowerTier:
             tree: the name of the tree.
             data: the tokens before the snapshot, encoded.
         """
-        block = self.tree.add_block(tree, data, demoted.position // BLOCK_TOKENS)
-        snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot, tree, block)
+        snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot, tree, data)
         self.column.enter(demoted)
-        for node in self.needed_blocks(snapshot) if self.has_windows else ():
-            self.column.num_needers[node.row] += 1
-        for below in next_below(self.column, block, snapshot):
+        if self.has_windows:
+            self._count_needers(snapshot, 1)
+        for below in next_below(self.column, snapshot):
             below.saved_tokens = min(below.saved_tokens, below.position - demoted.position)
         self.num_snapshots += 1
         self._queue.push(demoted)
 
+    def _count_needers(self, snapshot: TierSnapshot, change: int) -> list[Blocks]:
+        """Count a snapshot more or less that needs its blocks; return those that none needs, one by one."""
+        unneeded = list[Blocks]()
+        for run, start, end in self.needed_blocks(snapshot):
+            num_needers = self.column.part(run).num_needers
+            for index in range(start, end):
+                num_needers[index] += change
+                if not num_needers[index]:
+                    unneeded.append(Blocks(run, index, index + 1))
+        return unneeded
+
     def is_whole(self, demoted: TierSnapshot) -> bool:
         """Whether all blocks that a snapshot needs are in the tier or, unless it is persistent, on the device."""
         if self.is_persistent:
-            return all(map(self.address, self.needed_blocks(demoted)))
-        return not self.returning or self.returning.keys().isdisjoint(self.needed_blocks(demoted))
+            return self.is_stored(demoted)
+        needed = self.needed_blocks(demoted) if self.returning else ()
+        returning = self.returning_blocks()
+        return not any((run, index) in returning for run, start, end in needed for index in range(start, end))
+
+    def returning_blocks(self) -> set[tuple[TierRun, int]]:
+        """Return the blocks on their way to the device: the run and the index in the run of each."""
+        return {block for path in self.returning for block in self.tree.locate(path).values()}
 
     # Evicting
 
@@ -292,13 +309,13 @@ class LowerTier:
         self.num_snapshots_evicted += 1
         self.remove(demoted)
 
-    def cut_off(self, node: TierBlock, num_blocks: int) -> None:
-        """Remove the snapshots that need a lost block.
+    def cut_off(self, run: TierRun, num_blocks: int) -> None:
+        """Remove the snapshots that need a lost block of a run.
 
         Args:
-            num_blocks: number of blocks up to and including the lost one.
+            num_blocks: number of blocks of the path up to and including the lost one.
         """
-        for copy in list(self.column.below(node)):
+        for copy in list(self.column.below(run, num_blocks)):
             if self.first_needed(copy.position) < num_blocks:
                 self.evict(copy)
 
@@ -307,30 +324,30 @@ class LowerTier:
 
         Unless it is on the device again or in another tier, the next snapshots below now save its tokens as well.
         """
-        snapshot, block, column = demoted.snapshot, demoted.snapshot.block, self.column
-        if demoted.column is None or block is None:
+        snapshot, column = demoted.snapshot, self.column
+        if demoted.column is None:
             return
         freed = {demoted.address: self.slot_blocks, demoted.tail_address: 1}
-        needed = self.needed_blocks(snapshot) if self.has_windows else ()
-        for node in needed:
-            column.num_needers[node.row] -= 1
-        unneeded = [node for node in needed if not column.num_needers[node.row]]
-        node, left = column.leave(demoted, block)
+        gone = self._count_needers(snapshot, -1) if self.has_windows else []
+        alone = column.blocks_for(demoted)
+        left = column.leave(demoted, alone)
         self.num_snapshots -= 1
         if not is_elsewhere:
-            self.pass_savings(block, demoted)
-        for gone in (*unneeded, *left):
-            freed[column.addresses[gone.row]], column.addresses[gone.row] = 1, NO_ADDRESS
+            self.pass_savings(demoted)
+        for run, start, end in (*gone, *alone):
+            addresses = column.part(run).addresses
+            for index in range(end - 1, start - 1, -1):
+                freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         self.tree.detach(snapshot)
-        above = nearest_above(column, node, block, snapshot)
+        above = None if left is None else end_above(column, *left, snapshot)
         if above is not None:
             above.is_interior = is_elsewhere
             self._queue.push(above)
         self.free(freed)
 
-    def pass_savings(self, block: TierBlock, gone: Copy) -> None:
+    def pass_savings(self, gone: Copy) -> None:
         """Add the tokens that a removed snapshot saved to those below it whose nearest snapshot above it was."""
-        for below in next_below(self.column, block, gone.snapshot):
+        for below in next_below(self.column, gone.snapshot):
             if below.saved_tokens == below.position - gone.position:
                 below.saved_tokens += gone.saved_tokens
 
@@ -369,7 +386,7 @@ class LowerTier:
         found = self.find(salt, data, match)
         if found is None:
             return None
-        node, copy, position = found
+        run, copy, position = found
         whole, first_needed = position // BLOCK_TOKENS, self.first_needed(position)
         held = min(match.end.num_blocks, whole)
         first = max(first_needed, first_gap(match.end.run, held, first_needed))
@@ -378,7 +395,7 @@ class LowerTier:
             num_blocks += self.slot_blocks + copy.snapshot.has_tail
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
-        addresses = list(map(self.address, nodes_from(node, whole - first))) if whole > first else []
+        addresses = self.column.addresses(run, first, whole).tolist()
         for index, block in enumerate(path_blocks(match.end.run)[first:held] if first < held else ()):
             if block != NULL_BLOCK:
                 addresses[index] = NO_ADDRESS
@@ -399,36 +416,32 @@ class LowerTier:
         root = self.tree.roots.get(self.tree.name(salt))
         if root is None:
             return None
-        node, depth = self.column.last_on_path(*descend(root, data, len(data) // BLOCK_KEY_BYTES))
-        best: TierEnd | None = None
-        first = 0
-        while depth >= match.position // BLOCK_TOKENS:
-            if best is None:
-                best = self._end_at(node, depth, data, match)
-                first = 0 if best is None else self.first_needed(best.position)
-            elif not self.is_persistent:
-                break  # In the first tier, what it needs and the tier does not have is on the device.
-            if depth <= first:
-                break
-            num_held = min(match.end.num_blocks, depth)
-            if self.address(node) == NO_ADDRESS and first_gap(match.end.run, num_held, depth - 1) < depth:
-                best = None
-            if node.parent is None:
-                break
-            node, depth = node.parent, depth - 1
-        return best
-
-    def _end_at(self, node: TierBlock, depth: int, data: bytearray, match: Match) -> TierEnd | None:
-        """Return where a prompt could resume between the end of the block at this depth and that of the next."""
-        if not self.slot_blocks:
-            position = depth * BLOCK_TOKENS
-            return TierEnd(node, None, position) if resumable_end(data, position) > match.end.kv_tokens else None
-        copies = self.column.copies_at(node) if node.snapshots else ()
-        for copy in sorted(copies, key=lambda copy: -copy.position):
-            is_deeper = copy.position > match.position
-            if copy.address and is_deeper and data.startswith(copy.snapshot.key, depth * BLOCK_KEY_BYTES):
-                return TierEnd(node, copy, copy.position)
+        run, depth = self.column.last_on_path(*descend(root, data, len(data) // BLOCK_KEY_BYTES))
+        addresses, lacking = self.column.addresses(run, 0, depth), depth
+        for end in self._ends_on(run, depth, data, match):
+            num_blocks = end.position // BLOCK_TOKENS
+            # In the first tier, what it needs and the tier does not have is on the device, up to the last block.
+            first = max(self.first_needed(end.position), 0 if self.is_persistent else num_blocks - 1)
+            if first <= lacking < num_blocks:
+                continue
+            lacking = first_lacking(addresses, match, first, num_blocks)
+            if lacking >= num_blocks:
+                return end
         return None
+
+    def _ends_on(self, run: TierRun, depth: int, data: bytearray, match: Match) -> Iterator[TierEnd]:
+        """Yield where a prompt could resume, as far as that depends on snapshots alone, deepest first."""
+        if self.slot_blocks:
+            for copy in self.column.copies_on(run, depth, data, beyond=match.position):
+                if copy.address and copy.snapshot.run is not None:
+                    yield TierEnd(copy.snapshot.run, copy, copy.position)
+            return
+        for num_blocks in range(depth, -1, -1):
+            position = num_blocks * BLOCK_TOKENS
+            if position <= match.end.kv_tokens:
+                return
+            if resumable_end(data, position) > match.end.kv_tokens:
+                yield TierEnd(run, None, position)
 
     def count_load(self, num_blocks: int, completion: Completion) -> None:
         """Count the end of a load of this many blocks and, with states, a slot."""
@@ -466,6 +479,20 @@ class LowerTier:
         """Yield all snapshots of the tier."""
         for root in self.tree.roots.values():
             yield from self.column.below(root)
+
+
+def first_lacking(addresses: Sequence[int], match: Match, first: int, end: int) -> int:
+    """Return the first block in ``[first, end)`` of a prompt that neither a tier nor the device has; else ``end``.
+
+    Args:
+        addresses: those of the prompt's blocks in the tier.
+    """
+    for index, address in enumerate(addresses[first:end], first):
+        if address == NO_ADDRESS:
+            num_held = min(match.end.num_blocks, index + 1)
+            if first_gap(match.end.run, num_held, index) <= index:
+                return index
+    return end
 
 
 def _can_evict(demoted: Copy) -> bool:

@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierBlock, TierSnapshot, position_above
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId, TransferId
+from strandline.cache.tiers.neighbours import position_above
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, PathBlocks, TierRun, TierSnapshot
+from strandline.ids import BlockId, RequestId, SlotId, TransferId
 from strandline.records.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 
 SPARE_SHARE: Final = 16
@@ -80,11 +81,14 @@ class _Spill:
     num_leaving: int
     """Blocks of that tier's memory that its end frees."""
     arriving: Copy
-    nodes: tuple[TierBlock, ...]
-    """Blocks that arrive with it."""
     path: StoredPath
     hold: Lease | None
     """Keeps the blocks that are on the device."""
+
+    @property
+    def blocks(self) -> PathBlocks:
+        """The whole blocks that arrive with it."""
+        return PathBlocks(self.path.tree, self.path.data, list(self.path.addresses))
 
 
 class OnTheirWay(NamedTuple):
@@ -92,7 +96,8 @@ class OnTheirWay(NamedTuple):
 
     num_blocks: int
     """The memory that they take."""
-    blocks: set[TierBlock]
+    blocks: set[tuple[TierRun, int]]
+    """The run and the index in the run of each whole block."""
     snapshots: set[Copy]
 
 
@@ -135,10 +140,10 @@ class Spills:
 
     def on_their_way(self) -> OnTheirWay:
         """Return the entries that are being written."""
-        sizes, blocks, snapshots = dict[int, int](), set[TierBlock](), set[Copy]()
+        sizes, blocks, snapshots = dict[int, int](), set[tuple[TierRun, int]](), set[Copy]()
         for spill in self._spills.values():
             sizes |= self._sizes(spill.path)
-            blocks.update(spill.nodes)
+            blocks.update(self._lower.tree.locate(spill.blocks).values())
             snapshots.add(spill.arriving)
         return OnTheirWay(sum(sizes.values()), blocks, snapshots)
 
@@ -168,8 +173,7 @@ class Spills:
         """
         lower, leaving = self._lower, entry.demoted
         tree = lower.tree.open(entry.salt)
-        block = lower.tree.add_block(tree, entry.data, leaving.position // BLOCK_TOKENS)
-        snapshot = leaving.snapshot = lower.tree.attach(leaving.snapshot, tree, block)
+        snapshot = leaving.snapshot = lower.tree.attach(leaving.snapshot, tree, entry.data)
         snapshot.num_pins += 1
         self._move(leaving, entry)
         snapshot.num_pins -= 1
@@ -194,7 +198,7 @@ class Spills:
 
     def _pays(self, snapshot: TierSnapshot) -> bool:
         """Return whether loading a snapshot would pay."""
-        lower, whole = self._lower, snapshot.position // BLOCK_TOKENS
+        lower, whole = self._lower, snapshot.num_blocks
         num_blocks = lower.slot_blocks + whole - lower.first_needed(snapshot.position) + snapshot.has_tail
         return lower.costs.pays(num_blocks * lower.block_bytes, snapshot.position)
 
@@ -221,30 +225,36 @@ class Spills:
 
     def _missing(self, snapshot: TierSnapshot) -> Sequence[int]:
         """Return which blocks a snapshot needs that the persistent tier neither has nor is getting."""
-        lower, whole = self._lower, snapshot.position // BLOCK_TOKENS
-        first = lower.first_needed(snapshot.position)
-        if lower.has_windows or snapshot.block is None:
-            needed = enumerate(lower.needed_blocks(snapshot), first)
-            return [index for index, block in needed if not lower.is_needed(block)]
-        _, depth = lower.column.last_on_path(snapshot.block, whole)
-        return range(depth, whole)
+        lower, whole = self._lower, snapshot.num_blocks
+        if snapshot.run is None:
+            return ()
+        if not lower.has_windows:
+            _, depth = lower.column.last_on_path(snapshot.run, whole)
+            return range(depth, whole)
+        needed = lower.needed_blocks(snapshot)
+        return [
+            run.start_block + index
+            for run, start, end in needed
+            for index in range(start, end)
+            if not lower.is_needed(run, index)
+        ]
 
     def _begin(self, leaving: Copy, entry: DeviceEntry | None, missing: Sequence[int]) -> None:
         """Put a snapshot and blocks into the persistent tier, and begin to copy them there."""
         lower, upper, snapshot = self._lower, self._upper, leaving.snapshot
-        data, nodes = snapshot.path(), _nodes_at(snapshot, missing)
+        data = snapshot.path()
         above = position_above(lower.column, lower.tree.root(snapshot.tree), data, leaving.position)
         flags = leaving.is_shared, leaving.is_superseded, leaving.is_interior
         arriving = Copy(snapshot, leaving.kind, leaving.use, leaving.position - above, *flags, num_loads=1)
         lower.enter(arriving, snapshot.tree, data)
         transfer, path = self._next_transfer(), self._new_path(leaving, data, missing)
-        sources = self._sources(leaving, nodes, path, transfer) if entry is None else entry.sources(path)
+        sources = self._sources(leaving, path, transfer) if entry is None else entry.sources(path)
         read = tuple(source for source, _ in sources.stored)
         upper.begin_reading(read)
         leaving.num_loads += 1
         num_leaving = self._num_freed_by(leaving) if entry is None else 0
         self._num_leaving += num_leaving
-        self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, nodes, path, sources.hold)
+        self._spills[transfer] = _Spill(leaving, read, num_leaving, arriving, path, sources.hold)
         blocks, slots, stored, _ = sources
         self._issue(StoreOut(transfer, lower.store, blocks, slots, stored, path, is_final=self.is_final))
 
@@ -264,10 +274,11 @@ class Spills:
             leaving.is_shared,
         )
 
-    def _sources(self, leaving: Copy, nodes: Sequence[TierBlock], path: StoredPath, transfer: TransferId) -> Sources:
+    def _sources(self, leaving: Copy, path: StoredPath, transfer: TransferId) -> Sources:
         """Return where the upper tier and the device have what arrives; hold what the device has."""
-        addresses = path.addresses
-        pairs = list(zip(map(self._upper.address, nodes), addresses.values(), strict=True))
+        addresses, snapshot = path.addresses, leaving.snapshot
+        upper = self._upper.column.addresses(snapshot.run, 0, snapshot.num_blocks) if snapshot.run is not None else ()
+        pairs = [(upper[index], address) for index, address in addresses.items()]
         pairs += [(leaving.address, path.slot), (leaving.tail_address, path.tail)]
         stored = tuple(pair for pair in pairs if pair[0] != NO_ADDRESS)
         here = [index for index, (source, _) in zip(addresses, pairs, strict=False) if source == NO_ADDRESS]
@@ -281,13 +292,12 @@ class Spills:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
         upper, snapshot, column = self._upper, leaving.snapshot, self._upper.column
         num_blocks = upper.slot_blocks + snapshot.has_tail
-        if upper.has_windows:
-            needed = upper.needed_blocks(snapshot)
-            return num_blocks + sum(upper.address(x) != NO_ADDRESS and column.num_needers[x.row] == 1 for x in needed)
-        for node in snapshot.block.ancestry() if snapshot.block is not None else ():
-            if column.num_holders[node.row] > 1:
-                break
-            num_blocks += upper.address(node) != NO_ADDRESS
+        alone = upper.needed_blocks(snapshot) if upper.has_windows else column.blocks_for(leaving)
+        for run, start, end in alone:
+            part = column.part(run)
+            for index in range(start, end):
+                is_alone = not upper.has_windows or part.num_needers[index] == 1
+                num_blocks += is_alone and part.addresses[index] != NO_ADDRESS
         return num_blocks
 
     def complete(self, completion: Completion) -> bool:
@@ -319,10 +329,11 @@ class Spills:
     def _arrive(self, spill: _Spill) -> None:
         """Make what has been written loadable; free what is no longer needed."""
         lower, path, arriving = self._lower, spill.path, spill.arriving
-        unneeded = dict[int, int]()
-        for node, address in zip(spill.nodes, path.addresses.values(), strict=True):
-            if lower.is_lacking(node):
-                lower.column.addresses[node.row] = address
+        unneeded, located = dict[int, int](), lower.tree.locate(spill.blocks)
+        for index, address in path.addresses.items():
+            if index in located and lower.is_lacking(*located[index]):
+                run, own = located[index]
+                lower.column.part(run).addresses[own] = address
             else:
                 unneeded[address] = 1
         if arriving.column is None:
@@ -331,29 +342,22 @@ class Spills:
             arriving.address, arriving.tail_address = path.slot, path.tail
             lower.push(arriving)
         lower.num_snapshots_demoted += lower.slot_blocks > 0
-        lower.num_blocks_demoted += len(spill.nodes)
+        lower.num_blocks_demoted += len(path.addresses)
         lower.free(unneeded)
 
     def _fail(self, spill: _Spill) -> None:
         """Remove what did not arrive, and what needs it, unless another spill brings the same."""
         lower, still_coming = self._lower, self.on_their_way().blocks
         lower.remove(spill.arriving)
-        for node, index in zip(spill.nodes, spill.path.addresses, strict=True):
-            if lower.is_lacking(node) and node not in still_coming:
-                lower.cut_off(node, index + 1)
+        for index, block in lower.tree.locate(spill.blocks).items():
+            if lower.is_lacking(*block) and block not in still_coming:
+                lower.cut_off(block[0], index + 1)
         lower.free(self._sizes(spill.path))
 
     def _sizes(self, path: StoredPath) -> dict[int, int]:
         sizes = dict.fromkeys(path.addresses.values(), 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
         sizes.pop(NO_ADDRESS, None)
         return sizes
-
-
-def _nodes_at(snapshot: TierSnapshot, indices: Sequence[int]) -> tuple[TierBlock, ...]:
-    """Return the nodes of these whole blocks before a snapshot."""
-    first = indices[0] if indices else 0
-    nodes = snapshot.last_blocks(snapshot.position // BLOCK_TOKENS - first) if indices else []
-    return tuple(nodes[index - first] for index in indices)
 
 
 def _together(addresses: Sequence[tuple[int, int]], most: int) -> tuple[StoredBlocks, ...]:

@@ -10,9 +10,11 @@ known: at the start for prompts without one, else with the first request under i
 from collections.abc import Callable, Iterable, Iterator
 
 from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
-from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot, TierTree
+from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot, TierTree
+from strandline.errors import CacheInvariantError
 from strandline.records.cache_events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
-from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.path_hashes import block_hashes, num_blocks_before, root_hash
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class TierAnnouncer:
@@ -44,27 +46,24 @@ class TierAnnouncer:
 
     def enter(self, demoted: TierSnapshot) -> None:
         """Announce a snapshot that has entered the tree, and the blocks that have entered with it."""
-        salt, block = self._salts.get(demoted.tree), demoted.block
-        if salt is None or block is None:
+        salt = self._salts.get(demoted.tree)
+        if salt is None:
             return
-        nodes, node = list[TierBlock](), block
-        while not node.path_hash:
-            if node.parent is None:
-                node.path_hash = root_hash(salt)
+        entered = list[TierRun]()
+        for run in demoted.ancestry():
+            if len(run.hashes) == len(run.tokens) // BLOCK_KEY_BYTES:
                 break
-            nodes.append(node)
-            node = node.parent
-        self._emit_all(_nodes_stored(nodes[::-1], salt))
+            entered.append(run)
+        self._emit_all(_blocks_entered(entered[::-1], salt))
         if self._needs_snapshots:
-            self._emit(_snapshot_event(demoted, block, salt))
+            self._emit(_snapshot_event(demoted, salt))
 
-    def leave(self, demoted: TierSnapshot, unlinked: Iterable[TierBlock]) -> None:
+    def leave(self, demoted: TierSnapshot, hashes: list[bytes]) -> None:
         """Announce that a snapshot has left the tree, and the blocks that have left with it, deepest first."""
         if demoted.path_hash:
             self._emit(SnapshotRemoved(demoted.path_hash))
-        hashes = tuple([node.path_hash for node in unlinked if node.path_hash])
         if hashes:
-            self._emit(BlocksRemoved(hashes))
+            self._emit(BlocksRemoved(tuple(hashes)))
 
     def _emit_all(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
@@ -73,45 +72,52 @@ class TierAnnouncer:
     def _state_of(self, tree: str) -> Iterator[CacheEvent]:
         """Yield what is announced of a tree."""
         root, salt = self._tree.roots.get(tree), self._salts[tree]
-        if root is None:
-            return
-        root.path_hash = root_hash(salt)
-        for nodes in _chains(root):
-            yield from _nodes_stored(nodes, salt)
-            for node in nodes if self._needs_snapshots else ():
-                for demoted in node.snapshots.values():
-                    yield _snapshot_event(demoted, node, salt)
+        waiting = [root] if root is not None else []
+        while waiting:
+            run = waiting.pop()
+            yield from _blocks_stored(run, salt)
+            for demoted in run.snapshots.values() if self._needs_snapshots else ():
+                yield _snapshot_event(demoted, salt)
+            waiting += run.children.values()
 
 
-def _chains(root: TierBlock) -> Iterator[list[TierBlock]]:
-    """Yield all nodes of a tree, in paths without branches; a path comes after those before it."""
-    waiting = [root]
-    while waiting:
-        chain = [waiting.pop()]
-        while len(chain[-1].children) == 1:
-            chain += chain[-1].children.values()
-        yield chain
-        waiting += chain[-1].children.values()
-
-
-def _nodes_stored(nodes: list[TierBlock], salt: str) -> Iterator[BlocksStored]:
-    """Yield the events of consecutive blocks; those before them have their hashes."""
-    nodes = [node for node in nodes if node.parent is not None]
-    if not nodes or (above := nodes[0].parent) is None:
+def _blocks_entered(runs: list[TierRun], salt: str) -> Iterator[BlocksStored]:
+    """Yield the events of consecutive blocks that are not announced yet, which end these runs of a path."""
+    if not runs:
         return
-    tokens = b"".join([node.key for node in nodes])
-    if not nodes[-1].path_hash:
-        for node, path_hash in zip(nodes, block_hashes(above.path_hash, tokens), strict=True):
-            node.path_hash = path_hash
-    before = None if above.parent is None else above.path_hash
-    yield from blocks_stored([node.path_hash for node in nodes], before, tokens, salt)
+    first = runs[0]
+    depth = first.start_block + len(first.hashes)
+    before = _hash_after(first, depth, salt)
+    tokens = b"".join([run.tokens[len(run.hashes) * BLOCK_KEY_BYTES :] for run in runs])
+    hashes = list(block_hashes(before, tokens))
+    for run in runs:
+        run.hashes += hashes[run.start_block + len(run.hashes) - depth : run.end_block - depth]
+    yield from blocks_stored(hashes, before if depth else None, tokens, salt)
 
 
-def _snapshot_event(demoted: TierSnapshot, block: TierBlock, salt: str) -> SnapshotStored:
-    """Return the event of a snapshot after a block."""
-    if demoted.key or block.parent is None:
-        event = snapshot_stored(block.path_hash, demoted.key, demoted.position, salt)
-    else:
-        event = snapshot_stored(block.parent.path_hash, block.key, demoted.position, salt)
+def _blocks_stored(run: TierRun, salt: str) -> Iterator[BlocksStored]:
+    """Yield the events of all blocks of a run; those before it have their hashes."""
+    before, tokens = _hash_after(run, run.start_block, salt), bytes(run.tokens)
+    run.hashes = run.hashes or list(block_hashes(before, tokens))
+    yield from blocks_stored(run.hashes, before if run.start_block else None, tokens, salt)
+
+
+def _hash_after(run: TierRun, depth: int, salt: str) -> bytes:
+    """Return the hash of the path to the block of a run at a depth, or the one before its first."""
+    if not depth:
+        return root_hash(salt)
+    holder = run if depth > run.start_block or run.parent is None else run.parent
+    return holder.hashes[depth - holder.start_block - 1]
+
+
+def _snapshot_event(demoted: TierSnapshot, salt: str) -> SnapshotStored:
+    """Return the event of a snapshot of the tree."""
+    run, depth, tokens = demoted.run, num_blocks_before(demoted.position), demoted.key
+    if run is None:
+        raise CacheInvariantError(f"the demoted snapshot at {demoted.position} is announced, but not in the tree")
+    if depth < demoted.num_blocks:
+        start = (depth - run.start_block) * BLOCK_KEY_BYTES
+        tokens = bytes(run.tokens[start : start + BLOCK_KEY_BYTES])
+    event = snapshot_stored(_hash_after(run, depth, salt), tokens, demoted.position, salt)
     demoted.path_hash = event.path_hash
     return event

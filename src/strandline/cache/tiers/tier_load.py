@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierBlock, TierSnapshot, find_block
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, PathBlocks, TierRun, TierSnapshot, pieces
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.actions import Completion
-from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class TierLoad:
@@ -31,47 +30,47 @@ class TierLoad:
         self._tier = tier
         self._lease = lease
         self._addresses = tuple(addresses)
+        self._tree = tier.tree.name(lease.salt)
         self._num_blocks = len(lease.tokens) // BLOCK_TOKENS
-        root = tier.tree.roots.get(tier.tree.name(lease.salt))
-        self._block = find_block(root, lease.tokens.data, self._num_blocks)
-        """The last whole block of what is loaded; None: no tier has it."""
         self._keeper = self._find_keeper()
         """The snapshot that needs what is loaded, and so keeps it in the tier."""
         self._pinned: TierSnapshot | None = None
         """What stays in the tree until the load has ended."""
-        self._nodes: dict[int, tuple[int, TierBlock]] = {}
-        """By address that an exchange reads: a whole block, and its index in the path."""
-        self._returning: list[tuple[int, TierBlock]] = []
+        self._index_at: dict[int, int] = {}
+        """By address that an exchange reads: the index of a whole block in the path."""
+        self._returning = PathBlocks(self._tree, lease.tokens.data, [])
         """Those blocks that have left the tier."""
         if self._keeper is not None:
             self._keeper.num_loads += 1
             self._pinned = self._pin(self._keeper.snapshot)
         if not self.is_exchange:
             tier.begin_reading(self._addresses)
-        elif self._block is not None:
+        elif (end := self._end()) is not None:
             wanted = set(self._addresses)
-            for depth, node in enumerate(self._block.ancestry(), 1):
-                if (address := tier.address(node)) in wanted:
-                    self._nodes[address] = self._num_blocks - depth, node
+            addresses = tier.column.addresses(end[0], 0, end[1])
+            self._index_at = {address: index for index, address in enumerate(addresses) if address in wanted}
+            tier.returning.append(self._returning)
 
     @property
     def is_exchange(self) -> bool:
         """Whether what is loaded makes room for what the device evicts."""
         return not self._tier.is_persistent
 
+    def _end(self) -> tuple[TierRun, int] | None:
+        """Return the run with the last whole block of what is loaded, and their number; None: no tier has it."""
+        return self._tier.tree.find(self._tree, self._lease.tokens.data, self._num_blocks)
+
     def _find_keeper(self) -> Copy | None:
-        if self._block is None:
-            return None
         if self._tier.slot_blocks:
-            key = bytes(self._lease.tokens.data[self._num_blocks * BLOCK_KEY_BYTES :])
-            return self._tier.copy_of(self._block, key)
-        return next(self._tier.column.below(self._block), None)
+            return self._tier.copy_of(self._tree, self._lease.tokens.data, len(self._lease.tokens))
+        end = self._end()
+        return None if end is None else next(self._tier.column.below(*end), None)
 
     def _pin(self, snapshot: TierSnapshot) -> TierSnapshot:
         """Pin what is loaded in the tree: a snapshot or, without states, the end of a block before it."""
-        if not self._tier.slot_blocks and self._block is not None:
+        if not self._tier.slot_blocks:
             end = TierSnapshot(self._num_blocks * BLOCK_TOKENS, b"")
-            snapshot = self._tier.tree.attach(end, snapshot.tree, self._block)
+            snapshot = self._tier.tree.attach(end, snapshot.tree, self._lease.tokens.data)
         snapshot.num_pins += 1
         return snapshot
 
@@ -80,12 +79,13 @@ class TierLoad:
         if not self.is_exchange:
             return
         tier, keeper, freed = self._tier, self._keeper, dict[int, int]()
+        located = tier.tree.locate(self._returning._replace(indices=list(self._index_at.values())))
         for address in addresses:
-            if address in self._nodes:
-                index, node = self._nodes[address]
-                tier.column.addresses[node.row], freed[address] = NO_ADDRESS, 1
-                tier.returning[node] += 1
-                self._returning.append((index, node))
+            if address in self._index_at:
+                index = self._index_at[address]
+                run, own = located[index]
+                tier.column.part(run).addresses[own], freed[address] = NO_ADDRESS, 1
+                self._returning.indices.append(index)
             elif keeper is not None and address == keeper.address:
                 keeper.address, freed[address] = NO_ADDRESS, tier.slot_blocks
             elif keeper is not None and address == keeper.tail_address:
@@ -130,48 +130,47 @@ class TierLoad:
             tier.tree.detach(self._pinned)
 
     def _end_exchange(self, *, is_done: bool) -> None:
-        tier = self._tier
-        tier.returning.subtract(node for _, node in self._returning)
-        tier.returning = +tier.returning
+        tier, keeper = self._tier, self._keeper
+        tier.returning = [path for path in tier.returning if path is not self._returning]
         if is_done:
             self._forget_returned()
             return
-        for index, node in self._returning:
-            if tier.is_lacking(node):
-                tier.cut_off(node, index + 1)
-        if self._keeper is not None and self._block is not None and tier.slot_blocks:
-            tier.pass_savings(self._block, self._keeper)
+        for index, block in tier.tree.locate(self._returning).items():
+            if tier.is_lacking(*block):
+                tier.cut_off(block[0], index + 1)
+        if keeper is not None and tier.slot_blocks:
+            tier.pass_savings(keeper)
 
     def _forget_lost(self, lost: Sequence[int]) -> None:
         """Evict the snapshots that need addresses which could not be read."""
-        block, tier, addresses = self._block, self._tier, set(lost)
-        if block is None or not lost:
+        end, tier, addresses = self._end(), self._tier, set(lost)
+        if end is None or not lost:
             return
-        path = enumerate(block.ancestry())
-        nodes = [(node, self._num_blocks - index) for index, node in path if tier.address(node) in addresses]
-        for copy in list(tier.column.copies_at(block)):
-            if not addresses.isdisjoint((copy.address, copy.tail_address)):
+        run, depth = end
+        gone = [index for index, address in enumerate(tier.column.addresses(run, 0, depth)) if address in addresses]
+        for copy in list(tier.column.copies(run)):
+            if copy.snapshot.num_blocks == depth and not addresses.isdisjoint((copy.address, copy.tail_address)):
                 tier.evict(copy)
-        for node, num_blocks in reversed(nodes):
-            if tier.is_needed(node):
-                tier.cut_off(node, num_blocks)
+        for index, block in tier.tree.locate(self._returning._replace(indices=gone)).items():
+            if tier.is_needed(*block):
+                tier.cut_off(block[0], index + 1)
 
     def _forget_returned(self) -> None:
         """Free the blocks that the device has again; without states, also remove the ends before them.
 
         Nothing is done if the last block has left the tier: blocks before it are there for other snapshots.
         """
-        tier, block = self._tier, self._block
-        path = list(block.ancestry()) if block is not None and block in tier.column else []
-        returned = [
-            node for node, held in zip(path, reversed(path_blocks(self._lease.run)[: len(path)]), strict=True) if held
-        ]
-        freed = {tier.address(node): 1 for node in returned}
-        for node in returned:
-            tier.column.addresses[node.row] = NO_ADDRESS
+        tier, end, freed = self._tier, self._end(), dict[int, int]()
+        if end is None or tier.column.last_on_path(*end) != end:
+            return
+        held = path_blocks(self._lease.run)[: self._num_blocks]
+        for run, start, stop in pieces(end[0], 0, self._num_blocks)[::-1]:
+            addresses = tier.column.part(run).addresses
+            for index in range(stop - 1, start - 1, -1):
+                if held[run.start_block + index]:
+                    freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         tier.free(freed)
         if not tier.slot_blocks:
-            for node in path:
-                for end in list(tier.column.copies_at(node)):
-                    if end.num_loads == 0:
-                        tier.remove(end, is_elsewhere=True)
+            for copy in list(tier.column.copies_on(*end, self._lease.tokens.data)):
+                if copy.num_loads == 0:
+                    tier.remove(copy, is_elsewhere=True)

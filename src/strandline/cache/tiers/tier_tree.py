@@ -1,21 +1,18 @@
 """The tree of what tiers below the device hold: blocks and snapshots, by their tokens.
 
 A *demoted* snapshot is one that the device has evicted, with those blocks on its path that the device has evicted too.
-A block and a snapshot are in the tree once, whichever tiers store them. Each tier has a ``Column``, which holds the
-addresses of blocks in its store. A tier *has* each whole block on the path of a snapshot that it stores, and no others;
-in the first tier, one without an address is on the device. A node that no tier has is removed, unless a load under way
-brings it to the device, as requests wait for that. The block that contains a snapshot's position is stored with the
-snapshot.
+A block and a snapshot are in the tree once, whichever tiers store them. As on the device, a *run* is a sequence of
+blocks without a branch; for each tier, it has a ``Part`` with the addresses of its blocks in the tier's store. A tier
+*has* each whole block on the path of a snapshot that it stores, and no others: of a run, the first ones. In the first
+tier, one without an address is on the device. A block that no tier has is removed, unless a load under way brings it to
+the device, as requests wait for that. The block that contains a snapshot's position is stored with the snapshot.
 
-Paths are long, and most of them are known: every ``STRIDE_BLOCKS`` blocks, a node remembers where the last path that
-passed it went on, with the tokens in between, which takes one ``memcmp`` to follow again.
-
-Where attention has windows, a block is stored only if it is in the window of a demoted snapshot. The nodes of other
-blocks have only tokens.
+Where attention has windows, a block is stored only if it is in the window of a demoted snapshot. Of other blocks there
+are only the tokens.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -24,120 +21,187 @@ from strandline.cache.tree import Snapshot
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import BLOCK_KEY_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES, common_tokens
 
-NO_ADDRESS = 0
-NO_ROW: Final = 0
-"""The row of nodes that are not in the tree: no tier has them."""
-STRIDE_BLOCKS: Final = 32
-"""Blocks between nodes that remember how paths go on."""
-NO_SNAPSHOTS: Final[dict[bytes, "TierSnapshot"]] = {}
-"""The snapshots of blocks that have none."""
+NO_ADDRESS: Final = 0
 
 
-class Stride(NamedTuple):
-    """Consecutive blocks that a path has passed."""
+class Part:
+    """What one tier has of a run's blocks."""
 
-    tokens: bytes
-    """Encoded."""
-    end: "TierBlock"
-    """The last one. It may have been removed since, and then has no parent; else all before it are there, too."""
+    __slots__ = ("addresses", "num_blocks", "num_needers")
+
+    def __init__(self, num_known: int) -> None:
+        self.addresses = array("q", bytes(8 * num_known))
+        """``NO_ADDRESS``: the device has it, it is being written to the store, or nothing needs it."""
+        self.num_needers = array("i", bytes(4 * num_known))
+        """With windows: number of the tier's snapshots whose window contains a block."""
+        self.num_blocks = 0
+        """How many of the run's blocks, from the first, the tier has."""
+
+    def append(self, other: "Part") -> None:
+        """Append what the tier has of the blocks after these."""
+        self.addresses += other.addresses
+        self.num_needers += other.num_needers
+
+    def split(self, count: int) -> "Part":
+        """Remove the first blocks; return what the tier has of them."""
+        upper = Part(0)
+        upper.addresses, self.addresses = self.addresses[:count], self.addresses[count:]
+        upper.num_needers, self.num_needers = self.num_needers[:count], self.num_needers[count:]
+        upper.num_blocks = min(self.num_blocks, count)
+        self.num_blocks -= upper.num_blocks
+        return upper
 
 
-@dataclass(slots=True, eq=False)
-class TierBlock:
-    """A whole block on the path of a demoted snapshot."""
+class TierRun:
+    """Consecutive whole blocks on the paths of demoted snapshots, without a branch."""
 
-    parent: "TierBlock | None"
-    """None for a root, which stands for no tokens, and for what has been removed."""
-    key: bytes
-    """The block's tokens, encoded."""
-    row: int
-    """Its row in the tiers' columns."""
-    children: dict[bytes, "TierBlock"] = field(default_factory=dict)
-    snapshots: "dict[bytes, TierSnapshot]" = field(default_factory=lambda: NO_SNAPSHOTS)
-    """Those between its end and that of the next block, by the tokens in between."""
-    path_hash: bytes = b""
-    """Its hash in events; empty: it is not announced."""
-    stride: Stride | None = None
-    """How the last path went on from here; None: not known, or this is no node that remembers it."""
+    __slots__ = ("children", "hashes", "parent", "parts", "snapshots", "start_block", "tokens")
 
-    def ancestry(self) -> "Iterator[TierBlock]":
-        """Yield this block and those before it, last block first."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
+    def __init__(self, parent: "TierRun | None", start_block: int, tokens: bytes, parts: "list[Part]") -> None:
+        self.parent = parent
+        """None for a root, which has no blocks, and for what has been removed."""
+        self.start_block = start_block
+        self.tokens = bytearray(tokens)
+        """Those of the blocks, encoded."""
+        self.parts = parts
+        """By tier."""
+        self.children: dict[bytes, TierRun] = {}
+        """By their first blocks."""
+        self.snapshots: dict[tuple[int, bytes], TierSnapshot] = {}
+        """By the number of whole blocks before each, of which the last is one of the run's, and the tokens after it."""
+        self.hashes: list[bytes] = []
+        """The hashes of the blocks that events have announced, which are the first ones."""
+
+    @property
+    def end_block(self) -> int:
+        return self.start_block + len(self.tokens) // BLOCK_KEY_BYTES
+
+    @property
+    def first_key(self) -> bytes:
+        return bytes(self.tokens[:BLOCK_KEY_BYTES])
+
+    def ancestry(self) -> "Iterator[TierRun]":
+        """Yield this run and those before it, the root last."""
+        run: TierRun | None = self
+        while run is not None:
+            yield run
+            run = run.parent
+
+
+class Blocks(NamedTuple):
+    """Consecutive blocks of a run."""
+
+    run: TierRun
+    start: int
+    """The index of the first one in the run."""
+    end: int
 
 
 class Column:
-    """What one tier has of the blocks of a tree, by their rows."""
+    """What one tier has of a tree."""
 
     def __init__(self, tree: "TierTree", index: int) -> None:
         self.tree = tree
         self.index = index
         """Number of the tier, nearest first."""
-        self.addresses = array("q", [NO_ADDRESS])
-        """``NO_ADDRESS``: the device has it, it is being written to the store, or nothing needs it."""
-        self.num_needers = array("i", [0])
-        """With windows: number of the tier's snapshots whose window contains a block."""
-        self.num_holders = array("i", [0])
-        """Number of the tier's blocks and snapshots that come right after a block."""
 
-    def __contains__(self, node: TierBlock) -> bool:
-        """Whether the tier has a block, or a root with anything below."""
-        return self.num_holders[node.row] > 0
+    def part(self, run: TierRun) -> Part:
+        return run.parts[self.index]
 
-    def last_on_path(self, node: TierBlock, depth: int) -> tuple[TierBlock, int]:
-        """Return the last block that the tier has on the path to one at a depth, and its depth; else the root."""
-        while node.parent is not None and node not in self:
-            node, depth = node.parent, depth - 1
-        return node, depth
+    def last_on_path(self, run: TierRun, depth: int) -> tuple[TierRun, int]:
+        """Return the run and the depth of the last block that the tier has on the path to one; else the root."""
+        while run.parent is not None:
+            if num_blocks := self.part(run).num_blocks:
+                return run, min(depth, run.start_block + num_blocks)
+            run, depth = run.parent, run.start_block
+        return run, 0
 
-    def num_children(self, node: TierBlock) -> int:
-        """Count the continuations of a block that the tier has."""
-        num_holders = self.num_holders[node.row]
-        return num_holders - sum(1 for _ in self.copies_at(node)) if node.snapshots else num_holders
+    def num_children(self, run: TierRun, depth: int) -> int:
+        """Count the continuations that the tier has of a run's block at a depth."""
+        if depth < run.end_block:
+            return int(run.start_block + self.part(run).num_blocks > depth)
+        return sum(self.part(child).num_blocks > 0 for child in run.children.values())
 
-    def copies_at(self, node: TierBlock) -> "Iterator[Copy]":
-        """Yield the tier's snapshots between a block's end and that of the next one."""
-        for snapshot in node.snapshots.values():
+    def addresses(self, run: TierRun, first: int, end: int) -> "array[int]":
+        """Return the addresses of the blocks ``[first, end)`` of a path that ends with a run."""
+        found = array("q")
+        for blocks in pieces(run, first, end):
+            found += self.part(blocks.run).addresses[blocks.start : blocks.end]
+        return found
+
+    def copies(self, run: TierRun) -> "Iterator[Copy]":
+        """Yield the tier's snapshots of a run."""
+        for snapshot in run.snapshots.values():
             copy = snapshot.copies[self.index]
             if copy is not None:
                 yield copy
 
-    def below(self, node: TierBlock) -> "Iterator[Copy]":
-        """Yield the tier's snapshots at the end of a block and below."""
-        waiting = [node]
+    def copies_on(self, run: TierRun, depth: int, data: bytes | bytearray, *, beyond: int = -1) -> "Iterator[Copy]":
+        """Yield the tier's snapshots beyond a position of a path that matches up to a depth, deepest first.
+
+        Args:
+            data: the tokens of the path, encoded.
+        """
+        for node in run.ancestry():
+            if (node.end_block + 1) * BLOCK_TOKENS <= beyond:
+                return
+            found = [copy for copy in self.copies(node) if copy.snapshot.is_on(data, depth)]
+            for copy in sorted(found, key=lambda copy: -copy.position):
+                if copy.position <= beyond:
+                    return
+                yield copy
+
+    def below(self, run: TierRun, depth: int = 0) -> "Iterator[Copy]":
+        """Yield the tier's snapshots after the block at a depth that a run contains, and below."""
+        waiting = [run]
         while waiting:
             node = waiting.pop()
-            if node in self:
-                yield from self.copies_at(node)
-                waiting.extend(node.children.values())
+            found = [copy for copy in self.copies(node) if copy.snapshot.num_blocks >= depth]
+            yield from sorted(found, key=lambda copy: copy.snapshot.num_blocks)
+            waiting.extend(node.children.values())
 
     def enter(self, copy: "Copy") -> None:
         """Take in a copy of a snapshot of the tree, and the blocks before it."""
         copy.column, copy.snapshot.copies[self.index] = self, copy
-        num_holders, node = self.num_holders, copy.snapshot.block
-        while node is not None:
-            num_holders[node.row] += 1
-            node = node.parent if num_holders[node.row] == 1 else None
+        depth = copy.snapshot.num_blocks
+        for run in copy.snapshot.ancestry():
+            part = self.part(run)
+            if run.parent is None or run.start_block + part.num_blocks >= depth:
+                return
+            part.num_blocks, depth = depth - run.start_block, run.start_block
 
-    def leave(self, copy: "Copy", block: TierBlock) -> tuple[TierBlock, list[TierBlock]]:
-        """Drop a copy of a snapshot after a block, and the blocks that the tier has for it alone.
+    def blocks_for(self, copy: "Copy") -> list[Blocks]:
+        """Return the blocks that the tier has for a copy alone, the deepest run first."""
+        alone, below = list[Blocks](), None
+        for run in copy.snapshot.ancestry():
+            num_blocks = self.part(run).num_blocks
+            is_shared = any(child is not below and self.part(child).num_blocks for child in run.children.values())
+            if is_shared or run.parent is None:
+                break
+            others = [other.snapshot.num_blocks for other in self.copies(run) if other is not copy]
+            num_shared = max(others, default=run.start_block) - run.start_block
+            if num_shared < num_blocks:
+                alone.append(Blocks(run, num_shared, num_blocks))
+            if num_shared:
+                break
+            below = run
+        return alone
+
+    def leave(self, copy: "Copy", alone: Iterable[Blocks]) -> tuple[TierRun, int] | None:
+        """Drop a copy of a snapshot, and the blocks that the tier has for it alone (``blocks_for``).
 
         Returns:
-            The last block before it that the tier still has, and those that it has dropped, the deepest first.
+            The run and the depth of the last block before it that the tier still has.
         """
         copy.column = copy.snapshot.copies[self.index] = None
         copy.last_push = 0
-        node, dropped = block, list[TierBlock]()
-        self.num_holders[node.row] -= 1
-        while not self.num_holders[node.row] and node.parent is not None:
-            dropped.append(node)
-            node = node.parent
-            self.num_holders[node.row] -= 1
-        return node, dropped
+        run, depth = copy.snapshot.run, copy.snapshot.num_blocks
+        for blocks in alone:
+            self.part(blocks.run).num_blocks = blocks.start
+            run, depth = blocks.run if blocks.start else blocks.run.parent, blocks.run.start_block + blocks.start
+        return None if run is None else (run, depth)
 
 
 class TierTree:
@@ -149,17 +213,17 @@ class TierTree:
     """
 
     def __init__(self, num_tiers: int, key: bytes | None) -> None:
-        self.roots: dict[str, TierBlock] = {}
+        self.roots: dict[str, TierRun] = {}
         """By name (``name``)."""
         self.salts: dict[str, str] = {}
         """By the name of a tree: those under which the device has evicted something."""
         self.columns = tuple(Column(self, index) for index in range(num_tiers))
         self.on_entered: Callable[[TierSnapshot], object] = _ignore
         """Called with each snapshot that has entered the tree."""
-        self.on_left: Callable[[TierSnapshot, list[TierBlock]], object] = _ignore
-        """Called with each snapshot that has left the tree, and the blocks that have left with it, deepest first."""
+        self.on_left: Callable[[TierSnapshot, list[bytes]], object] = _ignore
+        """Called with each snapshot that has left the tree, and the hashes of the announced blocks that have left with
+        it, deepest first."""
         self._key = key
-        self._free_rows: list[int] = []
 
     def name(self, salt: str) -> str:
         """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
@@ -173,64 +237,99 @@ class TierTree:
         self.salts[tree] = salt
         return tree
 
-    def root(self, tree: str) -> TierBlock:
+    def root(self, tree: str) -> TierRun:
         """Return the root of a tree; create it if needed."""
         root = self.roots.get(tree)
         if root is None:
-            root = self.roots[tree] = TierBlock(None, b"", self._new_row())
+            root = self.roots[tree] = TierRun(None, 0, b"", self._parts(0))
         return root
 
-    def add_child(self, node: TierBlock, key: bytes) -> TierBlock:
-        """Return a new child, which no tier has."""
-        child = node.children[key] = TierBlock(node, key, self._new_row())
-        return child
+    def _parts(self, num_known: int) -> list[Part]:
+        return [Part(num_known) for _ in self.columns]
 
-    def _new_row(self) -> int:
-        if self._free_rows:
-            return self._free_rows.pop()
-        for column in self.columns:
-            column.addresses.append(NO_ADDRESS)
-            column.num_needers.append(0)
-            column.num_holders.append(0)
-        return len(self.columns[0].addresses) - 1
+    def find(self, tree: str, data: bytes | bytearray, num_blocks: int) -> tuple[TierRun, int] | None:
+        """Return the run with the last of ``num_blocks`` blocks of encoded tokens, and their number, or None."""
+        root = self.roots.get(tree)
+        end = None if root is None else descend(root, data, num_blocks)
+        return end if end is not None and end[1] == num_blocks else None
 
-    def attach(self, snapshot: "TierSnapshot", tree: str, block: TierBlock) -> "TierSnapshot":
-        """Put a snapshot into the tree after a block, unless it is there; return the one that is there now."""
-        if block.snapshots is NO_SNAPSHOTS:
-            block.snapshots = {}
-        found = block.snapshots.setdefault(snapshot.key, snapshot)
-        if found.block is None:
-            found.block, found.tree, found.copies = block, tree, [None] * len(self.columns)
+    def locate(self, path: "PathBlocks") -> dict[int, tuple[TierRun, int]]:
+        """Return the run and the index in it of those blocks of a path that are in the tree."""
+        root = self.roots.get(path.tree)
+        if root is None or not path.indices:
+            return {}
+        first, end = min(path.indices), max(path.indices) + 1
+        run, depth = descend(root, path.data, end)
+        wanted, found = set(path.indices), dict[int, tuple[TierRun, int]]()
+        for blocks in pieces(run, first, depth):
+            for own in range(blocks.start, blocks.end):
+                if blocks.run.start_block + own in wanted:
+                    found[blocks.run.start_block + own] = blocks.run, own
+        return found
+
+    def attach(self, snapshot: "TierSnapshot", tree: str, data: bytes | bytearray) -> "TierSnapshot":
+        """Put a snapshot into a tree, unless it is there, with the blocks before it; return the one that is there now.
+
+        Args:
+            data: the tokens before it, encoded.
+        """
+        num_blocks = snapshot.num_blocks
+        run, depth = descend(self.root(tree), data, num_blocks)
+        if depth < num_blocks:
+            run = self._grow(run, depth, bytes(data[depth * BLOCK_KEY_BYTES : num_blocks * BLOCK_KEY_BYTES]))
+        found = run.snapshots.setdefault((num_blocks, snapshot.key), snapshot)
+        if found.run is None:
+            found.run, found.tree, found.copies = run, tree, [None] * len(self.columns)
             self.on_entered(found)
         return found
 
+    def _grow(self, run: TierRun, depth: int, tokens: bytes) -> TierRun:
+        """Add blocks after the one of a run at a depth: to the run itself if nothing else continues it."""
+        if run.start_block < depth < run.end_block:
+            run = _split(run, depth)
+        parts = self._parts(len(tokens) // BLOCK_KEY_BYTES)
+        if run.parent is None or run.children:
+            child = TierRun(run, depth, tokens, parts)
+            run.children[child.first_key] = child
+            return child
+        run.tokens += tokens
+        for part, new in zip(run.parts, parts, strict=True):
+            part.append(new)
+        return run
+
     def detach(self, snapshot: "TierSnapshot") -> None:
         """Remove a snapshot from the tree, with the blocks that nothing else needs, unless it is used."""
-        if snapshot.block is not None and not snapshot.is_used:
-            del snapshot.block.snapshots[snapshot.key]
-            unlinked, snapshot.block = self.prune(snapshot.block), None
-            self.on_left(snapshot, unlinked)
+        run = snapshot.run
+        if run is not None and not snapshot.is_used:
+            del run.snapshots[snapshot.num_blocks, snapshot.key]
+            snapshot.run = None
+            self.on_left(snapshot, self._trim(run))
 
-    def prune(self, node: TierBlock) -> list[TierBlock]:
-        """Remove a block, and those before it, unless another block or a snapshot comes after them; return the removed.
+    def _trim(self, run: TierRun) -> list[bytes]:
+        """Remove the blocks of a path after which nothing comes; return the hashes of those that were announced."""
+        gone = list[bytes]()
+        while (parent := run.parent) is not None and not run.children:
+            count = max((num_blocks for num_blocks, _ in run.snapshots), default=run.start_block) - run.start_block
+            if not count:
+                del parent.children[run.first_key]
+                run.parent = None
+            gone += run.hashes[count:][::-1]
+            del run.hashes[count:], run.tokens[count * BLOCK_KEY_BYTES :]
+            for part in run.parts:
+                del part.addresses[count:], part.num_needers[count:]
+            if count:
+                break
+            run = parent
+        return gone
 
-        A stride may still lead to one, so it drops its references.
-        """
-        unlinked = list[TierBlock]()
-        while (parent := node.parent) is not None and not node.children and not node.snapshots:
-            del parent.children[node.key]
-            self._free_rows.append(node.row)
-            node.parent, node.stride, node.row = None, None, NO_ROW
-            unlinked.append(node)
-            node = parent
-        return unlinked
 
-    def add_block(self, tree: str, data: bytes | bytearray, num_blocks: int) -> TierBlock:
-        """Return the node of the last of ``num_blocks`` whole blocks of encoded tokens; create what is missing."""
-        node, depth = descend(self.root(tree), data, num_blocks)
-        for start in range(depth * BLOCK_KEY_BYTES, num_blocks * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
-            node = self.add_child(node, bytes(data[start : start + BLOCK_KEY_BYTES]))
-        return node
+class PathBlocks(NamedTuple):
+    """Some blocks of a path."""
+
+    tree: str
+    data: bytes | bytearray
+    """The tokens of the path, encoded."""
+    indices: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -240,8 +339,8 @@ class TierSnapshot:
     position: int
     key: bytes
     """The tokens from the end of the last whole block to its position, encoded."""
-    block: TierBlock | None = None
-    """The last whole block before it; None: it is not in the tree (any more)."""
+    run: TierRun | None = None
+    """The run with the last whole block before it; None: it is not in the tree (any more)."""
     tree: str = ""
     """The name of its tree."""
     copies: "list[Copy | None]" = field(default_factory=list)
@@ -250,6 +349,11 @@ class TierSnapshot:
     """What keeps it in the tree, whether a tier has it or not: loads under way that bring it to the device."""
     path_hash: bytes = b""
     """Its hash in events; empty: it is not announced."""
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of whole blocks before it."""
+        return self.position // BLOCK_TOKENS
 
     @property
     def is_used(self) -> bool:
@@ -261,14 +365,22 @@ class TierSnapshot:
         """Whether its position is inside a block."""
         return bool(self.key)
 
-    def last_blocks(self, num_blocks: int) -> list[TierBlock]:
+    def is_on(self, data: bytes | bytearray, depth: int) -> bool:
+        """Whether it is on a path of encoded tokens that is the same as its own up to a depth."""
+        return self.num_blocks <= depth and data.startswith(self.key, self.num_blocks * BLOCK_KEY_BYTES)
+
+    def ancestry(self) -> Iterator[TierRun]:
+        """Yield the runs before it, the root last."""
+        return iter(()) if self.run is None else self.run.ancestry()
+
+    def last_blocks(self, num_blocks: int) -> list[Blocks]:
         """Return the last ones of the whole blocks before it, in order."""
-        return [] if self.block is None or not num_blocks else nodes_from(self.block, num_blocks)
+        return [] if self.run is None else pieces(self.run, self.num_blocks - num_blocks, self.num_blocks)
 
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""
-        blocks = self.last_blocks(self.position // BLOCK_TOKENS)
-        return b"".join([block.key for block in blocks]) + self.key
+        runs = [run.tokens for run in self.ancestry()][::-1]
+        return b"".join(runs)[: self.num_blocks * BLOCK_KEY_BYTES] + self.key
 
 
 @dataclass(slots=True, eq=False)
@@ -302,8 +414,8 @@ class Copy:
     @property
     def num_continuations(self) -> int:
         """Continuations of its path, up to two: those in the tier, or one if it was evicted before its continuation."""
-        column, block = self.column, self.snapshot.block
-        num_children = 0 if column is None or block is None else column.num_children(block)
+        column, run = self.column, self.snapshot.run
+        num_children = 0 if column is None or run is None else column.num_children(run, self.snapshot.num_blocks)
         return max(int(self.is_interior), min(num_children, 2))
 
 
@@ -317,109 +429,48 @@ def copy_of_device(snapshot: Snapshot, key: bytes, saved_tokens: int) -> Copy:
     return Copy(TierSnapshot(snapshot.position, key), snapshot.kind, snapshot.use, saved_tokens, *flags)
 
 
-def descend(root: TierBlock, data: bytes | bytearray, num_blocks: int) -> tuple[TierBlock, int]:
-    """Follow a path of encoded tokens; return its deepest node among the first ``num_blocks`` blocks, and its depth."""
-    node, depth = root, 0
-    while True:
-        end = depth + STRIDE_BLOCKS
-        stride = node.stride if end <= num_blocks else None
-        if stride is not None and stride.end.parent and data.startswith(stride.tokens, depth * BLOCK_KEY_BYTES):
-            node, depth = stride.end, end
-            continue
-        first, start = node, depth
-        node, depth = _step(node, data, depth, min(end, num_blocks))
-        if depth < end:
-            return node, depth
-        first.stride = Stride(bytes(data[start * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES]), node)
-
-
-def _step(node: TierBlock, data: bytes | bytearray, depth: int, end: int) -> tuple[TierBlock, int]:
-    """Follow a path block by block, to depth ``end`` at most; return the last node and its depth."""
-    for start in range(depth * BLOCK_KEY_BYTES, end * BLOCK_KEY_BYTES, BLOCK_KEY_BYTES):
-        child = node.children.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
+def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> tuple[TierRun, int]:
+    """Follow a path of encoded tokens for up to ``num_blocks`` blocks; return its deepest run, and how many match."""
+    run, depth = root, 0
+    while depth < num_blocks:
+        start = depth * BLOCK_KEY_BYTES
+        child = run.children.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
         if child is None:
-            return node, start // BLOCK_KEY_BYTES
-        node = child
-    return node, end
-
-
-def nodes_from(node: TierBlock, num_nodes: int) -> "list[TierBlock]":
-    """Return the last nodes of the path to a node, in order; the root may be the first."""
-    nodes = [node]
-    append, parent = nodes.append, node.parent
-    for _ in range(num_nodes - 1):
-        if parent is None:
             break
-        append(parent)
-        parent = parent.parent
-    nodes.reverse()
-    return nodes
+        run, depth = child, child.end_block
+        if depth > num_blocks or not data.startswith(child.tokens, start):
+            asked = bytes(data[start : num_blocks * BLOCK_KEY_BYTES])
+            return run, run.start_block + common_tokens(asked, child.tokens) // BLOCK_TOKENS
+    return run, depth
 
 
-def find_block(root: TierBlock | None, data: bytes | bytearray, num_blocks: int) -> TierBlock | None:
-    """Return the node of the last of ``num_blocks`` whole blocks of encoded tokens, or None."""
-    if root is None:
-        return None
-    node, depth = descend(root, data, num_blocks)
-    return node if depth == num_blocks else None
+def _split(run: TierRun, depth: int) -> TierRun:
+    """Split a run after its block at a depth; return the upper part. The lower one keeps the run's identity."""
+    count, parent = depth - run.start_block, run.parent
+    upper = TierRun(parent, run.start_block, b"", [part.split(count) for part in run.parts])
+    upper.tokens, run.tokens = run.tokens[: count * BLOCK_KEY_BYTES], run.tokens[count * BLOCK_KEY_BYTES :]
+    upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
+    if parent is not None:
+        parent.children[upper.first_key] = upper
+    run.parent, run.start_block = upper, depth
+    upper.children[run.first_key] = run
+    for key, snapshot in list(run.snapshots.items()):
+        if key[0] <= depth:
+            snapshot.run = upper
+            upper.snapshots[key] = run.snapshots.pop(key)
+    return upper
 
 
-def next_below(column: Column, block: TierBlock, removed: TierSnapshot) -> Iterator[Copy]:
-    """Yield a tier's nearest snapshots below one that came right after ``block``."""
-    longer = [
-        copy
-        for copy in column.copies_at(block)
-        if len(copy.snapshot.key) > len(removed.key) and copy.snapshot.key.startswith(removed.key)
-    ]
-    if longer:
-        yield min(longer, key=lambda copy: copy.position)
-        return
-    waiting = [child for key, child in block.children.items() if key.startswith(removed.key)]
-    while waiting:
-        node = waiting.pop()
-        if node not in column:
-            continue
-        if node.snapshots and (copies := list(column.copies_at(node))):
-            yield min(copies, key=lambda copy: copy.position)
-        else:
-            waiting.extend(node.children.values())
-
-
-def nearest_above(column: Column, node: TierBlock, block: TierBlock, removed: TierSnapshot) -> Copy | None:
-    """Return a tier's nearest snapshot above one that was removed after ``block``, if the tier has no continuation.
-
-    Args:
-        node: the last block that is left before the one that was removed.
-    """
-    above: TierBlock | None = node
-    while above is not None:
-        copies = column.copies_at(above) if above.snapshots else ()
-        before = [copy for copy in copies if above is not block or removed.key.startswith(copy.snapshot.key)]
-        if before:
-            return None if column.num_children(above) else max(before, key=lambda copy: copy.position)
-        if column.num_children(above) > (above is not node):
-            return None
-        above = above.parent
-    return None
-
-
-def position_above(column: Column, root: TierBlock | None, data: bytes, position: int, *, down_to: int = 0) -> int:
-    """Return the position of the nearest snapshot above one that is about to enter, or ``down_to`` if that is nearer.
-
-    Args:
-        column: that of the tier.
-        data: the tokens before it, encoded.
-    """
-    if root is None:
-        return down_to
-    node, depth = column.last_on_path(*descend(root, data, position // BLOCK_TOKENS))
-    while (depth + 1) * BLOCK_TOKENS > down_to:
-        offset, copies = depth * BLOCK_KEY_BYTES, column.copies_at(node) if node.snapshots else ()
-        before = [x.position for x in copies if x.position < position and data.startswith(x.snapshot.key, offset)]
-        if before or node.parent is None:
-            return max(down_to, *before) if before else down_to
-        node, depth = node.parent, depth - 1
-    return down_to
+def pieces(run: TierRun, first: int, end: int) -> list[Blocks]:
+    """Return the blocks ``[first, end)`` of a path that ends with a run, in order."""
+    found = list[Blocks]()
+    for node in run.ancestry():
+        start, stop = max(first, node.start_block), min(end, node.end_block)
+        if start < stop:
+            found.append(Blocks(node, start - node.start_block, stop - node.start_block))
+        if node.start_block <= first:
+            break
+    return found[::-1]
 
 
 def _ignore(*_: object) -> None:

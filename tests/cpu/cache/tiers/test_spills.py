@@ -10,12 +10,12 @@ from strandline.cache.resume import NO_MATCH, ResumeRule
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_BEGUN, spare_blocks
-from strandline.cache.tiers.tier_tree import TierSnapshot
+from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot
 from strandline.records.account import Miss, Reason
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.offer import Offer
 from strandline.records.path_hashes import block_hashes, root_hash
-from strandline.records.tokens import TokenBuffer
+from strandline.records.tokens import BLOCK_KEY_BYTES, TokenBuffer
 from tests.cpu.cache.driver import Driver, num_holds
 from tests.cpu.cache.history import pattern
 from tests.cpu.cache.tiers.test_lower_tier import evict_all
@@ -62,19 +62,22 @@ def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> D
     _, disk = tiers(driver)
     blocks, snapshots = [], []
     for tree, root in disk.tree.roots.items():
-        waiting = [(root, root_hash(tree), 0)]
+        waiting = [(root, b"", [root_hash(tree)])]
         while waiting:
-            node, path_hash, depth = waiting.pop()
-            for key, child in node.children.items():
-                if depth + 1 != lose and disk.address(child):
-                    blocks.append(KeptBlocks(tree, path_hash, key, (disk.address(child),), 0, 0.0, False))
-                waiting.append((child, block_hashes(path_hash, key)[0], depth + 1))
-            for found in disk.column.copies_at(node):
-                whole = found.snapshot
-                before, key = (root_hash(tree), whole.path()) if disk.has_windows else (path_hash, whole.key)
+            run, before, hashes = waiting.pop()
+            path, addresses = before + run.tokens, disk.column.part(run).addresses
+            hashes = [*hashes, *block_hashes(hashes[-1], bytes(run.tokens))]
+            for depth, address in enumerate(addresses, run.start_block + 1):
+                if depth != lose and address:
+                    key = path[(depth - 1) * BLOCK_KEY_BYTES : depth * BLOCK_KEY_BYTES]
+                    blocks.append(KeptBlocks(tree, hashes[depth - 1], key, (address,), 0, 0.0, False))
+            waiting += [(child, path, hashes) for child in run.children.values()]
+            for found in disk.column.copies(run):
+                whole, path_hash = found.snapshot, hashes[found.snapshot.num_blocks]
+                start, key = (hashes[0], whole.path()) if disk.has_windows else (path_hash, whole.key)
                 if found.address:
                     snapshots.append(
-                        KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
+                        KeptSnapshot(tree, start, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
                     )
     rule = driver.cache.internals().rule
     kept, num_blocks = Kept(tuple(blocks), tuple(snapshots)), disk.num_blocks
@@ -151,11 +154,11 @@ def test_what_two_tiers_have_is_in_the_tree_once() -> None:
     evict_all(driver)
     [[host_copy], [disk_copy]] = host.snapshots(), disk.snapshots()
     assert host_copy.snapshot is disk_copy.snapshot
-    path = host_copy.snapshot.last_blocks(6)
-    assert all(host.address(node) and disk.address(node) for node in path)
+    assert host.is_stored(host_copy.snapshot)
+    assert disk.is_stored(host_copy.snapshot)
     host.evict(host_copy)
     assert (host.num_used, positions(disk)) == (0, [400])
-    assert all(disk.address(node) for node in path)
+    assert disk.is_stored(disk_copy.snapshot)
     disk.evict(disk_copy)
     assert disk.num_used == 0
     assert not any(root.children for root in disk.tree.roots.values())
@@ -231,7 +234,7 @@ def test_failed_spills_spare_what_another_spill_brings(rule: ResumeRule) -> None
     assert driver.end_spill(is_done=False)
     assert driver.end_spill()
     assert positions(disk) == [600]
-    assert all(map(disk.address, copies[600].snapshot.last_blocks(9)))
+    assert disk.is_stored(copies[600].snapshot)
 
 
 def test_lost_blocks_take_along_what_needs_them() -> None:
@@ -260,7 +263,12 @@ def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch)
     assert driver.load_from_tier(NEXT_TURN) is not None
     [(transfer, action)] = driver.device.loading.items()
     cut, cut_off = list[int](), disk.cut_off
-    monkeypatch.setattr(disk, "cut_off", lambda node, depth: (cut.append(disk.address(node)), cut_off(node, depth)))
+
+    def spy(run: TierRun, num_blocks: int) -> None:
+        cut.append(disk.column.part(run).addresses[num_blocks - run.start_block - 1])
+        cut_off(run, num_blocks)
+
+    monkeypatch.setattr(disk, "cut_off", spy)
     lost = Lost(address for _, address in (*action.blocks[1:], *action.slots))
     driver.fail(transfer, lost)
     assert cut == [lost[0]], "what lies below is lost with the first of the path"
@@ -363,7 +371,7 @@ def test_without_a_persistent_tier_there_is_no_flush() -> None:
     assert Driver(lower_blocks=(13,)).loads.begin_flush() is None
 
 
-class Untouchable(dict[bytes, TierSnapshot]):
+class Untouchable(dict[tuple[int, bytes], TierSnapshot]):
     """Snapshots that no lookup asks for."""
 
     def values(self) -> NoReturn:
@@ -373,12 +381,14 @@ class Untouchable(dict[bytes, TierSnapshot]):
 
 
 def test_lookups_visit_only_what_the_device_lacks() -> None:
-    driver = spilled(PROMPT, NEXT_TURN, host=40)
+    driver = spilled(PROMPT, [*PROMPT, *pattern(3, 50)], NEXT_TURN, host=40)
     _, disk = tiers(driver)
     assert driver.bring_back(PROMPT)
     deepest = max(disk.snapshots(), key=lambda snapshot: snapshot.position)
-    for node in [*deepest.snapshot.last_blocks(9)[:5], *disk.tree.roots.values()]:
-        node.snapshots = Untouchable(node.snapshots)
+    above = list(deepest.snapshot.ancestry())[1:]
+    assert [run.end_block for run in above] == [6, 0]
+    for run in above[1:]:
+        run.snapshots = Untouchable(run.snapshots)
     assert driver.lookup(NEXT_TURN).misses[0] == Miss(Reason.DEMOTED, 400, 600)
     offer = driver.loads.tier_offer(TokenBuffer(NEXT_TURN))
     assert offer is not None

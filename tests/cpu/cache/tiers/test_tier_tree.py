@@ -1,99 +1,104 @@
-"""The tree of what rests: walks find what a walk block by block finds, and follow known paths in strides."""
+"""The tree of the tiers: runs of blocks answer as single blocks would."""
 
+from array import array
 from collections.abc import Iterator
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.tiers import tier_tree
-from strandline.cache.tiers.tier_tree import TierBlock, TierSnapshot, TierTree, descend, find_block, nodes_from
+from strandline.cache.tiers.tier_tree import Copy, PathBlocks, TierRun, TierSnapshot, TierTree, descend, pieces
+from strandline.cache.use import Use
+from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, encode
 
 Path = tuple[int, ...]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short_strides() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tier_tree, "STRIDE_BLOCKS", 3)
-        yield
-
-
 def encoded(path: Path) -> bytes:
     """Return whole blocks of tokens, one for each number."""
-    return encode(token for number in path for token in [number] * 64)
+    return encode(token for number in path for token in [number] * BLOCK_TOKENS)
 
 
-def numbers_before(node: TierBlock) -> Path:
-    return tuple(child.key[3] for child in list(node.ancestry())[::-1])
+def numbers(data: bytes | bytearray) -> Path:
+    return tuple(data[3::BLOCK_KEY_BYTES])
 
 
-def prune(tree: TierTree, node: TierBlock, removed: int) -> None:
-    """Remove the last blocks of a path, as many as nothing else needs."""
-    path = list(node.ancestry())
-    if removed < len(path):
-        path[removed].snapshots = {b"": TierSnapshot(0, b"")}
-    tree.prune(node)
-    if removed < len(path):
-        path[removed].snapshots = {}
+def entered(tree: TierTree, path: Path, tier: int) -> Copy:
+    """Return a copy for a tier of the snapshot at the end of a path, which is in the tree now."""
+    data, position = encoded(path), len(path) * BLOCK_TOKENS
+    snapshot = tree.attach(TierSnapshot(position, b""), "", data)
+    copy = Copy(snapshot, SnapshotKind.BRANCH, Use(0, 0), position)
+    tree.columns[tier].enter(copy)
+    return copy
 
 
-PATHS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
+def runs_below(root: TierRun) -> Iterator[TierRun]:
+    yield root
+    for child in root.children.values():
+        yield from runs_below(child)
+
+
+def beginnings(paths: set[Path]) -> set[Path]:
+    return {()} | {path[:end] for path in paths for end in range(len(path) + 1)}
+
+
+PATHS = st.lists(st.integers(0, 1), max_size=9).map(tuple)
 
 
 @given(
-    events=st.lists(st.tuples(PATHS, st.integers(0, 14)), max_size=12),
+    events=st.lists(st.tuples(PATHS, st.integers(0, 1), st.booleans()), max_size=16),
     asked=st.lists(PATHS, min_size=1, max_size=4),
 )
-def test_strides_lead_where_single_blocks_lead(events: list[tuple[Path, int]], asked: list[Path]) -> None:
-    tree = TierTree(1, None)
+def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]], asked: list[Path]) -> None:
+    tree = TierTree(2, None)
     root = tree.root("")
-    known: set[Path] = {()}
-    for path, removed in events:
-        node = tree.add_block("", encoded(path), len(path))
-        assert numbers_before(node) == path
-        prune(tree, node, removed)
-        known = {()} | {numbers_before(each) for each in nodes_below(root)}
+    held: tuple[dict[Path, Copy], ...] = ({}, {})
+    for path, tier, is_leaving in events:
+        column = tree.columns[tier]
+        if not is_leaving and path not in held[tier]:
+            held[tier][path] = entered(tree, path, tier)
+        elif is_leaving and path in held[tier]:
+            copy = held[tier].pop(path)
+            alone = column.blocks_for(copy)
+            num_alone = len(beginnings({path}) - beginnings(set(held[tier])))
+            assert sum(end - start for _, start, end in alone) == num_alone
+            column.leave(copy, alone)
+            tree.detach(copy.snapshot)
+        known = beginnings({*held[0], *held[1]})
+        assert sum(run.end_block - run.start_block for run in runs_below(root)) == len(known) - 1
         for other in asked:
-            node, depth = descend(root, bytearray(encoded(other)), len(other))
+            run, depth = descend(root, encoded(other), len(other))
             deepest = max(end for end in range(len(other) + 1) if other[:end] in known)
-            assert (numbers_before(node), depth) == (other[:deepest], deepest)
-            found = find_block(root, encoded(other), len(other))
-            assert (found is not None) == (other in known)
+            assert depth == deepest
+            assert (
+                numbers(b"".join([each.run.tokens for each in pieces(run, 0, run.end_block)]))[:depth] == other[:depth]
+            )
+            for column, paths in zip(tree.columns, map(set, held), strict=True):
+                found = beginnings(paths)
+                last, has = column.last_on_path(run, depth)
+                assert has == max(end for end in range(depth + 1) if other[:end] in found)
+                continued = {path for path in found if len(path) == has + 1 and path[:has] == other[:has]}
+                assert column.num_children(last, has) == len(continued)
+                above = sorted((path for path in paths if other[: len(path)] == path), key=len, reverse=True)
+                assert [copy.position // 64 for copy in column.copies_on(run, depth, encoded(other))] == list(
+                    map(len, above)
+                )
 
 
-def nodes_below(root: TierBlock) -> Iterator[TierBlock]:
-    for child in root.children.values():
-        yield child
-        yield from nodes_below(child)
-
-
-def test_removed_blocks_keep_no_others() -> None:
-    tree, path = TierTree(1, None), tuple(range(12))
-    root = tree.root("")
-    end = tree.add_block("", encoded(path), len(path))
-    assert find_block(root, encoded(path), len(path)) is end
-    nodes = nodes_from(end, len(path))
-    assert [node.stride is not None for node in nodes[2::3]] == [True, True, True, False]
-    prune(tree, end, len(path))
-    assert not any(node.stride for node in nodes)
-    assert descend(root, encoded(path), len(path)) == (root, 0)
-
-
-class Untouchable(dict[bytes, TierBlock]):
-    """Children that no walk asks for."""
-
-    def get(self, *_: object) -> TierBlock:
-        raise AssertionError("a known path was walked block by block")
-
-
-def test_known_paths_are_followed_in_strides() -> None:
-    tree, path = TierTree(1, None), tuple(range(31))
-    root = tree.root("")
-    end = tree.add_block("", encoded(path), len(path))
-    assert find_block(root, encoded(path), len(path)) is end
-    for node in nodes_from(end, 30)[:-1]:
-        node.children = Untouchable(node.children)
-    root.children = Untouchable(root.children)
-    assert descend(root, encoded(path)[: 30 * BLOCK_KEY_BYTES], 30) == (end.parent, 30)
+def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
+    tree = TierTree(1, None)
+    (column,) = tree.columns
+    copy = entered(tree, (1, 2, 3, 4, 5), 0)
+    (run,) = tree.root("").children.values()
+    column.part(run).addresses[:] = array("q", [11, 12, 13, 14, 15])
+    entered(tree, (1, 2, 9), 0)
+    located = tree.locate(PathBlocks("", encoded((1, 2, 3, 4, 5)), [0, 1, 3, 4, 7]))
+    assert {index: column.part(run).addresses[own] for index, (run, own) in located.items()} == {
+        0: 11,
+        1: 12,
+        3: 14,
+        4: 15,
+    }
+    assert copy.snapshot.path() == encoded((1, 2, 3, 4, 5))
+    assert column.addresses(run, 1, 4).tolist() == [12, 13, 14]

@@ -1,0 +1,58 @@
+"""A tier's nearest snapshots above and below others, whose worth depends on them."""
+
+from collections.abc import Iterator
+
+from strandline.cache.tiers.tier_tree import Column, Copy, TierRun, TierSnapshot, descend
+from strandline.ids import BLOCK_TOKENS
+from strandline.records.tokens import BLOCK_KEY_BYTES
+
+
+def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
+    """Yield a tier's nearest snapshots below one that it had."""
+    run, depth, key = removed.run, removed.num_blocks, removed.key
+    if run is None:
+        return
+    same = [copy for copy in column.copies(run) if copy.snapshot.num_blocks == depth and copy.snapshot is not removed]
+    longer = [copy for copy in same if copy.snapshot.key.startswith(key)]
+    if longer:
+        yield min(longer, key=lambda copy: copy.position)
+        return
+    if depth < run.end_block:
+        waiting = [run] if run.tokens.startswith(key, (depth - run.start_block) * BLOCK_KEY_BYTES) else []
+    else:
+        waiting = [child for first, child in run.children.items() if first.startswith(key)]
+    while waiting:
+        node = waiting.pop()
+        below = [copy for copy in column.copies(node) if copy.snapshot.num_blocks > depth]
+        if below:
+            yield min(below, key=lambda copy: copy.position)
+        elif column.part(node).num_blocks:
+            waiting.extend(node.children.values())
+
+
+def end_above(column: Column, run: TierRun, depth: int, removed: TierSnapshot) -> Copy | None:
+    """Return a tier's nearest snapshot above one that was removed, if the tier has no continuation of it.
+
+    Args:
+        run, depth: the last block that is left before the one that was removed.
+    """
+    if column.num_children(run, depth):
+        return None
+    above = [copy for copy in column.copies(run) if copy.snapshot.num_blocks == depth]
+    if depth == removed.num_blocks:
+        above = [copy for copy in above if removed.key.startswith(copy.snapshot.key)]
+    return max(above, key=lambda copy: copy.position, default=None)
+
+
+def position_above(column: Column, root: TierRun | None, data: bytes, position: int, *, down_to: int = 0) -> int:
+    """Return the position of the nearest snapshot above one that is about to enter, or ``down_to`` if that is nearer.
+
+    Args:
+        column: that of the tier.
+        data: the tokens before it, encoded.
+    """
+    if root is None:
+        return down_to
+    end = descend(root, data, position // BLOCK_TOKENS)
+    above = column.copies_on(*end, data, beyond=down_to)
+    return next((copy.position for copy in above if copy.position < position), down_to)
