@@ -12,20 +12,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from strandline.cache.announcing.copies import Copies
-from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
+from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
 from strandline.cache.core import PrefixCache
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import (
     BlocksRemoved,
-    BlocksStored,
     CacheEvent,
     Cleared,
     SnapshotRemoved,
     SnapshotStored,
 )
-from strandline.records.path_hashes import block_hashes, num_blocks_before, root_hash
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.path_hashes import num_blocks_before
+from strandline.records.tokens import TOKEN_BYTES
 
 
 def take_events(cache: PrefixCache) -> list[CacheEvent]:
@@ -127,8 +126,8 @@ class Announcer:
             run, end = run.parent, run.start_block
         if added:
             lowest = snapshot.home
-            _hash_after(lowest, lowest.start_block + lowest.num_announced, salt)
-            self._emit_all(_blocks_stored(added[::-1], salt))
+            hash_after(lowest, lowest.start_block + lowest.num_announced, salt)
+            self._emit_all(path_stored([(run, start, run.num_announced) for run, start in added[::-1]], salt))
         event = _snapshot_stored(snapshot, salt)
         snapshot.path_hash = event.path_hash
         self.emit(event)
@@ -151,8 +150,8 @@ class Announcer:
         if self._needs_snapshots or first == end:
             return
         run.num_announced = end
-        _hash_after(run, run.start_block + end, salt)
-        self._emit_all(_blocks_stored([(run, first)], salt))
+        hash_after(run, run.start_block + end, salt)
+        self._emit_all(path_stored([(run, first, end)], salt))
 
     def remove_blocks(self, run: Run, num_kept: int) -> None:
         """Announce that a run's blocks after the first ``num_kept`` are evicted; no event if a snapshot implies it."""
@@ -177,24 +176,14 @@ def _num_above_snapshots(run: Run) -> int:
 def _state_of(run: Run, salt: str) -> Iterator[CacheEvent]:
     """Yield what is announced of a run itself."""
     if run.num_announced:
-        yield from _blocks_stored([(run, 0)], salt)
+        yield from path_stored([(run, 0, run.num_announced)], salt)
     for snapshot in (*run.snapshots.values(), *run.stubs.values()):
         yield _snapshot_stored(snapshot, salt)
 
 
-def _blocks_stored(added: list[tuple[Run, int]], salt: str) -> Iterator[BlocksStored]:
-    """Yield the events for the announced blocks of consecutive runs, each from the given one on."""
-    highest, first = added[0]
-    num_before = highest.start_block + first
-    hashes = tuple(path_hash for run, start in added for path_hash in run.hashes[start : run.num_announced])
-    parts = (run.tokens[start * BLOCK_KEY_BYTES : run.num_announced * BLOCK_KEY_BYTES] for run, start in added)
-    before = _hash_after(highest, num_before, salt) if num_before else None
-    yield from blocks_stored(hashes, before, b"".join(parts), salt)
-
-
 def _snapshot_stored(snapshot: Snapshot, salt: str) -> SnapshotStored:
     num_before = num_blocks_before(snapshot.position)
-    before = _hash_after(snapshot.home, num_before, salt)
+    before = hash_after(snapshot.home, num_before, salt)
     rest = snapshot.stub_key
     if rest is None:
         start = snapshot.home.start_block * BLOCK_TOKENS
@@ -203,21 +192,3 @@ def _snapshot_stored(snapshot: Snapshot, salt: str) -> SnapshotStored:
             tokens[(num_before * BLOCK_TOKENS - start) * TOKEN_BYTES : (snapshot.position - start) * TOKEN_BYTES]
         )
     return snapshot_stored(before, rest, snapshot.position, salt)
-
-
-def _hash_after(run: Run, num_blocks: int, salt: str) -> bytes:
-    """Return the hash of the first blocks of the path that ends with ``run``, and keep those on the way."""
-    while run.parent is not None and num_blocks <= run.start_block:
-        run = run.parent
-    unhashed = list[tuple[Run, int]]()
-    while run.parent is not None and len(run.hashes) < num_blocks - run.start_block:
-        unhashed.append((run, num_blocks - run.start_block))
-        run, num_blocks = run.parent, run.start_block
-    path_hash = root_hash(salt) if run.parent is None else run.hashes[num_blocks - run.start_block - 1]
-    for node, end in reversed(unhashed):
-        if node.hashes:
-            path_hash = node.hashes[-1]
-        new = node.tokens[len(node.hashes) * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES]
-        node.hashes += block_hashes(path_hash, new)
-        path_hash = node.hashes[-1]
-    return path_hash

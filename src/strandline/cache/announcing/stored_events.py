@@ -1,15 +1,66 @@
 """Builds the events of what is stored, on the device or below it."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import BlocksStored, SnapshotStored
-from strandline.records.path_hashes import masked_tokens, num_blocks_before, snapshot_hash
+from strandline.records.path_hashes import block_hashes, masked_tokens, num_blocks_before, root_hash, snapshot_hash
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 MAX_EVENT_BLOCKS: Final = 128
 """Most blocks in an event, so that encoding one holds Python's lock for less than a millisecond."""
+
+
+class HashedRun(Protocol):
+    """A run of a tree whose paths are hashed as far as events need it."""
+
+    @property
+    def parent(self) -> "HashedRun | None": ...
+
+    @property
+    def start_block(self) -> int: ...
+
+    @property
+    def tokens(self) -> bytearray: ...
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """The hashes of the paths to its first blocks."""
+
+
+def hash_after(run: HashedRun, num_blocks: int, salt: str) -> bytes:
+    """Return the hash of the first blocks of the path that ends with ``run``; record those on the way."""
+    while run.parent is not None and num_blocks <= run.start_block:
+        run = run.parent
+    unhashed = list[tuple[HashedRun, int]]()
+    while run.parent is not None and len(run.hashes) < num_blocks - run.start_block:
+        unhashed.append((run, num_blocks - run.start_block))
+        run, num_blocks = run.parent, run.start_block
+    path_hash = root_hash(salt) if run.parent is None else run.hashes[num_blocks - run.start_block - 1]
+    for node, end in reversed(unhashed):
+        if node.hashes:
+            path_hash = node.hashes[-1]
+        new = node.tokens[len(node.hashes) * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES]
+        node.hashes.extend(block_hashes(path_hash, new))
+        path_hash = node.hashes[-1]
+    return path_hash
+
+
+def path_stored(parts: Sequence[tuple[HashedRun, int, int]], salt: str) -> Iterator[BlocksStored]:
+    """Yield the events of consecutive blocks.
+
+    Args:
+        parts: consecutive runs, the hashes of whose blocks are recorded, each with the range of its blocks.
+    """
+    if not parts:
+        return
+    highest, first, _ = parts[0]
+    num_before = highest.start_block + first
+    hashes = tuple(path_hash for run, start, end in parts for path_hash in run.hashes[start:end])
+    tokens = b"".join(run.tokens[start * BLOCK_KEY_BYTES : end * BLOCK_KEY_BYTES] for run, start, end in parts)
+    before = hash_after(highest, num_before, salt) if num_before else None
+    yield from blocks_stored(hashes, before, tokens, salt)
 
 
 def blocks_stored(hashes: Sequence[bytes], before: bytes | None, tokens: bytes, salt: str) -> Iterator[BlocksStored]:

@@ -76,10 +76,9 @@ def explain_admission(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, bloc
 
 def tier_tokens(cache: PrefixCache, prompt: bytes, salt: str = "") -> dict[str, int]:
     """Return how many tokens of a prompt each tier has, by its store, where that is more than would be hit."""
-    data = bytearray(prompt)
+    data, loads = bytearray(prompt), _loads(cache)
     match = cache.internals().index.match(salt, data) or NO_MATCH
-    found = {tier.store: tier.find(salt, data, match) for tier in _tiers(cache)}
-    return {store: end.position for store, end in found.items() if end is not None}
+    return {} if loads is None else loads.positions(salt, data, match)
 
 
 def _explain(

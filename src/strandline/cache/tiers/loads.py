@@ -29,7 +29,7 @@ from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_load import TierLoad
-from strandline.cache.tiers.tier_tree import TierTree
+from strandline.cache.tiers.tier_tree import PathEnd, TierTree
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
@@ -38,7 +38,7 @@ from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, SlotId,
 from strandline.records.account import UNCOUNTED
 from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
-from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 
 PIECE_SLABS: Final = 2
 """Size of the transfers of a load whose memory is exchanged (``cache/tiers/tier_load.py``), in slabs."""
@@ -139,8 +139,20 @@ class Loads:
 
     def resumable_tokens(self, salt: str, data: bytearray, match: Match) -> int:
         """Return the deepest position at which a prompt could resume after a load from a tier, or 0."""
-        found = [tier.find(salt, data, match) for tier in self.tiers]
-        return max((position for _, _, position in filter(None, found)), default=0)
+        return max(self.positions(salt, data, match).values(), default=0)
+
+    def positions(self, salt: str, data: bytearray, match: Match) -> dict[str, int]:
+        """Return the deepest position at which a prompt could resume after a load from each tier, by its store."""
+        end = self._end_below(salt, data)
+        found = {tier.store: tier.find(end, data, match) for tier in self.tiers} if end is not None else {}
+        return {store: where.position for store, where in found.items() if where is not None}
+
+    def _end_below(self, salt: str, data: bytearray) -> PathEnd | None:
+        """Return how much of a prompt the tiers have; None: they have nothing of its salt."""
+        if not self.tiers:
+            return None
+        tree = self.tiers[0].tree
+        return tree.walk(tree.name(salt), data, len(data) // BLOCK_KEY_BYTES)
 
     def stats(self) -> tuple[LowerStats, ...]:
         """Return the figures of the tiers, nearest first."""
@@ -152,11 +164,14 @@ class Loads:
         Of several tiers, the one whose load saves most time makes the offer; before that is known, the one that has
         most of the prompt.
         """
-        match = self._index.match(salt, tokens.data) or NO_MATCH if self.tiers else NO_MATCH
+        end = self._end_below(salt, tokens.data)
+        if end is None:
+            return None
+        match = self._index.match(salt, tokens.data) or NO_MATCH
         best: Offer | None = None
         best_gain = float("-inf"), 0
         for tier in self.tiers:
-            offer = tier.offer(salt, tokens.data, match)
+            offer = tier.offer(end, tokens.data, match)
             if offer is not None and (gain := (tier.gain_s(offer, match), offer.position)) > best_gain:
                 best, best_gain = offer, gain
         return best

@@ -37,10 +37,10 @@ from strandline.cache.tiers.tier_tree import (
     Column,
     Copy,
     PathBlocks,
+    PathEnd,
     TierRun,
     TierSnapshot,
     copy_of_device,
-    descend,
 )
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
@@ -54,12 +54,9 @@ ANY_WORTH = float("inf")
 
 
 class TierEnd(NamedTuple):
-    """Where a prompt could resume."""
+    """Where a prompt could resume: at a snapshot or, for models that keep no states, at the end of a block."""
 
-    run: TierRun
-    """The run with the last whole block before it."""
     copy: Copy | None
-    """None for models that keep no states."""
     position: int
 
 
@@ -191,7 +188,7 @@ class LowerTier:
         tree = self.tree.open(salt)
         if not self.slot_blocks and blocks:
             last = self.tree.find(tree, data, first + len(blocks))
-            if last is None or self.column.last_on_path(*last) != last:
+            if last is None or self.column.last_on_path(last) != last:
                 end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
                 self.enter(Copy(end, SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared), tree, data)
         missing = self._missing(tree, data, first, blocks)
@@ -339,7 +336,7 @@ class LowerTier:
             for index in range(end - 1, start - 1, -1):
                 freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         self.tree.detach(snapshot)
-        above = None if left is None else end_above(column, *left, snapshot)
+        above = None if left is None else end_above(column, left, snapshot)
         if above is not None:
             above.is_interior = is_elsewhere
             self._queue.push(above)
@@ -381,12 +378,16 @@ class LowerTier:
 
     # Loading
 
-    def offer(self, salt: str, data: bytearray, match: Match) -> Offer | None:
-        """Return what the tier has of a prompt beyond its hit on the device, if loading it pays. Changes nothing."""
-        found = self.find(salt, data, match)
+    def offer(self, end: PathEnd, data: bytearray, match: Match) -> Offer | None:
+        """Return what the tier has of a prompt beyond its hit on the device, if loading it pays. Changes nothing.
+
+        Args:
+            end: how much of the prompt the tree has.
+        """
+        found = self.find(end, data, match)
         if found is None:
             return None
-        run, copy, position = found
+        copy, position = found
         whole, first_needed = position // BLOCK_TOKENS, self.first_needed(position)
         held = min(match.end.num_blocks, whole)
         first = max(first_needed, first_gap(match.end.run, held, first_needed))
@@ -395,7 +396,7 @@ class LowerTier:
             num_blocks += self.slot_blocks + copy.snapshot.has_tail
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
-        addresses = self.column.addresses(run, first, whole).tolist()
+        addresses = self.column.addresses(end, first)[: max(whole - first, 0)].tolist()
         for index, block in enumerate(path_blocks(match.end.run)[first:held] if first < held else ()):
             if block != NULL_BLOCK:
                 addresses[index] = NO_ADDRESS
@@ -411,37 +412,38 @@ class LowerTier:
         num_bytes = (len(offer.blocks) - offer.blocks.count(NO_ADDRESS) + self.slot_blocks) * self.block_bytes
         return self.costs.gain_s(num_bytes, offer.position - match.position)
 
-    def find(self, salt: str, data: bytearray, match: Match) -> TierEnd | None:
-        """Return the deepest position at which a prompt could resume beyond its hit on the device, or None."""
-        root = self.tree.roots.get(self.tree.name(salt))
-        if root is None:
-            return None
-        run, depth = self.column.last_on_path(*descend(root, data, len(data) // BLOCK_KEY_BYTES))
-        addresses, lacking = self.column.addresses(run, 0, depth), depth
-        for end in self._ends_on(run, depth, data, match):
-            num_blocks = end.position // BLOCK_TOKENS
+    def find(self, end: PathEnd, data: bytearray, match: Match) -> TierEnd | None:
+        """Return the deepest position at which a prompt could resume beyond its hit on the device, or None.
+
+        Args:
+            end: how much of the prompt the tree has.
+        """
+        end = self.column.last_on_path(end)
+        addresses, lacking = self.column.addresses(end), end.depth
+        for found in self._ends_on(end, data, match):
+            num_blocks = found.position // BLOCK_TOKENS
             # In the first tier, what it needs and the tier does not have is on the device, up to the last block.
-            first = max(self.first_needed(end.position), 0 if self.is_persistent else num_blocks - 1)
+            first = max(self.first_needed(found.position), 0 if self.is_persistent else num_blocks - 1)
             if first <= lacking < num_blocks:
                 continue
             lacking = first_lacking(addresses, match, first, num_blocks)
             if lacking >= num_blocks:
-                return end
+                return found
         return None
 
-    def _ends_on(self, run: TierRun, depth: int, data: bytearray, match: Match) -> Iterator[TierEnd]:
+    def _ends_on(self, end: PathEnd, data: bytearray, match: Match) -> Iterator[TierEnd]:
         """Yield where a prompt could resume, as far as that depends on snapshots alone, deepest first."""
         if self.slot_blocks:
-            for copy in self.column.copies_on(run, depth, data, beyond=match.position):
-                if copy.address and copy.snapshot.run is not None:
-                    yield TierEnd(copy.snapshot.run, copy, copy.position)
+            for copy in self.column.copies_on(end, data, beyond=match.position):
+                if copy.address:
+                    yield TierEnd(copy, copy.position)
             return
-        for num_blocks in range(depth, -1, -1):
+        for num_blocks in range(end.depth, -1, -1):
             position = num_blocks * BLOCK_TOKENS
             if position <= match.end.kv_tokens:
                 return
             if resumable_end(data, position) > match.end.kv_tokens:
-                yield TierEnd(run, None, position)
+                yield TierEnd(None, position)
 
     def count_load(self, num_blocks: int, completion: Completion) -> None:
         """Count the end of a load of this many blocks and, with states, a slot."""
@@ -482,11 +484,7 @@ class LowerTier:
 
 
 def first_lacking(addresses: Sequence[int], match: Match, first: int, end: int) -> int:
-    """Return the first block in ``[first, end)`` of a prompt that neither a tier nor the device has; else ``end``.
-
-    Args:
-        addresses: those of the prompt's blocks in the tier.
-    """
+    """Return the first block in ``[first, end)`` that has no address and is not on the device; else ``end``."""
     for index, address in enumerate(addresses[first:end], first):
         if address == NO_ADDRESS:
             num_held = min(match.end.num_blocks, index + 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from strandline.cache.tiers.tier_tree import Column, Copy, TierRun, TierSnapshot, descend
+from strandline.cache.tiers.tier_tree import Column, Copy, PathEnd, TierRun, TierSnapshot, descend
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -30,16 +30,16 @@ def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
             waiting.extend(node.children.values())
 
 
-def end_above(column: Column, run: TierRun, depth: int, removed: TierSnapshot) -> Copy | None:
+def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | None:
     """Return a tier's nearest snapshot above one that was removed, if the tier has no continuation of it.
 
     Args:
-        run, depth: the last block that is left before the one that was removed.
+        left: what is left of the path to the one that was removed.
     """
-    if column.num_children(run, depth):
+    if column.num_children(left):
         return None
-    above = [copy for copy in column.copies(run) if copy.snapshot.num_blocks == depth]
-    if depth == removed.num_blocks:
+    above = [copy for copy in column.copies(left.run) if copy.snapshot.num_blocks == left.depth]
+    if left.depth == removed.num_blocks:
         above = [copy for copy in above if removed.key.startswith(copy.snapshot.key)]
     return max(above, key=lambda copy: copy.position, default=None)
 
@@ -54,5 +54,5 @@ def position_above(column: Column, root: TierRun | None, data: bytes, position: 
     if root is None:
         return down_to
     end = descend(root, data, position // BLOCK_TOKENS)
-    above = column.copies_on(*end, data, beyond=down_to)
+    above = column.copies_on(end, data, beyond=down_to)
     return next((copy.position for copy in above if copy.position < position), down_to)

@@ -226,11 +226,10 @@ class Spills:
     def _missing(self, snapshot: TierSnapshot) -> Sequence[int]:
         """Return which blocks a snapshot needs that the persistent tier neither has nor is getting."""
         lower, whole = self._lower, snapshot.num_blocks
-        if snapshot.run is None:
+        if snapshot.end is None:
             return ()
         if not lower.has_windows:
-            _, depth = lower.column.last_on_path(snapshot.run, whole)
-            return range(depth, whole)
+            return range(lower.column.last_on_path(snapshot.end).depth, whole)
         needed = lower.needed_blocks(snapshot)
         return [
             run.start_block + index
@@ -276,8 +275,8 @@ class Spills:
 
     def _sources(self, leaving: Copy, path: StoredPath, transfer: TransferId) -> Sources:
         """Return where the upper tier and the device have what arrives; hold what the device has."""
-        addresses, snapshot = path.addresses, leaving.snapshot
-        upper = self._upper.column.addresses(snapshot.run, 0, snapshot.num_blocks) if snapshot.run is not None else ()
+        addresses, end = path.addresses, leaving.snapshot.end
+        upper = () if end is None else self._upper.column.addresses(end)
         pairs = [(upper[index], address) for index, address in addresses.items()]
         pairs += [(leaving.address, path.slot), (leaving.tail_address, path.tail)]
         stored = tuple(pair for pair in pairs if pair[0] != NO_ADDRESS)

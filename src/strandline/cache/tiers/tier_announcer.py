@@ -9,11 +9,11 @@ known: at the start for prompts without one, else with the first request under i
 
 from collections.abc import Callable, Iterable, Iterator
 
-from strandline.cache.announcing.stored_events import blocks_stored, snapshot_stored
+from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
 from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot, TierTree
 from strandline.errors import CacheInvariantError
-from strandline.records.cache_events import BlocksRemoved, BlocksStored, CacheEvent, SnapshotRemoved, SnapshotStored
-from strandline.records.path_hashes import block_hashes, num_blocks_before, root_hash
+from strandline.records.cache_events import BlocksRemoved, CacheEvent, SnapshotRemoved, SnapshotStored
+from strandline.records.path_hashes import num_blocks_before
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
@@ -49,12 +49,15 @@ class TierAnnouncer:
         salt = self._salts.get(demoted.tree)
         if salt is None:
             return
-        entered = list[TierRun]()
+        entered = list[tuple[TierRun, int, int]]()
         for run in demoted.ancestry():
-            if len(run.hashes) == len(run.tokens) // BLOCK_KEY_BYTES:
+            first, end = len(run.hashes), run.end_block - run.start_block
+            if first == end:
                 break
-            entered.append(run)
-        self._emit_all(_blocks_entered(entered[::-1], salt))
+            entered.append((run, first, end))
+        if entered:
+            hash_after(entered[0][0], entered[0][0].end_block, salt)
+        self._emit_all(path_stored(entered[::-1], salt))
         if self._needs_snapshots:
             self._emit(_snapshot_event(demoted, salt))
 
@@ -75,39 +78,11 @@ class TierAnnouncer:
         waiting = [root] if root is not None else []
         while waiting:
             run = waiting.pop()
-            yield from _blocks_stored(run, salt)
+            hash_after(run, run.end_block, salt)
+            yield from path_stored([(run, 0, len(run.hashes))] if run.hashes else [], salt)
             for demoted in run.snapshots.values() if self._needs_snapshots else ():
                 yield _snapshot_event(demoted, salt)
             waiting += run.children.values()
-
-
-def _blocks_entered(runs: list[TierRun], salt: str) -> Iterator[BlocksStored]:
-    """Yield the events of consecutive blocks that are not announced yet, which end these runs of a path."""
-    if not runs:
-        return
-    first = runs[0]
-    depth = first.start_block + len(first.hashes)
-    before = _hash_after(first, depth, salt)
-    tokens = b"".join([run.tokens[len(run.hashes) * BLOCK_KEY_BYTES :] for run in runs])
-    hashes = list(block_hashes(before, tokens))
-    for run in runs:
-        run.hashes += hashes[run.start_block + len(run.hashes) - depth : run.end_block - depth]
-    yield from blocks_stored(hashes, before if depth else None, tokens, salt)
-
-
-def _blocks_stored(run: TierRun, salt: str) -> Iterator[BlocksStored]:
-    """Yield the events of all blocks of a run; those before it have their hashes."""
-    before, tokens = _hash_after(run, run.start_block, salt), bytes(run.tokens)
-    run.hashes = run.hashes or list(block_hashes(before, tokens))
-    yield from blocks_stored(run.hashes, before if run.start_block else None, tokens, salt)
-
-
-def _hash_after(run: TierRun, depth: int, salt: str) -> bytes:
-    """Return the hash of the path to the block of a run at a depth, or the one before its first."""
-    if not depth:
-        return root_hash(salt)
-    holder = run if depth > run.start_block or run.parent is None else run.parent
-    return holder.hashes[depth - holder.start_block - 1]
 
 
 def _snapshot_event(demoted: TierSnapshot, salt: str) -> SnapshotStored:
@@ -118,6 +93,6 @@ def _snapshot_event(demoted: TierSnapshot, salt: str) -> SnapshotStored:
     if depth < demoted.num_blocks:
         start = (depth - run.start_block) * BLOCK_KEY_BYTES
         tokens = bytes(run.tokens[start : start + BLOCK_KEY_BYTES])
-    event = snapshot_stored(_hash_after(run, depth, salt), tokens, demoted.position, salt)
+    event = snapshot_stored(hash_after(run, depth, salt), tokens, demoted.position, salt)
     demoted.path_hash = event.path_hash
     return event

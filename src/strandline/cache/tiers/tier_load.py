@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, PathBlocks, TierRun, TierSnapshot, pieces
+from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, PathBlocks, PathEnd, TierSnapshot, pieces
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.actions import Completion
@@ -47,7 +47,7 @@ class TierLoad:
             tier.begin_reading(self._addresses)
         elif (end := self._end()) is not None:
             wanted = set(self._addresses)
-            addresses = tier.column.addresses(end[0], 0, end[1])
+            addresses = tier.column.addresses(end)
             self._index_at = {address: index for index, address in enumerate(addresses) if address in wanted}
             tier.returning.append(self._returning)
 
@@ -56,8 +56,8 @@ class TierLoad:
         """Whether what is loaded makes room for what the device evicts."""
         return not self._tier.is_persistent
 
-    def _end(self) -> tuple[TierRun, int] | None:
-        """Return the run with the last whole block of what is loaded, and their number; None: no tier has it."""
+    def _end(self) -> PathEnd | None:
+        """Return the end of the whole blocks of what is loaded; None: no tier has it."""
         return self._tier.tree.find(self._tree, self._lease.tokens.data, self._num_blocks)
 
     def _find_keeper(self) -> Copy | None:
@@ -146,10 +146,9 @@ class TierLoad:
         end, tier, addresses = self._end(), self._tier, set(lost)
         if end is None or not lost:
             return
-        run, depth = end
-        gone = [index for index, address in enumerate(tier.column.addresses(run, 0, depth)) if address in addresses]
-        for copy in list(tier.column.copies(run)):
-            if copy.snapshot.num_blocks == depth and not addresses.isdisjoint((copy.address, copy.tail_address)):
+        gone = [index for index, address in enumerate(tier.column.addresses(end)) if address in addresses]
+        for copy in list(tier.column.copies(end.run)):
+            if copy.snapshot.num_blocks == end.depth and not addresses.isdisjoint((copy.address, copy.tail_address)):
                 tier.evict(copy)
         for index, block in tier.tree.locate(self._returning._replace(indices=gone)).items():
             if tier.is_needed(*block):
@@ -161,16 +160,16 @@ class TierLoad:
         Nothing is done if the last block has left the tier: blocks before it are there for other snapshots.
         """
         tier, end, freed = self._tier, self._end(), dict[int, int]()
-        if end is None or tier.column.last_on_path(*end) != end:
+        if end is None or tier.column.last_on_path(end) != end:
             return
         held = path_blocks(self._lease.run)[: self._num_blocks]
-        for run, start, stop in pieces(end[0], 0, self._num_blocks)[::-1]:
+        for run, start, stop in pieces(end)[::-1]:
             addresses = tier.column.part(run).addresses
             for index in range(stop - 1, start - 1, -1):
                 if held[run.start_block + index]:
                     freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         tier.free(freed)
         if not tier.slot_blocks:
-            for copy in list(tier.column.copies_on(*end, self._lease.tokens.data)):
+            for copy in list(tier.column.copies_on(end, self._lease.tokens.data)):
                 if copy.num_loads == 0:
                     tier.remove(copy, is_elsewhere=True)

@@ -70,7 +70,7 @@ class TierRun:
         self.children: dict[bytes, TierRun] = {}
         """By their first blocks."""
         self.snapshots: dict[tuple[int, bytes], TierSnapshot] = {}
-        """By the number of whole blocks before each, of which the last is one of the run's, and the tokens after it."""
+        """By the number of whole blocks before each, the last one a block of the run, and the tokens after these."""
         self.hashes: list[bytes] = []
         """The hashes of the blocks that events have announced, which are the first ones."""
 
@@ -88,6 +88,15 @@ class TierRun:
         while run is not None:
             yield run
             run = run.parent
+
+
+class PathEnd(NamedTuple):
+    """The end of a path of whole blocks."""
+
+    run: TierRun
+    """The one with the last block, or the root."""
+    depth: int
+    """The number of blocks."""
 
 
 class Blocks(NamedTuple):
@@ -110,24 +119,26 @@ class Column:
     def part(self, run: TierRun) -> Part:
         return run.parts[self.index]
 
-    def last_on_path(self, run: TierRun, depth: int) -> tuple[TierRun, int]:
-        """Return the run and the depth of the last block that the tier has on the path to one; else the root."""
+    def last_on_path(self, end: PathEnd) -> PathEnd:
+        """Return how much of a path the tier has."""
+        run, depth = end
         while run.parent is not None:
             if num_blocks := self.part(run).num_blocks:
-                return run, min(depth, run.start_block + num_blocks)
+                return PathEnd(run, min(depth, run.start_block + num_blocks))
             run, depth = run.parent, run.start_block
-        return run, 0
+        return PathEnd(run, 0)
 
-    def num_children(self, run: TierRun, depth: int) -> int:
-        """Count the continuations that the tier has of a run's block at a depth."""
+    def num_children(self, end: PathEnd) -> int:
+        """Count the continuations of a path that the tier has."""
+        run, depth = end
         if depth < run.end_block:
             return int(run.start_block + self.part(run).num_blocks > depth)
         return sum(self.part(child).num_blocks > 0 for child in run.children.values())
 
-    def addresses(self, run: TierRun, first: int, end: int) -> "array[int]":
-        """Return the addresses of the blocks ``[first, end)`` of a path that ends with a run."""
+    def addresses(self, end: PathEnd, first: int = 0) -> "array[int]":
+        """Return the addresses of the blocks of a path, from ``first`` on."""
         found = array("q")
-        for blocks in pieces(run, first, end):
+        for blocks in pieces(end, first):
             found += self.part(blocks.run).addresses[blocks.start : blocks.end]
         return found
 
@@ -138,16 +149,16 @@ class Column:
             if copy is not None:
                 yield copy
 
-    def copies_on(self, run: TierRun, depth: int, data: bytes | bytearray, *, beyond: int = -1) -> "Iterator[Copy]":
-        """Yield the tier's snapshots beyond a position of a path that matches up to a depth, deepest first.
+    def copies_on(self, end: PathEnd, data: bytes | bytearray, *, beyond: int = -1) -> "Iterator[Copy]":
+        """Yield the tier's snapshots on a path beyond a position, deepest first.
 
         Args:
-            data: the tokens of the path, encoded.
+            data: the tokens of the path and what follows, encoded.
         """
-        for node in run.ancestry():
+        for node in end.run.ancestry():
             if (node.end_block + 1) * BLOCK_TOKENS <= beyond:
                 return
-            found = [copy for copy in self.copies(node) if copy.snapshot.is_on(data, depth)]
+            found = [copy for copy in self.copies(node) if copy.snapshot.is_on(data, end.depth)]
             for copy in sorted(found, key=lambda copy: -copy.position):
                 if copy.position <= beyond:
                     return
@@ -189,11 +200,11 @@ class Column:
             below = run
         return alone
 
-    def leave(self, copy: "Copy", alone: Iterable[Blocks]) -> tuple[TierRun, int] | None:
-        """Drop a copy of a snapshot, and the blocks that the tier has for it alone (``blocks_for``).
+    def leave(self, copy: "Copy", alone: Iterable[Blocks]) -> PathEnd | None:
+        """Drop a copy of a snapshot, and the blocks that the tier has for it alone; return what is left before it.
 
-        Returns:
-            The run and the depth of the last block before it that the tier still has.
+        Args:
+            alone: the result of ``blocks_for``.
         """
         copy.column = copy.snapshot.copies[self.index] = None
         copy.last_push = 0
@@ -201,7 +212,7 @@ class Column:
         for blocks in alone:
             self.part(blocks.run).num_blocks = blocks.start
             run, depth = blocks.run if blocks.start else blocks.run.parent, blocks.run.start_block + blocks.start
-        return None if run is None else (run, depth)
+        return None if run is None else PathEnd(run, depth)
 
 
 class TierTree:
@@ -247,21 +258,21 @@ class TierTree:
     def _parts(self, num_known: int) -> list[Part]:
         return [Part(num_known) for _ in self.columns]
 
-    def find(self, tree: str, data: bytes | bytearray, num_blocks: int) -> tuple[TierRun, int] | None:
-        """Return the run with the last of ``num_blocks`` blocks of encoded tokens, and their number, or None."""
+    def walk(self, tree: str, data: bytes | bytearray, num_blocks: int) -> PathEnd | None:
+        """Follow a path of encoded tokens for up to ``num_blocks`` blocks as far as it is there; None: no such tree."""
         root = self.roots.get(tree)
-        end = None if root is None else descend(root, data, num_blocks)
-        return end if end is not None and end[1] == num_blocks else None
+        return None if root is None else descend(root, data, num_blocks)
+
+    def find(self, tree: str, data: bytes | bytearray, num_blocks: int) -> PathEnd | None:
+        """Return the end of a path of ``num_blocks`` blocks of encoded tokens, or None if not all of it is there."""
+        end = self.walk(tree, data, num_blocks)
+        return end if end is not None and end.depth == num_blocks else None
 
     def locate(self, path: "PathBlocks") -> dict[int, tuple[TierRun, int]]:
         """Return the run and the index in it of those blocks of a path that are in the tree."""
-        root = self.roots.get(path.tree)
-        if root is None or not path.indices:
-            return {}
-        first, end = min(path.indices), max(path.indices) + 1
-        run, depth = descend(root, path.data, end)
+        end = self.walk(path.tree, path.data, max(path.indices, default=-1) + 1)
         wanted, found = set(path.indices), dict[int, tuple[TierRun, int]]()
-        for blocks in pieces(run, first, depth):
+        for blocks in pieces(end, min(path.indices)) if end is not None and wanted else ():
             for own in range(blocks.start, blocks.end):
                 if blocks.run.start_block + own in wanted:
                     found[blocks.run.start_block + own] = blocks.run, own
@@ -356,6 +367,11 @@ class TierSnapshot:
         return self.position // BLOCK_TOKENS
 
     @property
+    def end(self) -> PathEnd | None:
+        """The end of the whole blocks before it; None: it is not in the tree."""
+        return None if self.run is None else PathEnd(self.run, self.num_blocks)
+
+    @property
     def is_used(self) -> bool:
         """Whether a tier has it or something pins it."""
         return self.num_pins > 0 or any(self.copies)
@@ -375,7 +391,7 @@ class TierSnapshot:
 
     def last_blocks(self, num_blocks: int) -> list[Blocks]:
         """Return the last ones of the whole blocks before it, in order."""
-        return [] if self.run is None else pieces(self.run, self.num_blocks - num_blocks, self.num_blocks)
+        return [] if self.end is None else pieces(self.end, self.num_blocks - num_blocks)
 
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""
@@ -414,8 +430,8 @@ class Copy:
     @property
     def num_continuations(self) -> int:
         """Continuations of its path, up to two: those in the tier, or one if it was evicted before its continuation."""
-        column, run = self.column, self.snapshot.run
-        num_children = 0 if column is None or run is None else column.num_children(run, self.snapshot.num_blocks)
+        column, end = self.column, self.snapshot.end
+        num_children = 0 if column is None or end is None else column.num_children(end)
         return max(int(self.is_interior), min(num_children, 2))
 
 
@@ -429,8 +445,8 @@ def copy_of_device(snapshot: Snapshot, key: bytes, saved_tokens: int) -> Copy:
     return Copy(TierSnapshot(snapshot.position, key), snapshot.kind, snapshot.use, saved_tokens, *flags)
 
 
-def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> tuple[TierRun, int]:
-    """Follow a path of encoded tokens for up to ``num_blocks`` blocks; return its deepest run, and how many match."""
+def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> PathEnd:
+    """Follow a path of encoded tokens for up to ``num_blocks`` blocks; return how much of it is there."""
     run, depth = root, 0
     while depth < num_blocks:
         start = depth * BLOCK_KEY_BYTES
@@ -440,8 +456,8 @@ def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> tuple[Ti
         run, depth = child, child.end_block
         if depth > num_blocks or not data.startswith(child.tokens, start):
             asked = bytes(data[start : num_blocks * BLOCK_KEY_BYTES])
-            return run, run.start_block + common_tokens(asked, child.tokens) // BLOCK_TOKENS
-    return run, depth
+            return PathEnd(run, run.start_block + common_tokens(asked, child.tokens) // BLOCK_TOKENS)
+    return PathEnd(run, depth)
 
 
 def _split(run: TierRun, depth: int) -> TierRun:
@@ -461,11 +477,11 @@ def _split(run: TierRun, depth: int) -> TierRun:
     return upper
 
 
-def pieces(run: TierRun, first: int, end: int) -> list[Blocks]:
-    """Return the blocks ``[first, end)`` of a path that ends with a run, in order."""
+def pieces(end: PathEnd, first: int = 0) -> list[Blocks]:
+    """Return the blocks of a path from ``first`` on, in order."""
     found = list[Blocks]()
-    for node in run.ancestry():
-        start, stop = max(first, node.start_block), min(end, node.end_block)
+    for node in end.run.ancestry():
+        start, stop = max(first, node.start_block), min(end.depth, node.end_block)
         if start < stop:
             found.append(Blocks(node, start - node.start_block, stop - node.start_block))
         if node.start_block <= first:

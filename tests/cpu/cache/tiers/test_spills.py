@@ -195,7 +195,9 @@ def test_nothing_that_is_on_its_way_can_be_loaded() -> None:
     driver.serve(PROMPT)
     evict_all(driver)
     host, disk = tiers(driver)
-    assert disk.find("", TokenBuffer(PROMPT).data, NO_MATCH) is None
+    end = disk.tree.walk(disk.tree.name(""), TokenBuffer(PROMPT).data, 6)
+    assert end is not None
+    assert disk.find(end, TokenBuffer(PROMPT).data, NO_MATCH) is None
     offer = driver.loads.tier_offer(TokenBuffer(PROMPT))
     assert offer is not None
     assert offer.store == "host"

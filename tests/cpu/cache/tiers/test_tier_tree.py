@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.tiers.tier_tree import Copy, PathBlocks, TierRun, TierSnapshot, TierTree, descend, pieces
+from strandline.cache.tiers.tier_tree import Copy, PathBlocks, PathEnd, TierRun, TierSnapshot, TierTree, descend, pieces
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
@@ -68,22 +68,20 @@ def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]]
         known = beginnings({*held[0], *held[1]})
         assert sum(run.end_block - run.start_block for run in runs_below(root)) == len(known) - 1
         for other in asked:
-            run, depth = descend(root, encoded(other), len(other))
+            end = descend(root, encoded(other), len(other))
             deepest = max(end for end in range(len(other) + 1) if other[:end] in known)
-            assert depth == deepest
-            assert (
-                numbers(b"".join([each.run.tokens for each in pieces(run, 0, run.end_block)]))[:depth] == other[:depth]
-            )
+            assert end.depth == deepest
+            tokens = b"".join([blocks.run.tokens for blocks in pieces(end)])
+            assert numbers(tokens)[: end.depth] == other[: end.depth]
             for column, paths in zip(tree.columns, map(set, held), strict=True):
                 found = beginnings(paths)
-                last, has = column.last_on_path(run, depth)
-                assert has == max(end for end in range(depth + 1) if other[:end] in found)
-                continued = {path for path in found if len(path) == has + 1 and path[:has] == other[:has]}
-                assert column.num_children(last, has) == len(continued)
+                last = column.last_on_path(end)
+                assert last.depth == max(size for size in range(deepest + 1) if other[:size] in found)
+                continued = {path for path in found if path and path[:-1] == other[: last.depth]}
+                assert column.num_children(last) == len(continued)
                 above = sorted((path for path in paths if other[: len(path)] == path), key=len, reverse=True)
-                assert [copy.position // 64 for copy in column.copies_on(run, depth, encoded(other))] == list(
-                    map(len, above)
-                )
+                found_above = column.copies_on(end, encoded(other))
+                assert [copy.snapshot.num_blocks for copy in found_above] == list(map(len, above))
 
 
 def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
@@ -101,4 +99,4 @@ def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
         4: 15,
     }
     assert copy.snapshot.path() == encoded((1, 2, 3, 4, 5))
-    assert column.addresses(run, 1, 4).tolist() == [12, 13, 14]
+    assert column.addresses(PathEnd(run, 4), 1).tolist() == [12, 13, 14]
