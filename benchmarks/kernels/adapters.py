@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles
 from strandline.kernels.gemm.linear import linear
-from strandline.kernels.gemm.low_rank import AdapterWeights, add_low_rank
+from strandline.kernels.gemm.low_rank import AdapterWeights, LowRankTerm
 from strandline.kernels.gemm.weights import DenseWeight
 
 RANK = 16
@@ -58,14 +58,14 @@ def adapters(shape: Shape, rows: int, slots: int) -> Work:
         down_SPRI = random(slots, len(shape.parts), RANK, shape.num_inputs, scale=shape.num_inputs**-0.5)
         return AdapterWeights(down_SPRI, random(slots, num_outputs, RANK), ranks_SP, part_O)
 
-    multiply, add = bound(linear), bound(add_low_rank)
+    multiply = bound(linear)
 
     def with_adapters(x: Tensor, weight: DenseWeight, weights: AdapterWeights) -> Tensor:
-        out: Tensor = add(multiply(x, weight), x, weights, tiled)
+        out: Tensor = multiply(x, weight, None, LowRankTerm(weights, tiled))
         return out
 
     def reference(x: Tensor, weight: DenseWeight, weights: AdapterWeights) -> Tensor:
-        return add_low_rank.reference(linear.reference(x, weight), x, weights, tiled)
+        return linear.reference(x, weight, None, LowRankTerm(weights, tiled))
 
     scale = shape.num_inputs**-0.5
     return Work(

@@ -5,7 +5,8 @@ called ``release_next``. It calls ``wait_for_previous`` before it writes anythin
 just before it wrote; after that call all earlier kernels have ended, since each of them waited, too.
 
 Most kernels call ``release_next`` after ``wait_for_previous``. Short ones that come before loads of weights or states
-(norms, convolutions of a token) call it first: the next kernel then loads them during two launches instead of one.
+(norms, convolutions of a token, first factors of adapters) call it first: the next kernel then loads them during two
+launches instead of one.
 
 Invariant: when a kernel starts, everything has been done except the work of the kernel before it, and, if that one
 releases first, of the one before that, and so on. Before its wait a kernel may read weights, states of earlier steps,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.kernels.gemm.low_rank import AdapterRows, AdapterWeights
+from strandline.kernels.gemm.low_rank import AdapterRows, Adapters, AdapterWeights
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.targets import Piece, Target
@@ -144,7 +144,7 @@ class AdapterSlots:
             self._rank_SQ[:, start : start + len(parts)],
             part_O.to(device),
         )
-        owner.take_adapters(weights, self.rows)
+        owner.adapters = Adapters(weights, self.rows)
         self._projections.append(AdaptedProjection(weights, parts))
 
     def read(self, adapter: AdapterFiles) -> AdapterImage:

@@ -17,6 +17,7 @@ class HostTiles(NamedTuple):
 
     rows_M: np.ndarray
     slots_U: np.ndarray
+    slots_T: np.ndarray
 
     @classmethod
     def of(cls, slots_T: np.ndarray) -> "HostTiles":
@@ -27,7 +28,7 @@ class HostTiles(NamedTuple):
             num_tiles = -(-len(own) // TILE_ROWS)
             rows += own, np.full(num_tiles * TILE_ROWS - len(own), NO_ROW)
             slots += [slot] * num_tiles
-        return cls(np.concatenate([np.empty(0, np.int64), *rows]), np.array(slots, dtype=np.int64))
+        return cls(np.concatenate([np.empty(0, np.int64), *rows]), np.array(slots, dtype=np.int64), slots_T)
 
     def to_device(self, device: torch.device) -> TiledRows:
         """Make the tensors."""

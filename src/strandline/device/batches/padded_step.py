@@ -44,6 +44,9 @@ from strandline.kernels.sampling.verification import (
 )
 from strandline.kernels.step import locate_rows
 
+ADAPTER_COLUMNS: Final = ("adapter_rows", "adapter_slots", "adapter_slots_of_rows")
+"""Names of ``TiledRows`` in the buffer."""
+
 TYPICAL_CONTEXT_TOKENS: Final = 8192
 """Context length that attention's grid is chosen for; results are right for any."""
 
@@ -155,6 +158,7 @@ class PaddedStep:
             "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
             "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
             "adapter_slots": num_tiles,
+            "adapter_slots_of_rows": size.num_rows if size.num_adapters else 0,
         }
         self._slices = dict[str, slice]()
         start = 0
@@ -192,7 +196,7 @@ class PaddedStep:
     def tiled(self, buffer_I: Tensor) -> TiledRows | None:
         """Return the rows that have adapters; None: no row can."""
         named = self.named(buffer_I)
-        return TiledRows(named["adapter_rows"], named["adapter_slots"]) if self.size.num_adapters else None
+        return TiledRows(*(named[name] for name in ADAPTER_COLUMNS)) if self.size.num_adapters else None
 
     def batch(
         self,
@@ -310,9 +314,8 @@ class PaddedStep:
             own_T = host.adapter_slots_T
             slots_T[:num_rows] = own_T[:num_rows]
             slots_T[size.num_decode_rows :][: len(own_T) - num_rows] = own_T[num_rows:]
-            tiles = HostTiles.of(slots_T)
             named["adapter_slots"].fill(NO_SLOT)
-            for name, values in zip(("adapter_rows", "adapter_slots"), tiles, strict=True):
+            for name, values in zip(ADAPTER_COLUMNS, HostTiles.of(slots_T), strict=True):
                 named[name][: len(values)] = values
 
     def gap(self, host: HostBatch) -> int:

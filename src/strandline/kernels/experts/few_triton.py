@@ -2,12 +2,13 @@
 
 Both kernels take each token's experts from the router's logits by themselves, which costs less than a launch between
 would. The first also activates the shared expert's projections, in separate programs, and the second computes that
-expert's output. The second reads weights before the first has ended: only the hidden features depend on that.
+expert's output. Where that has adapters, more programs of the first multiply features with first factors, activated
+again. The second reads weights before the first has ended: only the hidden features depend on that.
 
 Invariants: as in ``moe_triton.py``.
 
-Shape suffixes: as in ``moe.py``; in kernels M rows of x, N features, K the dimension that a product sums over, C a
-token's choices (``top_k``, padded to a power of two).
+Shape suffixes: as in ``moe.py``; Q ranks of adapters, I inputs of these; in kernels M rows of x, N features, K the
+dimension that a product sums over, C a token's choices (``top_k``, padded to a power of two), R ranks.
 """
 # mypy: ignore-errors
 
@@ -22,6 +23,14 @@ from strandline.kernels.experts.activation_triton import activate, activation_ar
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import choice_options, choose, choose_nth
+from strandline.kernels.gemm.expansion_triton import (
+    Expansion,
+    ExpansionConstants,
+    expand,
+    find_factors,
+    load_factors,
+    load_hidden,
+)
 from strandline.kernels.gemm.formats.few_rows_triton import multiply_few
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
 from strandline.kernels.gemm.weights import Weight
@@ -39,6 +48,20 @@ class _ProjectedArgument(NamedTuple):
     hidden_ptr: Tensor
     size: int
     num_tokens: int
+
+
+class _ShrinkArgument(NamedTuple):
+    """First factors of adapters of a shared expert's second product, as a runtime argument."""
+
+    down_SQI: Tensor
+    slots_T: Tensor
+    stride_slot: int
+    out_TQ: Tensor
+    num_ranks: int
+
+
+SHRINK_INPUTS = tl.constexpr(512)
+"""Features that a program activates and multiplies at a time."""
 
 
 @triton.jit
@@ -67,6 +90,7 @@ class _SharedArgument(NamedTuple):
     stride_gate: int
     weight: tuple
     size: int
+    expansion: Expansion | None
 
 
 class _SharedConstants(NamedTuple):
@@ -75,25 +99,48 @@ class _SharedConstants(NamedTuple):
     rows: RowFunctions
     layout: NamedTuple
     block_k: int
+    expansion: ExpansionConstants | None
 
     @property
     def cache_key(self) -> str:
         """As of ``RowFunctions``."""
-        return f"{self.rows.cache_key}-{self.layout}-{self.block_k}"
+        return f"{self.rows.cache_key}-{tuple(self)[1:]}"
 
 
 @triton.jit
-def _activate_shared(shared, token, ACTIVATE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write some of a shared expert's hidden features of a token."""
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _features(shared, token, col, ACTIVATE: tl.constexpr):
+    """Return some of a shared expert's hidden features of a token."""
     is_col = col < shared.size
     first_ptr = shared.projected_ptr + token * shared.stride_projected + col
     first = tl.load(first_ptr, mask=is_col, other=0.0).to(tl.float32)
     up = first
     if ACTIVATE.is_gated:
         up = tl.load(first_ptr + shared.size, mask=is_col, other=0.0).to(tl.float32)
-    hidden = activate(first, up, ACTIVATE, shared.hidden_ptr.dtype.element_ty)
-    tl.store(shared.hidden_ptr + token * shared.size + col, hidden, mask=is_col)
+    return activate(first, up, ACTIVATE, shared.hidden_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _activate_shared(shared, token, ACTIVATE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write some of a shared expert's hidden features of a token."""
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    hidden = _features(shared, token, col, ACTIVATE)
+    tl.store(shared.hidden_ptr + token * shared.size + col, hidden, mask=col < shared.size)
+
+
+@triton.jit
+def _shrink_shared(shared, shrink, token, ACTIVATE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a shared expert's hidden features of a token times some of its adapter's first factors."""
+    rank_Q = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_rank_Q = rank_Q < shrink.num_ranks
+    slot = tl.maximum(tl.load(shrink.slots_T + token), 0)
+    down_Q_ptr = shrink.down_SQI + slot * shrink.stride_slot + rank_Q.to(tl.int64) * shared.size
+    sum_Q = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, shared.size, SHRINK_INPUTS):
+        col_K = start + tl.arange(0, SHRINK_INPUTS)
+        mask_QK = is_rank_Q[:, None] & (col_K < shared.size)[None, :]
+        down_QK = tl.load(down_Q_ptr[:, None] + col_K[None, :], mask=mask_QK, other=0.0).to(tl.float32)
+        sum_Q += tl.sum(down_QK * _features(shared, token, col_K, ACTIVATE).to(tl.float32)[None, :], axis=1)
+    tl.store(shrink.out_TQ + token * shrink.num_ranks + rank_Q, sum_Q, mask=is_rank_Q)
 
 
 @triton.jit
@@ -104,6 +151,7 @@ def _few_up_kernel(
     weight,
     up_bias_ptr,
     shared,
+    shrink,
     hidden_ptr,
     stride_logits,
     D,
@@ -116,6 +164,7 @@ def _few_up_kernel(
     ROWS: tl.constexpr,
     ACTIVATE: tl.constexpr,
     BLOCK_SHARED: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -137,6 +186,11 @@ def _few_up_kernel(
         choice -= shared.num_tokens
         if choice < 0:
             _activate_shared(shared, tl.program_id(1).to(tl.int64), ACTIVATE, BLOCK_SHARED)
+            return
+    if BLOCK_RANKS > 0:
+        choice -= shared.num_tokens
+        if choice < 0:
+            _shrink_shared(shared, shrink, (choice + shared.num_tokens).to(tl.int64), ACTIVATE, BLOCK_RANKS)
             return
     token = (choice // TOP_K).to(tl.int64)
     token_logits_ptr = logits_ptr + token * stride_logits
@@ -184,10 +238,29 @@ def _load_shared(shared, first_N, D, SHARED: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
+def _load_factors(shared, token, first_N, D, SHARED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load what adapters add to some outputs of the shared expert with; nothing of it depends on launches before."""
+    EXPANSION: tl.constexpr = SHARED.expansion
+    token_M = token + tl.arange(0, 1)
+    row_N = first_N + tl.arange(0, BLOCK_N)
+    found = find_factors(shared.expansion, token_M, tl.full([1], True, tl.int1), row_N, row_N < D)
+    return found, load_factors(shared.expansion, found, row_N, 0, EXPANSION)
+
+
+@triton.jit
 def _multiply_shared(
-    loaded, shared, token, first_N, D, SHARED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr
+    loaded, added, shared, token, first_N, D, SHARED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return what the shared expert makes of a token's hidden features, times its gate."""
+    """Return what the shared expert makes of a token's hidden features, times its gate.
+
+    Args:
+        added: what ``_load_factors`` returned; None: there are no adapters.
+    """
+    EXPANSION: tl.constexpr = SHARED.expansion
+    if EXPANSION is not None:
+        found, factors = added
+        token_M = token + tl.arange(0, 1)
+        hidden_MNR = load_hidden(shared.expansion, found, token_M, 0, EXPANSION)
     ROWS: tl.constexpr = SHARED.rows
     LAYOUT: tl.constexpr = SHARED.layout
     out_1N, _ = multiply_few(
@@ -208,6 +281,9 @@ def _multiply_shared(
         BLOCK_N,
         SHARED.block_k,
     )
+    if EXPANSION is not None:
+        row_N = first_N + tl.arange(0, BLOCK_N)
+        out_1N += expand(shared.expansion, found, factors, hidden_MNR, token_M, row_N, EXPANSION)
     out_N = tl.reshape(out_1N, [BLOCK_N]).to(DTYPE).to(tl.float32)
     if shared.gate_ptr is not None:
         factor = tl.load(shared.gate_ptr + token * shared.stride_gate).to(tl.float32)
@@ -251,8 +327,11 @@ def _few_down_kernel(
     choice_C = tl.arange(0, BLOCK_C)
     is_choice_C = choice_C < TOP_K
     # Logits are there already, since the kernel before has waited for them; not so the hidden features.
+    shared_added = None
     if SHARED is not None:
         shared_loaded = _load_shared(shared, first_N, D, SHARED, BLOCK_N)
+        if SHARED.expansion is not None:
+            shared_added = _load_factors(shared, token, first_N, D, SHARED, BLOCK_N)
     chosen_C, weight_C = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     if IS_DIVIDED:
         chosen_C = chosen_C - first_expert
@@ -270,6 +349,8 @@ def _few_down_kernel(
             next_loaded = ROWS.load(weight, chosen_C, next_N, 0, D, F, LAYOUT, False, IS_EVEN, BLOCK_N, BLOCK_K)
             if SHARED is not None:
                 next_shared_loaded = _load_shared(shared, next_N, D, SHARED, BLOCK_N)
+                if SHARED.expansion is not None:
+                    next_shared_added = _load_factors(shared, token, next_N, D, SHARED, BLOCK_N)
         out_CN, _ = multiply_few(
             loaded,
             hidden,
@@ -293,7 +374,7 @@ def _few_down_kernel(
         out_CN = tl.where(is_choice_C[:, None], out_CN.to(dtype).to(tl.float32) * weight_C[:, None], 0.0)
         out_N = tl.sum(out_CN, axis=0)
         if SHARED is not None:
-            shared_N = _multiply_shared(shared_loaded, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
+            shared_N = _multiply_shared(shared_loaded, shared_added, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
             out_N = out_N.to(dtype).to(tl.float32) + shared_N
         row_N = first_N + tl.arange(0, BLOCK_N)
         tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=row_N < D)
@@ -301,6 +382,8 @@ def _few_down_kernel(
             first_N, loaded = next_N, next_loaded
             if SHARED is not None:
                 shared_loaded = next_shared_loaded
+                if SHARED.expansion is not None:
+                    shared_added = next_shared_added
 
 
 def mixture_few(
@@ -330,27 +413,24 @@ def mixture_few(
         **overlap_options(logits_TE),
     }
     weight, block_n, block_k = _fit(experts.up, up, num_channels)
-    programs, projected = cdiv(size, block_n), None
-    shared_hidden_TS, block_shared = None, 1
-    if shared is not None:
-        shared_size = shared.down.shape[1]
-        shared_hidden_TS = torch.empty((num_tokens, shared_size), dtype=x_TD.dtype, device=x_TD.device)
-        strided = (shared.projected_TS, shared.projected_TS.stride(0), shared_hidden_TS)
-        projected = _ProjectedArgument(*strided, shared_size, num_tokens)
-        block_shared = next_power_of_2(cdiv(shared_size, programs))
-    _few_up_kernel[(programs, num_choices if shared is None else num_choices + num_tokens)](
+    programs = cdiv(size, block_n)
+    projected, shrink = (None, None) if shared is None else _shared_features(shared, num_tokens)
+    num_shared = (projected is not None) + (shrink is not None)
+    _few_up_kernel[(programs, num_choices + num_shared * num_tokens)](
         rows_operand(x_TD),
         logits_TE,
         bias_E,
         weight.data,
         up_bias,
         projected,
+        shrink,
         hidden_AF,
         *sizes,
         LAYOUT=weight.layout,
         ROWS=weight.format.rows,
         ACTIVATE=activation_argument(experts.activation),
-        BLOCK_SHARED=block_shared,
+        BLOCK_SHARED=1 if projected is None else next_power_of_2(cdiv(projected.size, programs)),
+        BLOCK_RANKS=0 if shrink is None else next_power_of_2(cdiv(shrink.num_ranks, programs)),
         IS_EVEN=num_channels % block_k == 0 and size % block_n == 0,
         NUM_K=cdiv(num_channels, block_k),
         BLOCK_N=block_n,
@@ -361,7 +441,9 @@ def mixture_few(
     argument, constants = None, None
     weight, block_n, block_k = _fit(experts.down, down, size)
     if shared is not None:
-        argument, constants, block_n = _shared_arguments(shared, shared_hidden_TS, down._replace(block_n=block_n))
+        expansion = None if shrink is None else Expansion.of(shrink.out_TQ, shared.term)
+        launch = down._replace(block_n=block_n)
+        argument, constants, block_n = _shared_arguments(shared, projected.hidden_ptr, expansion, launch)
     rows_down = block_n * down.blocks
     _few_down_kernel[(cdiv(num_channels, rows_down), len(x_TD))](
         hidden_AF,
@@ -391,12 +473,26 @@ def _fit(weight: Weight, launch: Launch, num_inputs: int) -> tuple[Operand, int,
     return argument, argument.layout.fit_rows(launch.block_n), max(argument.format.min_block_k, block_k)
 
 
+def _shared_features(shared: SharedExpert, num_tokens: int) -> tuple[_ProjectedArgument, _ShrinkArgument | None]:
+    """Return a shared expert's projections and its adapters as arguments, with memory for what is made of them."""
+    projected_TS, size = shared.projected_TS, shared.down.shape[1]
+    hidden_TS = torch.empty((num_tokens, size), dtype=projected_TS.dtype, device=projected_TS.device)
+    projected = _ProjectedArgument(projected_TS, projected_TS.stride(0), hidden_TS, size, num_tokens)
+    if shared.term is None:
+        return projected, None
+    down_SQI, slots_T = shared.term.weights.down_SPRI.flatten(1, 2), shared.term.tiled.slots_T
+    num_ranks = down_SQI.shape[1]
+    out_TQ = torch.empty((num_tokens, num_ranks), dtype=torch.float32, device=down_SQI.device)
+    return projected, _ShrinkArgument(down_SQI, slots_T, down_SQI.stride(0), out_TQ, num_ranks)
+
+
 def _shared_arguments(
-    shared: SharedExpert, hidden_TS: Tensor, launch: Launch
+    shared: SharedExpert, hidden_TS: Tensor, expansion: Expansion | None, launch: Launch
 ) -> tuple[_SharedArgument, _SharedConstants, int]:
     """Return a shared expert as arguments, and a block of rows that its format allows, too."""
     size = shared.down.shape[1]
     weight, block_n, block_k = _fit(shared.down, launch, size)
     stride_gate = 0 if shared.gate_T1 is None else shared.gate_T1.stride(0)
-    argument = _SharedArgument(rows_operand(hidden_TS), shared.gate_T1, stride_gate, weight.data, size)
-    return argument, _SharedConstants(weight.format.rows, weight.layout, block_k), block_n
+    argument = _SharedArgument(rows_operand(hidden_TS), shared.gate_T1, stride_gate, weight.data, size, expansion)
+    ranks = None if expansion is None else expansion.constants
+    return argument, _SharedConstants(weight.format.rows, weight.layout, block_k, ranks), block_n

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.linear import linear, reference_linear
+from strandline.kernels.gemm.linear import linear
+from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, Weight
 from strandline.kernels.operation import Operation, operation, triton
 from strandline.kernels.rowwise.activation import relu_squared, swiglu
@@ -80,6 +81,8 @@ class SharedExpert(NamedTuple):
     """``[D, S]``."""
     gate_T1: Tensor | None = None
     """A sigmoid of it multiplies the shared expert's output; None: that is added as it is."""
+    term: LowRankTerm | None = None
+    """What adapters add to its second product."""
 
 
 class SharedOutput(NamedTuple):
@@ -116,7 +119,7 @@ def mixture(
     """
     if isinstance(shared, SharedExpert):
         hidden_TS = experts.activation.reference(shared.projected_TS)
-        shared = SharedOutput(reference_linear(shared.down)(hidden_TS), shared.gate_T1)
+        shared = SharedOutput(linear.reference(hidden_TS, shared.down, None, shared.term), shared.gate_T1)
     return sum_of_chosen(plain_rows(x_TD), experts, route.reference(*router), shared)
 
 

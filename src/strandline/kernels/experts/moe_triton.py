@@ -72,7 +72,10 @@ def can_join(experts: ExpertWeights, shared: SharedExpert) -> bool:
     """Return whether a shared expert is best computed as one more expert."""
     projected_TS = shared.projected_TS
     return (
-        len(projected_TS) <= MAX_TOKENS_JOINED and projected_TS.stride(1) == 1 and can_extend(experts.down, shared.down)
+        len(projected_TS) <= MAX_TOKENS_JOINED
+        and projected_TS.stride(1) == 1
+        and shared.term is None
+        and can_extend(experts.down, shared.down)
     )
 
 
@@ -80,8 +83,8 @@ def _output(shared: SharedExpert, activation: Activation, launches: Launches) ->
     """Compute a shared expert by itself."""
     if not activation.is_gated:
         hidden = relu_squared(shared.projected_TS.contiguous())
-    elif isinstance(shared.down, ScaledWeight):
+    elif isinstance(shared.down, ScaledWeight) and shared.term is None:
         hidden = swiglu_quantized(shared.projected_TS, activation.limit)
     else:
         hidden = swiglu(shared.projected_TS, activation.limit)
-    return SharedOutput(linear(hidden, shared.down, launches=launches), shared.gate_T1)
+    return SharedOutput(linear(hidden, shared.down, None, shared.term, launches=launches), shared.gate_T1)

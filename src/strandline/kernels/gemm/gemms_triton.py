@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.gemm.expansion_triton import Expansion
 from strandline.kernels.gemm.launches import (
     FIXED,
     LOGITS,
@@ -24,6 +25,8 @@ from strandline.kernels.gemm.launches import (
     choose,
 )
 from strandline.kernels.gemm.library_triton import multiply_in_library
+from strandline.kernels.gemm.low_rank import LowRankTerm
+from strandline.kernels.gemm.low_rank_triton import add_low_rank, shrink_rows
 from strandline.kernels.gemm.rows_triton import Second, launch_rows
 from strandline.kernels.gemm.skinny_triton import launch_skinny
 from strandline.kernels.gemm.tiles_triton import launch_heads, launch_tiles
@@ -34,32 +37,51 @@ from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, new_outpu
 from strandline.kernels.rowwise.quantizing_triton import quantized, swiglu_quantized
 
 
-def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None, *, launches: Launches = Launches.MEASURED) -> Tensor:
-    """Triton version of :func:`strandline.kernels.gemm.linear.linear`."""
+def linear(
+    x: Rows,
+    weight: Weight,
+    bias_O: Tensor | None = None,
+    term: LowRankTerm | None = None,
+    *,
+    launches: Launches = Launches.MEASURED,
+) -> Tensor:
+    """Triton version of :func:`strandline.kernels.gemm.linear.linear`.
+
+    The kernel of few rows adds what adapters do, after a launch for their first factors; others are followed by two.
+    """
     rows = flat_rows(x)
+    parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+    out_TO = new_output(rows, sum(part.shape[0] for part in parts))
+    expansion, term = None, term if len(rows) else None
+    if term is not None and all(choose(rows, part, launches).kernel is Kernel.ROWS for part in parts):
+        expansion = shrink_rows(plain_rows(rows), term)
     if isinstance(weight, StackedWeight):
-        out_TO = new_output(rows, sum(part.shape[0] for part in weight.parts))
-        _multiply_parts(out_TO, rows, weight, bias_O, launches)
+        _multiply_parts(out_TO, rows, weight, bias_O, launches, expansion)
     else:
-        out_TO = new_output(rows, weight.shape[0])
-        multiply_into(out_TO, rows, weight, bias_O, launches)
+        multiply_into(out_TO, rows, weight, bias_O, launches, expansion)
+    if term is not None and expansion is None:
+        add_low_rank(out_TO, plain_rows(rows), *term, launches=launches)
     return shaped(out_TO, x)
 
 
-def gated_linear(x: Rows, weight: Weight, *, launches: Launches = Launches.MEASURED) -> Tensor:
+def gated_linear(
+    x: Rows, weight: Weight, term: LowRankTerm | None = None, *, launches: Launches = Launches.MEASURED
+) -> Tensor:
     """Triton version of :func:`strandline.kernels.gemm.linear.gated_linear`."""
-    out_TO = _gate_few(flat_rows(x), weight, launches)
-    return swiglu(linear(x, weight, launches=launches)) if out_TO is None else shaped(out_TO, x)
+    out_TO = _gate_few(flat_rows(x), weight, term, launches)
+    return swiglu(linear(x, weight, None, term, launches=launches)) if out_TO is None else shaped(out_TO, x)
 
 
-def gated_linear_quantized(x: Rows, weight: Weight, *, launches: Launches = Launches.MEASURED) -> Rows:
+def gated_linear_quantized(
+    x: Rows, weight: Weight, term: LowRankTerm | None = None, *, launches: Launches = Launches.MEASURED
+) -> Rows:
     """Triton version of :func:`strandline.kernels.gemm.linear.gated_linear_quantized`.
 
     The product that takes few rows in FP8 quantises them itself.
     """
     rows = flat_rows(x)
-    out_TO = _gate_few(rows, weight, launches)
-    return swiglu_quantized(linear(rows, weight, launches=launches)) if out_TO is None else out_TO
+    out_TO = _gate_few(rows, weight, term, launches)
+    return swiglu_quantized(linear(rows, weight, None, term, launches=launches)) if out_TO is None else out_TO
 
 
 def head_linear(x_THI: Tensor, weight_HOI: Tensor, *, launches: Launches = Launches.MEASURED) -> Tensor:
@@ -107,15 +129,24 @@ def linear_and_logits(
 
 
 def multiply_into(
-    out_TO: Tensor, rows: Rows, weight: DenseWeight | QuantizedWeight, bias_O: Tensor | None, launches: Launches
+    out_TO: Tensor,
+    rows: Rows,
+    weight: DenseWeight | QuantizedWeight,
+    bias_O: Tensor | None,
+    launches: Launches,
+    expansion: Expansion | None = None,
 ) -> None:
-    """Fill ``out_TO``, a matrix with dense rows, with a product."""
+    """Fill ``out_TO``, a matrix with dense rows, with a product.
+
+    Args:
+        expansion: is added; only where ``choose`` names the kernel of few rows.
+    """
     if not len(rows):
         return
     kernel, launch = choose(rows, weight, launches)
     match kernel:
         case Kernel.ROWS:
-            launch_rows(out_TO, rows, weight, bias_O, launch)
+            launch_rows(out_TO, rows, weight, bias_O, launch, expansion=expansion)
         case Kernel.SKINNY:
             launch_skinny(out_TO, plain_rows(rows), weight.values_OI, bias_O, launch)
         case Kernel.TILES:
@@ -124,40 +155,50 @@ def multiply_into(
             multiply_in_library(out_TO, rows, weight, bias_O)
 
 
-def _gate_few(rows: Rows, weight: Weight, launches: Launches) -> Tensor | None:
+def _gate_few(rows: Rows, weight: Weight, term: LowRankTerm | None, launches: Launches) -> Tensor | None:
     """Return ``silu(gate x) * up x`` of few rows; None: the kernel that multiplies does not apply gates."""
     if isinstance(weight, StackedWeight) or not len(rows):
         return None
     kernel, launch = choose(rows, weight, launches, is_gated=True)
-    if kernel not in (Kernel.ROWS, Kernel.SKINNY):
+    if kernel is not Kernel.ROWS and (kernel is not Kernel.SKINNY or term is not None):
         return None
+    expansion = None if term is None else shrink_rows(plain_rows(rows), term)
     out_TO = new_output(rows, weight.shape[0] // 2)
     if kernel is Kernel.ROWS:
-        launch_rows(out_TO, rows, weight, None, launch, is_gated=True)
+        launch_rows(out_TO, rows, weight, None, launch, is_gated=True, expansion=expansion)
     else:
         launch_skinny(out_TO, plain_rows(rows), weight.values_OI, None, launch, is_gated=True)
     return out_TO
 
 
 def _multiply_parts(
-    out_TO: Tensor, rows: Rows, weight: StackedWeight, bias_O: Tensor | None, launches: Launches
+    out_TO: Tensor,
+    rows: Rows,
+    weight: StackedWeight,
+    bias_O: Tensor | None,
+    launches: Launches,
+    expansion: Expansion | None,
 ) -> None:
     """Fill ``out_TO`` part by part; few rows take one launch for a quantised part and a dense one after it."""
     is_pair = [isinstance(part, DenseWeight) for part in weight.parts] == [False, True]
     if is_pair and bias_O is None and launches is Launches.MEASURED and 0 < len(rows) <= MAX_ROWS_PAIR:
-        _multiply_pair(out_TO, rows, *weight.parts)
+        _multiply_pair(out_TO, rows, *weight.parts, expansion)
         return
     rows = quantized(rows) if weight.is_in_fp8 else rows
     ends = list(accumulate(part.shape[0] for part in weight.parts))
     for part, start, end in zip(weight.parts, [0, *ends], ends, strict=False):
         bias = None if bias_O is None else bias_O[start:end]
-        multiply_into(out_TO[:, start:end], rows, part, bias, launches)
+        added = None if expansion is None else expansion.of_outputs(slice(start, end))
+        multiply_into(out_TO[:, start:end], rows, part, bias, launches, added)
 
 
-def _multiply_pair(out_TO: Tensor, rows: Rows, weight: QuantizedWeight, dense: DenseWeight) -> None:
+def _multiply_pair(
+    out_TO: Tensor, rows: Rows, weight: QuantizedWeight, dense: DenseWeight, expansion: Expansion | None
+) -> None:
     num_outputs = weight.shape[0]
     kernel, launch = choose(rows, weight, Launches.MEASURED, num_second=dense.shape[0])
     if kernel is Kernel.ROWS:
-        launch_rows(out_TO, rows, weight, None, launch, second=Second(dense, out_TO[:, num_outputs:]))
+        second = Second(dense, out_TO[:, num_outputs:])
+        launch_rows(out_TO, rows, weight, None, launch, second=second, expansion=expansion)
     else:
         launch_tiles(out_TO, rows, weight, None, launch, dense)

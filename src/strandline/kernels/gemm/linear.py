@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.binding import Kernels, reference_kernels
+from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.fp8 import fp8_linear
+from strandline.kernels.gemm.low_rank import Adapters, LowRankTerm, add_low_rank
 from strandline.kernels.gemm.weights import (
     CodedWeight,
     DenseWeight,
@@ -55,8 +56,17 @@ def has_fast_gemms(dtype: torch.dtype) -> bool:
 
 
 @operation(triton("gemm.gemms_triton", takes_launches=True))
-def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x weight^T + bias`` in x's dtype; outputs of a weight of parts are side by side."""
+def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None, term: LowRankTerm | None = None) -> Tensor:
+    """Return ``x weight^T + bias`` in x's dtype; outputs of a weight of parts are side by side.
+
+    Args:
+        term: what adapters add; only with rows that are plain, or stored so with the quantised ones.
+    """
+    out = _product(x, weight, bias_O)
+    return out if term is None else add_low_rank(out, plain_rows(x), *term)
+
+
+def _product(x: Rows, weight: Weight, bias_O: Tensor | None) -> Tensor:
     match weight:
         case DenseWeight(values_OI):
             return F.linear(plain_rows(x), values_OI, bias_O)
@@ -69,21 +79,21 @@ def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None) -> Tensor:
         case FourBitWeight() | Fp4Weight():
             return _coded_linear(weight, bias_O, plain_rows(x))
         case StackedWeight(parts):
-            out = torch.cat([linear.reference(x, part) for part in parts], dim=-1)
+            out = torch.cat([_product(x, part, None) for part in parts], dim=-1)
             return out if bias_O is None else out.add_(bias_O)
     assert_never(weight)
 
 
 @operation(triton("gemm.gemms_triton", takes_launches=True))
-def gated_linear(x: Rows, weight: Weight) -> Tensor:
-    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's."""
-    return swiglu.reference(linear.reference(x, weight))
+def gated_linear(x: Rows, weight: Weight, term: LowRankTerm | None = None) -> Tensor:
+    """Return ``silu(gate x) * up x``, the gate's rows before the up projection's; ``term`` as of ``linear``."""
+    return swiglu.reference(linear.reference(x, weight, None, term))
 
 
 @operation(triton("gemm.gemms_triton", takes_launches=True))
-def gated_linear_quantized(x: Rows, weight: Weight) -> Rows:
+def gated_linear_quantized(x: Rows, weight: Weight, term: LowRankTerm | None = None) -> Rows:
     """As ``gated_linear``, for a product in FP8; quantised, but for a few rows on a GPU."""
-    return quantize(gated_linear.reference(x, weight))
+    return quantize(gated_linear.reference(x, weight, term))
 
 
 @operation(triton("gemm.gemms_triton", takes_launches=True))
@@ -104,10 +114,14 @@ LINEAR_OPERATIONS: Final = (linear, gated_linear, gated_linear_quantized)
 """What ``bind_linear`` and ``bind_gated_linear`` look up."""
 
 
-def bind_linear(kernels: Kernels, weight: Weight, bias_O: Tensor | None = None) -> Linear:
-    """Return the product with a weight, and the sum with a bias."""
+def bind_linear(
+    kernels: Kernels, weight: Weight, bias_O: Tensor | None = None, adapters: Adapters | None = None
+) -> Linear:
+    """Return the product with a weight, and the sum with a bias and what adapters add."""
     multiply = kernels[linear]
-    return lambda x: multiply(x, weight, bias_O)
+    if adapters is None:
+        return lambda x: multiply(x, weight, bias_O)
+    return lambda x: multiply(x, weight, bias_O, adapters.term)
 
 
 def bind_linear_and_logits(
@@ -121,21 +135,20 @@ def bind_linear_and_logits(
     return lambda x_TI: (multiply(x_TI), score(x_TI.to(router_dtype)))
 
 
-def reference_linear(weight: Weight) -> Linear:
-    """Return the product with a weight, by reference implementations where it is in no library's layout."""
-    return bind_linear(reference_kernels(LINEAR_OPERATIONS), weight)
-
-
-def bind_gated_linear(kernels: Kernels, weight: Weight) -> Gated:
+def bind_gated_linear(kernels: Kernels, weight: Weight, adapters: Adapters | None = None) -> Gated:
     """Return the product with the rows of a gate and an up projection, and the gated linear unit of it."""
-    multiply = kernels[gated_linear]
-    return lambda x: multiply(x, weight)
+    return _bind_gated(kernels[gated_linear], weight, adapters)
 
 
-def bind_gated_linear_quantized(kernels: Kernels, weight: Weight) -> Gated:
+def bind_gated_linear_quantized(kernels: Kernels, weight: Weight, adapters: Adapters | None = None) -> Gated:
     """As ``bind_gated_linear``, for a product in FP8."""
-    multiply = kernels[gated_linear_quantized]
-    return lambda x: multiply(x, weight)
+    return _bind_gated(kernels[gated_linear_quantized], weight, adapters)
+
+
+def _bind_gated(multiply: Callable[..., Any], weight: Weight, adapters: Adapters | None) -> Gated:
+    if adapters is None:
+        return lambda x: multiply(x, weight)
+    return lambda x: multiply(x, weight, adapters.term)
 
 
 def _coded_linear(weight: CodedWeight, bias_O: Tensor | None, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What LoRA adapters add to products: each row of a step may have another adapter, or none.
 
 An adapter's factors are in a *slot*. A weight that consists of several published ones has factors for each of these,
-its *parts*, whose outputs may be any rows of the weight.
+its *parts*, whose outputs may be any rows of the weight. An operand of products (``linear.py``), the *term*, says which
+rows have which adapter, and holds the factors.
 
 Shape suffixes: T rows of the step, M rows of all tiles, U tiles, I inputs, O outputs, S slots, P parts, R ranks, N rows
 of one adapter.
@@ -11,11 +12,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from torch import Tensor
-
-from strandline.kernels.binding import Kernels
-from strandline.kernels.gemm.linear import Linear
-from strandline.kernels.operation import operation, triton
-from strandline.kernels.rowwise.quantized_rows import plain_rows
 
 NO_SLOT: Final = -1
 """The slot of rows without an adapter, and of unused tiles."""
@@ -33,6 +29,8 @@ class TiledRows(NamedTuple):
     rows_M: Tensor
     """``TILE_ROWS`` for each tile."""
     slots_U: Tensor
+    slots_T: Tensor
+    """The slot of every row of the step."""
 
 
 class AdapterRows:
@@ -60,12 +58,28 @@ class AdapterWeights:
         return (self.part_O == part).nonzero().flatten()
 
 
-@operation(triton("gemm.low_rank_triton", takes_launches=True))
-def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: TiledRows) -> Tensor:
-    """Add to every row what its adapter changes, in place, computed in float32; return the sum.
+class LowRankTerm(NamedTuple):
+    """What adapters add to a product in a step."""
 
-    A kernel may read ``x`` before the launch just before this one has ended: that must be of the product, not of ``x``.
-    """
+    weights: AdapterWeights
+    tiled: TiledRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """What adapters may change of one weight."""
+
+    weights: AdapterWeights
+    rows: AdapterRows
+
+    @property
+    def term(self) -> LowRankTerm | None:
+        """What they add in the step that is being computed; None: nothing."""
+        return None if self.rows.tiled is None else LowRankTerm(self.weights, self.rows.tiled)
+
+
+def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: TiledRows) -> Tensor:
+    """Add to every row what its adapter changes, in place, computed in float32; return the sum."""
     tiles_U = tiled.rows_M.view(-1, TILE_ROWS)
     for slot in sorted({*tiled.slots_U.tolist()} - {NO_SLOT}):
         rows_N = tiles_U[tiled.slots_U == slot].flatten()
@@ -78,9 +92,3 @@ def add_low_rank(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, tiled: T
                 changed_NO[:, outputs] += x_NI @ down_RI.mT @ up_OR.mT
         out_TO[rows_N] = changed_NO.to(out_TO.dtype)
     return out_TO
-
-
-def with_adapters(kernels: Kernels, multiply: Linear, weights: AdapterWeights, rows: AdapterRows) -> Linear:
-    """Return a product to which adapters add their changes; without any in the step, it is the same."""
-    add = kernels[add_low_rank]
-    return lambda x: multiply(x) if rows.tiled is None else add(multiply(x), plain_rows(x), weights, rows.tiled)

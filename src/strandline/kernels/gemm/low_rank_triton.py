@@ -1,13 +1,14 @@
 """What LoRA adapters add to products, on a GPU (``low_rank.py``): a launch for each of the two factors.
 
-Both take all parts of a weight, all tiles of rows, and whichever adapters these have: tables on the device say which,
-so that a CUDA graph serves any. Both start while the product still runs, and read what is older than it: the first its
-rows and factors, the second its factors.
+Of few rows, the second launch is that of the product itself (``expansion_triton.py``). Of more, both follow it: they
+start while the product still runs, and read what is older than it: the first its rows and factors, the second its
+factors. They take all parts of a weight, all tiles of rows, and whichever adapters these have: tables on the device say
+which, so that a CUDA graph serves any.
 
 The sums over inputs are divided into spans, with fixed launches by the number of inputs alone: a row's result depends
 on that row alone, to the last bit.
 
-Shape suffixes: as in ``low_rank.py``; X spans; in kernels M rows of a tile, N outputs, K inputs.
+Shape suffixes: as in ``low_rank.py``; X spans, Q ranks of all parts; in kernels M rows of a tile, N outputs, K inputs.
 """
 # mypy: ignore-errors
 
@@ -16,7 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.gemm.low_rank import TILE_ROWS, AdapterWeights, TiledRows
+from strandline.kernels.gemm.expansion_triton import Expansion
+from strandline.kernels.gemm.launches import rows_launch
+from strandline.kernels.gemm.low_rank import TILE_ROWS, AdapterWeights, LowRankTerm, TiledRows
+from strandline.kernels.gemm.rows_triton import RowMatrices, launch_rows
+from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -33,6 +38,9 @@ BLOCK_INPUTS_FLOAT32 = 64
 MIN_BLOCK_RANKS, MAX_BLOCK_RANKS = 16, 64
 WIDE_OUTPUTS = 8192
 """From here on, programs of 128 outputs are enough to fill a GPU."""
+
+SHRINK_ROWS = rows_launch(1, 4096, 8)
+"""A program has one rank, and all of its inputs are under way at once."""
 
 
 @staged
@@ -178,6 +186,14 @@ def _expand_kernel(
     tl.store(out_MN_ptr, acc_MN.to(out_ptr.dtype.element_ty), mask=mask_MN)
 
 
+def shrink_rows(x_TI: Tensor, term: LowRankTerm) -> Expansion:
+    """Multiply a few rows with first factors; return what a product of the same rows is to add."""
+    down_SQI, slots_T = term.weights.down_SPRI.flatten(1, 2), term.tiled.slots_T
+    hidden_TQ = torch.empty((len(x_TI), down_SQI.shape[1]), dtype=torch.float32, device=x_TI.device)
+    launch_rows(hidden_TQ, x_TI, RowMatrices(DenseWeight(down_SQI), slots_T), None, SHRINK_ROWS)
+    return Expansion.of(hidden_TQ, term)
+
+
 def block_outputs(num_outputs: int) -> int:
     """Return how many outputs a program adds to."""
     return 128 if num_outputs >= WIDE_OUTPUTS else 64
@@ -192,7 +208,10 @@ def add_low_rank(
     launches: Launches = Launches.MEASURED,
 ) -> Tensor:
     """Triton version of :func:`strandline.kernels.gemm.low_rank.add_low_rank`. Sums are rounded before they are
-    multiplied with the second factors, as those are."""
+    multiplied with the second factors, as those are.
+
+    The launch just before this must be of the product, not of ``x``, which may be read before it has ended.
+    """
     num_tiles, num_rows = len(tiled.slots_U), len(tiled.rows_M)
     (_, num_parts, max_rank, num_inputs), num_outputs = weights.down_SPRI.shape, out_TO.shape[1]
     is_early = x_TI.stride(1) == 1

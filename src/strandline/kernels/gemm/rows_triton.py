@@ -1,10 +1,11 @@
 """GEMMs of few rows with a weight in any format, which is streamed through registers: every product is a GEMV.
 
 Every program multiplies the rows with a few of the weight's rows, whole, in float32. A launch may multiply them with a
-second weight, which is dense: programs of its own do that, and start first, since they read the most bytes.
+second weight, which is dense: programs of its own do that, and start first, since they read the most bytes. What
+adapters add comes from a launch before (``expansion_triton.py``), whose rows may each have another of several matrices.
 
 Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over,
-C matrices.
+C matrices, R ranks of adapters.
 """
 # mypy: ignore-errors
 
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.gemm.expansion_triton import Expansion, expand, find_factors, load_factors, load_hidden
 from strandline.kernels.gemm.formats.few_rows_triton import multiply_few
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
@@ -30,6 +32,15 @@ class Second(NamedTuple):
     weight: DenseWeight
     """Contiguous."""
     out_MO: Tensor
+
+
+class RowMatrices(NamedTuple):
+    """A matrix for each row."""
+
+    weight: DenseWeight
+    """Several matrices, older than any launch of a step."""
+    matrix_T: Tensor
+    """Their numbers, older than the first layer of a step; below 0: the row's product may be anything."""
 
 
 class _SecondArgument(NamedTuple):
@@ -66,12 +77,16 @@ def _multiply(
     weight,
     bias_ptr,
     out_ptr,
+    matrix_ptr,
+    expansion,
+    first_output,
     M,
     N,
     K,
     stride_out,
     ROWS: tl.constexpr,
     LAYOUT: tl.constexpr,
+    EXPANSION: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_TILED: tl.constexpr,
@@ -88,10 +103,28 @@ def _multiply(
     if IS_TILED:
         row_M += tl.program_id(1) * BLOCK_M
     matrix_C = tl.zeros([1], dtype=tl.int32)
+    if matrix_ptr is not None:
+        # The next launch multiplies with the rows' weight: it may load that while this one waits, too.
+        release_next(OVERLAPS)
+        matrix_C = tl.maximum(tl.load(matrix_ptr + row_M, mask=row_M < M, other=0), 0)
+    if EXPANSION is not None:
+        output_N = first_output + row_N
+        found = find_factors(expansion, row_M, row_M < M, output_N, row_N < N)
+        if IS_GATED:
+            found_up = find_factors(expansion, row_M, row_M < M, output_N + N, row_N < N)
     loaded = ROWS.load(weight, matrix_C, first_N, 0, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K)
+    if EXPANSION is not None:
+        factors = load_factors(expansion, found, output_N, 0, EXPANSION)
+        if IS_GATED:
+            factors_up = load_factors(expansion, found_up, output_N + N, 0, EXPANSION)
     # Weights and their scales are older than any launch of a step.
     wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
+    if matrix_ptr is None:
+        release_next(OVERLAPS)
+    if EXPANSION is not None:
+        hidden_MNR = load_hidden(expansion, found, row_M, 0, EXPANSION)
+        if IS_GATED:
+            hidden_up_MNR = load_hidden(expansion, found_up, row_M, 0, EXPANSION)
     out_MN, up_MN = multiply_few(
         loaded,
         x,
@@ -112,6 +145,10 @@ def _multiply(
     )
     if bias_ptr is not None:
         out_MN += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[None, :]
+    if EXPANSION is not None:
+        out_MN += expand(expansion, found, factors, hidden_MNR, row_M, output_N, EXPANSION)
+        if IS_GATED:
+            up_MN += expand(expansion, found_up, factors_up, hidden_up_MNR, row_M, output_N + N, EXPANSION)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if IS_GATED:
         out_MN = silu_times(out_MN, up_MN, dtype)
@@ -126,6 +163,8 @@ def _gemv_kernel(
     bias_ptr,
     out_ptr,
     second,
+    matrix_ptr,
+    expansion,
     M,
     N,
     K,
@@ -133,6 +172,7 @@ def _gemv_kernel(
     ROWS: tl.constexpr,
     LAYOUT: tl.constexpr,
     SECOND: tl.constexpr,
+    EXPANSION: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_TILED: tl.constexpr,
@@ -153,12 +193,16 @@ def _gemv_kernel(
             second.weight,
             None,
             second.out_ptr,
+            None,
+            expansion,
+            N,
             M,
             second.num_outputs,
             K,
             second.stride_out,
             SECOND_ROWS,
             SECOND_LAYOUT,
+            EXPANSION,
             False,
             SECOND.is_even,
             IS_TILED,
@@ -175,12 +219,16 @@ def _gemv_kernel(
             weight,
             bias_ptr,
             out_ptr,
+            matrix_ptr,
+            expansion,
+            0,
             M,
             N,
             K,
             stride_out,
             ROWS,
             LAYOUT,
+            EXPANSION,
             IS_GATED,
             IS_EVEN,
             IS_TILED,
@@ -195,17 +243,23 @@ def _gemv_kernel(
 def launch_rows(
     out_MO: Tensor,
     rows: Rows,
-    weight: DenseWeight | QuantizedWeight,
+    weight: DenseWeight | QuantizedWeight | RowMatrices,
     bias_O: Tensor | None,
     launch: Launch,
     *,
     is_gated: bool = False,
     second: Second | None = None,
+    expansion: Expansion | None = None,
 ) -> None:
-    """Fill ``out_MO``, a matrix with dense rows, with the product of a few rows; gated, ``silu(gate x) * up x``."""
+    """Fill ``out_MO``, a matrix with dense rows, with the product of a few rows; gated, ``silu(gate x) * up x``.
+
+    Args:
+        expansion: is added to the outputs, and to those of the second product after them.
+    """
+    weight, matrix_T = weight if isinstance(weight, RowMatrices) else (weight, None)
     argument = operand(weight)
     taken = rows if argument.format.multiplies_fp8 else plain_rows(rows)
-    num_rows, (num_outputs, num_inputs) = len(rows), weight.shape
+    num_rows, (num_outputs, num_inputs) = len(rows), weight.shape[-2:]
     if is_gated:
         num_outputs //= 2
     block_m = min(launch.block_m, next_power_of_2(num_rows))
@@ -224,6 +278,8 @@ def launch_rows(
         bias_O,
         out_MO,
         second_argument,
+        matrix_T,
+        expansion,
         num_rows,
         num_outputs,
         num_inputs,
@@ -231,6 +287,7 @@ def launch_rows(
         ROWS=argument.format.rows,
         LAYOUT=argument.layout,
         SECOND=constants,
+        EXPANSION=None if expansion is None else expansion.constants,
         IS_GATED=is_gated,
         IS_EVEN=num_inputs % block_k == 0 and num_outputs % block_n == 0,
         IS_TILED=is_tiled,

@@ -261,7 +261,7 @@ class GatedAttention(Attention):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         super().use_kernels(kernels)
-        self._sigmoid_gate = kernels[self.out_proj.fed_by(sigmoid_gate)]
+        self._sigmoid_gate = self.out_proj.fed_by(sigmoid_gate, kernels)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> Tensor:
         out_TO, gate_TO = self._attended(hidden_TE, step, memory)

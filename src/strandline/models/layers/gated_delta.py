@@ -11,6 +11,7 @@ H value heads, K and V channels of a key and of a value head, C channels of the 
 O rows of a fused projection; of a window's memory R are the rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,8 +138,9 @@ class GatedDeltaNet(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        fed = rms_norm_sigmoid_gated if self.is_sigmoid_gated else self.out_proj.fed_by(rms_norm_gated)
-        self._rms_norm_gated = kernels[fed]
+        self._rms_norm_gated: Callable[..., Any] = (
+            kernels[rms_norm_sigmoid_gated] if self.is_sigmoid_gated else self.out_proj.fed_by(rms_norm_gated, kernels)
+        )
         self.recurrence = self.recurrence.with_kernels(kernels)
 
     def bind(self, memory: LayerMemory) -> GatedDeltaNetMemory:

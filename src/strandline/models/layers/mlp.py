@@ -100,7 +100,7 @@ class ScaledGatedMlp(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._swiglu = kernels[self.down.fed_by(swiglu)]
+        self._swiglu = self.down.fed_by(swiglu, kernels)
 
     def forward(self, hidden_TE: Rows) -> Tensor:
         gate_up_TO = self.gate_up.multiply(hidden_TE)

@@ -12,11 +12,9 @@ from typing import Final
 from torch import nn
 
 from strandline.config_fields import Fields
-from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.experts.moe import SharedExpert, SharedOutput
+from strandline.kernels.experts.moe import SharedExpert
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -72,8 +70,6 @@ class SparseMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (swiglu,)
-
     def __init__(self, config: SparseMoeConfig, site: Site) -> None:
         super().__init__()
         self.config, self.shard, hidden_size = config, site.shard, config.hidden_size
@@ -93,20 +89,13 @@ class SparseMoe(nn.Module):
         """Whether it takes quantised rows."""
         return self.experts.takes_quantized or self.in_proj.takes_quantized
 
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        self._swiglu = kernels[swiglu]
-
     def forward(self, hidden_TE: Rows) -> Summand:
         in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
-        shared: SharedExpert | SharedOutput | None = None
+        shared = None
         if self.shared_down is not None:
             gate = gate_T1 if self.config.is_shared_gated else None
-            if self.shared_down.has_adapted_rows:
-                shared = SharedOutput(self.shared_down.multiply(self._swiglu(shared_TS)), gate)
-            else:
-                shared = SharedExpert(shared_TS, self.shared_down.weight, gate)
+            shared = SharedExpert(shared_TS, self.shared_down.weight, gate, self.shared_down.term)
         return self.experts.mix(hidden_TE, logits_TX, None, shared)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:

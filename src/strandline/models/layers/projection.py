@@ -3,6 +3,7 @@
 Shape suffixes: O outputs, I inputs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from strandline.kernels.gemm.linear import (
     bind_gated_linear_quantized,
     bind_linear,
 )
-from strandline.kernels.gemm.low_rank import AdapterRows, AdapterWeights, add_low_rank, with_adapters
+from strandline.kernels.gemm.low_rank import Adapters, LowRankTerm
 from strandline.kernels.gemm.weights import (
     DenseWeight,
     Layout,
@@ -47,6 +48,8 @@ class Projection(nn.Module):
         num_parts: parts of equal size that the rows consist of, each divided among shards for itself.
     """
 
+    operations: tuple[Operation[..., Any], ...] = LINEAR_OPERATIONS
+
     def __init__(
         self,
         num_outputs: int,
@@ -62,20 +65,13 @@ class Projection(nn.Module):
         self.weight_OI: Tensor = site.matrix(num_outputs, num_inputs)
         self.bias_O = site.parameter(num_outputs) if has_bias else None
         self.weight: Weight = DenseWeight(self.weight_OI)
-        self._adapters: tuple[AdapterWeights, AdapterRows] | None = None
+        self.adapters: Adapters | None = None
+        """What adapters add to every product; set before ``use_kernels``."""
 
     @property
-    def operations(self) -> tuple[Operation[..., Any], ...]:
-        return LINEAR_OPERATIONS if self._adapters is None else (*LINEAR_OPERATIONS, add_low_rank)
-
-    def take_adapters(self, weights: AdapterWeights, rows: AdapterRows) -> None:
-        """Add what adapters change to every product; called before ``use_kernels``."""
-        self._adapters = weights, rows
-
-    @property
-    def has_adapted_rows(self) -> bool:
-        """Whether rows of the step that is being computed have adapters, and these may change it."""
-        return self._adapters is not None and self._adapters[1].tiled is not None
+    def term(self) -> LowRankTerm | None:
+        """What adapters add in the step that is being computed; None: nothing."""
+        return None if self.adapters is None else self.adapters.term
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors, where all rows are published as one matrix."""
@@ -109,26 +105,29 @@ class Projection(nn.Module):
     @property
     def takes_quantized(self) -> bool:
         """Whether it multiplies quantised rows, if the plain ones are kept beside them."""
-        if self._adapters is not None:
-            return False
         return isinstance(self.weight, ScaledWeight) or (
             isinstance(self.weight, StackedWeight) and self.weight.is_in_fp8
         )
 
-    def fed_by(self, operation: Operation[..., Any]) -> Operation[..., Any]:
+    def fed_by(self, operation: Operation[..., Any], kernels: Kernels) -> Callable[..., Any]:
         """Return the version of an operation, a gate or a gated norm, whose results it takes: quantised or not."""
-        return QUANTIZED[operation] if self.is_fed_quantized else operation
+        return self.choose(kernels[operation], kernels[QUANTIZED[operation]])
 
-    @property
-    def is_fed_quantized(self) -> bool:
-        """Whether it takes quantised rows alone. Adapters need the plain ones."""
-        return isinstance(self.weight, ScaledWeight) and self._adapters is None
+    def choose(self, plain: Callable[..., Any], quantizing: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the one of two functions whose results it takes. In steps with adapters it takes plain rows."""
+        if not isinstance(self.weight, ScaledWeight):
+            return plain
+        if self.adapters is None:
+            return quantizing
+
+        def chosen(*inputs: Any) -> Any:
+            return quantizing(*inputs) if self.term is None else plain(*inputs)
+
+        return chosen
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self.multiply: Linear = bind_linear(kernels, self.weight, self.bias_O)
-        if self._adapters is not None:
-            self.multiply = with_adapters(kernels, self.multiply, *self._adapters)
+        self.multiply: Linear = bind_linear(kernels, self.weight, self.bias_O, self.adapters)
 
     def forward(self, x: Rows) -> Tensor:
         """Return ``x weight^T + bias``. Layers call ``multiply``, the same without a module's overhead."""
@@ -148,13 +147,10 @@ class GatedProjection(Projection):
             limit: as of ``swiglu``; if there is one, the unit is a launch of its own.
         """
         if limit is not None:
-            activate = kernels[reader.fed_by(swiglu)]
+            activate = reader.fed_by(swiglu, kernels)
             return lambda x: activate(self.multiply(x), limit)
-        fused = (bind_gated_linear_quantized if reader.is_fed_quantized else bind_gated_linear)(kernels, self.weight)
-        if self._adapters is None:
-            return fused
-        activate = kernels[reader.fed_by(swiglu)]
-        return lambda x: activate(self.multiply(x)) if self.has_adapted_rows else fused(x)
+        bound = (kernels, self.weight, self.adapters)
+        return reader.choose(bind_gated_linear(*bound), bind_gated_linear_quantized(*bound))
 
 
 class SummedProjection(Projection):

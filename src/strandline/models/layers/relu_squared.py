@@ -98,20 +98,19 @@ class ReluSquaredMoe(nn.Module):
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         router, up, down = self.router, self.shared.up, self.shared.down
-        is_adapted = any(projection.has_adapted_rows for projection in (router, up, down))
-        if is_adapted:
-            up_TS, logits_TX = up.multiply(hidden_TE), router.multiply(hidden_TE.float())
-        else:
+        if up.term is None and router.term is None:
             up_TS, logits_TX = self._project(hidden_TE)
-        if self._down is not None and not is_adapted:
-            shared = SharedExpert(up_TS, self._down)
+        else:
+            up_TS, logits_TX = up.multiply(hidden_TE), router.multiply(hidden_TE.float())
+        if self._down is not None:
+            shared = SharedExpert(up_TS, self._down, None, down.term)
             out_TE = added_up(self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared))
-            bias_E = self.shared.down.bias_O
+            bias_E = down.bias_O
             return out_TE if bias_E is None else out_TE.add_(bias_E)
         latent_TL = hidden_TE if self.to_latent is None else self.to_latent.multiply(hidden_TE)
         out_TL = added_up(self.experts.mix(latent_TL, logits_TX, self.bias_X))
         out_TE = out_TL if self.from_latent is None else self.from_latent.multiply(out_TL)
-        return out_TE.add_(self.shared.down.multiply(self._relu_squared(up_TS)))
+        return out_TE.add_(down.multiply(self._relu_squared(up_TS)))
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -122,23 +122,19 @@ class SigmoidMoe(nn.Module):
         # In FP8 the norm has quantised what the shared expert reads, but not what the router does.
         if shared is not None and not shared.takes_quantized:
             shared_and_router = (shared.gate_up.weight, None, self.router.weight, self.router_dtype)
-            self._project, self._down = bind_linear_and_logits(kernels, *shared_and_router), shared.down.weight
+            self._project = bind_linear_and_logits(kernels, *shared_and_router)
 
     def forward(self, hidden_TE: Rows) -> Summand:
         plain_TE, shared = plain_rows(hidden_TE), self.shared
-        if self._project is not None and not self._has_adapted_rows:
+        if self._project is not None and shared is not None and shared.gate_up.term is self.router.term is None:
             shared_TO, logits_TX = self._project(plain_TE)
-            return self.experts.mix(hidden_TE, logits_TX, self.bias_X, SharedExpert(shared_TO, self._down))
+            before = SharedExpert(shared_TO, shared.down.weight, None, shared.down.term)
+            return self.experts.mix(hidden_TE, logits_TX, self.bias_X, before)
         logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
         if shared is None:
             return self.experts.mix(hidden_TE, logits_TX, self.bias_X)
         output = SharedOutput(shared(hidden_TE if shared.takes_quantized else plain_TE))
         return self.experts.mix(hidden_TE, logits_TX, self.bias_X, output)
-
-    @property
-    def _has_adapted_rows(self) -> bool:
-        shared = [] if self.shared is None else [self.shared.gate_up, self.shared.down]
-        return any(projection.has_adapted_rows for projection in (self.router, *shared))
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""

@@ -26,11 +26,13 @@ from strandline.kernels.experts.moe import (
     sum_of_chosen,
 )
 from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation import biased_swiglu
 from strandline.kernels.rowwise.quantized_rows import GROUP
+from tests.cpu.kernels.gemm import test_low_rank as low_rank
 from tests.cpu.kernels.gemm.formats import exact, four_bit_weight, multiplied, scaled_weight
 from tests.poison import poisoned_memory
 
@@ -131,6 +133,7 @@ class Case:
         has_shared_gate: bool = True,
         has_bias: bool = False,
         has_biases: bool = False,
+        adapters: low_rank.Case | None = None,
         **options: Any,
     ) -> None:
         num_experts, top_k, channels, size, shared_size = shape
@@ -157,6 +160,10 @@ class Case:
         if shared_size:
             shared = make(1, channels, shared_size, size=GROUP)[0]
             self.shared_down = DenseWeight(exact(shared).to(dtype)) if is_shared_dense else shared
+        self.adapters, self.term = adapters, None
+        if adapters is not None:
+            tiled = low_rank.tiles(adapters.slots_T, len(adapters.ranks_SP), device)
+            self.term = LowRankTerm(low_rank.build(adapters, dtype, device), tiled)
         self.weights, self.experts = route.reference(self.logits_TE, self.bias_E, self.routing)
         is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
         is_idle_E[self.experts.flatten()] = False
@@ -178,7 +185,7 @@ class Case:
                 # Of experts without a gate it is overwritten.
                 projected_TS = projected_TS.clone().mul_(held is None or not held.start)
             gate_T1 = None if self.gate_T1 is None else self.gate_T1[tokens]
-            shared = SharedExpert(projected_TS, self.shared_down, gate_T1)
+            shared = SharedExpert(projected_TS, self.shared_down, gate_T1, self.term)
         router = Router(self.logits_TE[tokens], self.bias_E, self.routing)
         return added_up(way(self.x_TD[tokens], experts, router, shared))
 
@@ -203,7 +210,10 @@ class Case:
         """Return the result in float64, but for what is rounded on the way."""
         out_TD = torch.zeros_like(self.x_TD, dtype=torch.float64)
         if self.shared_down is not None:
-            out_TD += self.product(self.activated(self.projected_TS.double()), self.shared_down)
+            hidden_TS = self.activated(self.projected_TS.double())
+            out_TD += self.product(hidden_TS, self.shared_down)
+            if self.adapters is not None and self.term is not None:
+                out_TD = low_rank.exact(out_TD, hidden_TS, self.term.weights, self.adapters.slots_T)
         if self.gate_T1 is not None:
             out_TD *= self.gate_T1.double().sigmoid()
         for expert in self.experts.unique().tolist():
@@ -360,3 +370,25 @@ def test_shared_expert_of_the_same_size_is_one_more_expert(monkeypatch: pytest.M
 def test_tiles_equal_the_reference(name: str, rows: int, shape: Shape, group: int) -> None:
     options = {} if name == "fp8" else {"group": group, "symmetric": group == 64}
     check_experts(name, 40, shape, FORMATS[name].tiles[rows == 64], torch.float32, "cpu", **options)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("slots", "max_rank", "is_gated", "are_dense"),
+    [
+        ([1], 16, True, False),
+        ([0, low_rank.NONE, 1], 40, True, False),
+        ([0, low_rank.NONE, 1], 3, False, True),
+        ([1, 0, 0, low_rank.NONE, 1, 1, 0], 16, True, False),
+        ([1, 0, 0, low_rank.NONE, 1, 1, 0], 3, False, True),
+    ],
+)
+def test_adapters_add_to_a_shared_expert(
+    name: str, slots: list[int], max_rank: int, is_gated: bool, are_dense: bool
+) -> None:
+    *_, channels, _, shared_size = shape = (4, 3, 40, 8, 24) if are_dense else (3, 2, 130, 160, 600)
+    adapters = low_rank.Case(slots, [0] * channels, [[2], [max_rank]], shared_size, max_rank)
+    options = {"is_gated": is_gated, "has_shared_gate": is_gated, "adapters": adapters, "are_dense": are_dense}
+    check_mixture(name, len(slots), shape, torch.float32, "cpu", **options)
+    check_ranks(name, len(slots), shape, torch.float32, "cpu", **options)

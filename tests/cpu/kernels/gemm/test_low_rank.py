@@ -13,13 +13,24 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
-from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, AdapterWeights, TiledRows, add_low_rank
+from strandline.kernels.gemm.linear import gated_linear, linear
+from strandline.kernels.gemm.low_rank import (
+    NO_SLOT,
+    TILE_ROWS,
+    AdapterWeights,
+    LowRankTerm,
+    TiledRows,
+    add_low_rank,
+)
+from strandline.kernels.gemm.weights import StackedWeight
 from strandline.kernels.operation import Launches
+from tests.cpu.kernels.gemm import formats
+from tests.cpu.kernels.gemm.formats import error, gated, of_every_format, of_quantized_formats, product
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.gemm import low_rank_triton
+from strandline.kernels.gemm import gemms_triton, low_rank_triton
 
 Add = Callable[[Tensor, Tensor, AdapterWeights, TiledRows], Tensor]
 NONE = NO_SLOT
@@ -88,8 +99,8 @@ def tiles(slots_T: Sequence[int], num_slots: int, device: str) -> TiledRows:
     host = HostTiles.of(np.array(slots_T))
     count = most_tiles(len(slots_T), num_slots)
     rows_M, slots_U = torch.full((count * TILE_ROWS,), 7), torch.full((count,), NO_SLOT)
-    rows_M[: len(host.rows_M)], slots_U[: len(host.slots_U)] = map(torch.from_numpy, host)
-    return TiledRows(rows_M.to(device), slots_U.to(device))
+    rows_M[: len(host.rows_M)], slots_U[: len(host.slots_U)] = map(torch.from_numpy, host[:2])
+    return TiledRows(rows_M.to(device), slots_U.to(device), torch.tensor(slots_T, device=device))
 
 
 def exact(out_TO: Tensor, x_TI: Tensor, weights: AdapterWeights, slots_T: Sequence[int]) -> Tensor:
@@ -138,9 +149,78 @@ def check_invariance(add: Add, dtype: torch.dtype, device: str = "cpu", num_inpu
         assert alone_1O.equal(together_TO[row : row + 1])
 
 
+ERRORS = {torch.float32: 3e-4, torch.bfloat16: 1.5e-2}
+"""Largest error of a product and what is added; ``GATED`` times that after a gate."""
+
+GATED = 3
+SIZE_BEFORE_GATES = 0.05
+"""Size of rows, so that no exponential overflows."""
+
+
+def check_products(
+    format_case: formats.Case, case: Case, dtype: torch.dtype, device: str = "cpu", parts: Sequence[int] = ()
+) -> None:
+    """Compare products and what adapters add to them with those in float64, of plain rows and gated.
+
+    Args:
+        parts: outputs of a weight's parts, the odd ones dense; none: it is one matrix.
+    """
+    num_rows, num_outputs = len(case.slots_T), len(case.part_O)
+    weights, tiled = build(case, dtype, device), tiles(case.slots_T, len(case.ranks_SP), device)
+    term = LowRankTerm(weights, tiled)
+    x = format_case.make_x(num_rows, case.num_inputs, dtype, device)
+    makes = [formats.DENSE["dense"].weight if index % 2 else format_case.weight for index in range(max(1, len(parts)))]
+    of_parts = [
+        make(size, case.num_inputs, dtype=dtype, device=device)
+        for make, size in zip(makes, parts or [num_outputs], strict=True)
+    ]
+    weight = StackedWeight(tuple(of_parts)) if parts else of_parts[0]
+    before_TO = torch.cat([product(x, part) for part in of_parts], dim=1)
+    expected_TO = exact(before_TO, x, weights, case.slots_T)
+    for chosen in Launches:
+        with poisoned_memory():
+            found_TO = gemms_triton.linear(x, weight, None, term, launches=chosen)
+        assert found_TO.dtype == dtype
+        assert error(found_TO, expected_TO) < ERRORS[dtype]
+    if device == "cpu":
+        assert error(linear.reference(x, weight, None, term), expected_TO) < ERRORS[dtype]
+    if parts or num_outputs % 2:
+        return
+    x = x.mul_(SIZE_BEFORE_GATES)
+    expected_TF = gated(exact(product(x, weight), x, weights, case.slots_T))
+    for chosen in Launches:
+        with poisoned_memory():
+            found_TF = gemms_triton.gated_linear(x, weight, term, launches=chosen)
+        assert error(found_TF, expected_TF) < GATED * ERRORS[dtype]
+    if device == "cpu":
+        assert error(gated_linear.reference(x, weight, term), expected_TF) < GATED * ERRORS[dtype]
+
+
+FEW_ROWS = {
+    "one row": Case([1], [0] * 30 + [1] * 10, [[3, 0], [9, 16]], 160),
+    "rows with and without": Case([1, NONE, 0], [0] * 20 + [-1] * 4 + [1] * 16, [[5, 16], [16, 1]], 130),
+    "blocks of ranks": Case([1, 0, 1, NONE], [1] * 10 + [0] * 10, [[70, 33], [5, 64]], 40, 70),
+    "many rows": Case(random_slots(20, 2), [0] * 12 + [1] * 12, [[5, 16], [16, 1]], 130),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FEW_ROWS)
+@of_every_format
+def test_products_with_adapters_are_near_float64s(case: formats.Case, name: str, dtype: torch.dtype) -> None:
+    check_products(case, FEW_ROWS[name], dtype)
+
+
+@pytest.mark.parametrize("sizes", [(16, 24), (20, 8, 12)], ids=str)
+@pytest.mark.parametrize("name", ["one row", "rows with and without"])
+@of_quantized_formats
+def test_adapters_add_to_every_part_of_a_weight(case: formats.Case, name: str, sizes: Sequence[int]) -> None:
+    check_products(case, FEW_ROWS[name], torch.float32, parts=sizes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("add", [add_low_rank.reference, low_rank_triton.add_low_rank], ids=["reference", "triton"])
+@pytest.mark.parametrize("add", [add_low_rank, low_rank_triton.add_low_rank], ids=["reference", "triton"])
 def test_sums_are_near_those_of_float64(add: Add, name: str, dtype: torch.dtype) -> None:
     check_sums(add, CASES[name], dtype)
 
@@ -163,7 +243,8 @@ def test_inputs_that_lie_apart_are_copied() -> None:
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 40, 64])
 def test_tiles_hold_every_row_with_its_slot(num_rows: int, num_slots: int) -> None:
     for slots in (random_slots(num_rows, num_slots), [row % num_slots for row in range(num_rows)], [NONE] * num_rows):
-        rows_M, slots_U = HostTiles.of(np.array(slots))
+        rows_M, slots_U, slots_T = HostTiles.of(np.array(slots))
+        assert slots_T.tolist() == slots
         assert len(slots_U) <= most_tiles(num_rows, num_slots)
         found = dict(zip(rows_M.tolist(), slots_U.repeat(TILE_ROWS).tolist(), strict=True))
         found.pop(-1, None)

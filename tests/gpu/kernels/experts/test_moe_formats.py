@@ -20,6 +20,7 @@ from tests.cpu.kernels.experts.test_moe_formats import (
     check_mixture,
     check_ranks,
 )
+from tests.cpu.kernels.gemm import test_low_rank as low_rank
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="no products in e4m3 on this GPU"
@@ -101,3 +102,13 @@ def test_mixture_runs_in_a_graph(name: str) -> None:
         out_TD.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out_TD, expected_TD)
+
+
+@pytest.mark.parametrize("are_dense", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_adapters_add_to_a_shared_expert(name: str, num_tokens: int, are_dense: bool) -> None:
+    slots = [1, low_rank.NONE, 0, 1][:num_tokens] + [1] * (num_tokens - 4)
+    adapters = low_rank.Case(slots, [0] * 2048, [[7], [16]], 512)
+    options = {"adapters": adapters, "are_dense": are_dense, "is_shared_dense": are_dense}
+    check_mixture(name, num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", **options)

@@ -4,11 +4,26 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, TiledRows
+from strandline.kernels.gemm.gemms_triton import gated_linear, linear
+from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, AdapterWeights, LowRankTerm, TiledRows
 from strandline.kernels.gemm.low_rank_triton import add_low_rank
 from strandline.kernels.operation import Launches
-from tests.cpu.kernels.gemm.test_low_rank import CASES, Case, build, check_invariance, check_sums, random_slots, tiles
+from strandline.kernels.rowwise.norm_triton import rms_norm
+from tests.cpu.kernels.gemm import formats
+from tests.cpu.kernels.gemm.formats import of_every_format, of_quantized_formats
+from tests.cpu.kernels.gemm.test_low_rank import (
+    CASES,
+    FEW_ROWS,
+    Case,
+    build,
+    check_invariance,
+    check_products,
+    check_sums,
+    random_slots,
+    tiles,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -42,22 +57,52 @@ def test_rows_depend_on_themselves_alone(dtype: torch.dtype) -> None:
     check_invariance(partial(add_low_rank, launches=Launches.FIXED), dtype, "cuda", num_inputs=2560)
 
 
-def test_graph_reads_slots_and_tables_when_it_is_replayed() -> None:
-    case = Case([0] * 20, [0] * 300 + [1] * 200, [[0, 0], [0, 0]], 512)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FEW_ROWS)
+@of_every_format
+def test_products_with_adapters_are_near_float64s(case: formats.Case, name: str, dtype: torch.dtype) -> None:
+    check_products(case, FEW_ROWS[name], dtype, "cuda")
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("name", SHAPES)
+@of_every_format
+def test_products_with_adapters_at_shapes_of_models(case: formats.Case, name: str, num_rows: int) -> None:
+    num_inputs, part_O = SHAPES[name]
+    ranks = [[16] * (max(part_O) + 1), [8] * (max(part_O) + 1)]
+    check_products(case, Case([1, 0, NO_SLOT, 1][:num_rows], part_O, ranks, num_inputs), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@of_quantized_formats
+def test_adapters_add_to_every_part_of_a_weight(case: formats.Case, num_rows: int) -> None:
+    num_inputs, part_O = SHAPES["in"]
+    adapted = Case([1, 0, NO_SLOT][:num_rows], part_O, [[16] * 4, [8] * 4], num_inputs)
+    check_products(case, adapted, torch.bfloat16, "cuda", parts=(12288, 64))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 20])
+def test_graph_reads_slots_and_tables_when_it_is_replayed(num_rows: int) -> None:
+    case = Case([0] * num_rows, [0] * 300 + [1] * 200, [[0, 0], [0, 0]], 512)
     weights = build(case, torch.bfloat16, "cuda")
-    x_TI = torch.randn(20, 512, device="cuda", dtype=torch.bfloat16)
-    weight_OI = torch.randn(500, 512, device="cuda", dtype=torch.bfloat16)
-    tiled = TiledRows(torch.zeros(4 * TILE_ROWS, device="cuda").long(), torch.zeros(4, device="cuda").long())
-    out_TO = torch.empty(20, 500, device="cuda", dtype=torch.bfloat16)
+    x_TI = torch.randn(num_rows, 512, device="cuda", dtype=torch.bfloat16)
+    weight = formats.dense_weight(500, 512, dtype=torch.bfloat16, device="cuda")
+    gain_I = torch.ones(512, device="cuda", dtype=torch.bfloat16)
+    num_tiles = min(num_rows, 4)
+    tiled = TiledRows(
+        *(torch.zeros(length, device="cuda").long() for length in (num_tiles * TILE_ROWS, num_tiles, num_rows))
+    )
+    outputs = list[Tensor]()
 
-    def run() -> None:
-        torch.mm(x_TI, weight_OI.t(), out=out_TO)
-        add_low_rank(out_TO, x_TI, weights, tiled)
+    def run(weights: AdapterWeights, tiled: TiledRows) -> list[Tensor]:
+        # The norm before the product releases the launches after it before it has written.
+        x, term = rms_norm(x_TI, gain_I, 1e-6), LowRankTerm(weights, tiled)
+        return [linear(x, weight, None, term), gated_linear(x, weight, term)]
 
-    run()
+    run(weights, tiled)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        outputs += run(weights, tiled)
     filled = build(case._replace(ranks_SP=[[3, 7], [16, 1]]), torch.bfloat16, "cuda")
     for ours, theirs in zip(
         (weights.down_SPRI, weights.up_SOR, weights.rank_SP),
@@ -65,10 +110,11 @@ def test_graph_reads_slots_and_tables_when_it_is_replayed() -> None:
         strict=True,
     ):
         ours.copy_(theirs)
-    for slots in (random_slots(20, 2), [NO_SLOT] * 20, [1] * 20):
+    for slots in (random_slots(num_rows, 2), [NO_SLOT] * num_rows, [1] * num_rows):
         table = tiles(slots, 2, "cuda")
         tiled.slots_U.fill_(NO_SLOT)
-        tiled.rows_M[: len(table.rows_M)], tiled.slots_U[: len(table.slots_U)] = table
+        for ours, theirs in zip(tiled, table, strict=True):
+            ours[: len(theirs)] = theirs
         graph.replay()
-        expected_TO = add_low_rank(x_TI @ weight_OI.t(), x_TI, weights, table)
-        assert out_TO.equal(expected_TO)
+        expected = run(filled, table)
+        assert [found.equal(own) for found, own in zip(outputs, expected, strict=True)] == [True, True]
