@@ -318,16 +318,16 @@ def row(architecture: str, published: Model) -> tuple[str, ...]:
         versions("Numba", by_state),
         speculation(model),
         in_fp8(architecture, published),
-        deterministic_on(model),
+        is_deterministic(model),
     )
 
 
-def deterministic_on(model: CausalLM) -> str:
-    """Return whether a model can run deterministically, or where."""
+def is_deterministic(model: CausalLM) -> str:
+    """Return whether a model can run deterministically."""
     states = (state for layer in model.spec.layers for state in layer.states)
     if any(state.is_recurrent and state.dtype != "float32" for state in states):
         return "no"
-    return "on CPUs" if any(x.reads_host for x in model.operations) else "yes"
+    return "yes"
 
 
 def versions(backend: str, operations: Sequence[Operation[..., Any]]) -> str:

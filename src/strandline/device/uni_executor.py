@@ -284,7 +284,7 @@ class UniExecutor:
         self.weights.drop()
 
     def capture_graphs(self) -> None:
-        """Capture CUDA graphs, unless the configuration asks for eager steps or operations need the host."""
+        """Capture CUDA graphs, unless the configuration asks for eager steps or operations fall back to torch."""
         if self._config.enforce_eager or not self.facts.needs_warm_up:
             return
         self.runner.capture_graphs(self._graph_sizes, self.facts.max_model_len, progress=self._progress)

@@ -68,6 +68,11 @@ class AttentionBatch:
     Their rows and sequences follow each other, and are counted in each part from 0.
     """
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether ``context_lens`` are the sequences' lengths, and not those that a CUDA graph is planned for."""
+        return not self.is_padded and self.most_rows is None
+
 
 @dataclass(frozen=True, slots=True)
 class LogBatch:

@@ -23,8 +23,6 @@ from strandline.kernels.ranks import ONE_RANK, Ranks
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NO_VERSION: Final = "there is no such version, and the reference implementation reads sizes on the host"
-
 PROGRESS_DELAY_S: Final = 1.0
 """Delay before the progress bar appears."""
 
@@ -33,7 +31,7 @@ PROGRESS_DELAY_S: Final = 1.0
 class Fallback:
     """An operation that runs its reference implementation, although the device's backend has a faster version.
 
-    Operations left to torch on purpose are not counted, unless they read sizes on the host.
+    Operations left to torch on purpose are not counted.
     """
 
     operation: str
@@ -84,8 +82,6 @@ def bind_kernels(
     distinct = list(dict.fromkeys(operations))
     for operation in tqdm(distinct, "Loading kernels", disable=not progress, delay=PROGRESS_DELAY_S):
         functions[operation] = operation.reference
-        if operation.reads_host and device_type == "cuda":
-            fallbacks.append(Fallback(operation.name, "Triton", NO_VERSION))
         for backend in operation.backends:
             if backend.name != wanted:
                 continue

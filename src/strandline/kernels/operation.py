@@ -97,28 +97,21 @@ def numba(
 class Operation(Generic[P, R]):
     """A declared operation. It is not callable: call its ``reference``, or the function that ``Kernels`` binds.
 
-    Args:
-        reads_host: whether the reference implementation reads sizes of the step on the host, so that no CUDA graph can
-            contain it.
+    Without a Triton version, the reference implementation needs nothing of the host, so that CUDA graphs may hold it.
     """
 
-    def __init__(self, reference: Callable[P, R], backends: Iterable[Backend], *, reads_host: bool = False) -> None:
+    def __init__(self, reference: Callable[P, R], backends: Iterable[Backend]) -> None:
         self.name, self.__doc__ = reference.__name__, reference.__doc__
         self.reference = reference
         self.backends = tuple(backends)
-        self.reads_host = reads_host
 
     def __repr__(self) -> str:
         return f"<operation {self.name}>"
 
 
-def operation(*backends: Backend, reads_host: bool = False) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """Declare the decorated function as the reference implementation of an operation with these backends.
-
-    Args:
-        reads_host: as of ``Operation``; only where there is no Triton version.
-    """
-    return lambda reference: Operation(reference, backends, reads_host=reads_host)
+def operation(*backends: Backend) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Declare the decorated function as the reference implementation of an operation with these backends."""
+    return lambda reference: Operation(reference, backends)
 
 
 def _either(names: Iterable[str]) -> str:

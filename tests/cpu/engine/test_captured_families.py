@@ -18,7 +18,7 @@ from tests.cpu.engine.test_speculation import SPECULATION, force
 from tests.cpu.models import families
 
 NUM_DRAFTS, MAX_NUM_SEQS, MAX_MODEL_LEN = SPECULATION["num_speculative_tokens"], 4, 256
-FAMILIES = ["inkling"]
+FAMILIES = ["inkling", "qwen4_exp", "qwen4_exp-vision", "glm5_next"]
 PROMPTS = [tokens(count, seed=seed) for count, seed in ((1, 5), (63, 63), (65, 70), (130, 131))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 

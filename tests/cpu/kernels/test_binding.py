@@ -78,18 +78,6 @@ def test_operations_without_triton_stay_in_graphs(monkeypatch: pytest.MonkeyPatc
     assert bind_kernels([double], Workload("cuda", "float32")).is_compiled_on_gpu
 
 
-def test_operations_that_read_the_host_stay_out_of_graphs() -> None:
-    @operation(reads_host=True)
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    bound = bind_kernels([double], Workload("cuda", "float32"))
-    assert bound[double] is double.reference
-    assert [(x.operation, x.backend) for x in bound.fallbacks] == [("double", "Triton")]
-    assert not bound.is_compiled_on_gpu
-    assert not bind_kernels([double], Workload("cpu", "float32")).fallbacks
-
-
 def test_cpu_never_loads_triton_versions() -> None:
     @operation(triton("no_such_module", takes_launches=True))
     def double(x: torch.Tensor) -> torch.Tensor:

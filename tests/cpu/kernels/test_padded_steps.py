@@ -24,7 +24,8 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.attention import attention_triton
+from strandline.kernels.attention import attention_triton, indexed_attention_triton
+from strandline.kernels.attention.indexed_latent_attention import PooledIndex
 from strandline.kernels.recurrences import (
     conv1d_triton,
     gdn_prefill_triton,
@@ -245,4 +246,34 @@ def test_attention_gives_the_same(size: StepSize) -> None:
     out = run(step.padded, step.spread(q_THD))
     assert out.isfinite().all()
     # Another number of programs shares the context: sums are in another order.
+    torch.testing.assert_close(step.gather(out), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_indexed_attention_gives_the_same(size: StepSize) -> None:
+    torch.manual_seed(4)
+    step = make_step(size)
+    latent_BPD, index_BPX = (torch.full((20, BLOCK_TOKENS, channels), torch.nan) for channels in (16, 32))
+    for memory in (latent_BPD, index_BPX):
+        memory[0] = 0
+        for row, end in zip(step.host.block_table_NM, step.host.columns.end, strict=True):
+            for position in range(end):
+                memory[row[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = torch.randn(memory.shape[-1])
+    num_tokens = len(step.host.token_ids_T)
+    rows = torch.randn(num_tokens, 2, 16), torch.randn(num_tokens, 4, 16), torch.randn(num_tokens, 4)
+    index = PooledIndex(4, 5, torch.randn(4, 16))
+
+    def run(batch: StepBatch, q_THD: Tensor, index_q_TJC: Tensor, weight_TJ: Tensor) -> tuple[Tensor, Tensor]:
+        with poisoned_memory():
+            group_TK = indexed_attention_triton.choose_groups(index_q_TJC, weight_TJ, index_BPX, batch.attention, index)
+            chosen = (group_TK, batch.attention, 4, 16)
+            return group_TK, indexed_attention_triton.indexed_latent_attention(q_THD, latent_BPD, *chosen, scale=0.3)
+
+    assert step.plain.attention.has_lengths
+    assert not step.padded.attention.has_lengths
+    expected_TK, expected = run(step.plain, *rows)
+    group_TK, out = run(step.padded, *map(step.spread, rows))
+    assert out.isfinite().all()
+    assert torch.equal(step.gather(group_TK), expected_TK)
+    # Another number of programs shares the keys: sums are in another order.
     torch.testing.assert_close(step.gather(out), expected, rtol=1e-5, atol=1e-6)

@@ -561,8 +561,6 @@ class Family(NamedTuple):
     """Whether a test alters each of its tensors in turn: one of each family is."""
     is_quantized: bool = False
     """Whether tests keep it in every format of weights."""
-    is_captured: bool = True
-    """Whether CUDA graphs hold its steps; an operation that reads sizes on the host prevents that."""
     keeps_e4m3: bool = True
     """Whether keys and values, which are all that it keeps of tokens, may be kept in FP8."""
 
@@ -622,7 +620,6 @@ CONFIGS: dict[str, Family] = {
         is_altered=True,
         is_quantized=True,
         keeps_e4m3=False,
-        is_captured=False,
     ),
     "qwen4_exp-odd": Family(
         "Qwen4ExpForCausalLM",
@@ -645,14 +642,12 @@ CONFIGS: dict[str, Family] = {
             "rope_parameters": rope(1.0),
         },
         keeps_e4m3=False,
-        is_captured=False,
     ),
     "qwen4_exp-vision": Family(
         "Qwen4ExpForConditionalGeneration",
         Qwen4ExpConfig,
         {"text_config": {**QWEN4, "rope_parameters": MROPE}, "vision_config": VISION, **PICTURE_TOKENS},
         keeps_e4m3=False,
-        is_captured=False,
     ),
     "mamba": Family("MambaForCausalLM", MambaConfig, MAMBA),
     "mamba-odd": Family(
@@ -758,7 +753,6 @@ CONFIGS: dict[str, Family] = {
         is_altered=True,
         is_quantized=True,
         keeps_e4m3=False,
-        is_captured=False,
     ),
     "glm5_next-odd": Family(
         "Glm5NextForConditionalGeneration",
@@ -789,7 +783,6 @@ CONFIGS: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
         keeps_e4m3=False,
-        is_captured=False,
     ),
     "recurrent_gemma": Family(
         "RecurrentGemmaForCausalLM", RecurrentGemmaConfig, RECURRENT_GEMMA, shards=(2, 4), is_altered=True

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from strandline.errors import ConfigError
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_deterministic_families import (
     CASES,
@@ -13,7 +12,7 @@ from tests.cpu.engine.test_deterministic_families import (
     test_bits_do_not_depend_on_how_prompts_are_split,
 )
 from tests.cpu.models import families
-from tests.gpu.engine.test_families import SETTINGS, UNCAPTURED
+from tests.gpu.engine.test_families import SETTINGS
 
 __all__ = [
     "expected",
@@ -21,10 +20,8 @@ __all__ = [
     "test_bits_do_not_depend_on_how_prompts_are_split",
 ]
 
-CAPTURED = [case for case in CASES if str(case.values[0][0]).split("-")[0] not in UNCAPTURED]
 
-
-@pytest.fixture(scope="module", params=CAPTURED, ids="-".join)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     name, dtype = request.param
     return name, dtype
@@ -35,12 +32,3 @@ def make_exact(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     directory = families.save(case[0], tmp_path_factory.mktemp("families"))
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield llm_maker(directory, monkeypatch, deterministic=True, dtype=case[1], memory="32MiB", **SETTINGS)
-
-
-@pytest.mark.parametrize("name", UNCAPTURED)
-def test_families_without_batch_invariant_kernels_are_refused(
-    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = families.save(name, tmp_path_factory.mktemp("families"))
-    with pytest.raises(ConfigError, match="--deterministic needs Triton kernels on a GPU: "):
-        llm_maker(directory, monkeypatch, deterministic=True, memory="32MiB", **SETTINGS)()

@@ -6,7 +6,7 @@ attends to the ``max_groups`` groups, among those that end at or before it, with
 ``relu(index query * group key)``, and to the tokens behind the last of those groups, up to itself. Ties go to the
 earlier group.
 
-The reference implementation, which runs on all devices. Invariants: those of ``attention.py``.
+The reference implementation, which also runs on CPUs. Invariants: those of ``attention.py``.
 
 Source: ``transformers`` (its ``QSAIndexer``).
 
@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention import QUERY_TOKENS, attend_sequence, by_query_head, gathered, seen_span
 from strandline.kernels.batch import AttentionBatch, KVMemory
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
 from strandline.kernels.rowwise.rotary import apply_rotary, rotary_table, table_of_pairs
 
@@ -58,16 +58,7 @@ class IndexedMemory:
     """Positions for rotary embeddings, float32: time, height and width; None: a token's position in its sequence."""
 
 
-def store_rows(row_TC: Tensor, memory_BPC: Tensor, batch: AttentionBatch) -> None:
-    """Store what is kept of each of the step's tokens, such as its index key, in their blocks."""
-    blocks, offsets = batch.write_blocks_T, batch.write_offsets_T
-    if not batch.is_all_written:
-        rows = (blocks != NULL_BLOCK).nonzero().squeeze(-1)
-        blocks, offsets, row_TC = blocks[rows], offsets[rows], row_TC[rows]
-    memory_BPC[blocks, offsets] = row_TC
-
-
-@operation(reads_host=True)
+@operation(triton("attention.indexed_attention_triton", takes_launches=True))
 def indexed_attention(
     q_THD: Tensor,
     index_q_TJC: Tensor,

@@ -6,7 +6,7 @@ plus a bias by place in the group. A query attends to the ``max_groups`` groups,
 with the greatest sums over index heads of ``weight * relu(index query * group key)``, and to the tokens behind the last
 of those groups, up to itself. Ties go to the earlier group; transformers leaves them to ``topk``, which may choose any.
 
-Both operations are reference implementations, which run on all devices. The second gathers the latents of each query,
+Both operations are reference implementations, which also run on CPUs. The second gathers the latents of each query,
 so that its memory and its time do not depend on the length of a context.
 
 Invariants: those of ``attention.py``. A query's result does not depend on other queries of the step.
@@ -29,7 +29,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention import attend_sequence, gathered, seen_span
 from strandline.kernels.attention.indexed_attention import best_groups
 from strandline.kernels.batch import AttentionBatch
-from strandline.kernels.operation import operation
+from strandline.kernels.operation import operation, triton
 
 QUERY_TOKENS = 32
 """Queries that are computed together: bounds the memory of what is gathered for them."""
@@ -50,18 +50,16 @@ def is_read_whole(num_tokens: int, group_tokens: int, max_groups: int) -> bool:
     return num_tokens // group_tokens <= max_groups
 
 
-@operation(reads_host=True)
+@operation(triton("attention.indexed_attention_triton"))
 def choose_groups(
     index_q_TJC: Tensor, weight_TJ: Tensor, index_BPX: Tensor, batch: AttentionBatch, index: PooledIndex
 ) -> Tensor:
-    """Return the groups that each token attends to, ``group_TK``, int64; -1 where it attends to fewer.
+    """Return the groups that each token attends to, ``group_TK``, int64, and -1 behind them where they are fewer.
 
-    Rows of sequences that are read whole are -1. The step's own index keys and gates must have been written before.
+    The step's own index keys and gates must have been written before.
     """
     group_TK = torch.full((len(index_q_TJC), index.max_groups), -1, device=index_q_TJC.device)
-    for i, num_tokens in enumerate(batch.context_lens):
-        if is_read_whole(num_tokens, index.group_tokens, index.max_groups):
-            continue
+    for i in range(len(batch.context_lens)):
         index_LX = gathered(index_BPX, batch.block_table_NM[i], seen_span(batch, i, None), index_q_TJC.dtype)
         key_NC = pooled_keys(index_LX, index).float()
         for rows, first in _parts(batch, i):
@@ -83,7 +81,7 @@ def pooled_keys(index_LX: Tensor, index: PooledIndex) -> Tensor:
     return key_NC
 
 
-@operation(reads_host=True)
+@operation(triton("attention.indexed_attention_triton", takes_launches=True))
 def indexed_latent_attention(
     q_THD: Tensor,
     latent_BPD: Tensor,

@@ -14,8 +14,8 @@ G is one key/value head, R query heads per key/value head, L keys of a sequence.
 import torch
 from torch import Tensor
 
-from strandline.ids import NULL_BLOCK
 from strandline.kernels.attention.attention import attend_sequence, gathered_sequences
+from strandline.kernels.attention.stored_tokens import store_tokens
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.operation import operation, triton
 
@@ -41,11 +41,7 @@ def latent_attention(
     Returns:
         ``out_THV``, what each head reads of the latents' first ``value_dim`` channels.
     """
-    blocks, offsets = batch.write_blocks_T, batch.write_offsets_T
-    if not batch.is_all_written:
-        rows = (blocks != NULL_BLOCK).nonzero().squeeze(-1)
-        blocks, offsets, latent_TD = blocks[rows], offsets[rows], latent_TD[rows]
-    latent_BPD[blocks, offsets] = latent_TD
+    store_tokens.reference(latent_TD, latent_BPD, batch)
     memory = KVMemory(latent_BPD.unsqueeze(2), latent_BPD[..., :value_dim].unsqueeze(2))
     out_THV = q_THD.new_empty(*q_THD.shape[:2], value_dim)
     q_TGRD, out_TGRV = q_THD.unsqueeze(1), out_THV.unsqueeze(1)

@@ -1,6 +1,6 @@
 """Softmax attention whose keys and values are one latent per token, in Triton.
 
-A first kernel stores the step's latents. The second has an online softmax over tiles of keys, as
+``stored_tokens_triton.py`` stores the step's latents. The kernel here has an online softmax over tiles of keys, as
 ``attention_triton.py``, with all heads as the query heads of one key/value head. A tile of latents is read once: its
 first channels are both part of the keys and the values, the rest is multiplied by itself.
 
@@ -30,6 +30,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_splits import num_decode_splits, parts_of, plan_prefills
 from strandline.kernels.attention.attention_splits_triton import combine, combine_in_order, padded, scratch, store_rows
 from strandline.kernels.attention.attention_triton import FIXED_SPLIT_BLOCKS, Tile, locate_tile
+from strandline.kernels.attention.stored_tokens_triton import store_tokens
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits
@@ -243,31 +244,6 @@ def _attend_kernel(
     # fmt: on
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_ptr", "offset_ptr"])
-def _store_kernel(
-    new_ptr,
-    latent_ptr,
-    block_ptr,
-    offset_ptr,
-    stride_new,
-    stride_block,
-    stride_row,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Store a token's latent, unless its block is the null block."""
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    token = tl.program_id(0).to(tl.int64)
-    channel_D = tl.arange(0, BLOCK_D)
-    block = tl.load(block_ptr + token).to(tl.int64)
-    offset = tl.load(offset_ptr + token).to(tl.int64)
-    new_D = tl.load(new_ptr + token * stride_new + channel_D, mask=channel_D < D, other=0.0)
-    row_ptr = latent_ptr + block * stride_block + offset * stride_row
-    tl.store(row_ptr + channel_D, new_D, mask=(channel_D < D) & (block != 0))
-
-
 class _Call(NamedTuple):
     """The arguments of one call, and the tensor that it fills."""
 
@@ -299,13 +275,7 @@ def latent_attention(
         attend = partial(latent_attention, value_dim=value_dim, scale=scale, launches=launches)
         parts = parts_of(batch, q_THD, latent_TD)
         return torch.cat([attend(own_THD, own_TD, latent_BPD, part, 0) for own_THD, own_TD, part in parts])
-    num_tokens, num_channels = latent_TD.shape
-    if num_tokens:
-        _store_kernel[(num_tokens,)](
-            latent_TD, latent_BPD, batch.write_blocks_T, batch.write_offsets_T,
-            latent_TD.stride(0), latent_BPD.stride(0), latent_BPD.stride(1),
-            D=num_channels, BLOCK_D=next_power_of_2(num_channels), num_warps=1, **overlap_options(latent_TD),
-        )  # fmt: skip
+    store_tokens(latent_TD, latent_BPD, batch)
     out_THV = torch.empty(*q_THD.shape[:2], value_dim, dtype=q_THD.dtype, device=q_THD.device)
     call = _Call(q_THD, latent_BPD, batch, out_THV, scale)
     if num_decodes:

@@ -1,7 +1,7 @@
 """Gated softmax attention to the tokens that an index chooses, by index keys beside keys and values (Qwen4-Exp).
 
-As long as all contexts of a step are within the index's budget, attention reads every token, by the kernels of ordinary
-attention. Beyond it, the choice and the attention run their reference implementation on all devices.
+As long as all contexts of a step are known on the host to be within the index's budget, attention reads every token, by
+the kernels of ordinary attention.
 
 Source: ``transformers`` (``qwen4_exp``).
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.attention.indexed_attention import GroupIndex, IndexedMemory, indexed_attention, store_rows
-from strandline.kernels.batch import StepBatch
+from strandline.kernels.attention.indexed_attention import GroupIndex, IndexedMemory, indexed_attention
+from strandline.kernels.attention.stored_tokens import store_tokens
+from strandline.kernels.batch import AttentionBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.rotary import apply_rotary, interleaved_dimensions
@@ -70,7 +71,7 @@ class IndexedAttentionConfig:
 class IndexedAttention(GatedAttention):
     """The layer. Its index is not divided among shards: every rank computes it, and keeps the index keys."""
 
-    operations = (*GatedAttention.operations, rms_norm_zero_centered, indexed_attention)
+    operations = (*GatedAttention.operations, rms_norm_zero_centered, store_tokens, indexed_attention)
 
     def __init__(self, config: IndexedAttentionConfig, site: Site) -> None:
         super().__init__(config.attention, site)
@@ -99,6 +100,9 @@ class IndexedAttention(GatedAttention):
         """Compute with these kernels from now on."""
         super().use_kernels(kernels)
         self._rms_norm, self._attend_indexed = kernels[rms_norm_zero_centered], kernels[indexed_attention]
+        self._store_tokens = kernels[store_tokens]
+        # Whether a token's step has no longer context would depend on other sequences.
+        self._may_read_whole = not kernels.workload.is_deterministic
         its = self.indexed
         self._index = GroupIndex(
             its.group_tokens,
@@ -118,18 +122,23 @@ class IndexedAttention(GatedAttention):
         q_THD, gate_TO = self._prepared(hidden_TE, step, memory.kv)
         index_q_TJC = self._index_queries(hidden_TE, step, memory.index_BPC)
         if memory.position_BP3 is not None:
-            store_rows(_positions_3T(step.batch).T.float(), memory.position_BP3, step.batch.attention)
+            positions_T3 = _positions_3T(step.batch).T.contiguous().float()
+            self._store_tokens(positions_T3, memory.position_BP3, step.batch.attention)
         scale, attention = self.config.scale, step.batch.attention
-        if all(map(self._index.is_whole, attention.context_lens)):
+        if self._is_read_whole(attention):
             out_THD = self._attend(q_THD, memory.kv, attention, step.batch.num_decodes, scale=scale)
         else:
             out_THD = self._attend_indexed(q_THD, index_q_TJC, memory, attention, self._index, scale=scale)
         return self.out_proj.multiply(self._sigmoid_gate(out_THD.flatten(1), gate_TO))
 
+    def _is_read_whole(self, batch: AttentionBatch) -> bool:
+        is_known = self._may_read_whole and batch.has_lengths
+        return is_known and all(map(self._index.is_whole, batch.context_lens))
+
     def _index_queries(self, hidden_TE: Tensor, step: Step, index_BPC: Tensor) -> Tensor:
         """Store the step's index keys; return its index queries."""
         q_TO, key_TC = self.index_proj.multiply(hidden_TE).split(self.index_sizes, dim=-1)
-        store_rows(key_TC, index_BPC, step.batch.attention)
+        self._store_tokens(key_TC, index_BPC, step.batch.attention)
         q_TJC = q_TO.unflatten(-1, (self.indexed.num_index_heads, -1)).contiguous()
         q_TJC = self._rms_norm(q_TJC, self.index_q_norm_C, self.config.eps)
         return q_TJC if step.rotary is None else apply_rotary(q_TJC, step.rotary)

@@ -3,8 +3,8 @@
 A layer has an index of its own, or shares the choice of the layer before. Every token keeps its index key and the gates
 that weigh it within its group, so that a sequence can be resumed inside of a group.
 
-As long as all contexts of a step are within the index's budget, attention reads every token, by the kernels of ordinary
-latent attention. Beyond it, the choice and the attention run their reference implementations on all devices.
+As long as all contexts of a step are known on the host to be within the index's budget, attention reads every token, by
+the kernels of ordinary latent attention.
 
 Source: DeepSeek-AI, "DeepSeek-V3.2", section 2.1; ``transformers`` (``glm5_next``).
 
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, MAX_SIZE, Fields, read_eps
 from strandline.errors import EngineError
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.attention.indexed_attention import store_rows
 from strandline.kernels.attention.indexed_latent_attention import (
     PooledIndex,
     choose_groups,
     indexed_latent_attention,
     is_read_whole,
 )
+from strandline.kernels.attention.stored_tokens import store_tokens
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.binding import Kernels
 from strandline.models.layers.latent_attention import MAX_LATENT, LatentAttention, LatentAttentionConfig
@@ -77,7 +77,7 @@ class IndexedLatentAttentionConfig:
 class TokenIndex(nn.Module):
     """What chooses groups of tokens. It is not divided among shards: every rank computes it, and keeps index keys."""
 
-    operations = (choose_groups,)
+    operations = (store_tokens, choose_groups)
 
     def __init__(self, config: IndexedLatentAttentionConfig, site: Site) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class TokenIndex(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._choose_groups = kernels[choose_groups]
+        self._store_tokens, self._choose_groups = kernels[store_tokens], kernels[choose_groups]
         self._index = PooledIndex(self.config.group_tokens, self.config.max_groups, self.gate_bias_GC)
 
     def store(self, hidden_TE: Tensor, index_BPX: Tensor, batch: AttentionBatch) -> Tensor:
@@ -104,7 +104,7 @@ class TokenIndex(nn.Module):
         weight_TJ: Tensor
         key_TC, gate_TC, weight_TJ, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         key_TC = F.layer_norm(key_TC, key_TC.shape[-1:], self.key_norm_C, self.key_norm_bias_C, INDEX_NORM_EPS)
-        store_rows(torch.cat((key_TC, gate_TC), dim=-1), index_BPX, batch)
+        self._store_tokens(torch.cat((key_TC, gate_TC), dim=-1), index_BPX, batch)
         return weight_TJ
 
     def choose(self, query_TQ: Tensor, weight_TJ: Tensor, index_BPX: Tensor, batch: AttentionBatch) -> Tensor:
@@ -148,7 +148,7 @@ class IndexedLatentAttention(LatentAttention):
         choice: where the choice is put, or taken from.
     """
 
-    operations = (*LatentAttention.operations, indexed_latent_attention)
+    operations = (*LatentAttention.operations, store_tokens, indexed_latent_attention)
 
     def __init__(
         self, config: IndexedLatentAttentionConfig, index: TokenIndex | None, choice: GroupChoice, site: Site
@@ -167,7 +167,9 @@ class IndexedLatentAttention(LatentAttention):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         super().use_kernels(kernels)
-        self._attend_indexed = kernels[indexed_latent_attention]
+        self._store_tokens, self._attend_indexed = kernels[store_tokens], kernels[indexed_latent_attention]
+        # Whether a token's step has no longer context would depend on other sequences.
+        self._may_read_whole = not kernels.workload.is_deterministic
 
     def bind(self, memory: LayerMemory) -> Any:
         """Return the layer's memory as ``forward`` takes it."""
@@ -189,11 +191,13 @@ class IndexedLatentAttention(LatentAttention):
 
     def _is_read_whole(self, batch: AttentionBatch) -> bool:
         its = self.indexed
+        if not self._may_read_whole or not batch.has_lengths:
+            return False
         return all(is_read_whole(length, its.group_tokens, its.max_groups) for length in batch.context_lens)
 
     def _attend_chosen(self, query_TQ: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: AttentionBatch) -> Tensor:
         """Store the step's latents, and attend every token to the groups chosen for it; return ``out_THV``."""
-        store_rows(latent_TD, latent_BPD, batch)
+        self._store_tokens(latent_TD, latent_BPD, batch)
         if self.choice.group_TK is None:
             raise EngineError("no layer has chosen tokens in this step")
         folded_THD, sizes = self._folded(self._queries(query_TQ)), (self.indexed.group_tokens, self.config.latent_dim)
