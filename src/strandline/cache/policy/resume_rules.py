@@ -157,7 +157,7 @@ def first_gap(run: Run, num_blocks: int, first: int) -> int:
         if node.end_block <= first:
             break
         if node.num_gaps:
-            held = node.blocks[max(first - node.start_block, 0) : num_blocks - node.start_block]
+            held = node.blocks[max(first - node.start_block, 0) : max(num_blocks - node.start_block, 0)]
             if NULL_BLOCK in held:
                 found = max(first, node.start_block) + held.index(NULL_BLOCK)
     return found
