@@ -18,6 +18,7 @@ from strandline.cache import Lease, LogUse, PrefixCache
 from strandline.cache.announcing.announcer import Announcer, take_events
 from strandline.cache.policy import new_cache
 from strandline.cache.size import CacheSize
+from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--turn-tokens", type=int, default=500, help="new tokens of a turn")
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--events", action="store_true", help="emit events of what can be resumed")
+    parser.add_argument("--host-blocks", type=int, default=0, help="blocks of a tier in host memory; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     choose = random.Random(args.seed)
@@ -159,7 +161,11 @@ def main() -> None:
     # Each measured turn ends a conversation of 20 turns, each of which leaves a snapshot.
     num_spare = num_full + 8 * num_chats + 100 * args.turns * len(args.prompt_tokens)
     for title, num_slabs in [("memory to spare", num_spare), ("memory full", num_full)]:
-        cache = new_cache(CacheSize(num_slabs, BLOCKS_PER_SLAB), announcer=Announcer() if args.events else None)
+        announcer = Announcer() if args.events else None
+        cache = new_cache(CacheSize(num_slabs, BLOCKS_PER_SLAB), announcer=announcer)
+        if args.host_blocks:
+            host = LowerMemory("host", args.host_blocks, 1, BLOCKS_PER_SLAB, LoadCosts())
+            Loads(cache, [host], announcer=announcer)
         fill(cache, args.blocks, choose)
         gc.freeze()
         stats = cache.stats()

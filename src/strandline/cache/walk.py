@@ -61,8 +61,17 @@ def _end_between_runs(run: Run, key: bytes) -> Walk:
 
 def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
     """Return the walk that ends inside a run, whose first block matches and a later one does not."""
-    low, high = 1, len(run.blocks)
-    with memoryview(run.tokens) as mine:
+    low = common_blocks(run.tokens, data, offset, len(run.blocks))
+    known = bytes(run.tokens[low * BLOCK_KEY_BYTES : (low + 1) * BLOCK_KEY_BYTES])
+    asked = bytes(data[offset + low * BLOCK_KEY_BYTES : offset + (low + 1) * BLOCK_KEY_BYTES])
+    tokens = common_tokens(known, asked)
+    return Walk(run, run.start_block + low, run if tokens else None, tokens)
+
+
+def common_blocks(tokens: bytearray, data: bytes | bytearray, offset: int, end: int) -> int:
+    """Return how many blocks of a run match ``data`` from ``offset`` on: at least one does, and fewer than ``end``."""
+    low, high = 1, end
+    with memoryview(tokens) as mine:
         while high - low > 1:
             middle = (low + high) // 2
             piece = mine[low * BLOCK_KEY_BYTES : middle * BLOCK_KEY_BYTES]
@@ -71,10 +80,7 @@ def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
             else:
                 high = middle
             piece.release()
-    known = bytes(run.tokens[low * BLOCK_KEY_BYTES : (low + 1) * BLOCK_KEY_BYTES])
-    asked = bytes(data[offset + low * BLOCK_KEY_BYTES : offset + (low + 1) * BLOCK_KEY_BYTES])
-    tokens = common_tokens(known, asked)
-    return Walk(run, run.start_block + low, run if tokens else None, tokens)
+    return low
 
 
 def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:

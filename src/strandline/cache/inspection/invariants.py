@@ -18,8 +18,9 @@ from strandline.cache.probation import max_probes
 from strandline.cache.resume import first_block_seen
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.spills import NOTHING_ON_ITS_WAY, OnTheirWay
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, TierRun
+from strandline.cache.tiers.tier_tree import TierRun
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, held_child, path_blocks, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
@@ -287,6 +288,7 @@ def _check_tier_run(run: TierRun, tiers: tuple[LowerTier, ...]) -> None:
     last = max((num_blocks for num_blocks, _ in run.snapshots), default=run.start_block)
     is_used = bool(run.children) or run.parent is None or (num_known > 0 and last == run.end_block)
     _require(is_used, f"{where}: no tier has its last block")
+    _require(run.keys == sorted(run.snapshots), f"{where}: keys out of order")
     _require(len(run.hashes) in (0, num_known), f"{where}: {len(run.hashes)} hashes")
     for tier in tiers:
         part = tier.column.part(run)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
 from strandline.cache.tiers.neighbours import position_above
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, TierSnapshot
+from strandline.cache.tiers.part import NO_ADDRESS
+from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind

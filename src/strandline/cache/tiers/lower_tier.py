@@ -30,9 +30,9 @@ from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import Match, first_block_seen
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below, position_above
+from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_tree import (
-    NO_ADDRESS,
     Blocks,
     Column,
     Copy,
@@ -41,6 +41,7 @@ from strandline.cache.tiers.tier_tree import (
     TierRun,
     TierSnapshot,
     copy_of_device,
+    pieces,
 )
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
@@ -225,10 +226,13 @@ class LowerTier:
         Returns:
             The index in ``blocks``, the run and the index in the run of each.
         """
-        indices = [index for index, block in enumerate(blocks) if block != NULL_BLOCK]
-        found = self.tree.locate(PathBlocks(tree, data, [first + index for index in indices]))
-        located = [(index, *found[first + index]) for index in indices if first + index in found]
-        return [(index, run, own) for index, run, own in located if self.is_lacking(run, own)]
+        end = self.tree.walk(tree, data, first + len(blocks))
+        return [
+            (run.start_block + own - first, run, own)
+            for run, start, stop in (pieces(end, first) if end is not None else ())
+            for own in range(start, stop)
+            if blocks[run.start_block + own - first] != NULL_BLOCK and self.is_lacking(run, own)
+        ]
 
     def enter(self, demoted: Copy, tree: str, data: bytes) -> None:
         """Put a copy of a snapshot into the tier.
@@ -371,10 +375,8 @@ class LowerTier:
         addresses = tuple(addresses)
         self._readers.subtract(addresses)
         self._readers = +self._readers
-        self.free({address: self.to_free.pop(address) for address in addresses if self._can_free(address)})
-
-    def _can_free(self, address: int) -> bool:
-        return address in self.to_free and address not in self._readers
+        read = [address for address in addresses if address in self.to_free and address not in self._readers]
+        self.free({address: self.to_free.pop(address) for address in read})
 
     # Loading
 

@@ -12,8 +12,8 @@ def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
     run, depth, key = removed.run, removed.num_blocks, removed.key
     if run is None:
         return
-    same = [copy for copy in column.copies(run) if copy.snapshot.num_blocks == depth and copy.snapshot is not removed]
-    longer = [copy for copy in same if copy.snapshot.key.startswith(key)]
+    after = [copy for copy in column.copies_after(run, depth) if copy.snapshot is not removed]
+    longer = [copy for copy in after if copy.snapshot.key.startswith(key)]
     if longer:
         yield min(longer, key=lambda copy: copy.position)
         return
@@ -23,9 +23,9 @@ def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
         waiting = [child for first, child in run.children.items() if first.startswith(key)]
     while waiting:
         node = waiting.pop()
-        below = [copy for copy in column.copies(node) if copy.snapshot.num_blocks > depth]
-        if below:
-            yield min(below, key=lambda copy: copy.position)
+        below = column.first_after(node, depth)
+        if below is not None:
+            yield below
         elif column.part(node).num_blocks:
             waiting.extend(node.children.values())
 
@@ -38,7 +38,7 @@ def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | No
     """
     if column.num_children(left):
         return None
-    above = [copy for copy in column.copies(left.run) if copy.snapshot.num_blocks == left.depth]
+    above = list(column.copies_after(left.run, left.depth))
     if left.depth == removed.num_blocks:
         above = [copy for copy in above if removed.key.startswith(copy.snapshot.key)]
     return max(above, key=lambda copy: copy.position, default=None)

@@ -16,7 +16,8 @@ from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.neighbours import position_above
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, PathBlocks, TierRun, TierSnapshot
+from strandline.cache.tiers.part import NO_ADDRESS
+from strandline.cache.tiers.tier_tree import Copy, PathBlocks, TierRun, TierSnapshot
 from strandline.ids import BlockId, RequestId, SlotId, TransferId
 from strandline.records.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
 

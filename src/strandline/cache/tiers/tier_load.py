@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_tree import NO_ADDRESS, Copy, PathBlocks, PathEnd, TierSnapshot, pieces
+from strandline.cache.tiers.part import NO_ADDRESS
+from strandline.cache.tiers.tier_tree import Copy, PathBlocks, PathEnd, TierSnapshot, pieces
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.actions import Completion
@@ -147,8 +148,8 @@ class TierLoad:
         if end is None or not lost:
             return
         gone = [index for index, address in enumerate(tier.column.addresses(end)) if address in addresses]
-        for copy in list(tier.column.copies(end.run)):
-            if copy.snapshot.num_blocks == end.depth and not addresses.isdisjoint((copy.address, copy.tail_address)):
+        for copy in list(tier.column.copies_after(end.run, end.depth)):
+            if not addresses.isdisjoint((copy.address, copy.tail_address)):
                 tier.evict(copy)
         for index, block in tier.tree.locate(self._returning._replace(indices=gone)).items():
             if tier.is_needed(*block):

@@ -12,52 +12,25 @@ are only the tokens.
 """
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from strandline.cache.tiers.part import NO_ADDRESS, Part
 from strandline.cache.tree import Snapshot
 from strandline.cache.use import Use
+from strandline.cache.walk import common_blocks
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import BLOCK_KEY_BYTES, common_tokens
-
-NO_ADDRESS: Final = 0
-
-
-class Part:
-    """What one tier has of a run's blocks."""
-
-    __slots__ = ("addresses", "num_blocks", "num_needers")
-
-    def __init__(self, num_known: int) -> None:
-        self.addresses = array("q", bytes(8 * num_known))
-        """``NO_ADDRESS``: the device has it, it is being written to the store, or nothing needs it."""
-        self.num_needers = array("i", bytes(4 * num_known))
-        """With windows: number of the tier's snapshots whose window contains a block."""
-        self.num_blocks = 0
-        """How many of the run's blocks, from the first, the tier has."""
-
-    def append(self, other: "Part") -> None:
-        """Append what the tier has of the blocks after these."""
-        self.addresses += other.addresses
-        self.num_needers += other.num_needers
-
-    def split(self, count: int) -> "Part":
-        """Remove the first blocks; return what the tier has of them."""
-        upper = Part(0)
-        upper.addresses, self.addresses = self.addresses[:count], self.addresses[count:]
-        upper.num_needers, self.num_needers = self.num_needers[:count], self.num_needers[count:]
-        upper.num_blocks = min(self.num_blocks, count)
-        self.num_blocks -= upper.num_blocks
-        return upper
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class TierRun:
     """Consecutive whole blocks on the paths of demoted snapshots, without a branch."""
 
-    __slots__ = ("children", "hashes", "parent", "parts", "snapshots", "start_block", "tokens")
+    __slots__ = ("children", "hashes", "keys", "parent", "parts", "snapshots", "start_block", "tokens")
 
     def __init__(self, parent: "TierRun | None", start_block: int, tokens: bytes, parts: "list[Part]") -> None:
         self.parent = parent
@@ -71,6 +44,8 @@ class TierRun:
         """By their first blocks."""
         self.snapshots: dict[tuple[int, bytes], TierSnapshot] = {}
         """By the number of whole blocks before each, the last one a block of the run, and the tokens after these."""
+        self.keys: list[tuple[int, bytes]] = []
+        """The keys of ``snapshots``, sorted."""
         self.hashes: list[bytes] = []
         """The hashes of the blocks that events have announced, which are the first ones."""
 
@@ -81,6 +56,10 @@ class TierRun:
     @property
     def first_key(self) -> bytes:
         return bytes(self.tokens[:BLOCK_KEY_BYTES])
+
+    def find_key(self, num_blocks: int, key: bytes = b"") -> int:
+        """Return where a key is among the sorted ones, or would be."""
+        return bisect_left(self.keys, (num_blocks, key))
 
     def ancestry(self) -> "Iterator[TierRun]":
         """Yield this run and those before it, the root last."""
@@ -142,12 +121,26 @@ class Column:
             found += self.part(blocks.run).addresses[blocks.start : blocks.end]
         return found
 
+    def copy(self, run: TierRun, key: tuple[int, bytes]) -> "Copy | None":
+        """Return the tier's copy of a snapshot of a run, if it has one."""
+        return run.snapshots[key].copies[self.index]
+
     def copies(self, run: TierRun) -> "Iterator[Copy]":
-        """Yield the tier's snapshots of a run."""
-        for snapshot in run.snapshots.values():
-            copy = snapshot.copies[self.index]
-            if copy is not None:
-                yield copy
+        """Yield the tier's snapshots of a run, in the order in which they have entered the tree."""
+        return filter(None, (self.copy(run, key) for key in run.snapshots))
+
+    def copies_after(self, run: TierRun, depth: int) -> "Iterator[Copy]":
+        """Yield the tier's snapshots of a run between the end of the block at a depth and that of the next one."""
+        keys = run.keys[run.find_key(depth) : run.find_key(depth + 1)]
+        return filter(None, (self.copy(run, key) for key in keys))
+
+    def first_after(self, run: TierRun, depth: int) -> "Copy | None":
+        """Return the tier's first snapshot of a run after the block at a depth and the next one."""
+        for num_blocks, _ in run.keys[run.find_key(depth + 1) :]:
+            first = min(self.copies_after(run, num_blocks), key=lambda copy: copy.position, default=None)
+            if first is not None:
+                return first
+        return None
 
     def copies_on(self, end: PathEnd, data: bytes | bytearray, *, beyond: int = -1) -> "Iterator[Copy]":
         """Yield the tier's snapshots on a path beyond a position, deepest first.
@@ -158,11 +151,13 @@ class Column:
         for node in end.run.ancestry():
             if (node.end_block + 1) * BLOCK_TOKENS <= beyond:
                 return
-            found = [copy for copy in self.copies(node) if copy.snapshot.is_on(data, end.depth)]
-            for copy in sorted(found, key=lambda copy: -copy.position):
-                if copy.position <= beyond:
-                    return
-                yield copy
+            # Of the keys that the path begins with, after the same number of blocks, the longest is the last.
+            for index in range(node.find_key(end.depth + 1) - 1, -1, -1):
+                copy = self.copy(node, node.keys[index])
+                if copy is not None and data.startswith(copy.snapshot.key, copy.snapshot.num_blocks * BLOCK_KEY_BYTES):
+                    if copy.position <= beyond:
+                        return
+                    yield copy
 
     def below(self, run: TierRun, depth: int = 0) -> "Iterator[Copy]":
         """Yield the tier's snapshots after the block at a depth that a run contains, and below."""
@@ -191,8 +186,8 @@ class Column:
             is_shared = any(child is not below and self.part(child).num_blocks for child in run.children.values())
             if is_shared or run.parent is None:
                 break
-            others = [other.snapshot.num_blocks for other in self.copies(run) if other is not copy]
-            num_shared = max(others, default=run.start_block) - run.start_block
+            others = (key for key in reversed(run.keys) if self.copy(run, key) not in (None, copy))
+            num_shared = next(others, (run.start_block, b""))[0] - run.start_block
             if num_shared < num_blocks:
                 alone.append(Blocks(run, num_shared, num_blocks))
             if num_shared:
@@ -288,8 +283,10 @@ class TierTree:
         run, depth = descend(self.root(tree), data, num_blocks)
         if depth < num_blocks:
             run = self._grow(run, depth, bytes(data[depth * BLOCK_KEY_BYTES : num_blocks * BLOCK_KEY_BYTES]))
-        found = run.snapshots.setdefault((num_blocks, snapshot.key), snapshot)
+        key = num_blocks, snapshot.key
+        found = run.snapshots.setdefault(key, snapshot)
         if found.run is None:
+            insort(run.keys, key)
             found.run, found.tree, found.copies = run, tree, [None] * len(self.columns)
             self.on_entered(found)
         return found
@@ -313,6 +310,7 @@ class TierTree:
         run = snapshot.run
         if run is not None and not snapshot.is_used:
             del run.snapshots[snapshot.num_blocks, snapshot.key]
+            del run.keys[run.find_key(snapshot.num_blocks, snapshot.key)]
             snapshot.run = None
             self.on_left(snapshot, self._trim(run))
 
@@ -320,7 +318,7 @@ class TierTree:
         """Remove the blocks of a path after which nothing comes; return the hashes of those that were announced."""
         gone = list[bytes]()
         while (parent := run.parent) is not None and not run.children:
-            count = max((num_blocks for num_blocks, _ in run.snapshots), default=run.start_block) - run.start_block
+            count = run.keys[-1][0] - run.start_block if run.keys else 0
             if not count:
                 del parent.children[run.first_key]
                 run.parent = None
@@ -380,10 +378,6 @@ class TierSnapshot:
     def has_tail(self) -> bool:
         """Whether its position is inside a block."""
         return bool(self.key)
-
-    def is_on(self, data: bytes | bytearray, depth: int) -> bool:
-        """Whether it is on a path of encoded tokens that is the same as its own up to a depth."""
-        return self.num_blocks <= depth and data.startswith(self.key, self.num_blocks * BLOCK_KEY_BYTES)
 
     def ancestry(self) -> Iterator[TierRun]:
         """Yield the runs before it, the root last."""
@@ -455,8 +449,8 @@ def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> PathEnd:
             break
         run, depth = child, child.end_block
         if depth > num_blocks or not data.startswith(child.tokens, start):
-            asked = bytes(data[start : num_blocks * BLOCK_KEY_BYTES])
-            return PathEnd(run, run.start_block + common_tokens(asked, child.tokens) // BLOCK_TOKENS)
+            most = min(depth, num_blocks) - run.start_block
+            return PathEnd(run, run.start_block + common_blocks(run.tokens, data, start, most + 1))
     return PathEnd(run, depth)
 
 
@@ -470,10 +464,11 @@ def _split(run: TierRun, depth: int) -> TierRun:
         parent.children[upper.first_key] = upper
     run.parent, run.start_block = upper, depth
     upper.children[run.first_key] = run
-    for key, snapshot in list(run.snapshots.items()):
-        if key[0] <= depth:
-            snapshot.run = upper
-            upper.snapshots[key] = run.snapshots.pop(key)
+    num_upper = run.find_key(depth + 1)
+    upper.keys, run.keys = run.keys[:num_upper], run.keys[num_upper:]
+    for key in [key for key in run.snapshots if key[0] <= depth]:
+        upper.snapshots[key] = run.snapshots.pop(key)
+        upper.snapshots[key].run = upper
     return upper
 
 
