@@ -5,7 +5,9 @@
 
 Which kernels an engine needs is found out by a dry run (``engine/processes/dry_run.py``) for each configuration and
 GPU. Of kernels that several configurations share, one is compiled. Registers and spills are the assembler's, of a
-thread; Triton itself checks neither these nor shared memory when it compiles.
+thread; Triton itself checks neither these nor shared memory when it compiles. A configuration is compiled as it is,
+with ``--deterministic``, with adapters, and some with drafts; ``--families`` adds the tiny models of
+``tests/cpu/models``.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatchcase
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +30,18 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.kernels.gpu import GPUS
 
-DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
-WITH_DRAFTS = ("qwen3.5-35b-a3b", "qwen3.5-35b-a3b-fp8", "qwen3.5-35b-a3b-nvfp4")
-"""Configurations that are also compiled with drafts."""
+MAX_STACK_BYTES = 1024
+"""What a thread may spill: beyond, a kernel reads and writes its own registers more than anything else."""
 
+CONFIGS = "benchmarks/configs"
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+DFLASH = {"method": "dflash", "model": f"{CONFIGS}/qwen3.5-35b-a3b-dflash", "num_speculative_tokens": 15}
+DRAFTS: dict[str, list[dict[str, Any]]] = {
+    "qwen3.5-35b-a3b": [MTP, DFLASH],
+    "qwen3.5-35b-a3b-fp8": [MTP],
+    "qwen3.5-35b-a3b-nvfp4": [MTP],
+}
+"""Drafters of configurations that are also compiled with drafts."""
 
 FEW_STEPS = {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
 """Options for which a dry run has few sizes of steps."""
@@ -66,6 +78,8 @@ class Row(NamedTuple):
         limit = GPUS[self.gpu].shared_bytes
         if self.resources.shared_bytes > limit:
             return f"{self.resources.shared_bytes} bytes of shared memory, {limit} are there"
+        if self.resources.stack_bytes > MAX_STACK_BYTES:
+            return f"a thread spills {self.resources.stack_bytes} bytes, more than {MAX_STACK_BYTES}"
         return ""
 
 
@@ -93,6 +107,8 @@ class Task(NamedTuple):
     """Which of how many parts of the kernels."""
     is_brief: bool
     """Whether only the largest tile of each kernel with stages is compiled: these take most shared memory."""
+    pattern: str = "*"
+    """Names of the kernels that are compiled."""
 
 
 def compile_all(task: Task) -> list[Row]:
@@ -100,12 +116,13 @@ def compile_all(task: Task) -> list[Row]:
     from strandline.engine.processes.dry_run import record_start  # loading Triton takes a second
     from strandline.kernels.stages_triton import fewer_stages
 
-    name, model, options, (index, count), is_brief = task
-    gpu, label = GPUS[name], Path(model).name + "".join(f" {key}" for key in options)
+    name, model, options, (index, count), is_brief, pattern = task
+    gpu, label = GPUS[name], f"{Path(model).name}{_label(options)}"
     try:
         variants = record_start(EngineConfig(model=model, **options), gpu)
     except ConfigError as refusal:
         return [Row(name, label, "the engine", options, False, None, str(refusal))]
+    variants = [variant for variant in variants if fnmatchcase(variant.name, pattern)]
     if is_brief:
         variants = [variant for variant in variants if fewer_stages(variant.options)]
         variants = list({variant.name: variant for variant in sorted(variants, key=_tile_size)}.values())
@@ -122,6 +139,12 @@ def compile_all(task: Task) -> list[Row]:
     return rows
 
 
+def _label(options: dict[str, Any]) -> str:
+    drafts = options.get("speculative_config")
+    names = [name for name in ("deterministic", "enable_lora") if options.get(name)]
+    return "".join(f" {name}" for name in [*names, *([drafts["method"]] if drafts else [])])
+
+
 def _tile_size(variant: Any) -> int:
     return prod(size for name, size in variant.options.items() if name.startswith("BLOCK_"))
 
@@ -132,19 +155,30 @@ def _last_line(text: str) -> str:
 
 def options_of(model: str, *, is_brief: bool) -> Iterator[dict[str, Any]]:
     """Yield the options that a configuration is compiled with."""
-    yield FEW_STEPS if is_brief else {}
-    if not is_brief and Path(model).name in WITH_DRAFTS:
-        yield {"speculative_config": DRAFTS}
+    if is_brief:
+        yield FEW_STEPS
+        return
+    yield from ({}, {"deterministic": True}, {"enable_lora": True})
+    yield from ({"speculative_config": drafts} for drafts in DRAFTS.get(Path(model).name, []))
+
+
+def write_families(directory: Path) -> list[str]:
+    """Write the configurations of the tiny models that tests have of each family; return their directories."""
+    families: Any = import_module("tests.cpu.models.families")  # with transformers
+    for name in families.CONFIGS:
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(families.config_of(name).to_json_string())
+    return [str(directory / name) for name in families.CONFIGS]
 
 
 def compile_matrix(
-    models: Iterable[str], gpus: Iterable[str], num_processes: int, *, is_brief: bool = False
+    models: Iterable[str], gpus: Iterable[str], num_processes: int, *, is_brief: bool = False, pattern: str = "*"
 ) -> Iterator[Row]:
-    """Compile configurations for GPUs."""
+    """Compile configurations for GPUs; arguments as the attributes of ``Task``."""
     context = multiprocessing.get_context("spawn")
     for gpu in gpus:
         tasks = [
-            Task(gpu, model, options, (index, num_processes), is_brief)
+            Task(gpu, model, options, (index, num_processes), is_brief, pattern)
             for model in models
             for options in options_of(model, is_brief=is_brief)
             for index in range(num_processes)
@@ -156,17 +190,22 @@ def compile_matrix(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="directories with a config.json")
+    parser.add_argument("models", nargs="*", help="directories with a config.json")
+    parser.add_argument("--families", action="store_true", help="also the tiny models of all families")
     parser.add_argument("--gpus", default=",".join(GPUS))
     parser.add_argument("--brief", action="store_true", help="only the largest tile of each kernel with stages")
+    parser.add_argument("--kernel", default="*", metavar="GLOB", help="only kernels of such a name")
     parser.add_argument("--json", type=Path, help="write all rows here")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    rows = list[Row]()
-    for row in compile_matrix(options.models, options.gpus.split(","), options.processes, is_brief=options.brief):
-        rows.append(row)
-        if row.problem:
-            print(f"{row.gpu} {row.configuration}: {row.kernel} {row.options}: {row.problem}", flush=True)
+    rows, gpus = list[Row](), options.gpus.split(",")
+    with tempfile.TemporaryDirectory() as directory:
+        models = [*options.models, *(write_families(Path(directory)) if options.families else [])]
+        limits = {"is_brief": options.brief, "pattern": options.kernel}
+        for row in compile_matrix(models, gpus, options.processes, **limits):
+            rows.append(row)
+            if row.problem:
+                print(f"{row.gpu} {row.configuration}: {row.kernel} {row.options}: {row.problem}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in rows], default=str))
     print_summary(rows)

@@ -39,6 +39,12 @@ class Gpu(NamedTuple):
         return self.architecture.startswith("sm_")
 
     @property
+    def multiplies_from_registers(self) -> bool:
+        """Whether tensor cores read all operands from registers: those of compute capability 9 and 10 read tiles from
+        shared memory."""
+        return self.is_nvidia and self.capability[0] not in (9, 10)
+
+    @property
     def can_overlap(self) -> bool:
         """Whether a launch may begin before the one before it has ended."""
         return self.capability >= OVERLAP_CAPABILITY

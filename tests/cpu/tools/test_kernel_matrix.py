@@ -13,27 +13,33 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "model"),
+    ("architecture", "model", "kernel"),
     [
-        ("sm_89", "qwen3.5-35b-a3b"),
-        pytest.param("sm_120", "qwen3.5-35b-a3b-fp8", marks=pytest.mark.long),
-        pytest.param("sm_86", "nemotron-3-nano-30b-a3b", marks=pytest.mark.long),
+        ("sm_89", "qwen3.5-4b", "*_advance_kernel"),
+        pytest.param("sm_89", "qwen3.5-35b-a3b", "*", marks=pytest.mark.long),
+        pytest.param("sm_120", "qwen3.5-35b-a3b-fp8", "*", marks=pytest.mark.long),
+        pytest.param("sm_86", "nemotron-3-nano-30b-a3b", "*", marks=pytest.mark.long),
     ],
 )
-def test_largest_tiles_fit(architecture: str, model: str, tmp_path: Path) -> None:
+def test_largest_tiles_fit(architecture: str, model: str, kernel: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "tools/kernel_matrix.py", "--brief", "--processes", "1", "--gpus", architecture]
-    command += [f"benchmarks/configs/{model}"]
+    command += ["--kernel", kernel, f"benchmarks/configs/{model}"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert f"| {architecture} | {model}" in run.stdout
 
 
 @pytest.mark.parametrize(
-    ("shared_kib", "problem"), [(99, ""), (100, "102400 bytes of shared memory, 101376 are there")]
+    ("shared_kib", "stack_bytes", "problem"),
+    [
+        (99, 1024, ""),
+        (100, 0, "102400 bytes of shared memory, 101376 are there"),
+        (99, 1032, "a thread spills 1032 bytes, more than 1024"),
+    ],
 )
-def test_kernel_beyond_the_limit_is_a_problem(shared_kib: int, problem: str) -> None:
-    row = Row("sm_89", "model", "kernel", {}, False, Resources(shared_kib * 1024, 255, 0))
+def test_kernel_beyond_a_limit_is_a_problem(shared_kib: int, stack_bytes: int, problem: str) -> None:
+    row = Row("sm_89", "model", "kernel", {}, False, Resources(shared_kib * 1024, 255, stack_bytes))
     assert row.problem == problem

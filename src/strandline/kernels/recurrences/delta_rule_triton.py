@@ -47,6 +47,7 @@ from torch import Tensor
 
 from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.gpu import gpu_of
 from strandline.kernels.recurrences.segments_triton import Division, divide
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
 from strandline.kernels.stages_triton import staged
@@ -71,6 +72,12 @@ FEW_PROGRAMS = Advance(columns=64, num_warps=4, num_stages=3)
 MANY_PROGRAMS = Advance(columns=128, num_warps=8, num_stages=3)
 """Beyond: keys and matrices are read once per head. 109 µs for 8 sequences of 1,024 tokens, where 64 columns take 149.
 Three chunks in flight fill a multiprocessor; with two, 137."""
+
+REGISTER_COLUMNS = 32
+"""Value columns of a program where registers hold all operands of matrix products, with ``REGISTER_WARPS``: those of 64
+columns spill 1 to 10 KiB of a thread."""
+
+REGISTER_WARPS = 8
 
 PARTIAL_STAGES = 3
 """Chunks in flight in the run without outputs. Two programs share a multiprocessor, but where decays are of key
@@ -359,6 +366,8 @@ def advance(
     num_tokens, num_heads, value_dim = v_THV.shape
     _, num_key_heads, key_dim = k_TGK.shape
     num_sequences, num_segments, device = chunks.num_sequences, launch.num_segments, q_TGK.device
+    if gpu_of(device).multiplies_from_registers:
+        launch = launch._replace(columns=REGISTER_COLUMNS, num_warps=REGISTER_WARPS)
     block_k = prepared.write_CHLK.shape[3]
     block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     num_blocks = cdiv(value_dim, block_w)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.gpu import gpu_of
 from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.delta_rule_triton import (
@@ -48,7 +49,8 @@ PREPARE_WARPS = 4
 
 PREPARE_REGISTERS: int | None = 168
 """Per thread: three programs share a multiprocessor then and hide each other's waits, and few registers spill.
-8,192 tokens of 32 heads on an H200: 165 µs without a limit, 149 with this, 185 with 128."""
+8,192 tokens of 32 heads on an H200: 165 µs without a limit, 149 with this, 185 with 128. No limit where registers hold
+all operands of matrix products."""
 
 
 @triton.jit
@@ -208,8 +210,9 @@ def prepare(inputs: GatedDeltaInputs, chunks: ChunkTable) -> Prepared:
     _, num_key_heads, key_dim = k_TGK.shape
     num_heads, num_chunks = a_TH.shape[1], len(chunks.starts)
     block_k = max(16, next_power_of_2(key_dim))
-    is_float32 = q_TGK.dtype == torch.float32
     dtype, device = q_TGK.dtype, q_TGK.device
+    is_float32 = dtype == torch.float32
+    is_unlimited = is_float32 or gpu_of(device).multiplies_from_registers
     prepared = Prepared(
         torch.empty(num_chunks, num_heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype, device=device),
         torch.empty(num_chunks, num_heads, CHUNK_TOKENS, block_k, dtype=dtype, device=device),
@@ -241,6 +244,6 @@ def prepare(inputs: GatedDeltaInputs, chunks: ChunkTable) -> Prepared:
         INVERSE=tl.float32 if is_float32 else tl.float16,
         num_warps=PREPARE_WARPS,
         num_stages=1,
-        maxnreg=None if is_float32 else PREPARE_REGISTERS,
+        maxnreg=None if is_unlimited else PREPARE_REGISTERS,
     )
     return prepared

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.gpu import Gpu, gpu_of
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
@@ -81,6 +82,9 @@ WIDE = Launch(columns=128, num_warps=8, num_stages=3)
 
 LONG_KEYS = Launch(columns=64, num_warps=8, num_stages=2)
 """For keys of more than 128 channels."""
+
+IN_REGISTERS = Launch(columns=32, num_warps=8, num_stages=2)
+"""Where registers hold all operands of matrix products: those of 64 columns are spilled."""
 
 WANTED_PROGRAMS = 4 * NUM_SMS
 """Sequences are divided up to this."""
@@ -134,8 +138,10 @@ class HeadDecayInputs(NamedTuple):
     skip_H: Tensor | None = None
 
 
-def choose_launch(key_dim: int, value_dim: int) -> Launch:
+def choose_launch(gpu: Gpu, key_dim: int, value_dim: int) -> Launch:
     """Return the launch for heads of a size."""
+    if gpu.multiplies_from_registers:
+        return IN_REGISTERS
     if key_dim > 128:
         return LONG_KEYS
     return NARROW if value_dim <= NARROW.columns else WIDE
@@ -366,7 +372,7 @@ def prefill(
     _, num_heads, value_dim = v_THV.shape
     _, num_groups, key_dim = k_TGK.shape
     num_sequences, num_chunks, device = chunks.num_sequences, len(chunks.starts), v_THV.device
-    launch = choose_launch(key_dim, value_dim)
+    launch = choose_launch(gpu_of(device), key_dim, value_dim)
     num_programs = max(1, num_sequences * num_heads * cdiv(value_dim, launch.columns))
     is_fixed = launches is Launches.FIXED
     num_segments = 1 if is_fixed else choose_segments(num_programs, num_sequences, num_chunks)
