@@ -15,9 +15,12 @@ from strandline.models.adapter_slots import SlotSizes
 from strandline.models.storage.adapter_files import AdapterFiles, read_adapter
 from strandline.models.weights import load_model
 from tests.cpu.models import adapters, families
-from tests.cpu.models.adapters import RANK, Factors
+from tests.cpu.models.adapters import ALPHA, RANK, Factors
 from tests.cpu.models.driver import Driver, Part, Running
+from tests.cpu.models.quantized import load
+from tests.cpu.models.quantized import logits as logits_of_model
 from tests.cpu.models.storage.test_adapters import ALL, OTHER_NAMES
+from tests.cpu.models.storage.test_stored_formats import FORMATS, MAIN, save
 
 PROMPTS = [families.prompt(20), families.prompt(20), families.prompt(7)[::-1], families.prompt(66)]
 SLOTS = [2, NO_SLOT, 0, 2]
@@ -64,3 +67,24 @@ def logits_of(oracle: Any, tokens: Sequence[int]) -> Tensor:
     with torch.no_grad():
         logits: Tensor = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
+
+
+@pytest.mark.parametrize("format", MAIN)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "nemotron_h"])
+def test_adapters_change_weights_that_stay_quantised(name: str, format: str, tmp_path: Path) -> None:
+    quantized, plain = save(name, format, tmp_path)
+    before = logits_of_model(load(quantized, keeps_quantized=True))
+    model = load(quantized, keeps_quantized=True, adapter_slots=SlotSizes(2, RANK))
+    assert logits_of_model(model).equal(before)
+    shapes = {module.removesuffix(".weight"): shape for module, shape in model.adapters.shapes.items()}
+    # A small change: a large one would enlarge what FP8 rounds.
+    config = {"lora_alpha": ALPHA / 4}
+    adapter = read_adapter(adapters.write(tmp_path / "adapter", adapters.draw(shapes), config=config))
+    model.adapters.fill(1, model.adapters.read(adapter))
+    expected = logits_of_model(load(plain, keeps_quantized=False, adapter=adapter))
+    assert (before - expected).norm() > 0.3 * expected.norm()
+    driver, sequence, tokens, found = Driver(model), Running(), families.prompt(21), list[Tensor]()
+    for part in (tokens[:-1], tokens[-1:]):
+        model.adapters.rows.tiled = HostTiles.of(np.full(len(part), 1)).to_device(torch.device("cpu"))
+        found += driver.step([Part(sequence, part)])[0]
+    assert (torch.cat(found) - expected).norm() < FORMATS[format].tolerance * expected.norm()
