@@ -38,7 +38,7 @@ def keep_distinct_layers(model: CausalLM) -> None:
 def zeros_from_meta() -> Iterator[None]:
     """Let the host read zeros from tensors without memory."""
     operations = _Operations()  # type: ignore[no-untyped-call]
-    with _HostFunctions(), operations, torch.inference_mode():
+    with _HostFunctions(), operations:
         yield
 
 

@@ -270,7 +270,8 @@ def measure_scratch_bytes(
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
     """Return the most memory of a GPU that a function takes while it runs; of none on a device that has no memory."""
     if device.type == "meta":
-        run()
+        with torch.inference_mode():
+            run()
         return 0
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

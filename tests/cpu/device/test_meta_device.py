@@ -1,0 +1,30 @@
+"""Models without memory have the layers and formats that they have on a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from strandline.device.meta_device import META, zeros_from_meta
+from strandline.kernels.gemm.weights import DenseWeight
+from strandline.models.layers.experts import Experts
+from strandline.models.layers.projection import Projection
+from strandline.models.weights import load_model
+
+CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "w4a16"])
+def test_weights_stay_quantised_without_memory(name: str, tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / f"qwen3.5-35b-a3b-{name}" / "config.json").read_text())
+    config.update(num_hidden_layers=4, layer_types=config["layer_types"][:4])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with zeros_from_meta():
+        model = load_model(tmp_path, device=META, load_format="dummy", keeps_quantized=True)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert len(experts) == 4
+    for module in experts:
+        (part,) = module.parts
+        assert not isinstance(part.up, DenseWeight)
+        assert not isinstance(part.down, DenseWeight)
+    assert any(module.is_kept for module in model.modules() if isinstance(module, Projection))
