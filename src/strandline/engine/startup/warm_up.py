@@ -26,8 +26,8 @@ PROMPT_TOKENS: Final = (1, 2, 5, 16, 65, 600, 2100)
 NUM_DECODES: Final = (0, 1, 5, 20, 70)
 """Sequences that decode in the same steps."""
 
-NUM_ADAPTED_DECODES: Final = (0, 5)
-"""The same with adapters."""
+NUM_ADAPTED_DECODES: Final = (0, 1, 5)
+"""The same with adapters: also steps of three and four rows, whose products add what these change themselves."""
 
 LONG_TOKENS: Final = 2100
 """A context whose keys are divided among as many programs as possible."""
