@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[3]
         pytest.param("sm_89", "qwen3.5-35b-a3b", "*", marks=pytest.mark.long),
         pytest.param("sm_120", "qwen3.5-35b-a3b-fp8", "*", marks=pytest.mark.long),
         pytest.param("sm_86", "nemotron-3-nano-30b-a3b", "*", marks=pytest.mark.long),
+        pytest.param("sm_120", "glm-5.3-flash-cut", "*", marks=pytest.mark.long),
+        pytest.param("sm_120", "inkling-cut", "*", marks=pytest.mark.long),
+        pytest.param("sm_120", "qwen4-exp-cut", "*", marks=pytest.mark.long),
     ],
 )
 def test_largest_tiles_fit(architecture: str, model: str, kernel: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from strandline.errors import ConfigError
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -114,7 +115,16 @@ class StreamsEnds(nn.Module):
         return ()
 
     def connect(self, kernels: Kernels, part: None = None) -> None:
-        """Do nothing: a mix looks up its operations itself."""
+        """Look up nothing: a mix looks up its operations itself.
+
+        Raises:
+            ConfigError: kernels have to be batch-invariant on a GPU, and the mixes are torch's.
+        """
+        if kernels.workload.is_deterministic and kernels.workload.device_type == "cuda":
+            raise ConfigError(
+                "--deterministic needs Triton kernels on a GPU: mixes of several residual streams run in torch, whose "
+                "sums depend on the number of rows"
+            )
 
     def begin(self, embedded_TE: Tensor) -> Streams:
         """Return the streams before the first layer."""
