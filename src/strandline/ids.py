@@ -4,7 +4,7 @@ Ids are integers with distinct types, so that a block id cannot be passed where 
 Index 0 is the *null* block, slot or log: it stands for fresh zeros, is never read from memory and never written.
 """
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Final, NewType
 
 BlockId = NewType("BlockId", int)
@@ -23,6 +23,15 @@ TransferId = NewType("TransferId", int)
 
 AUDIT_PREFIX: Final = "audit of "
 """Prefix of the ids of audit replays; reserved."""
+
+
+class Lifetime(Enum):
+    """How long blocks are needed. Those of each lifetime have a size and ids of their own."""
+
+    PATH = "path"
+    """Keys and values of layers that attend to all tokens before."""
+    WINDOW = "window"
+    """Those of layers with windows, if kept apart: needed until the windows have passed them."""
 
 
 class PendingToken(IntEnum):

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple
 
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, Lifetime
 
 E4M3: Final = "float8_e4m3fn"
 """The dtype of keys and values that are kept in FP8."""
@@ -173,11 +173,13 @@ class LayerSpec:
     @property
     def whole(self) -> "LayerSpec":
         """The spec of the whole layer, over all ranks."""
-        return LayerSpec(tuple(x.whole for x in self.streams), tuple(x.whole for x in self.states))
+        streams, states = tuple(x.whole for x in self.streams), tuple(x.whole for x in self.states)
+        return LayerSpec(streams, states, window_tokens=self.window_tokens)
 
     def at_rest(self, dtype: str) -> "LayerSpec":
         """Return the spec in host memory and on disk: states as in ``TensorSpec.at_rest``, streams unchanged."""
-        return LayerSpec(self.streams, tuple(part for state in self.states for part in state.at_rest(dtype)))
+        states = tuple(part for state in self.states for part in state.at_rest(dtype))
+        return LayerSpec(self.streams, states, window_tokens=self.window_tokens)
 
 
 def stream_bytes(stream: TensorSpec) -> int:
@@ -207,11 +209,38 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     hidden_size: int
     hidden_dtype: str
+    has_window_blocks: bool = False
+    """Whether the streams of layers with windows are in *window blocks*, which are freed when the windows have passed
+    them; else all streams are in the same blocks."""
+
+    @property
+    def can_have_window_blocks(self) -> bool:
+        """Whether some layers' streams have windows and others' do not. Prefixes then must be resumed at snapshots."""
+        return self.has_states and len({layer.window_tokens is None for layer in self.layers if layer.streams}) == 2
+
+    def lifetime_of(self, layer: LayerSpec) -> Lifetime:
+        """Return which blocks hold a layer's streams."""
+        is_windowed = self.has_window_blocks and layer.window_tokens is not None
+        return Lifetime.WINDOW if is_windowed else Lifetime.PATH
+
+    def _block_bytes_of(self, lifetime: Lifetime) -> int:
+        return sum(layer.block_bytes for layer in self.layers if self.lifetime_of(layer) is lifetime)
 
     @cached_property
     def raw_block_bytes(self) -> int:
         """Bytes of one block: stream after stream, layer after layer."""
-        return max(sum(layer.block_bytes for layer in self.layers), ALIGN_BYTES)
+        return max(self._block_bytes_of(Lifetime.PATH), ALIGN_BYTES)
+
+    @cached_property
+    def raw_window_block_bytes(self) -> int:
+        """Bytes of one window block; 0: there are none."""
+        return self._block_bytes_of(Lifetime.WINDOW)
+
+    @cached_property
+    def max_window_tokens(self) -> int:
+        """Number of last tokens whose streams in window blocks any layer reads; 0: there are no such blocks."""
+        windowed = (layer for layer in self.layers if self.lifetime_of(layer) is Lifetime.WINDOW)
+        return max((layer.window_tokens or 0 for layer in windowed), default=0)
 
     @cached_property
     def raw_slot_bytes(self) -> int:
@@ -240,8 +269,39 @@ class ModelSpec:
 
     @cached_property
     def blocks_per_slab(self) -> int:
-        """Number of blocks in one slab, which is the size of one slot."""
-        return max(1, -(-self.raw_slot_bytes // self.block_bytes))
+        """Number of blocks in one slab, which is the size of one slot, or of window blocks if these are larger.
+
+        Window blocks divide a slab evenly: of the sizes up to twice the smallest, the one whose slots and window
+        blocks waste least.
+        """
+        least = max(1, -(-max(self.raw_slot_bytes, self.raw_window_block_bytes) // self.block_bytes))
+        return min(range(least, 2 * least + 1), key=self._wasted_share) if self.has_window_blocks else least
+
+    def _wasted_share(self, num_blocks: int) -> float:
+        """Return the share of a slab of this many blocks that window blocks do not use, or slots beyond the least."""
+        slab_bytes = num_blocks * self.block_bytes
+        num_window_blocks = self._window_blocks_in(slab_bytes)
+        return 2 - (num_window_blocks * self.raw_window_block_bytes + self.raw_slot_bytes) / slab_bytes
+
+    def _window_blocks_in(self, slab_bytes: int) -> int:
+        """Return the most window blocks that divide a slab evenly, at aligned addresses."""
+        most = slab_bytes // self.raw_window_block_bytes
+        return next(count for count in range(most, 0, -1) if slab_bytes % (count * ALIGN_BYTES) == 0)
+
+    @cached_property
+    def window_blocks_per_slab(self) -> int:
+        """Number of window blocks in one slab; 0: there are none."""
+        return self._window_blocks_in(self.slab_bytes) if self.has_window_blocks else 0
+
+    @property
+    def num_null_blocks(self) -> int:
+        """Blocks that are not allocated, at the start: the null blocks of both kinds are there."""
+        return -(-self.blocks_per_slab // self.window_blocks_per_slab) if self.has_window_blocks else 1
+
+    @property
+    def window_block_bytes(self) -> int:
+        """Stride from window block to window block; 0: there are none."""
+        return self.slab_bytes // self.window_blocks_per_slab if self.has_window_blocks else 0
 
     @property
     def block_bytes(self) -> int:

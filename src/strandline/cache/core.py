@@ -17,6 +17,7 @@ resumes wherever keys and values are cached, and its last, partly filled block i
 """
 
 from dataclasses import replace
+from functools import partial
 
 from strandline.cache.announcements import Announces
 from strandline.cache.below import Below
@@ -77,11 +78,14 @@ class PrefixCache:
         self.is_enabled = enabled
         self._rule = rule
         self._placement = placement
-        self._allocator = SlabAllocator(size.num_slabs, size.blocks_per_slab, size.max_slots)
+        self._allocator = SlabAllocator(
+            size.num_slabs, size.blocks_per_slab, size.max_slots, num_null_blocks=size.num_null_blocks
+        )
         self._leases: dict[RequestId, Lease] = {}
         self._reuse = reuse
         self._announcer = announcer
-        self._memory = CacheMemory(self._allocator, order, self._leases.values, announcer)
+        windows = (size.window_tokens, size.window_blocks_per_slab)
+        self._memory = CacheMemory(self._allocator, order, self._leases.values, announcer, *windows)
         self._index = PrefixIndex(self._memory, self._leases.values, rule)
         self._counters = CacheCounters()
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
@@ -227,7 +231,9 @@ class PrefixCache:
         whole = match.shared.num_blocks
         last = min(max(match.position + step_tokens, whole * BLOCK_TOKENS), max(len(tokens), 1))
         num_blocks = max(-(-last // BLOCK_TOKENS) - whole, 0)
-        return self._memory.try_pin(upper, match, num_blocks, int(self._rule.needs_slots))
+        end = min(match.position + step_tokens, max(len(tokens), 1))
+        num_window_blocks = self._memory.windows.num_to_resume(match.position, end)
+        return self._memory.try_pin(upper, match, num_blocks, int(self._rule.needs_slots), num_window_blocks)
 
     def _fill_lease(self, lease: Lease, match: Match) -> None:
         for run in reversed(list(lease.run.ancestry())):
@@ -240,6 +246,7 @@ class PrefixCache:
             lease.dst = self._memory.take_promised_slot()
         if match.snapshot is not None:
             lease.source, lease.src = match.snapshot, match.snapshot.slot
+            lease.window = self._memory.resume_window(match.snapshot)
             record_hit(lease, match.snapshot, self._memory, self._reuse)
         record_use(lease, None if self._rule.needs_slots else match.copied_run, self._memory, self._reuse)
         if match.copied_run is not None:
@@ -265,13 +272,16 @@ class PrefixCache:
 
     def extend(self, lease: Lease, end: int) -> bool:
         """Allocate blocks for tokens up to ``end``. False when memory does not suffice; nothing has changed then."""
-        missing = -(-end // BLOCK_TOKENS) - len(lease.table)
-        if missing <= 0:
+        memory = self._memory
+        missing = max(-(-end // BLOCK_TOKENS) - len(lease.table), 0)
+        num_window_blocks = memory.windows.num_missing(lease.window, end)
+        if not missing and not num_window_blocks:
             return True
-        make_room, states = self._windows.make_room, self._states
-        if not (make_room(missing) or (states.drop_fallbacks(self._leases.values()) and make_room(missing))):
+        make_room, states = partial(self._windows.make_room, missing, num_window_blocks), self._states
+        if not (make_room() or (states.drop_fallbacks(self._leases.values()) and make_room())):
             return False
-        lease.table += self._memory.take_promised_blocks(missing)
+        lease.table += memory.take_promised_blocks(missing)
+        memory.windows.extend(lease.window, memory.take_promised_window_blocks(num_window_blocks))
         return True
 
     def reserve_step(self, lease: Lease, end: int, use: LogUse) -> StepGrant:
@@ -325,8 +335,8 @@ class PrefixCache:
             num_folded: ``StepGrant.num_folded`` of the step: tokens after ``lease.folded`` that are in the state now;
                 the others are in the log. None: all.
         """
-        room = min(len(lease.tokens), len(lease.table) * BLOCK_TOKENS)
-        if not lease.computed < computed <= room:
+        if not lease.computed < computed <= len(lease.tokens) or not lease.has_room(computed):
+            room = min(len(lease.tokens), len(lease.table) * BLOCK_TOKENS)
             raise CacheInvariantError(
                 f"{lease.request_id}: cannot commit {computed} tokens; {lease.computed} are computed, {room} have room"
             )
@@ -341,6 +351,7 @@ class PrefixCache:
         elif lease.planned_cuts and not self._rule.needs_slots:
             self._publisher.publish_for_followers(lease)
         self._windows.advance(lease)
+        self._memory.windows.advance(lease.window, computed)
 
     def _move_to_own_slot(self, lease: Lease) -> None:
         """Read the state from the lease's own slot from now on; unpin the snapshot that it was read from."""
@@ -361,9 +372,7 @@ class PrefixCache:
         home = self._states.home_for(lease, kind, lease.computed) if lease.has_own_state else None
         if home is None:
             return False
-        # The snapshot is pinned until the next step has read it, so there must be memory for that step's token too.
-        num_blocks = -(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table)
-        slot = self._memory.take_slot() if self._memory.can_take(max(num_blocks, 0), 1) else None
+        slot = self._states.take_slot_before_step(lease)
         if slot is None:
             return False
         self._states.fold(lease)
@@ -408,7 +417,7 @@ class PrefixCache:
         if lease.source is not None:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:
-            memory.free_slot(cut.slot)
+            memory.free_cut(cut)
         self._publish_partial_block(lease)
         self._states.leave_last(lease, kind, lease.computed if end is None else end)
         memory.take_back(lease)

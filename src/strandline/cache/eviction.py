@@ -153,3 +153,22 @@ class EvictionQueue(Generic[Ranked_t]):
             if not due:
                 del self._reviews[at]
         self._prune_at = 4 * len(self._heap) + 1024
+
+
+def resolve(entry: Entry) -> Entry | None:
+    """Return a snapshot or a run, or its replacement if it has been evicted: where waiting requests would resume."""
+    if isinstance(entry, Run):
+        while entry.replacement is not None:
+            entry = entry.replacement
+        return entry
+    snapshot: Snapshot | None = entry
+    while snapshot is not None and not snapshot.is_attached:
+        snapshot = snapshot.replacement
+    return snapshot
+
+
+def can_evict(entry: Entry) -> bool:
+    """Return whether no request needs a snapshot, or a childless run."""
+    if isinstance(entry, Snapshot):
+        return entry.is_attached and entry.num_readers == 0
+    return entry.parent is not None and not entry.children and entry.num_users == 0 and not entry.is_live

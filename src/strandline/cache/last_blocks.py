@@ -1,7 +1,10 @@
-"""Which runs hold the last blocks that snapshots need, where several may begin with the same tokens."""
+"""Which runs hold the last blocks that snapshots need, where several may begin with the same tokens; and demotion."""
 
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, held_child
-from strandline.ids import NULL_BLOCK
+from strandline.cache.below import FirstTier
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, held_child, path_to
+from strandline.errors import CacheInvariantError
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.records.tokens import TOKEN_BYTES
 
 
 def stubs_that_need(run: Run) -> list[Snapshot]:
@@ -21,3 +24,22 @@ def run_of_last_block(snapshot: Snapshot) -> Run | None:
     """Return a run that holds the last block that a snapshot needs."""
     home, key = snapshot.home, snapshot.stub_key
     return home if key is None else held_child(home, key) or child_with_prefix(home, key)
+
+
+def demote_snapshot(lower: FirstTier, snapshot: Snapshot) -> None:
+    """Offer a snapshot, which is still in the index, to the tier below."""
+    last = run_of_last_block(snapshot)
+    if last is None:
+        raise CacheInvariantError(f"the snapshot at {snapshot.position} has no block")
+    inside = snapshot.position % BLOCK_TOKENS
+    tail = last.blocks[snapshot.position // BLOCK_TOKENS - last.start_block] if inside else None
+    salt, data = path_to(last)
+    lower.demote_snapshot(snapshot, salt, data[: snapshot.position * TOKEN_BYTES], tail)
+
+
+def demote_blocks(lower: FirstTier, run: Run, kept: int) -> None:
+    """Offer the whole blocks of a childless run from ``kept`` on to the tier below."""
+    if not run.is_tail:
+        salt, data = path_to(run)
+        first = run.start_block + kept
+        lower.demote_blocks(salt, data, first, run.blocks[kept:], use=run.use, is_shared=run.is_shared)

@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import NO_INTERARRIVAL
-from strandline.ids import NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
+from strandline.cache.window import Window
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
 from strandline.records.account import Account, SnapshotKind
 from strandline.records.tokens import TokenBuffer
 
@@ -23,6 +24,8 @@ class Cut:
     position: int
     slot: SlotId
     kind: SnapshotKind
+    window: Window | None = None
+    """Its window blocks; None: those of its lease, once the tokens are computed."""
 
 
 class LogUse(Enum):
@@ -90,6 +93,7 @@ class Lease:
         "tail",
         "tokens",
         "transfer",
+        "window",
     )
 
     def __init__(
@@ -106,6 +110,8 @@ class Lease:
         """The bin of the time since its path was last used."""
         self.table: array[int] = array("i")
         """Its blocks in order: published ones, which are shared and immutable, then its own."""
+        self.window = Window()
+        """Its window blocks."""
         self.num_published = 0
         self.num_left = 0
         """Blocks at the start of the table that its window has passed: the null block stands for those freed since.
@@ -147,6 +153,11 @@ class Lease:
     def is_request(self) -> bool:
         """Whether a request runs; otherwise its path is being loaded, or held."""
         return self.transfer is None and self.held is None
+
+    def has_room(self, end: int) -> bool:
+        """Return whether it has blocks for the tokens up to ``end``."""
+        window = self.window
+        return end <= len(self.table) * BLOCK_TOKENS and (not window.blocks or end <= len(window.blocks) * BLOCK_TOKENS)
 
     @property
     def is_return(self) -> bool:

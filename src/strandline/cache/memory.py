@@ -10,9 +10,9 @@ from typing import Final
 
 from strandline.cache.announcements import Announces
 from strandline.cache.below import FirstTier
-from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue
-from strandline.cache.last_blocks import run_of_last_block, stubs_that_need
-from strandline.cache.lease import Lease
+from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue, can_evict, resolve
+from strandline.cache.last_blocks import demote_blocks, demote_snapshot, run_of_last_block, stubs_that_need
+from strandline.cache.lease import Cut, Lease
 from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
 from strandline.cache.slab_allocator import SlabAllocator
@@ -27,10 +27,12 @@ from strandline.cache.tree import (
     remove_child,
     snapshot_above,
 )
+from strandline.cache.window import Window
+from strandline.cache.window_blocks import WindowBlocks
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
 from strandline.records.actions import Action, DropBlocks, DropSlot, MoveBlock
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 ALLOCATION_FAILED: Final = "an allocation failed after can_take had promised the memory"
 MAX_TRIM_SHARE: Final = 64
@@ -51,8 +53,12 @@ class CacheMemory:
         order: EvictionOrder,
         leases: Callable[[], Iterable[Lease]],
         announcer: Announces | None = None,
+        window_tokens: int = 0,
+        window_blocks_per_slab: int = 0,
     ) -> None:
         self.allocator = allocator
+        own = SlabAllocator(allocator.num_slabs, window_blocks_per_slab or 1, shares=allocator)
+        self.windows = WindowBlocks(own, window_tokens, self.issue)
         self.announcer = announcer
         self.actions: list[Action] = []
         self.on_dropped: Callable[[Snapshot], None] = _ignore
@@ -65,8 +71,8 @@ class CacheMemory:
         self.num_evictable_slots = 0
         self.num_snapshots_evicted = 0
         self.num_blocks_evicted = 0
-        self._queue = EvictionQueue[Entry](order, _can_evict)
-        self._block_queue = self._queue if allocator.max_slots is None else EvictionQueue[Entry](order, _can_evict)
+        self._queue = EvictionQueue[Entry](order, can_evict)
+        self._block_queue = self._queue if allocator.max_slots is None else EvictionQueue[Entry](order, can_evict)
         self._leases = leases
         self._trim_blocks = min(
             allocator.blocks_per_slab, allocator.num_slabs * allocator.blocks_per_slab // MAX_TRIM_SHARE
@@ -93,17 +99,19 @@ class CacheMemory:
         return MemoryUse(
             allocator.num_slabs,
             allocator.num_free_slabs,
-            allocator.max_block_slabs * allocator.blocks_per_slab - 1,
+            allocator.max_block_slabs * allocator.blocks_per_slab - allocator.num_null_blocks,
             allocator.num_slots,
             allocator.num_blocks,
             self.num_evictable_slots,
             self.num_evictable_blocks,
+            self.windows.allocator.num_blocks,
+            self.windows.num_evictable,
         )
 
     # What fits
 
-    def can_take(self, num_blocks: int, num_slots: int) -> bool:
-        """Return whether this many blocks and slots can be allocated, by eviction if needed.
+    def can_take(self, num_blocks: int, num_slots: int, num_window_blocks: int = 0) -> bool:
+        """Return whether this many blocks, slots and window blocks can be allocated, by eviction if needed.
 
         Exact, since blocks can be moved to empty a slab, unless some in it are held. Slab 0 never becomes a slot. With
         windows, eviction may free more: blocks of paths in use that only an evicted snapshot needed.
@@ -114,25 +122,40 @@ class CacheMemory:
             num_slots_left = allocator.max_slots - allocator.num_slots + self.num_evictable_slots
             num_blocks_left = allocator.max_block_slabs * size - 1 - allocator.num_blocks + self.num_evictable_blocks
             return num_slots <= num_slots_left and num_blocks <= num_blocks_left
-        if num_blocks <= allocator.num_free_blocks and num_slots <= allocator.num_free_slabs:
+        num_slabs = num_slots + self.windows.num_missing_slabs(num_window_blocks)
+        if num_blocks <= allocator.num_free_blocks and num_slabs <= allocator.num_free_slabs:
             return True
         slabs_for_slots = allocator.num_free_slabs + self.num_evictable_slots
         room = allocator.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
-        if not num_slots:
-            return num_blocks <= room
-        # The blocks and the slots that stay must fit together. Slab 0 only holds blocks.
+        slabs_of_windows = self.windows.num_slabs_with(num_window_blocks)
+        if not num_slots and not slabs_of_windows:
+            return num_blocks <= room  # slab 0 only holds blocks
         blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
         slots_that_stay = allocator.num_slots - self.num_evictable_slots + num_slots
-        slabs_of_blocks = max(-(-max(blocks_that_stay - (size - 1), 0) // size), allocator.num_held_slabs)
-        return slabs_of_blocks + slots_that_stay <= allocator.num_slabs - 1
+        slabs_that_stay = allocator.num_slabs_for(blocks_that_stay) + slots_that_stay + slabs_of_windows
+        return slabs_that_stay <= allocator.num_slabs - 1
 
     # Taking
 
     def take_blocks(self, num_blocks: int) -> "array[int]":
         """Allocate blocks, evicting if needed; fewer than asked for when everything else is in use."""
-        taken = self.allocator.take_blocks(num_blocks)
-        while len(taken) < num_blocks and self._evict_one(self._block_queue, num_blocks - len(taken)):
+        taken, windows = self.allocator.take_blocks(num_blocks), self.windows
+        while len(taken) < num_blocks:
+            if windows.allocator.can_compact():
+                windows.compact()
+            elif not self._evict_one(self._block_queue, num_blocks - len(taken)):
+                break
             taken += self.allocator.take_blocks(num_blocks - len(taken))
+        return taken
+
+    def take_promised_window_blocks(self, num_blocks: int) -> "array[int]":
+        """Allocate window blocks that ``can_take`` has promised."""
+        allocator = self.windows.allocator
+        taken = allocator.take_blocks(num_blocks)
+        while len(taken) < num_blocks:
+            if not self._empty_slab():
+                raise CacheInvariantError(ALLOCATION_FAILED)
+            taken += allocator.take_blocks(num_blocks - len(taken))
         return taken
 
     def take_slot(self) -> SlotId | None:
@@ -141,10 +164,18 @@ class CacheMemory:
             slot = self.allocator.take_slot()
             if slot is not None:
                 return slot
-            if self.allocator.max_slots is None and self.allocator.can_compact():
-                self._compact()
-            elif not self._evict_one(self._queue, self.allocator.blocks_per_slab - self.allocator.num_free_blocks):
+            if not self._empty_slab():
                 return None
+
+    def _empty_slab(self) -> bool:
+        """Move blocks to free a slab, or evict an entry, for a slot or window blocks; False: no entry is left."""
+        if self.allocator.max_slots is None and self.allocator.can_compact():
+            self._compact()
+        elif self.windows.allocator.can_compact():
+            self.windows.compact()
+        else:
+            return self._evict_one(self._queue, self.allocator.blocks_per_slab - self.allocator.num_free_blocks)
+        return True
 
     def take_promised_blocks(self, num_blocks: int) -> "array[int]":
         """Allocate blocks that ``can_take`` has promised."""
@@ -165,9 +196,21 @@ class CacheMemory:
             self.allocator.free_blocks(blocks)
             self.actions.append(DropBlocks(tuple(blocks)))
 
+    def free_cut(self, cut: Cut) -> None:
+        """Free what a cut holds that is not published."""
+        self.free_slot(cut.slot)
+        if cut.window is not None:
+            self.windows.release(cut.window)
+
     def free_slot(self, slot: SlotId) -> None:
         self.allocator.free_slot(slot)
         self.actions.append(DropSlot(slot))
+
+    def resume_window(self, snapshot: Snapshot) -> Window:
+        """Allocate the window of a request that resumes from a snapshot, as ``can_take`` has promised."""
+        inside = self.windows.num_to_resume(snapshot.position, snapshot.position)
+        own = self.take_promised_window_blocks(inside)
+        return self.windows.resumed(snapshot.window, snapshot.position, own)
 
     # The index's blocks
 
@@ -210,7 +253,7 @@ class CacheMemory:
                     self.offer(node)
             node = node.parent
 
-    def try_pin(self, upper: Run, match: Match, num_blocks: int, num_slots: int) -> bool:
+    def try_pin(self, upper: Run, match: Match, num_blocks: int, num_slots: int, num_window_blocks: int) -> bool:
         """Pin what a match uses, if this much memory can be allocated in addition.
 
         Args:
@@ -221,7 +264,7 @@ class CacheMemory:
             self.add_user(match.copied_run)
         if match.snapshot is not None:
             self.pin_snapshot(match.snapshot)
-        if self.can_take(num_blocks, num_slots):
+        if self.can_take(num_blocks, num_slots, num_window_blocks):
             return True
         if match.copied_run is not None:
             self.remove_user(match.copied_run)
@@ -247,6 +290,7 @@ class CacheMemory:
         snapshot.num_readers += 1
         if snapshot.num_readers == 1:
             self.num_evictable_slots -= 1
+            self.windows.pin(snapshot.window)
 
     def unpin_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a reader. A snapshot that was evicted meanwhile is freed with its last reader."""
@@ -255,9 +299,14 @@ class CacheMemory:
             return
         if snapshot.is_attached:
             self.num_evictable_slots += 1
+            self.windows.unpin(snapshot.window)
             self.offer(snapshot)
         else:
-            self.free_slot(snapshot.slot)
+            self._free_snapshot(snapshot)
+
+    def _free_snapshot(self, snapshot: Snapshot) -> None:
+        self.free_slot(snapshot.slot)
+        self.windows.release(snapshot.window)
 
     def take_back(self, lease: Lease) -> None:
         """Free the blocks that are a lease's own, and unpin its path."""
@@ -269,6 +318,7 @@ class CacheMemory:
             tail.is_live = False
             self.remove_user(tail)
         self.unpin_run(lease.run)
+        self.windows.release(lease.window)
         self.on_ended(lease)
 
     def touch(self, *runs: Run | None) -> None:
@@ -289,7 +339,7 @@ class CacheMemory:
 
     def offer(self, entry: Entry) -> None:
         """Put an entry into the eviction queue if it can be evicted now."""
-        if _can_evict(entry):
+        if can_evict(entry):
             self._queue_of(entry).push(entry)
 
     def enter_snapshot(self, snapshot: Snapshot) -> None:
@@ -300,6 +350,7 @@ class CacheMemory:
         self.revision += 1
         if snapshot.num_readers == 0:
             self.num_evictable_slots += 1
+            self.windows.unpin(snapshot.window)
             self.offer(snapshot)
         above = snapshot_above(snapshot)
         if above is not None:
@@ -313,7 +364,7 @@ class CacheMemory:
 
     def is_missing_from_queue(self, entry: Entry) -> bool:
         """Return whether an entry can be evicted but is not in the queue, so that it never would be."""
-        return _can_evict(entry) and entry not in self._queue_of(entry)
+        return can_evict(entry) and entry not in self._queue_of(entry)
 
     def _queue_of(self, entry: Entry) -> EvictionQueue[Entry]:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue
@@ -339,7 +390,7 @@ class CacheMemory:
         Waiting requests that would have resumed there resume at the snapshot above.
         """
         if self.lower is not None:
-            self._demote_snapshot(self.lower, snapshot)
+            demote_snapshot(self.lower, snapshot)
         self._drop_snapshot(snapshot)
 
     def _drop_snapshot(self, snapshot: Snapshot) -> None:
@@ -355,7 +406,7 @@ class CacheMemory:
             self.offer(unneeded)
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= 1
-            self.free_slot(snapshot.slot)
+            self._free_snapshot(snapshot)
         self.on_dropped(snapshot)
 
     def _trim(self, run: Run, num_blocks: int) -> None:
@@ -382,7 +433,7 @@ class CacheMemory:
         evicted = run.blocks[kept:]
         key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
         if self.lower is not None:
-            self._demote_blocks(self.lower, run, kept)
+            demote_blocks(self.lower, run, kept)
         if self.announcer is not None:
             self.announcer.remove_blocks(run, kept)
         del run.blocks[kept:], run.hashes[kept:]
@@ -397,9 +448,9 @@ class CacheMemory:
         """Remove a childless run of one block from the index, and the stubs whose tokens only that block holds."""
         parent, key = run.parent, run.first_key
         if self.lower is not None:
-            self._demote_blocks(self.lower, run, 0)
+            demote_blocks(self.lower, run, 0)
             for stub in stubs_that_need(run):
-                self._demote_snapshot(self.lower, stub)
+                demote_snapshot(self.lower, stub)
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
         if self.announcer is not None:
             self.announcer.remove_blocks(run, 0)
@@ -412,23 +463,6 @@ class CacheMemory:
         self.offer(parent)
         if parent.positions:
             self.offer(parent.snapshots[parent.positions[-1]])
-
-    def _demote_snapshot(self, lower: FirstTier, snapshot: Snapshot) -> None:
-        """Offer a snapshot, which is still in the index, to the tier below."""
-        last = run_of_last_block(snapshot)
-        if last is None:
-            raise CacheInvariantError(f"the snapshot at {snapshot.position} has no block")
-        inside = snapshot.position % BLOCK_TOKENS
-        tail = last.blocks[snapshot.position // BLOCK_TOKENS - last.start_block] if inside else None
-        salt, data = path_to(last)
-        lower.demote_snapshot(snapshot, salt, data[: snapshot.position * TOKEN_BYTES], tail)
-
-    def _demote_blocks(self, lower: FirstTier, run: Run, kept: int) -> None:
-        """Offer the whole blocks of a childless run from ``kept`` on to the tier below."""
-        if not run.is_tail:
-            salt, data = path_to(run)
-            first = run.start_block + kept
-            lower.demote_blocks(salt, data, first, run.blocks[kept:], use=run.use, is_shared=run.is_shared)
 
     def open_gaps(self, run: Run, indices: Sequence[int]) -> None:
         """Free these blocks of a run, in order; the run retains their tokens. The tier below may need the blocks."""
@@ -462,23 +496,5 @@ class CacheMemory:
         self.free_blocks(blocks)
 
 
-def resolve(entry: Entry) -> Entry | None:
-    """Return a snapshot or a run, or its replacement if it has been evicted: where waiting requests would resume."""
-    if isinstance(entry, Run):
-        while entry.replacement is not None:
-            entry = entry.replacement
-        return entry
-    snapshot: Snapshot | None = entry
-    while snapshot is not None and not snapshot.is_attached:
-        snapshot = snapshot.replacement
-    return snapshot
-
-
 def _ignore(gone: Snapshot | Lease) -> None:
     """Callback for models without sliding windows."""
-
-
-def _can_evict(entry: Entry) -> bool:
-    if isinstance(entry, Snapshot):
-        return entry.is_attached and entry.num_readers == 0
-    return entry.parent is not None and not entry.children and entry.num_users == 0 and not entry.is_live

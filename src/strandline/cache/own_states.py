@@ -18,7 +18,7 @@ from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
 from strandline.cache.tree import Home, find_home, snapshot_at
 from strandline.cache.windows import Windows
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import FoldLog
 from strandline.records.tokens import resumable_end
@@ -75,21 +75,31 @@ class OwnStates:
         is_kept = self._placement is not None and self._placement.keeps(SnapshotKind.GENERATION_END)
         if not is_kept or not lease.has_own_state or lease.dst == NULL_SLOT:
             return
-        num_blocks = max(-(-(lease.computed + 1) // BLOCK_TOKENS) - len(lease.table), 0)
-        slot = self._memory.take_slot() if self._memory.can_take(num_blocks, 1) else None
+        slot = self.take_slot_before_step(lease)
         if slot is None:
             return
         self.fold(lease)
         self.drop_fallback(lease)
-        lease.fallback = Cut(lease.computed, lease.dst, SnapshotKind.GENERATION_END)
+        window = self._memory.windows.part_before(lease.window, lease.computed)
+        lease.fallback = Cut(lease.computed, lease.dst, SnapshotKind.GENERATION_END, window)
         lease.dst = slot
+
+    def take_slot_before_step(self, lease: Lease) -> SlotId | None:
+        """Allocate a slot for the state after the next step, if there is memory for that step's token, too.
+
+        What the state before it is in is not evicted until that step has read it.
+        """
+        memory, end = self._memory, lease.computed + 1
+        num_blocks = max(-(-end // BLOCK_TOKENS) - len(lease.table), 0)
+        can_take = memory.can_take(num_blocks, 1, memory.windows.num_missing(lease.window, end))
+        return memory.take_slot() if can_take else None
 
     def drop_fallback(self, lease: Lease) -> bool:
         """Free a lease's fallback, unless its next step reads it; return whether there was one."""
         fallback = lease.fallback
         if fallback is None or lease.src == fallback.slot:
             return False
-        self._memory.free_slot(fallback.slot)
+        self._memory.free_cut(fallback)
         lease.fallback = None
         return True
 
@@ -101,24 +111,26 @@ class OwnStates:
         """Publish the last state of a lease that ends, or the last one up to a position, and free its other slots."""
         state = self._last_state(lease, min(end, lease.computed), kind)
         home = None if state is None else self.home_for(lease, kind, state.position)
-        left = {slot for slot in (lease.dst, lease.fallback and lease.fallback.slot) if slot}
+        own = Cut(lease.computed, lease.dst, kind)
+        left = {cut.slot: cut for cut in (own, lease.fallback) if cut is not None and cut.slot != NULL_SLOT}
         if state is not None and home is not None:
             if state.slot == lease.dst:
                 self.fold(lease, state.position)
             self._publisher.publish(lease, state, home)
-            left.discard(state.slot)
-        for slot in left:
-            self._memory.free_slot(slot)
+            left.pop(state.slot, None)
+        for cut in left.values():
+            self._memory.free_cut(cut)
         lease.fallback = None
 
     def _last_state(self, lease: Lease, end: int, kind: SnapshotKind) -> Cut | None:
         """Return the last state up to a position, if its keys and values are there; else the very last one, if any."""
         fallback, has_own = lease.fallback, lease.has_own_state
         is_there = end == lease.computed or (lease.holds_drafts and lease.folded <= end)
-        if has_own and is_there and self._windows.has_window(lease, end):
+        has_window = self._windows.has_window(lease, end) and self._memory.windows.covers(lease.window, end)
+        if has_own and is_there and has_window:
             return Cut(end, lease.dst, kind)
         if fallback is not None:
             is_before = fallback.position <= end and self._windows.has_window(lease, fallback.position)
             if is_before or not has_own:
-                return Cut(fallback.position, fallback.slot, kind)
+                return Cut(fallback.position, fallback.slot, kind, fallback.window)
         return Cut(lease.computed, lease.dst, kind) if has_own else None

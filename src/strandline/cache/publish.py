@@ -178,7 +178,7 @@ class Publisher:
             if snapshot_at(home, cut.position) is None:
                 self.publish(lease, cut, home)
             else:
-                self._memory.free_slot(cut.slot)
+                self._memory.free_cut(cut)
 
     def publish(self, lease: Lease, cut: Cut, home: Home, *, num_readers: int = 0) -> Snapshot:
         """Publish a snapshot of the lease's path, and the tokens of its block if they are not yet.
@@ -196,7 +196,8 @@ class Publisher:
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         is_shared = is_on_cached_path and not lease.is_return
         use = Use(self._reuse.now, lease.interarrival_bin)
-        snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared)
+        window = cut.window or self._memory.windows.part_before(lease.window, position)
+        snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared, window)
         attach_snapshot(run, snapshot, stub_key)
         if self._memory.announcer is not None:
             self._memory.announcer.store(snapshot, lease.salt)

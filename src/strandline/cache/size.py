@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from strandline.ids import BLOCK_TOKENS
+
 
 class CacheSize(NamedTuple):
     """What a cache allocates from."""
@@ -16,3 +18,20 @@ class CacheSize(NamedTuple):
     """Logs to grant, one per lease, numbered from 1. A lease that gets none folds every token."""
     log_tokens: int = 0
     """Capacity of a log, in decoded tokens."""
+    window_tokens: int = 0
+    """Tokens that a token sees in window blocks, itself among them: the most of any layer; 0: there are none."""
+    window_blocks_per_slab: int = 0
+    """Window blocks that fit in the memory of one slot."""
+
+    @property
+    def num_null_blocks(self) -> int:
+        """Blocks that the null blocks of all kinds overlap with, the null block included: they begin together."""
+        return -(-self.blocks_per_slab // self.window_blocks_per_slab) if self.window_blocks_per_slab else 1
+
+    @property
+    def snapshot_blocks(self) -> int:
+        """The size of a snapshot, in blocks: its slot and its window."""
+        if not self.window_tokens:
+            return self.blocks_per_slab
+        num_window_blocks = -(-(self.window_tokens - 1) // BLOCK_TOKENS)
+        return self.blocks_per_slab * (self.window_blocks_per_slab + num_window_blocks) // self.window_blocks_per_slab

@@ -6,6 +6,8 @@ other blocks are ordinary.
 
 When a slot is wanted and free blocks are scattered over several slabs, ``compact`` returns the blocks to move. Blocks
 that a transfer writes are *held*: their slabs are not emptied.
+
+Blocks of another size come from an allocator of their own, which shares the free slabs. It has no blocks in slab 0.
 """
 
 from array import array
@@ -13,13 +15,26 @@ from collections import Counter
 from collections.abc import Iterable
 
 from strandline.errors import CacheInvariantError, ConfigError
-from strandline.ids import NULL_BLOCK, BlockId, SlotId
+from strandline.ids import BlockId, SlotId
 
 
 class SlabAllocator:
-    """Allocates slots and blocks, whatever they hold."""
+    """Allocates slots and blocks, whatever they hold.
 
-    def __init__(self, num_slabs: int, blocks_per_slab: int, max_slots: int | None = None) -> None:
+    Args:
+        num_null_blocks: blocks at the start of slab 0 that are not allocated.
+        shares: has the free slabs; None: they are its own.
+    """
+
+    def __init__(
+        self,
+        num_slabs: int,
+        blocks_per_slab: int,
+        max_slots: int | None = None,
+        *,
+        num_null_blocks: int = 1,
+        shares: "SlabAllocator | None" = None,
+    ) -> None:
         if num_slabs < 2 or blocks_per_slab < 1:
             raise ConfigError(
                 f"the cache got room for {num_slabs} slabs of {blocks_per_slab} blocks; at least 2 are needed; "
@@ -29,14 +44,15 @@ class SlabAllocator:
         self.blocks_per_slab = blocks_per_slab
         self.max_slots = max_slots
         """Slabs reserved for slots, the others being for blocks; None: no static share."""
-        self._free_slabs = list(range(num_slabs - 1, 0, -1))
+        self._free_slabs: list[int] = list(range(num_slabs - 1, 0, -1)) if shares is None else shares._free_slabs
         self._slots = set[int]()
         self._free_in: dict[int, array[int]] = {}
         """Free blocks of every slab that holds blocks and is not full; the last is allocated first."""
         self._is_taken = bytearray(num_slabs * blocks_per_slab)
         """By block."""
-        self._block_slabs = {0}
-        first = array("i", range(blocks_per_slab - 1, 0, -1))
+        self._block_slabs = {0} if shares is None else set[int]()
+        self.num_null_blocks = num_null_blocks if shares is None else 0
+        first = array("i", range(blocks_per_slab - 1, num_null_blocks - 1, -1) if shares is None else ())
         if first:
             self._free_in[0] = first
         self.num_free_blocks = len(first)
@@ -61,7 +77,7 @@ class SlabAllocator:
     @property
     def num_blocks(self) -> int:
         """Allocated blocks."""
-        return len(self._block_slabs) * self.blocks_per_slab - self.num_free_blocks - 1
+        return len(self._block_slabs) * self.blocks_per_slab - self.num_free_blocks - self.num_null_blocks
 
     def take_slot(self) -> SlotId | None:
         """Allocate a slot; None when no slab is free."""
@@ -140,6 +156,12 @@ class SlabAllocator:
         """Slabs that cannot be emptied because of held blocks, without slab 0, which never is."""
         return len(self._held) - (0 in self._held)
 
+    def num_slabs_for(self, num_blocks: int) -> int:
+        """Return how many slabs this many blocks take at least, without slab 0 and its blocks."""
+        size = self.blocks_per_slab
+        in_null_slab = size - self.num_null_blocks if self.num_null_blocks else 0
+        return max(-(-max(num_blocks - in_null_slab, 0) // size), self.num_held_slabs)
+
     def can_compact(self) -> bool:
         """Return whether moving blocks can free a slab."""
         if self.num_free_blocks < self.blocks_per_slab:
@@ -190,4 +212,4 @@ class SlabAllocator:
             for block in range(slab * self.blocks_per_slab, (slab + 1) * self.blocks_per_slab)
         }
         free = {block for blocks_of_slab in self._free_in.values() for block in blocks_of_slab}
-        return {SlotId(slot) for slot in self._slots}, blocks - free - {NULL_BLOCK}
+        return {SlotId(slot) for slot in self._slots}, blocks - free - set(map(BlockId, range(self.num_null_blocks)))

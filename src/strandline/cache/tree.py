@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from strandline.cache.use import NO_INTERARRIVAL, Use
+from strandline.cache.window import NO_WINDOW, Window
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
 from strandline.records.account import SnapshotKind
@@ -53,12 +54,21 @@ class Snapshot:
         "slot",
         "stub_key",
         "use",
+        "window",
     )
 
     def __init__(
-        self, slot: SlotId, position: int, kind: SnapshotKind, use: Use, num_readers: int, is_shared: bool
+        self,
+        slot: SlotId,
+        position: int,
+        kind: SnapshotKind,
+        use: Use,
+        num_readers: int,
+        is_shared: bool,
+        window: Window = NO_WINDOW,
     ) -> None:
         self.slot = slot
+        self.window = window
         self.position = position
         self.kind = kind
         self.home: Run

@@ -34,13 +34,13 @@ class Windows:
             memory.on_dropped = self.leave
             memory.on_ended = self.end
 
-    def make_room(self, num_blocks: int) -> bool:
-        """Return whether this many blocks can be allocated.
+    def make_room(self, num_blocks: int, num_window_blocks: int) -> bool:
+        """Return whether this many blocks and window blocks can be allocated.
 
         Evicting a snapshot may free blocks of a path that is in use, which ``can_take`` does not count: with windows,
         entries are evicted until there is room.
         """
-        while not self._memory.can_take(num_blocks, 0):
+        while not self._memory.can_take(num_blocks, 0, num_window_blocks):
             if self._window_tokens == sys.maxsize or not self._memory.evict():
                 return False
         return True

@@ -2,7 +2,9 @@
 
 import os
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -241,6 +243,8 @@ def measure_scratch_bytes(
     first_block = spec.blocks_per_slab
     blocks = range(first_block, first_block + num_blocks)
     start = num_blocks_before * BLOCK_TOKENS
+    first_window_block = spec.window_blocks_per_slab
+    window_blocks = range(first_window_block, first_window_block + num_blocks * spec.has_window_blocks)
     sequence = SequencePlan(
         request_id=RequestId("scratch"),
         start=start,
@@ -257,6 +261,9 @@ def measure_scratch_bytes(
         log=NULL_LOG,
         num_logged=0,
         num_folded=num_tokens,
+        window_blocks=array("i", [0, *window_blocks[:num_blocks_before], *window_blocks]).tobytes()
+        if window_blocks
+        else b"",
     )
 
     def run() -> None:
@@ -284,15 +291,42 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
     return peak - before
 
 
-def slabs_for(spec: ModelSpec, num_tokens: int) -> int:
-    """Return how many slabs one request of ``num_tokens`` needs in an otherwise empty arena."""
+def choose_window_blocks(config: EngineConfig, model: LanguageModel) -> ModelSpec:
+    """Return a model's spec, with window blocks where layers have windows and others do not.
+
+    Not where prefixes leave the device, or a drafter has layers of its own: all layers' streams are in the same blocks.
+    """
+    spec, leaves = model.spec, (config.host_memory, config.disk_cache, config.kv_transfer)
+    is_alone = model.drafter is None and all(each is None for each in leaves)
+    return replace(spec, has_window_blocks=is_alone and spec.can_have_window_blocks)
+
+
+def slabs_for(spec: ModelSpec, num_tokens: int, step_tokens: int | None = None) -> int:
+    """Return how many slabs one request of ``num_tokens`` needs in an otherwise empty arena.
+
+    Args:
+        step_tokens: most tokens of a step; None: there is no limit.
+    """
     num_blocks = -(-num_tokens // BLOCK_TOKENS) + 1
-    spare_blocks_of_null_slab = spec.blocks_per_slab - 1
+    spare_blocks_of_null_slab = spec.blocks_per_slab - spec.num_null_blocks
     block_slabs = -(-max(num_blocks - spare_blocks_of_null_slab, 0) // spec.blocks_per_slab)
-    return 1 + _slots_per_request(spec) + block_slabs
+    return 1 + _slots_per_request(spec) + block_slabs + _window_slabs(spec, num_tokens, step_tokens)
 
 
-def choose_max_model_len(config: EngineConfig, spec: ModelSpec, max_position: int, have_bytes: int) -> int:
+def _window_slabs(spec: ModelSpec, num_tokens: int, step_tokens: int | None) -> int:
+    """Return how many slabs of window blocks a request needs: the window before a step, and its tokens."""
+    if not spec.has_window_blocks:
+        return 0
+    all_blocks = -(-num_tokens // BLOCK_TOKENS)
+    seen_tokens = spec.max_window_tokens - 1 + (num_tokens if step_tokens is None else step_tokens)
+    # These may begin and end inside blocks, and the snapshot that the request resumes from has a block of its own.
+    num_blocks = min(all_blocks, -(-seen_tokens // BLOCK_TOKENS) + 1) + 1
+    return -(-num_blocks // spec.window_blocks_per_slab)
+
+
+def choose_max_model_len(
+    config: EngineConfig, spec: ModelSpec, max_position: int, have_bytes: int, device_type: str
+) -> int:
     """Return the longest request to allow: as configured, or the model's limit if memory allows so much.
 
     Args:
@@ -301,16 +335,17 @@ def choose_max_model_len(config: EngineConfig, spec: ModelSpec, max_position: in
     Raises:
         ConfigError: the configured length is beyond the model's, or does not fit into memory.
     """
-    fits = _longest_that_fits(spec, have_bytes // spec.slab_bytes)
+    step_tokens = choose_batched_tokens(config, device_type)
+    fits = _longest_that_fits(spec, have_bytes // spec.slab_bytes, step_tokens)
     if fits < 1:
-        need = slabs_for(spec, BLOCK_TOKENS) * spec.slab_bytes
+        need = slabs_for(spec, BLOCK_TOKENS, step_tokens) * spec.slab_bytes
         raise ConfigError(f"--memory of {have_bytes:,} bytes holds no request: at least {need:,} are needed")
     if config.max_model_len is None:
         return min(max_position, fits)
     if config.max_model_len > max_position:
         raise ConfigError(f"--max-model-len {config.max_model_len} is above the model's limit of {max_position} tokens")
     if config.max_model_len > fits:
-        need = slabs_for(spec, config.max_model_len) * spec.slab_bytes
+        need = slabs_for(spec, config.max_model_len, step_tokens) * spec.slab_bytes
         raise ConfigError(
             f"one request of --max-model-len {config.max_model_len} tokens needs {need:,} bytes, --memory is "
             f"{have_bytes:,}; raise --memory or lower --max-model-len to {fits}"
@@ -318,11 +353,10 @@ def choose_max_model_len(config: EngineConfig, spec: ModelSpec, max_position: in
     return config.max_model_len
 
 
-def _longest_that_fits(spec: ModelSpec, num_slabs: int) -> int:
-    block_slabs = num_slabs - 1 - _slots_per_request(spec)
-    if block_slabs < 0:
-        return 0
-    return (block_slabs * spec.blocks_per_slab + spec.blocks_per_slab - 1 - 1) * BLOCK_TOKENS
+def _longest_that_fits(spec: ModelSpec, num_slabs: int, step_tokens: int) -> int:
+    blocks = range(num_slabs * spec.blocks_per_slab)
+    num_fitting = bisect_right(blocks, num_slabs, key=lambda count: slabs_for(spec, count * BLOCK_TOKENS, step_tokens))
+    return max(num_fitting - 1, 0) * BLOCK_TOKENS
 
 
 def _slots_per_request(spec: ModelSpec) -> int:

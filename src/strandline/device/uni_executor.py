@@ -20,6 +20,7 @@ from strandline.device.sizing import (
     choose_encoder_tokens,
     choose_max_model_len,
     choose_memory_bytes,
+    choose_window_blocks,
     keeps_decoded,
     require_determinism,
 )
@@ -77,9 +78,9 @@ class UniExecutor:
         loading_s: Mapping[str, float] = MappingProxyType({}),
         progress: bool = False,
     ) -> None:
-        spec, device_type = model.spec, kind_of(device)
-        self._config, self._ranks = config, ranks
-        self._constraints = constraints
+        model.spec = spec = choose_window_blocks(config, model)
+        device_type = kind_of(device)
+        self._config, self._ranks, self._constraints = config, ranks, constraints
         self._progress = progress
         start_s = {"weights": 0.0, **loading_s}
         with _timed(start_s, "kernels"):
@@ -96,7 +97,7 @@ class UniExecutor:
             have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
             have_bytes -= lower_device_bytes(config, spec, device)
             num_slabs = have_bytes // spec.slab_bytes
-            max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes)
+            max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes, device_type)
             self.runner = Runner(
                 model,
                 kernels,

@@ -13,7 +13,6 @@ from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.inspection.invariants import check
 from strandline.cache.policy import OnGrid, new_cache, placement
 from strandline.cache.policy.resume_rules import resume_rule
-from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads, LowerMemory
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
@@ -21,6 +20,7 @@ from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_fixed_step_tokens, choose_logged_from
 from strandline.engine.adapter_use import AdapterUse
 from strandline.engine.caching.auditor import Auditor, Audits
+from strandline.engine.caching.cache_size import cache_size
 from strandline.engine.caching.cache_watch import CacheWatch
 from strandline.engine.caching.disk_flush import flush
 from strandline.engine.caching.event_feed import EventFeed
@@ -441,7 +441,7 @@ def new_scheduler(
     announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
     num_logs = config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0
     cache = new_cache(
-        CacheSize(facts.num_slabs, facts.spec.blocks_per_slab, num_logs=num_logs, log_tokens=facts.log_tokens),
+        cache_size(facts, num_logs),
         rule=rule,
         placement=OnGrid(chosen) if config.deterministic else chosen,
         enabled=config.enable_prefix_caching,

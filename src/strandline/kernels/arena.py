@@ -1,9 +1,9 @@
 """The device memory of blocks and slots: one tensor of bytes, and typed views of it for every layer.
 
-Slot ``s`` starts at byte ``s * slab_bytes``, block ``b`` at byte ``b * block_bytes``; both ranges overlap, and the
-allocator of ids keeps them apart. A block holds stream after stream, layer after layer; a slot holds state after state,
-layer after layer, then the final hidden state. One block or one slot is one contiguous range. Only a
-tensor's layer interprets its name.
+Slot ``s`` starts at byte ``s * slab_bytes``, block ``b`` at byte ``b * block_bytes``, window block ``w`` at byte
+``w * window_block_bytes``; these ranges overlap, and the allocators of ids keep them apart. A block holds stream after
+stream, layer after layer; a slot holds state after state, layer after layer, then the final hidden state. One block or
+one slot is one contiguous range. Only a tensor's layer interprets its name.
 
 Invariants: a view never copies; the null block and the null slot are never written here.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, Lifetime, SlotId
 from strandline.specs import ALIGN_BYTES, LayerSpec, LogSpec, ModelSpec, TensorSpec, state_bytes, stream_bytes
 
 NAN_BYTE = 0xFF
@@ -80,9 +80,9 @@ class ArenaTensors:
         self.num_slabs = num_slabs
         self.num_blocks = num_slabs * spec.blocks_per_slab
         self.bytes = _zeros(num_slabs * spec.slab_bytes, torch.device(device))
-        self._block_offsets = [0, *accumulate(layer.block_bytes for layer in spec.layers)]
+        self._block_offsets = _block_offsets(spec)
         self._slot_offsets = [0, *accumulate(layer.slot_bytes for layer in spec.layers)]
-        self._stream_runs = tuple(self._runs_of_streams())
+        self._stream_runs = {lifetime: tuple(self._runs_of_streams(lifetime)) for lifetime in Lifetime}
         self.draft_tokens = draft_tokens
         self._num_replay_rows = num_draft_logs * draft_tokens
         self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs else ()
@@ -100,8 +100,11 @@ class ArenaTensors:
         """Prefault the first bytes on a CPU. They must not have been written yet."""
         self.bytes[:num_bytes].numpy().fill(0)
 
-    def block(self, block: BlockId) -> Tensor:
+    def block(self, block: BlockId, lifetime: Lifetime = Lifetime.PATH) -> Tensor:
         """Return the bytes of one block."""
+        if lifetime is Lifetime.WINDOW:
+            start = block * self.spec.window_block_bytes
+            return self.bytes[start : start + self.spec.raw_window_block_bytes]
         start = block * self.spec.block_bytes
         return self.bytes[start : start + self.spec.raw_block_bytes]
 
@@ -110,25 +113,25 @@ class ArenaTensors:
         start = slot * self.spec.slab_bytes
         return self.bytes[start : start + self.spec.raw_slot_bytes]
 
-    def copy_block(self, src: BlockId, dst: BlockId, num_tokens: int) -> None:
-        """Copy the first ``num_tokens`` tokens of a block, in all streams of all layers."""
+    def copy_block(self, src: BlockId, dst: BlockId, num_tokens: int, lifetime: Lifetime = Lifetime.PATH) -> None:
+        """Copy the first ``num_tokens`` tokens of a block, in all streams that have them in such blocks."""
         if NULL_BLOCK in (src, dst) or not 0 < num_tokens <= BLOCK_TOKENS:
             raise CacheInvariantError(f"asked to copy {num_tokens} tokens of block {src} to block {dst}")
-        for run_BLIPX in self._stream_runs:
+        for run_BLIPX in self._stream_runs[lifetime]:
             run_BLIPX[dst, :, :, :num_tokens].copy_(run_BLIPX[src, :, :, :num_tokens])
 
-    def move_block(self, src: BlockId, dst: BlockId) -> None:
+    def move_block(self, src: BlockId, dst: BlockId, lifetime: Lifetime = Lifetime.PATH) -> None:
         """Copy a whole block; the old one keeps its bytes."""
         if NULL_BLOCK in (src, dst):
             raise CacheInvariantError(f"asked to move block {src} to block {dst}")
-        self.block(dst).copy_(self.block(src))
+        self.block(dst, lifetime).copy_(self.block(src, lifetime))
 
-    def poison(self, blocks: Iterable[BlockId], slots: Iterable[SlotId]) -> None:
+    def poison(self, blocks: Iterable[BlockId], slots: Iterable[SlotId], lifetime: Lifetime = Lifetime.PATH) -> None:
         """Fill blocks and slots with NaN, so that reads of free or unwritten memory are detected."""
         for block in blocks:
             if block == NULL_BLOCK:
                 raise CacheInvariantError("asked to poison the null block")
-            self.block(block).fill_(NAN_BYTE)
+            self.block(block, lifetime).fill_(NAN_BYTE)
         for slot in slots:
             if slot == NULL_SLOT:
                 raise CacheInvariantError("asked to poison the null slot")
@@ -146,11 +149,18 @@ class ArenaTensors:
 
     def _stream_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
         offset, views = self._block_offsets[index], {}
+        num_blocks, block_bytes = self._blocks_of(layer)
         for stream in layer.streams:
-            shape = (self.num_blocks, BLOCK_TOKENS, *stream.shape)
-            views[stream.name] = self._view(stream.dtype, shape, self.spec.block_bytes, offset)
+            shape = (num_blocks, BLOCK_TOKENS, *stream.shape)
+            views[stream.name] = self._view(stream.dtype, shape, block_bytes, offset)
             offset += stream_bytes(stream)
         return views
+
+    def _blocks_of(self, layer: LayerSpec) -> tuple[int, int]:
+        """Return the number of the blocks that hold a layer's streams, and the stride from one to the next."""
+        if self.spec.lifetime_of(layer) is Lifetime.WINDOW:
+            return self.num_slabs * self.spec.window_blocks_per_slab, self.spec.window_block_bytes
+        return self.num_blocks, self.spec.block_bytes
 
     def _state_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
         offset, views = self._slot_offsets[index], {}
@@ -159,17 +169,22 @@ class ArenaTensors:
             offset += state_bytes(state)
         return views
 
-    def _runs_of_streams(self) -> Iterator[Tensor]:
+    def _runs_of_streams(self, lifetime: Lifetime) -> Iterator[Tensor]:
         """Yield ``run_BLIPX`` of equal streams that lie side by side, in each of several equal layers."""
-        with_streams = [(index, layer.streams) for index, layer in enumerate(self.spec.layers) if layer.streams]
+        with_streams = [
+            (index, layer.streams)
+            for index, layer in enumerate(self.spec.layers)
+            if layer.streams and self.spec.lifetime_of(layer) is lifetime
+        ]
         for streams, group in groupby(with_streams, key=lambda pair: pair[1]):
             indices = [index for index, _ in group]
-            offset = self._block_offsets[indices[0]]
-            layer_bytes = self.spec.layers[indices[0]].block_bytes
+            first_layer = self.spec.layers[indices[0]]
+            offset, layer_bytes = self._block_offsets[indices[0]], first_layer.block_bytes
+            num_blocks, block_bytes = self._blocks_of(first_layer)
             for (shape, dtype), equal in groupby(streams, key=lambda stream: (stream.shape, stream.dtype)):
                 side_by_side = list(equal)
                 between = stream_bytes(side_by_side[0])
-                first_BPX = self._view(dtype, (self.num_blocks, BLOCK_TOKENS, *shape), self.spec.block_bytes, offset)
+                first_BPX = self._view(dtype, (num_blocks, BLOCK_TOKENS, *shape), block_bytes, offset)
                 run_BIPX = _repeated(first_BPX, 1, len(side_by_side), between)
                 yield _repeated(run_BIPX, 1, len(indices), layer_bytes)
                 offset += between * len(side_by_side)
@@ -212,6 +227,16 @@ class ArenaTensors:
         strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         strides[0] = stride_bytes // item
         return typed.as_strided(shape, strides, offset_bytes // item)
+
+
+def _block_offsets(spec: ModelSpec) -> list[int]:
+    """Return where the streams of each layer begin in the blocks that hold them."""
+    ends, offsets = dict.fromkeys(Lifetime, 0), list[int]()
+    for layer in spec.layers:
+        lifetime = spec.lifetime_of(layer)
+        offsets.append(ends[lifetime])
+        ends[lifetime] += layer.block_bytes
+    return offsets
 
 
 def _repeated(view: Tensor, axis: int, count: int, stride_bytes: int) -> Tensor:

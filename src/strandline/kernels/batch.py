@@ -67,6 +67,12 @@ class AttentionBatch:
 
     Their rows and sequences follow each other, and are counted in each part from 0.
     """
+    windowed: "AttentionBatch | None" = None
+    """The same step in window blocks, for layers with windows; None: these use the same blocks as the others."""
+
+    def of(self, window_tokens: int | None) -> "AttentionBatch":
+        """Return the step as a layer takes it, given its window."""
+        return self if window_tokens is None or self.windowed is None else self.windowed
 
     @property
     def has_lengths(self) -> bool:

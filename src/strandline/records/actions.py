@@ -7,17 +7,18 @@ one ``Completion`` when it has ended, in any order, and no step waits for it.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.ids import BlockId, LogId, SlotId, TransferId
+from strandline.ids import BlockId, Lifetime, LogId, SlotId, TransferId
 from strandline.records.account import SnapshotKind
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTokens:
-    """Copy the first ``num_tokens`` tokens of a block, keys and values of all layers."""
+    """Copy the first ``num_tokens`` tokens of a block, keys and values of all layers that have them in such blocks."""
 
     src: BlockId
     dst: BlockId
     num_tokens: int
+    lifetime: Lifetime = Lifetime.PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class MoveBlock:
 
     src: BlockId
     dst: BlockId
+    lifetime: Lifetime = Lifetime.PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class DropBlocks:
     """These blocks are free. A runner in debug mode fills them with NaN."""
 
     blocks: tuple[int, ...]
+    lifetime: Lifetime = Lifetime.PATH
 
 
 @dataclass(frozen=True, slots=True)

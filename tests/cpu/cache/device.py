@@ -15,7 +15,8 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import BehindWindows
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
+from strandline.cache.window import Window
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, Lifetime, LogId, SlotId, TransferId
 from strandline.records.actions import (
     Action,
     CancelTransfer,
@@ -39,8 +40,10 @@ Tokens = tuple[int, ...]
 class Device:
     """Memory that checks the tokens of every read and write."""
 
-    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
+    def __init__(self, num_slabs: int, blocks_per_slab: int, window_tokens: int = 0, windows_per_slab: int = 0) -> None:
         self._blocks_per_slab = blocks_per_slab
+        self._window_tokens, self._windows_per_slab = window_tokens, windows_per_slab
+        self._window_cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * windows_per_slab)]
         self._cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * blocks_per_slab)]
         self._states: list[Tokens | None] = [None] * num_slabs
         self._logs: dict[LogId, Tokens] = {}
@@ -74,6 +77,15 @@ class Device:
         size = self._blocks_per_slab
         for action in actions:
             match action:
+                case CopyTokens(src, dst, num_tokens, Lifetime.WINDOW):
+                    assert POISON not in self._window_cells[src][:num_tokens], f"{action} copies poison"
+                    self._write_window_cells(dst, 0, self._window_cells[src][:num_tokens])
+                case MoveBlock(src, dst, Lifetime.WINDOW):
+                    self._write_window_cells(dst, 0, self._window_cells[src])
+                    self._window_cells[src] = [POISON] * BLOCK_TOKENS
+                case DropBlocks(blocks, Lifetime.WINDOW):
+                    for block in blocks:
+                        self._window_cells[block] = [POISON] * BLOCK_TOKENS
                 case CopyTokens(src, dst, num_tokens):
                     assert POISON not in self._cells[src][:num_tokens], f"{action} copies poison"
                     self._write_cells(dst, 0, self._cells[src][:num_tokens])
@@ -190,10 +202,27 @@ class Device:
             block, cell = BlockId(lease.table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
             assert cell >= claimed.get(block, 0), f"token {position} overwrites the published block {block}"
             self._write_cells(block, cell, tokens[position : position + 1])
+        self._run_window(lease, end, tokens)
         if cache.internals().rule.needs_slots:
             self._run_state(lease, end, cache, grant, tokens)
         else:
             assert grant == (NULL_SLOT, NULL_SLOT, (), NULL_LOG, 0, end - lease.computed)
+
+    def _run_window(self, lease: Lease, end: int, tokens: Tokens) -> None:
+        """Write the keys of layers with windows, whose window was checked; no other window has them."""
+        if self._window_tokens:
+            self._check_window(lease.window, lease.computed, tokens)
+            for position in range(lease.computed, end):
+                block, cell = lease.window.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                self._write_window_cells(BlockId(block), cell, tokens[position : position + 1])
+
+    def _check_window(self, window: Window, position: int, tokens: Tokens) -> None:
+        """Check that a window holds what computing from a position on reads."""
+        for index in range(max(position - self._window_tokens + 1, 0) // BLOCK_TOKENS, -(-position // BLOCK_TOKENS)):
+            known = list(tokens[index * BLOCK_TOKENS : min((index + 1) * BLOCK_TOKENS, position)])
+            cells = self._window_cells[window.blocks[index]]
+            first = max(position - self._window_tokens + 1 - index * BLOCK_TOKENS, 0)
+            assert cells[first : len(known)] == known[first:], f"the window before {position} is not what it claims"
 
     def _run_state(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant, tokens: Tokens) -> None:
         """Compute the state of the lease's tokens up to ``end``."""
@@ -226,7 +255,21 @@ class Device:
         assert not self._is_loading(block=block), f"block {block} is written while it is loaded"
         assert block not in self._held, f"block {block} is written while it is stored"
         self._states[block // self._blocks_per_slab] = None
+        self._poison_windows(block // self._blocks_per_slab)
         self._cells[block][start : start + len(tokens)] = tokens
+
+    def _write_window_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
+        assert block != NULL_BLOCK, "the null block is written"
+        slab = block // self._windows_per_slab
+        self._states[slab] = None
+        for other in range(slab * self._blocks_per_slab, (slab + 1) * self._blocks_per_slab):
+            assert not self._is_loading(block=other), f"window block {block} is written while its slab is loaded"
+            self._cells[other] = [POISON] * BLOCK_TOKENS
+        self._window_cells[block][start : start + len(tokens)] = tokens
+
+    def _poison_windows(self, slab: int) -> None:
+        size = self._windows_per_slab
+        self._window_cells[slab * size : (slab + 1) * size] = [[POISON] * BLOCK_TOKENS for _ in range(size)]
 
     def _write_state(self, slot: SlotId, tokens: Tokens) -> None:
         assert slot != NULL_SLOT, "the null slot is written"
@@ -235,6 +278,7 @@ class Device:
         for block in range(first, first + self._blocks_per_slab):
             assert block not in self._held, f"slot {slot} is written while it is stored"
             self._cells[block] = [POISON] * BLOCK_TOKENS
+        self._poison_windows(slot)
         self._states[slot] = tokens
         self.num_writes[slot] += 1
 
@@ -242,11 +286,16 @@ class Device:
         """Check the content of everything published and of everything that leases hold."""
         for _, key, snapshot in published_snapshots(cache):
             assert self.state(snapshot.slot) == tokens_of(key), f"slot {snapshot.slot} is not what it claims"
+            self._check_window(snapshot.window, snapshot.position * bool(self._window_tokens), tokens_of(key))
         for lease in cache.internals().leases.values():
             tokens = tokens_of(bytes(lease.tokens.data))
             self._check_state(lease, tokens)
             if (fallback := lease.fallback) is not None:
                 assert self.state(fallback.slot) == tokens[: fallback.position], "a fallback is not what it claims"
+                if self._window_tokens and fallback.window is not None:
+                    self._check_window(fallback.window, fallback.position, tokens)
+            if self._window_tokens and lease.is_request:
+                self._check_window(lease.window, lease.computed, tokens)
             ready = tokens[: max(lease.kv_start, lease.computed)]
             for block, _, expected in _by_block(lease, ready, cache):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"

@@ -42,12 +42,21 @@ class Driver:
         lower_blocks: Sequence[int] = (),
         lower_slot_blocks: int | None = None,
         kept: Kept = NOTHING,
+        window_tokens: int = 0,
+        windows_per_slab: int = 0,
     ) -> None:
         slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
         announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
         num_logs = num_slabs - 1 if rule.needs_slots else 0
         self.cache = new_cache(
-            CacheSize(num_slabs, blocks_per_slab, num_logs=num_logs, log_tokens=LOG_TOKENS),
+            CacheSize(
+                num_slabs,
+                blocks_per_slab,
+                num_logs=num_logs,
+                log_tokens=LOG_TOKENS,
+                window_tokens=window_tokens,
+                window_blocks_per_slab=windows_per_slab,
+            ),
             rule=rule,
             order=order,
             placement=placement,
@@ -57,7 +66,7 @@ class Driver:
         memories = tiers(lower_blocks, slot_blocks if rule.needs_slots else 0, kept)
         self.loads = Loads(self.cache, memories, announcer=announcer)
         self.holds = Holds(self.cache)
-        self.device = Device(num_slabs, blocks_per_slab)
+        self.device = Device(num_slabs, blocks_per_slab, window_tokens, windows_per_slab)
         self._num_requests = 0
 
     def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:
@@ -228,13 +237,14 @@ class Driver:
         assert len(slots) == allocator.num_slabs - 1
         assert list(published_snapshots(self.cache)) == []
         blocks = memory.take_blocks(allocator.num_slabs * allocator.blocks_per_slab)
-        assert len(blocks) == allocator.blocks_per_slab - 1
+        assert len(blocks) == allocator.blocks_per_slab - allocator.num_null_blocks
         for slot in slots:
             memory.free_slot(slot)
         memory.free_blocks(blocks)
         check(self.cache)
         assert (allocator.num_slots, allocator.num_blocks, allocator.num_free_slabs) == (0, 0, allocator.num_slabs - 1)
         assert (memory.num_evictable_blocks, memory.num_evictable_slots) == (0, 0)
+        assert (memory.windows.num_evictable, memory.windows.allocator.num_blocks) == (0, 0)
 
 
 STORES = ("host", "disk", "far")

@@ -15,7 +15,7 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
 from strandline.cache.resume import ResumeRule
 from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, BlockId, Lifetime, RequestId, SlotId
 from strandline.records.account import Account, Reason, SnapshotKind
 from strandline.records.actions import MoveBlock
 from strandline.records.tokens import TokenBuffer, decode
@@ -44,10 +44,18 @@ class History:
         *,
         emits_events: bool = False,
         lower_blocks: Sequence[int] = (),
+        window_tokens: int = 0,
+        windows_per_slab: int = 0,
     ) -> None:
         self.rule = rule
         self.driver = Driver(
-            num_slabs, blocks_per_slab, rule=rule, emits_events=emits_events, lower_blocks=lower_blocks
+            num_slabs,
+            blocks_per_slab,
+            rule=rule,
+            emits_events=emits_events,
+            lower_blocks=lower_blocks,
+            window_tokens=window_tokens,
+            windows_per_slab=windows_per_slab,
         )
         self.cache, self.loads = self.driver.cache, self.driver.loads
         self.prompts: list[Tokens] = [()]
@@ -342,7 +350,8 @@ class History:
         memory = self.cache.internals().memory
         actions, memory.actions = memory.actions, []
         self.driver.device.apply(actions)
-        moves = {action.src: action.dst for action in actions if isinstance(action, MoveBlock)}
+        moved = [action for action in actions if isinstance(action, MoveBlock) and action.lifetime is Lifetime.PATH]
+        moves = {action.src: action.dst for action in moved}
         return [moves.get(block, block) for block in blocks]
 
     # What must hold after each of them

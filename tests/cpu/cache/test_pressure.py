@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from strandline.cache import Lease, LogUse
-from strandline.cache.eviction import Entry, EvictionQueue
+from strandline.cache.eviction import Entry, EvictionQueue, resolve
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
-from strandline.cache.memory import resolve
 from strandline.cache.policy import new_cache
 from strandline.cache.policy.worth import LeastRecentlyUsed
 from strandline.cache.size import CacheSize

@@ -21,10 +21,10 @@ def test_requests_without_states_take_blocks_alone() -> None:
 @pytest.mark.parametrize("spec", [WITHOUT_STATES, HYBRID], ids=["attention", "hybrid"])
 @pytest.mark.parametrize("num_slabs", [4, 5, 40])
 def test_the_longest_request_fits_and_one_token_more_does_not(spec: ModelSpec, num_slabs: int) -> None:
-    longest = choose_max_model_len(EngineConfig(model="any"), spec, 10**9, num_slabs * spec.slab_bytes)
+    longest = choose_max_model_len(EngineConfig(model="any"), spec, 10**9, num_slabs * spec.slab_bytes, "cpu")
     assert slabs_for(spec, longest) <= num_slabs < slabs_for(spec, longest + 1)
 
 
 def test_memory_for_no_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds no request"):
-        choose_max_model_len(EngineConfig(model="any"), HYBRID, 1000, 2 * HYBRID.slab_bytes)
+        choose_max_model_len(EngineConfig(model="any"), HYBRID, 1000, 2 * HYBRID.slab_bytes, "cpu")

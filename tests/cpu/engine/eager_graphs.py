@@ -4,6 +4,7 @@ Padding is left out of the model's pass, which CPU kernels have no use for; the 
 is captured on a GPU runs without the host (``without_host.py``), but for what these functions do instead.
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,7 @@ class EagerGraphs(StepGraphs):
                 end=named["start"][n] + num_rows,
                 token_ids=tuple(named["token_ids"][starts[n] : starts[n + 1]]),
                 block_table=step.block_table_NM[n].numpy().tobytes(),
+                window_blocks=window_blocks_of(step, n),
                 kv_start=named["kv_start"][n],
                 state_src=SlotId(named["state_src"][n]),
                 state_dst=slot,
@@ -148,6 +150,7 @@ class EagerGraphs(StepGraphs):
                     end=named["end"][n],
                     token_ids=tuple(named["token_ids"][first:end]),
                     block_table=captured.block_table_NM[n].numpy().tobytes(),
+                    window_blocks=window_blocks_of(captured, n),
                     kv_start=named["kv_start"][n],
                     state_src=SlotId(named["state_src"][n]),
                     state_dst=SlotId(named["state_dst"][n]),
@@ -174,6 +177,13 @@ class EagerGraphs(StepGraphs):
             slots_T[tiled.rows_M.numpy()[is_used_M]] = tile_slots_M[is_used_M]
             self._adapters.compute_with(HostTiles.of(slots_T[rows]).to_device(captured.buffer_I.device))
         return compact, rows
+
+
+def window_blocks_of(step: CapturedStep, index: int) -> bytes:
+    """Return the window blocks of one of a captured step's sequences."""
+    if step.window_table is None:
+        return b""
+    return array("i", [0, *step.window_table.table_NM[index].tolist()]).tobytes()
 
 
 def cuts_of(step: CapturedStep, index: int) -> tuple[tuple[int, SlotId], ...]:

@@ -9,10 +9,9 @@ from itertools import chain
 
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import PrefixCache
-from strandline.cache.eviction import Entry
+from strandline.cache.eviction import Entry, resolve
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
-from strandline.cache.memory import resolve
 from strandline.cache.policy.resume_rules import BehindWindows, first_gap
 from strandline.cache.probation import max_probes
 from strandline.cache.resume import first_block_seen
@@ -47,6 +46,7 @@ def check(checked: PrefixCache) -> None:
     _check_evictable(cache, runs, snapshots)
     _check_waiters(cache, [*runs, *snapshots])
     _check_logs(cache)
+    _check_window_blocks(cache, snapshots)
     for lease in cache.leases.values():
         _check_lease(lease)
     _check_index(cache)
@@ -219,6 +219,27 @@ def _check_logs(cache: Internals) -> None:
     logs = [lease.log for lease in cache.leases.values() if lease.log != NULL_LOG]
     _require(len(set(logs)) == len(logs), f"logs granted twice: {sorted(logs)}")
     _require(set(logs) == cache.logs.used(), f"logs leaked or lost: {set(logs) ^ cache.logs.used()}")
+
+
+def _check_window_blocks(cache: Internals, snapshots: list[Snapshot]) -> None:
+    windows, detached = cache.memory.windows, _detached(cache)
+    pinned = [lease.window for lease in cache.leases.values()]
+    cuts = chain.from_iterable((lease.fallback, *lease.cuts) for lease in cache.leases.values())
+    pinned += [cut.window for cut in cuts if cut is not None and cut.window is not None]
+    pinned += [snapshot.window for snapshot in (*snapshots, *detached) if snapshot.num_readers]
+    idle = [snapshot.window for snapshot in snapshots if not snapshot.num_readers]
+    for window in (*pinned, *idle):
+        held = window.blocks[window.first :]
+        is_right = NULL_BLOCK not in held and window.blocks[: window.first].count(NULL_BLOCK) == window.first
+        _require(is_right, f"a window with {window.first} passed blocks is {list(window.blocks)}")
+    users = Counter(chain.from_iterable(window.held for window in (*pinned, *idle)))
+    _require(set(users) == windows.allocator.used()[1], "window blocks leaked or lost")
+    _require(windows.allocator.num_blocks == len(users), "window blocks miscounted")
+    recorded = {block: len([*windows.windows_of(block)]) for block in users}
+    _require(users == recorded, "the windows of a block miscounted")
+    in_use = set(chain.from_iterable(window.held for window in pinned))
+    num_idle = len(users.keys() - in_use)
+    _require(windows.num_evictable == num_idle, f"{windows.num_evictable} window blocks evictable, not {num_idle}")
 
 
 def _check_lease(lease: Lease) -> None:

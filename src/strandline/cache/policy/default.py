@@ -32,7 +32,7 @@ def new_cache(
     """
     reuse = ReuseHistory(clock)
     if order is None:
-        order = WorthPerByte(size.blocks_per_slab, reuse) if rule.needs_slots else ReuseRate(reuse)
+        order = WorthPerByte(size.snapshot_blocks, reuse) if rule.needs_slots else ReuseRate(reuse)
     return PrefixCache(
         size,
         placement=OutsidePictures(placement) if rule.needs_slots else WithoutStates(),

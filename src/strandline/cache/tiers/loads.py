@@ -369,7 +369,7 @@ class Loads:
             counters.num_failed += 1
             memory.free_blocks(tuple(lease.fills.values()))
         for cut in lease.cuts:
-            memory.free_slot(cut.slot)
+            memory.free_cut(cut)
         lease.cuts, lease.fills = [], NO_FILLS
         del self._leases[lease.request_id]
         lease.is_active = False

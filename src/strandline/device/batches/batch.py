@@ -25,7 +25,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.gemm.low_rank import NO_SLOT
 from strandline.kernels.recurrences.replay import insert_logged
-from strandline.kernels.step import locate_rows
+from strandline.kernels.step import RowAddresses, locate_rows
 from strandline.records.actions import FoldLog
 from strandline.records.plan import SequencePlan
 
@@ -101,6 +101,18 @@ class HostBatch:
         return block_tables(
             self.sequences, [len(sequence.block_table) // BLOCK_ID_BYTES for sequence in self.sequences]
         )
+
+    @cached_property
+    def window_table_NM(self) -> np.ndarray | None:
+        """The window blocks of the sequences by their index, int32, with the null block for those passed; None: there
+        are none."""
+        if not any(sequence.window_blocks for sequence in self.sequences):
+            return None
+        windows = [np.frombuffer(sequence.window_blocks, dtype=np.int32) for sequence in self.sequences]
+        table_NM = np.zeros((len(windows), max(window[0] + len(window) - 1 for window in windows)), dtype=np.int32)
+        for row, window in enumerate(windows):
+            table_NM[row, window[0] : window[0] + len(window) - 1] = window[1:]
+        return table_NM
 
     @property
     def adapter_slots_T(self) -> np.ndarray:
@@ -322,6 +334,9 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
         most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
+    if host.window_table_NM is not None:
+        window_table_NM = upload(host.window_table_NM, device)
+        attention = replace(attention, windowed=windowed(attention, columns, window_table_NM, rows, kernels))
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(rest[num_columns:])
     replay = None if host.replay is None else host.replay.to_device(device, kernels)
@@ -330,6 +345,31 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     offsets_3T = None if host.picture_offsets is None else upload(host.picture_offsets, device).view(3, -1)
     step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rows.rotary_T, offsets_3T)
     return DeviceBatch(step, columns, cut_rows_C)
+
+
+def windowed(
+    attention: AttentionBatch,
+    columns: SequenceColumns[Tensor],
+    window_table_NM: Tensor,
+    rows: RowAddresses,
+    kernels: Kernels,
+) -> AttentionBatch:
+    """Return a step as layers with windows take it, which write all of its rows to window blocks.
+
+    Args:
+        rows: of the step in other blocks.
+    """
+    ranges = (columns.start, columns.end, columns.start, columns.rotary_delta)
+    num_rows = len(rows.positions_T)
+    own = kernels[locate_rows](attention.query_starts_N1, *ranges, window_table_NM, num_rows)
+    is_all_written = not attention.is_padded
+    return replace(
+        attention,
+        block_table_NM=window_table_NM,
+        write_blocks_T=own.write_blocks_T,
+        is_all_written=is_all_written,
+        gathers={},
+    )
 
 
 def _logs(host: HostBatch, columns: SequenceColumns[Tensor]) -> LogBatch:

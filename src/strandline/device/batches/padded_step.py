@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
-from strandline.device.batches.batch import HostBatch, HostReplay, SequenceColumns
+from strandline.device.batches.batch import HostBatch, HostReplay, SequenceColumns, windowed
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -205,6 +205,7 @@ class PaddedStep:
         max_context: int,
         kernels: Kernels,
         tables: VerificationTables | None = None,
+        window_table_NM: Tensor | None = None,
     ) -> StepBatch:
         """Return the step whose integers are in a buffer; its rows' positions and blocks are computed on the device.
 
@@ -214,6 +215,7 @@ class PaddedStep:
         Args:
             max_context: of any sequence, in tokens.
             tables: made of the same integers; None: the step has no drafts.
+            window_table_NM: None: there are no window blocks.
         """
         size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
         query_starts_N1 = named["query_starts"]
@@ -233,6 +235,8 @@ class PaddedStep:
             is_all_written=False,
             is_padded=True,
         )
+        if window_table_NM is not None:
+            attention = replace(attention, windowed=windowed(attention, columns, window_table_NM, rows, kernels))
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
         counts = (num_single, num_single)
         whole = partial(StepBatch, named["token_ids"], rows.positions_T, *counts)
@@ -381,6 +385,7 @@ def _part(whole: AttentionBatch, sequences: slice, rows: slice, most_rows: int |
         most_rows=most_rows,
         is_padded=most_rows is None,
         gathers={},
+        windowed=None if whole.windowed is None else _part(whole.windowed, sequences, rows, most_rows),
     )
 
 

@@ -63,15 +63,15 @@ class CacheActions:
                 self._transfers.begin(replace(action, is_held=False))  # what is freed is poisoned at once
             case LoadIn() | StoreOut() | DropStored() | CancelTransfer():
                 self._transfers.begin(action)
-            case CopyTokens(src, dst, num_tokens):
-                self._arena.copy_block(src, dst, num_tokens)
-            case MoveBlock(src, dst):
-                self._arena.move_block(src, dst)
+            case CopyTokens(src, dst, num_tokens, lifetime):
+                self._arena.copy_block(src, dst, num_tokens, lifetime)
+            case MoveBlock(src, dst, lifetime):
+                self._arena.move_block(src, dst, lifetime)
                 if self._poison:
-                    self._arena.poison([src], [])
-            case DropBlocks(blocks):
+                    self._arena.poison([src], [], lifetime)
+            case DropBlocks(blocks, lifetime):
                 if self._poison:
-                    self._arena.poison(map(BlockId, blocks), [])
+                    self._arena.poison(map(BlockId, blocks), [], lifetime)
             case DropSlot(slot):
                 if self._poison:
                     self._arena.poison([], [slot])

@@ -31,7 +31,7 @@ from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.drafter import StepDrafter, Verified
-from strandline.ids import NO_TOKEN
+from strandline.ids import NO_TOKEN, Lifetime
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -88,13 +88,15 @@ def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
 class CapturedStep:
     """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them."""
 
-    def __init__(self, size: StepSize, block_table: UploadedTable) -> None:
+    def __init__(self, size: StepSize, block_table: UploadedTable, window_table: UploadedTable | None) -> None:
         device = block_table.table_NM.device
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
         self.columns = self.padded.columns(self.buffer_I)
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
+        self.window_table = window_table
+        """None: there are no window blocks."""
         self.graph: Graph
         self.tail: Graph | None = None
         """None: nothing needs the tokens."""
@@ -160,7 +162,7 @@ class StepGraphs:
         self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
         """What the device may still read or write."""
         self._max_model_len = max_model_len
-        self._tables: dict[tuple[int, int] | None, UploadedTable] = {}
+        self._tables: dict[tuple[Lifetime | int, ...], UploadedTable] = {}
         by_rows = sorted(sizes, key=lambda size: (size.has_drafts, size.num_rows, size.num_decodes))
         self._most_decodes = max((size.num_decodes for size in by_rows if not size.has_filler), default=0)
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
@@ -168,7 +170,8 @@ class StepGraphs:
         captured = list[CapturedStep]()
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
-            step = CapturedStep(size, self._table(size))
+            window_table = self._table(size, Lifetime.WINDOW) if arena.spec.has_window_blocks else None
+            step = CapturedStep(size, self._table(size, Lifetime.PATH), window_table)
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
             self._bring(step, None)
@@ -188,10 +191,10 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         return capture(run, self._pool, self._kernels)
 
-    def _table(self, size: StepSize) -> UploadedTable:
+    def _table(self, size: StepSize, lifetime: Lifetime) -> UploadedTable:
         """Return a block table. Steps of decodes share one; so do all in which fillers, whose rows stay zero, have the
         same indices, and prompts begin at one."""
-        key = (size.first_prompt, size.num_sequences) if size.has_filler else None
+        key = (lifetime, size.first_prompt, size.num_sequences) if size.has_filler else (lifetime,)
         if key not in self._tables:
             num_rows = size.num_sequences if size.has_filler else self._most_decodes
             self._tables[key] = UploadedTable((num_rows, self._num_blocks), self._arena.bytes.device)
@@ -223,7 +226,10 @@ class StepGraphs:
             self._kernels[hand_over_tokens](tokens_N, pending.last.tokens_P, step.named["token_address"])
 
     def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
-        return step.padded.batch(step.buffer_I, step.block_table_NM, self._max_model_len, self._kernels, tables)
+        window_table = step.window_table
+        window_table_NM = None if window_table is None else window_table.table_NM[: step.padded.size.num_sequences]
+        tables_NM = (step.block_table_NM, self._max_model_len, self._kernels, tables, window_table_NM)
+        return step.padded.batch(step.buffer_I, *tables_NM)
 
     def _forward(self, batch: StepBatch) -> Tensor:
         return self._model.forward(batch, self._memory)
@@ -290,6 +296,8 @@ class StepGraphs:
         if host is None:
             return
         tables_NM, num_decodes = host.whole_block_table_NM if size.has_drafts else host.block_table_NM, host.num_decodes
-        step.block_table.write(tables_NM[:num_decodes])
-        if size.num_prompts:
-            step.block_table.write(tables_NM[num_decodes:], size.first_prompt)
+        for table, rows_NM in ((step.block_table, tables_NM), (step.window_table, host.window_table_NM)):
+            if table is not None and rows_NM is not None:
+                table.write(rows_NM[:num_decodes])
+                if size.num_prompts:
+                    table.write(rows_NM[num_decodes:], size.first_prompt)

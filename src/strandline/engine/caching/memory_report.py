@@ -16,12 +16,14 @@ class TenantBytes(NamedTuple):
 
 
 def tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> TenantBytes:
-    """Return the sizes of slots and blocks."""
+    """Return the sizes of slots and of blocks of all kinds."""
+    num_evictable_windows, window_bytes = memory.num_evictable_window_blocks, spec.window_block_bytes
+    num_windows_in_use = memory.num_window_blocks - num_evictable_windows
     return TenantBytes(
         (memory.num_slots - memory.num_evictable_slots) * spec.slab_bytes,
         memory.num_evictable_slots * spec.slab_bytes,
-        (memory.num_blocks - memory.num_evictable_blocks) * spec.block_bytes,
-        memory.num_evictable_blocks * spec.block_bytes,
+        (memory.num_blocks - memory.num_evictable_blocks) * spec.block_bytes + num_windows_in_use * window_bytes,
+        memory.num_evictable_blocks * spec.block_bytes + num_evictable_windows * window_bytes,
     )
 
 

@@ -81,6 +81,7 @@ def sequence_plan(span: Span, plan: DraftPlan, grant: StepGrant) -> SequencePlan
         num_logged,
         num_folded,
         len(drafts),
+        lease.window.packed,
     )
 
 

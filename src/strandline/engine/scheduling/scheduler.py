@@ -257,7 +257,7 @@ class Scheduler:
             if is_ahead and not self.drafts.computes_ahead(request, lease, end):
                 index += 1
                 continue
-            if end > len(lease.table) * BLOCK_TOKENS and not self._make_room(lease, end):
+            if not lease.has_room(end) and not self._make_room(lease, end):
                 continue
             drafts = NO_DRAFTS
             if has_drafter and end - start == 1 and request.output_ids:

@@ -179,7 +179,7 @@ class Attention(nn.Module):
             options["window_tokens"] = config.window_tokens
         if not config.is_causal:
             options["is_causal"] = False
-        rows = (q_THD, memory, step.batch.attention, step.batch.num_decodes)
+        rows = (q_THD, memory, step.batch.attention.of(config.window_tokens), step.batch.num_decodes)
         out_THD = self._attend(*rows, scale=config.scale, **options)
         return out_THD.flatten(1), gate_TO
 
@@ -195,7 +195,8 @@ class Attention(nn.Module):
         if config.norm is QueryKeyNorm.WIDE:
             q_TO = self._rms_norm(q_TO, self.q_norm_O, config.eps)
             k_TO = self._rms_norm(k_TO, self.k_norm_O, config.eps)
-        return self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, step.batch.attention), gate_TO
+        attention = step.batch.attention.of(config.window_tokens)
+        return self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, attention), gate_TO
 
     def _norm(self) -> HeadNorm | None:
         kind = self.config.norm

@@ -1,0 +1,110 @@
+"""Window blocks: every snapshot has what it takes to resume, and what no window needs is free.
+
+The simulated device poisons what is freed and fails a step that reads it.
+"""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy.placements import placement
+from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import SnapshotKind
+from tests.cpu.cache.driver import Driver
+from tests.cpu.cache.history import History, pattern
+from tests.cpu.cache.test_state_machine import HungryCacheMachine, random_event
+
+WINDOWS = [1, 2, 63, 64, 65, 100, 130, 200]
+SHAPES = [(4, 1, 1), (16, 1, 1), (16, 1, 3), (9, 5, 2), (9, 5, 7), (24, 2, 3), (60, 5, 2)]
+"""Slabs, blocks and window blocks in each."""
+
+
+class WindowBlocksMachine(HungryCacheMachine):
+    """The state machine of all caches, with window blocks."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS))
+    def start(self, shape: tuple[int, int, int], window_tokens: int = 1) -> None:
+        num_slabs, num_blocks, num_windows = shape
+        self.history = History(num_slabs, num_blocks, window_tokens=window_tokens, windows_per_slab=num_windows)
+
+
+WindowBlocksMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+TestWindowBlocksMachine = WindowBlocksMachine.TestCase
+
+
+@pytest.mark.parametrize("window_tokens", WINDOWS)
+@pytest.mark.parametrize("shape", [(16, 1, 3), pytest.param((9, 5, 2), marks=pytest.mark.long), (60, 5, 2)])
+def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int, int], window_tokens: int) -> None:
+    choose = random.Random(f"{shape} {window_tokens}")
+    history = History(shape[0], shape[1], window_tokens=window_tokens, windows_per_slab=shape[2])
+    for _ in range(200):
+        random_event(history, choose)
+        if choose.random() < 0.1:
+            history.take(choose.randrange(shape[0] * shape[1] // 2), choose.randrange(2), "by turns")
+        history.check()
+    history.driver.drain()
+
+
+def driver(window_tokens: int = 100, mode: str = "auto", num_slabs: int = 40) -> Driver:
+    return Driver(num_slabs, 5, placement=placement(mode, 64), window_tokens=window_tokens, windows_per_slab=3)
+
+
+def num_window_blocks(of: Driver) -> int:
+    return of.cache.internals().memory.windows.allocator.num_blocks
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 200])
+def test_request_alone_holds_its_window_and_its_step(chunk: int) -> None:
+    alone = driver(mode="none")
+    lease = alone.admit(pattern(0, 1200))
+    while lease.computed < len(lease.tokens):
+        alone.step(lease, min(lease.computed + chunk, len(lease.tokens)))
+        assert num_window_blocks(alone) <= -(-(100 + chunk) // BLOCK_TOKENS) + 1
+        assert len(lease.table) == -(-lease.computed // BLOCK_TOKENS), "other layers attend to all tokens"
+    alone.release(lease)
+    assert num_window_blocks(alone) == 0
+
+
+def test_next_turn_resumes_where_the_last_one_ended() -> None:
+    talk = driver()
+    first, answer = pattern(0, 700), pattern(1, 600)
+    talk.serve(first, answer)
+    assert talk.serve([*first, *answer, 2, 2, 2]).hit == 1300
+    assert talk.serve([*first, *answer, 2, 2, 2]).hit == 1303
+    assert talk.serve([*first, 3 - answer[0]]).hit == 700
+
+
+def test_requests_that_resume_from_one_snapshot_share_its_window() -> None:
+    talk = driver(mode="none")
+    lease = talk.admit(pattern(0, 640))
+    talk.prefill(lease, leave=False)
+    talk.release(lease, SnapshotKind.PREEMPTION)
+    alone = num_window_blocks(talk)
+    leases = [talk.admit([*pattern(0, 640), *pattern(seed, 5)]) for seed in range(3)]
+    assert [each.computed for each in leases] == [640] * 3
+    assert num_window_blocks(talk) == alone == 2
+
+
+def test_evicting_a_snapshot_frees_its_window() -> None:
+    talk = driver()
+    lease = talk.admit(pattern(0, 400))
+    talk.prefill(lease)
+    talk.decode(lease, [1] * 300)
+    held = num_window_blocks(talk)
+    snapshot = next(s for _, _, s in published_snapshots(talk.cache) if s.position == 400)
+    talk.cache.internals().memory.drop_snapshot(snapshot)
+    talk.flush()
+    assert num_window_blocks(talk) < held
+    talk.release(lease)
+
+
+def test_answer_outgrows_the_window_blocks_of_its_path() -> None:
+    """Snapshots that it left are evicted, and their windows with them."""
+    small = driver(num_slabs=13)
+    lease = small.admit(pattern(0, 1800))
+    while lease.computed < len(lease.tokens):
+        assert small.step(lease, min(lease.computed + 50, len(lease.tokens)))

@@ -1,0 +1,50 @@
+"""Layers with windows beside layers without: memory follows the windows, hits and tokens stay the same.
+
+Freed memory is NaN here, so that a kernel that reads a block before a window changes the tokens.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from strandline import LLM, SamplingParams
+from strandline.ids import BLOCK_TOKENS
+from strandline.specs import ModelSpec
+from tests.cpu.engine.conftest import llm_maker
+from tests.cpu.engine.test_exactness import tokens
+from tests.cpu.models import families
+
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+
+
+def num_window_blocks(llm: LLM) -> int:
+    """Return how many window blocks the device holds."""
+    return llm.engine.cache.internals().memory.windows.allocator.num_blocks
+
+
+@pytest.mark.parametrize(("family", "max_num_batched_tokens"), [("lfm3", 65), ("lara_mini", 2048), ("inkling", 65)])
+def test_answers_and_hits_are_those_of_whole_paths(
+    family: str, max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_llm = llm_maker(families.save(family, tmp_path), monkeypatch, device="cpu")
+    found = []
+    for has_windows in (True, False):
+        with monkeypatch.context() as patch:
+            if not has_windows:
+                patch.setattr(ModelSpec, "can_have_window_blocks", False)
+            llm = make_llm(memory="16MiB", max_num_batched_tokens=max_num_batched_tokens)
+        spec = llm.engine.core.spec
+        assert spec.has_window_blocks == has_windows
+        first = tokens(300)
+        [output] = llm.generate([first], LONG, use_tqdm=False)
+        longer = [*first, *output.outputs[0].token_ids, *tokens(5, seed=1)]
+        again = llm.generate([longer, [*first[:200], *tokens(50, seed=2)], first], LONG, use_tqdm=False)
+        found.append([(each.num_cached_tokens, each.outputs[0].token_ids) for each in (output, *again)])
+        if has_windows:
+            most = llm.engine.cache.stats().num_snapshots * (spec.max_window_tokens // BLOCK_TOKENS + 2)
+            assert 0 < num_window_blocks(llm) <= most
+    assert found[0] == found[1]
+    uncached = make_llm(enable_prefix_caching=False, memory="16MiB")
+    assert [list(each) for _, each in found[0][:1]] == [
+        list(each.outputs[0].token_ids) for each in uncached.generate([first], LONG, use_tqdm=False)
+    ]
