@@ -39,8 +39,6 @@ from strandline.kernels.sampling.verification import Verdict, accept_drafts, com
 from strandline.kernels.step import fetch_integers, hand_over_tokens, store_hidden
 from strandline.models.layers.protocol import LanguageModel, ModelMemory
 
-WARM_UP_RUNS: Final = 2
-
 STEPS_IN_FLIGHT: Final = 2
 """Steps whose results may still be awaited when the next one is launched, at most."""
 
@@ -75,8 +73,7 @@ def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
         run()
         return _NoGraph()
     graph = torch.cuda.CUDAGraph()
-    for _ in range(WARM_UP_RUNS):
-        run()
+    run()  # loads kernels, and lets libraries allocate, which cannot be captured
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
         run()
