@@ -28,7 +28,7 @@ from strandline.kernels.rowwise.rotary import default_frequencies, rotary_table
 
 Heads = tuple[int, int, int]
 """Query heads, key/value heads, channels of a head."""
-HEADS = {"4B": (16, 4, 256), "35B": (16, 2, 256)}
+HEADS = {"4B": (16, 4, 256), "35B": (16, 2, 256), "8B": (32, 8, 128)}
 TINY_HEADS = (2, 1, 16)
 BLOCK_STRIDE = 2**20
 """Elements from block to block: 8 or 10 layers of keys and values, 2 MiB."""

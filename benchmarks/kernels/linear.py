@@ -1,4 +1,5 @@
-"""Matrix products with weights of every format, at the shapes of Qwen3.5-4B, 27B and 35B-A3B.
+"""Matrix products with weights of every format, at the shapes of Qwen3.5-4B, 27B and 35B-A3B, Nemotron-3-Nano-30B-A3B
+and Qwen3-8B.
 
 Every product follows a norm, as in the model, which quantises for products in FP8; the norm's time alone is taken off.
 """
@@ -39,6 +40,11 @@ QUANTIZED_SHAPES = {
     "35B-shared": Shape(2048, 1024, num_dense=264),
     "27B-gate-up": Shape(5120, 34816),
     "27B-down": Shape(17408, 5120),
+    "Nemotron-in": Shape(2688, 10304),
+    "Nemotron-out": Shape(4096, 2688),
+    "Nemotron-attention-in": Shape(2688, 4608),
+    "Nemotron-shared-up": Shape(2688, 3712),
+    "Nemotron-shared-down": Shape(3712, 2688),
 }
 SHAPES = QUANTIZED_SHAPES | {
     "4B-in": Shape(2560, 12352),
@@ -49,6 +55,11 @@ SHAPES = QUANTIZED_SHAPES | {
     "35B-out-of-2-ranks": Shape(2048, 2048),
     "35B-shared-in-of-2-ranks": Shape(2048, 776),
     "35B-head": Shape(2048, 248320),
+    "8B-in": Shape(4096, 6144),
+    "8B-out": Shape(4096, 4096),
+    "8B-gate-up": Shape(4096, 24576, is_gated=True),
+    "8B-down": Shape(12288, 4096),
+    "8B-head": Shape(4096, 151936),
     "35B-head-of-2-ranks": Shape(2048, 124160),
 }
 TINY = {"shape": Shape(256, 128, num_dense=8), "rows": 3}
@@ -58,12 +69,15 @@ DENSE_ROWS += " 1,2048,4 2,1024,4 4,1024,4 2,2048,4 8,1024,4 4,2048,8"
 SKINNIES = "16,256,2,4 32,128,4,5 64,128,4,4 32,128,4,4,2 32,128,4,4,4 32,128,4,4,8 64,128,4,4,4 64,128,4,4,8"
 SKINNIES += " 64,128,4,3,8 32,256,4,3,4 16,256,4,3,2"
 """Outputs and inputs of a program, warps, stages and spans of the inputs; the first three also of gated products."""
+DENSE_TILES = "16,32,128,4,6 16,64,128,4,4 16,64,64,4,6 16,128,64,4,5 16,128,128,4,3 64,32,128,4,4 64,64,64,4,5"
+DENSE_TILES += " 64,64,128,4,4 64,128,64,4,4 64,128,64,8,5 64,128,128,8,3 64,256,64,8,4"
+"""Rows, outputs and inputs of a tile, warps and stages."""
 FP8_ROWS = "1,2048,1 2,1024,1 2,2048,1 4,512,1 4,1024,1 2,4096,2 4,1024,2 4,512,2 8,512,2 2,1024,2 4,512,4 4,1024,4"
 FP8_ROWS += " 4,2048,4 8,512,4 8,1024,4 1,1024,1 1,2048,2 2,2048,4"
 INT4_ROWS = "1,1024,1 2,1024,1 4,1024,1 8,1024,1 2,2048,1 4,2048,1 1,2048,2 2,2048,2 4,2048,2 8,2048,2 4,1024,2"
 INT4_ROWS += " 1,4096,4 2,4096,4 4,4096,4 4,2048,4 8,2048,4 8,1024,4 2,8192,8"
 FP8_TILES = "64,16,4,4 64,16,4,6 128,16,4,4 64,32,4,5 64,64,4,4 128,64,4,4 128,64,4,3 128,128,8,3 128,128,8,4"
-FP8_TILES += " 64,128,4,4 128,128,4,3 256,128,8,3"
+FP8_TILES += " 64,128,4,4 128,128,4,3 256,128,8,3 128,256,8,3"
 INT4_TILES = "64,16,4,3 64,16,4,4 64,16,4,6 64,16,4,8 128,16,4,3 128,16,4,4 128,16,8,4 64,16,2,4 32,16,2,4 32,16,1,4"
 INT4_TILES += " 64,32,4,4 64,32,4,5 128,32,4,3 128,32,8,4 64,64,4,3 64,64,4,4 128,64,4,3 128,64,8,3 128,64,8,4"
 INT4_TILES += " 64,128,4,3 128,128,8,2 128,128,8,3 256,64,8,3 64,256,8,2 128,256,8,2"
@@ -176,6 +190,9 @@ def launches(weight_format: str, shape: Shape, rows: int) -> Iterator[Launch]:
         if 2 < rows <= MAX_ROWS_SKINNY:
             skinny = parse_launches(_skinny, SKINNIES)[: 3 if shape.is_gated else None]
             plans += [Plan(Kernel.SKINNY, launch) for launch in skinny]
+        if 8 <= rows <= 64 and not shape.is_gated:
+            tiles = (tile for tile in parse_launches(TileLaunch, DENSE_TILES) if tile.block_m >= rows)
+            plans += [Plan(Kernel.TILES, tile._replace(splits=splits)) for tile in tiles for splits in (1, 2, 4, 8)]
     elif rows > 1:
         largest = 128 if weight_format == "fp8" else 256
         for tile in parse_launches(_tile, FP8_TILES if weight_format == "fp8" else INT4_TILES):
