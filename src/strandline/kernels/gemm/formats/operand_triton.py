@@ -12,8 +12,8 @@ the format's device function as a ``tl.constexpr``, too. A format is a module he
 ``x`` is ``(pointer, pointer to scales or None, row stride, scale stride)``, ``matrix`` the number of one of several
 matrices of ``N`` rows, or ``2 N`` with a gate. ``read_M`` are rows of x, none after the last; only those where
 ``is_row_M`` is true are wanted. ``col_N`` are outputs, which may be after the last; ``first`` and ``end`` count blocks
-of ``BLOCK_K`` inputs. ``IS_EVEN``: ``K`` and ``N`` are multiples of ``BLOCK_K`` and ``BLOCK_N``. Both results are
-float32 ``[BLOCK_M, BLOCK_N]``; the second is that of the rows ``N`` further on, with a gate alone.
+of ``BLOCK_K`` inputs. ``IS_EVEN``: ``K`` is a multiple of ``BLOCK_K``, and no output is after the last. Both results
+are float32 ``[BLOCK_M, BLOCK_N]``; the second is that of the rows ``N`` further on, with a gate alone.
 
 ``rows`` multiply few rows of x: they read the weight through registers, ``BLOCK_K`` inputs at a time::
 
