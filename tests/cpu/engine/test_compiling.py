@@ -171,7 +171,7 @@ def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/*.cubin"))) >= 2
 
 
-def test_kernels_that_a_dry_run_found_before_its_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_found_before_a_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[Any]()
 
     class Found:

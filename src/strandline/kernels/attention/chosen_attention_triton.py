@@ -8,7 +8,8 @@ Grids follow from shapes. With fixed launches, a row has one split: its bits dep
 
 Invariants: those of ``attention_triton.py``.
 
-Shape suffixes: as in ``attention_triton.py``; K chosen groups of a row, or keys of a tile.
+Shape suffixes: as in ``attention_triton.py``; K chosen groups of a row, or keys
+of a tile; V channels of a value.
 """
 # mypy: ignore-errors
 

@@ -10,8 +10,9 @@ Nothing is read on the host: grids follow from shapes, and what they have too ma
 scores and its choice depend on nothing but its sequence, to the bit: neither on other rows nor on how work is divided.
 Incomplete groups are not read.
 
-Shape suffixes: as in ``indexed_attention.py``; N sequences of a launch, or groups of a tile; R rows of a pass; W groups
-that a sequence can have; S scores that are read together, B bins of a histogram.
+Shape suffixes: as in ``indexed_attention.py``; X channels of an index key and of what follows it; N sequences of a
+launch, or groups of a tile; R rows of a pass; W groups that a sequence can have; S scores that are read together, B
+bins of a histogram.
 """
 # mypy: ignore-errors
 

@@ -1,6 +1,6 @@
 """The Triton versions of ``indexed_attention.py`` and ``indexed_latent_attention.py``.
 
-Shape suffixes: as in these.
+Shape suffixes: as in ``indexed_attention.py``; of latents as in ``indexed_latent_attention.py``.
 """
 # mypy: ignore-errors
 

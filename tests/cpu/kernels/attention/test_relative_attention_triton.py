@@ -128,7 +128,7 @@ def test_short_prefills_anywhere_equal_the_definition(
     check(make_relative(step, num_distances, num_profiles=17), "cpu")
 
 
-def test_deterministic_bits_do_not_depend_on_where_a_prompt_is_cut() -> None:
+def test_deterministic_bits_do_not_depend_on_cuts_of_prompts() -> None:
     whole = make_relative(make_case([(0, 150)], heads=(1, 2, 8)), 50)
     expected_THD, q_THD, mix_THC = whole.run("cpu", Launches.FIXED), whole.step.q_THD, whole.relative.mix_THC
     for start, end in ((0, 37), (37, 101), (101, 150)):

@@ -12,7 +12,7 @@ from tests.cpu.kernels.attention import test_indexed_attention as cases
 from tests.cpu.kernels.attention.test_indexed_attention import BOUNDS, GROUPS, IndexedMemory, make_batch
 
 EACH = pytest.mark.parametrize("version", [indexed_attention.reference, triton_attention], ids=["reference", "triton"])
-"""Of the operation."""
+"""The versions of the operation that a test runs."""
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
 
