@@ -7,6 +7,7 @@ is stored in its slot, so that a slot that becomes a snapshot can give its next 
 host after the step.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,17 +24,16 @@ from strandline.device.batches.pending import PendingTokens
 from strandline.device.drafters.drafters import new_step_drafter
 from strandline.device.hardware.heap import keep_scratch_memory
 from strandline.device.hardware.threads import one_thread
-from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.allowed_tokens import AllowedMatcher
-from strandline.device.sampling.choice import Candidates, Chosen, choose
+from strandline.device.sampling.choice import Chosen, choose
 from strandline.device.sampling.divided_sampling import SAMPLING_OPERATIONS
 from strandline.device.sampling.grammar_mask import GuardedMatcher
-from strandline.device.sampling.sampler import ChosenTokens, SamplingState, choose_tokens
+from strandline.device.sampling.sampler import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.cache_actions import CacheActions
-from strandline.device.steps.drafter import StepDrafter, StepRows
+from strandline.device.steps.drafter import StepRows
 from strandline.device.steps.graphs import StepGraphs
-from strandline.device.steps.host_step import HostStep, Layout, StepHidden
+from strandline.device.steps.host_step import HostStep, Layout, StepIndices
 from strandline.device.steps.prompt_logprobs import fetch_prompt_logprobs
 from strandline.device.steps.routed_experts import fetch_routed
 from strandline.device.steps.step_in_flight import StepInFlight
@@ -42,7 +42,6 @@ from strandline.errors import EngineError
 from strandline.gc_policy import gc_paused
 from strandline.ids import RequestId
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
@@ -231,134 +230,97 @@ class Runner:
             )
 
     def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
-        step = self._lay_out(sequences)
-        hidden = self._hidden(step, launched)
-        self._fetch_hidden_states(step, hidden, launched)
-        chosen = self._choose(step, hidden)
-        self._remember(step, hidden, chosen)
-        self._draft(step, hidden, chosen, launched)
+        step, indices, hidden_XE = self._run(sequences, self._graphs, launched)
+        if wanted := step.wanted:
+            launched.take_hidden_states([each.plan_index for each in wanted], hidden_XE[indices.wanted_rows])
+        chosen = self._choose(step, indices, hidden_XE)
+        self._remember(step, chosen)
+        self._draft(step, hidden_XE, chosen, launched)
 
-    def _fetch_hidden_states(self, step: HostStep, hidden: StepHidden, launched: StepInFlight) -> None:
-        """Fetch the hidden states of prompts' last tokens, where requests ask for them."""
-        wanted = [each for each in step.candidates if each.state.wants_hidden_state]
-        if not wanted:
-            return
-        rows, verification = step.candidate_rows(hidden), hidden.verification
-        hidden_XE = hidden.hidden_XE if verification is None else verification.hidden_TE
-        (rows_N,) = upload_together([[rows[each.first_row] for each in wanted]], self.device)
-        launched.take_hidden_states([each.plan_index for each in wanted], hidden_XE[rows_N])
+    def _run(
+        self, sequences: Sequence[SequencePlan], graphs: StepGraphs | None, launched: StepInFlight
+    ) -> tuple[HostStep, StepIndices, Tensor]:
+        """Lay a step out and run the model; return its rows of hidden states."""
+        step = self._layout.lay_out_step(sequences, graphs)
+        indices = step.upload_indices(self.device)
+        return step, indices, self._hidden(step, indices, launched)
 
-    def _lay_out(self, sequences: Sequence[SequencePlan]) -> HostStep:
-        return self._layout.lay_out(sequences, has_graphs=self._graphs is not None)
-
-    def _hidden(self, step: HostStep, launched: StepInFlight) -> StepHidden:
+    def _hidden(self, step: HostStep, indices: StepIndices, launched: StepInFlight) -> Tensor:
         """Run the model, and append the stored hidden states that the step needs."""
-        if step.batch is None:
-            return StepHidden(self._stored_hidden(step), 0)
-        hidden = self._replay(step, step.batch) or self._run_eagerly(step.batch, launched)
-        if not step.is_decoding:
-            fetch_prompt_logprobs(step.batch, hidden, self.model.logits, self._states, self.kernels, launched)
-        if not step.stored:
-            return hidden
-        return hidden._replace(hidden_XE=torch.cat((hidden.hidden_XE, self._stored_hidden(step))))
+        parts, graphs, captured = list[Tensor](), self._graphs, step.captured
+        if step.batch is not None:
+            if graphs is None or captured is None:
+                parts.append(self._run_eagerly(step.batch, launched))
+            else:
+                if step.verification is not None:
+                    self._pending.accept_none()
+                graphs.replay(captured, step.batch, step.verdicts)
+                parts.append(captured.hidden_TE)
+            if not step.is_decoding:
+                fetch_prompt_logprobs(step, parts[0], self.model.logits, self._states, self.kernels, launched)
+        if step.stored:
+            parts.append(self.arena.hidden_SE[indices.stored_slots])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _replay(self, step: HostStep, batch: HostBatch) -> StepHidden | None:
-        """Replay the step; None: no graph has room."""
-        graphs = self._graphs
-        captured = None if graphs is None else graphs.find(batch)
-        has_drafts = captured is not None and captured.padded.size.has_drafts
-        if step.follows_drafts and not has_drafts:
-            raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
-        if graphs is None or captured is None:
-            return None
-        if has_drafts:
-            self._pending.accept_none()
-        verdicts = [verdict for each in step.candidates for verdict in each.verdicts] if has_drafts else []
-        graphs.replay(captured, batch, verdicts)
-        return StepHidden(captured.hidden_TE, captured.padded.size.num_decode_rows, captured)
-
-    def _choose(self, step: HostStep, hidden: StepHidden) -> Chosen:
+    def _choose(self, step: HostStep, indices: StepIndices, hidden_XE: Tensor) -> Chosen:
         """Choose tokens; where the host has to compare drafts, do so."""
-        candidates, kernels = step.candidates, self.kernels
+        candidates, kernels, verification = step.candidates, self.kernels, step.verification
         if not candidates:
             return Chosen((), torch.empty(0, dtype=torch.int64))
-        if (replayed := hidden.graph_of_decodes(step)) is not None:
+        if (replayed := step.captured_decodes) is not None:
             count = len(candidates)
             likeliest_R = self._pending.last.tokens_P[:count]
             chosen = choose(replayed.logits_NV[:count], candidates, kernels, greedy_R=likeliest_R)
             if chosen.tokens_R is likeliest_R and not chosen.failures:
                 chosen.host_tokens_R = replayed.host_likeliest_N[:count]
             return chosen
-        verification, rows = hidden.verification, self._candidate_rows(step, hidden)
-        hidden_XE = hidden.hidden_XE if verification is None else verification.hidden_TE
+        rows: slice | Tensor = slice(len(step.rows)) if step.is_chosen_from_all else indices.rows_R
+        if verification is not None:
+            hidden_XE = verification.hidden_TE
         # Where a padded step verifies drafts alone, logits are of a padded number of rows, which the kernels have met.
         logits_RV = self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
-        if verification is not None:
-            positions_R = verification.batch.positions_T[rows] + 1
-        elif step.is_plain:
+        if step.is_plain and verification is None:
             return choose(logits_RV, candidates, kernels)
-        else:
-            (positions_R,) = upload_together([step.positions], self.device)
+        positions_R = indices.positions_R if verification is None else verification.batch.positions_T[rows] + 1
         chosen = choose(logits_RV[: len(positions_R)], candidates, kernels, positions_R=positions_R)
         chosen.rows = rows
         if verification is None or not all(each.state.is_compared_on_device for each in candidates):
             chosen.compare()
         return chosen
 
-    def _candidate_rows(self, step: HostStep, hidden: StepHidden) -> slice | Tensor:
-        """Return the rows of hidden states from which tokens are chosen; a slice: there are no others but padding."""
-        rows = step.candidate_rows(hidden)
-        if rows == list(range(len(rows))):
-            verification = hidden.verification
-            has_others = len(rows) < len(hidden.hidden_XE) if verification is None else step.has_prompts
-            if not has_others:
-                return slice(len(rows))
-        (rows_R,) = upload_together([rows], self.device)
-        return rows_R
-
-    def _remember(self, step: HostStep, hidden: StepHidden, chosen: Chosen) -> None:
+    def _remember(self, step: HostStep, chosen: Chosen) -> None:
         """Leave on the device what the next step may be planned without."""
-        if (verification := hidden.verification) is not None:
+        if (verification := step.verification) is not None:
             verification.take(chosen)
-            rows = step.padded_rows(verification)
-            sampled = {
-                plan.request_id: row for index, row in rows.items() if (plan := step.sequences[index]).is_sampled
-            }
-            self._pending.remember_compared(sampled)
+            rows, sequences = step.padded_rows, step.sequences
+            self._pending.remember_compared(
+                {sequences[index].request_id: row for index, row in rows.items() if sequences[index].is_sampled}
+            )
         elif step.is_plain:
-            self._pending.remember(chosen.tokens_R, step.request_ids)
+            self._pending.remember(chosen.tokens_R, chosen.request_ids)
         else:
             self._pending.forget()
 
-    def _draft(self, step: HostStep, hidden: StepHidden, chosen: Chosen, launched: StepInFlight) -> None:
+    def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen, launched: StepInFlight) -> None:
         """Fetch the tokens; let the drafter store what it needs, or draft for the next step."""
-        verification = hidden.verification
-        if verification is None:
-            launched.take(chosen)
-        captured = hidden.graph_of_decodes(step) if verification is None else verification
-        tail = None if captured is None else captured.tail
+        verification = step.verification
+        captured = step.captured_decodes or verification
         if self._drafter is not None:
-            self._draft_eagerly(self._drafter, step, hidden, chosen, launched)
-        if tail is not None:
-            tail.replay()
+            rows = StepRows(step.sequences, hidden_XE, step.first_rows, step.stored_rows)
+            if captured is not None:
+                self._drafter.keep_resumed(rows)
+            elif step.is_plain:
+                self._drafter.keep(rows)
+            else:
+                sampled = dict(zip((each.plan_index for each in chosen.candidates), chosen.compare(), strict=True))
+                launched.drafts = self._drafter.draft(rows, sampled)
+        if captured is not None and captured.tail is not None:
+            captured.tail.replay()
         if verification is not None:
             chosen.tokens_R = verification.tokens_T[chosen.rows]
             chosen.num_accepted_N = verification.num_accepted_N[: step.num_decodes]
-            launched.take(chosen)
-            launched.take_drafts(verification.drafts_ND, step.padded_rows(verification))
-
-    def _draft_eagerly(
-        self, drafter: StepDrafter, step: HostStep, hidden: StepHidden, chosen: Chosen, launched: StepInFlight
-    ) -> None:
-        """Do the drafter's part of a step, but for what a captured tail does."""
-        rows = StepRows(step.sequences, hidden.hidden_XE, step.first_rows(hidden), step.stored_rows(hidden))
-        if hidden.verification is not None or hidden.graph_of_decodes(step) is not None:
-            drafter.keep_resumed(rows)
-        elif step.is_plain:
-            drafter.keep(rows)
-        else:
-            sampled = dict(zip((each.plan_index for each in chosen.candidates), chosen.compare(), strict=True))
-            launched.drafts = drafter.draft(rows, sampled)
+            chosen.drafts_ND = verification.drafts_ND
+        launched.take(chosen, step.padded_rows)
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.
@@ -366,24 +328,23 @@ class Runner:
         A CPU's GEMMs round by their number of rows, its vectorised functions by where a number is among others. Here
         what computes a token is called with the same shapes in whatever step that happens.
         """
-        candidates, chosen = list[Candidates](), list[ChosenTokens]()
+        chosen = dict[int, Chosen]()
         for index, sequence in enumerate(sequences):
-            hidden_1E = [self._hidden_of_part(part, launched) for part in split_by_blocks(sequence)][-1]
+            runs = (self._run_part(part, launched) for part in split_by_blocks(sequence))
+            [(step, indices, hidden_XE)] = deque(runs, maxlen=1)
+            if step.wanted:
+                launched.take_hidden_states([index], hidden_XE[-1:].clone())
             if sequence.is_sampled:
-                state = self._states[sequence.request_id]
-                if state.wants_hidden_state:
-                    launched.take_hidden_states([index], hidden_1E)
                 with one_thread():
-                    chosen.append(choose_tokens(self.model.logits(hidden_1E), [state], self.kernels))
-                candidates.append(Candidates(index, state, (), len(candidates)))
-        if candidates:
-            together = Chosen.of(candidates, ChosenTokens.of_rows(chosen))
-            self._pending.remember(together.tokens_R, [sequences[each.plan_index].request_id for each in candidates])
+                    chosen[index] = self._choose(step, indices, hidden_XE)
+        if chosen:
+            together = Chosen.joined(chosen)
+            self._pending.remember(together.tokens_R, together.request_ids)
             launched.take(together)
 
-    def _hidden_of_part(self, part: SequencePlan, launched: StepInFlight) -> Tensor:
+    def _run_part(self, part: SequencePlan, launched: StepInFlight) -> tuple[HostStep, StepIndices, Tensor]:
         with self._threads(part.end - part.start):
-            return self._hidden(self._lay_out([part]), launched).hidden_XE[-1:].clone()
+            return self._run([part], None, launched)
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Return a context that sets the number of threads for a step of this size."""
@@ -394,15 +355,11 @@ class Runner:
         """Apply the cache's actions in order; consecutive folds together."""
         self._actions.carry_out(actions)
 
-    def _forward(self, batch: StepBatch) -> Tensor:
-        return self.model.forward(batch, self._memory)
-
-    def _run_eagerly(self, host: HostBatch, launched: StepInFlight) -> StepHidden:
+    def _run_eagerly(self, host: HostBatch, launched: StepInFlight) -> Tensor:
         """Launch the model's kernels one by one; store hidden states: of sequences' ends and cuts in slots, of drafts
         in logs.
         """
         launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
-        first_prompt_row = host.num_decode_rows
         if host.is_verification:
             host = host.without_verification
         batch = to_device(host, self.device, self.kernels)
@@ -410,16 +367,12 @@ class Runner:
             self._pending.resolve(batch.step.token_ids_T, batch.columns)
         has_adapters = host.adapter_slots_N is not None
         self.adapters.compute_with(HostTiles.of(host.adapter_slots_T).to_device(self.device) if has_adapters else None)
-        hidden_TE, arena, recurrent = self._forward(batch.step), self.arena, batch.step.recurrent
+        hidden_TE, arena = self.model.forward(batch.step, self._memory), self.arena
+        recurrent = batch.step.recurrent
         self._store(hidden_TE, batch.columns.last_row, arena.hidden_SE, batch.columns.state_dst)
         if any(host.chunks.cut_slots):
             self._store(hidden_TE, batch.cut_rows_C, arena.hidden_SE, recurrent.chunks.cut_slots_C)
         if recurrent.replay is not None and arena.hidden_drafts_JE is not None:
             rows_K, places_K = recurrent.replay.draft_rows_K, recurrent.replay.draft_places_K
             self._store(hidden_TE, rows_K + host.num_decode_rows, arena.hidden_drafts_JE, places_K)
-        return StepHidden(hidden_TE, first_prompt_row)
-
-    def _stored_hidden(self, step: HostStep) -> Tensor:
-        """Return the hidden states in the source slots of sequences that need them."""
-        (slots_N,) = upload_together([[step.sequences[index].state_src for index in step.stored]], self.device)
-        return self.arena.hidden_SE[slots_N]
+        return hidden_TE

@@ -24,8 +24,10 @@ def upload(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def upload_together(columns: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return columns of integers on the device as int64, by a single copy."""
-    arrays = [np.asarray(column, dtype=np.int64) for column in columns]
+    """Return columns of integers on the device as int64, by a single copy, and arrays of float64 as such."""
+    arrays = [np.asarray(column, dtype=None if _is_float(column) else np.int64) for column in columns]
+    if not any(map(len, arrays)):
+        return [torch.empty(0, dtype=torch.int64, device=device)] * len(arrays)
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     lengths = [-(-len(array) // ALIGN_ITEMS) * ALIGN_ITEMS for array in arrays]
@@ -33,9 +35,16 @@ def upload_together(columns: Sequence[Sequence[int] | np.ndarray], device: torch
     pinned = torch.empty(starts[-1], dtype=torch.int64, pin_memory=True)
     host = pinned.numpy()
     for start, array in zip(starts, arrays, strict=False):
-        host[start : start + len(array)] = array
+        host[start : start + len(array)] = array.view(np.int64)
     together = pinned.to(device, non_blocking=True)
-    return [together[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
+    parts = [together[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
+    return [
+        part.view(torch.float64) if _is_float(column) else part for part, column in zip(parts, columns, strict=True)
+    ]
+
+
+def _is_float(column: Sequence[int] | np.ndarray) -> bool:
+    return isinstance(column, np.ndarray) and column.dtype == np.float64
 
 
 def download(tensor: Tensor) -> Tensor:

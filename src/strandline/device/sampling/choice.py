@@ -11,11 +11,12 @@ of its draft (Leviathan et al., "Fast Inference from Transformers via Speculativ
 Shape suffixes: R rows, N sequences, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from strandline.device.hardware.upload import download
@@ -85,6 +86,13 @@ class Chosen:
     may be missing: they have no drafts."""
     rows: slice | Tensor = field(default_factory=partial(slice, 0))
     """Where the hidden states of ``tokens_R`` are among those of a padded step that verifies drafts."""
+    drafts_ND: Tensor | None = None
+    """For the next step, of all sequences of a padded step; more than are wanted. None: the device has made none."""
+
+    @property
+    def request_ids(self) -> list[RequestId]:
+        """The request of each sequence."""
+        return [each.state.new.request_id for each in self.candidates]
 
     @classmethod
     def of(cls, candidates: Sequence[Candidates], chosen: ChosenTokens) -> "Chosen":
@@ -92,6 +100,17 @@ class Chosen:
         logprobs = {candidates[row].plan_index: [tensors] for row, tensors in chosen.logprobs.items()}
         failures = {candidates[row].state.new.request_id: text for row, text in chosen.failures.items()}
         return cls(candidates, chosen.tokens_N, logprobs, failures)
+
+    @classmethod
+    def joined(cls, parts: Mapping[int, "Chosen"]) -> "Chosen":
+        """Return what was chosen for sequences without drafts, one by one, given the index in the plan of each."""
+        rows = enumerate(parts.items())
+        return cls(
+            [part.candidates[0]._replace(plan_index=index, first_row=row) for row, (index, part) in rows],
+            torch.cat([part.tokens_R for part in parts.values()]),
+            {index: tensors for index, part in parts.items() for tensors in part.logprobs.values()},
+            {request_id: text for part in parts.values() for request_id, text in part.failures.items()},
+        )
 
     def compare(self) -> list[list[int]]:
         """Take the tokens as far as drafts agree, and return them. Waits for the device, unless the host knows them."""
@@ -112,6 +131,8 @@ class Chosen:
             self.host_tokens_R = download(self.tokens_R)
         if self.num_accepted_N is not None:
             self.num_accepted_N = download(self.num_accepted_N)
+        if self.drafts_ND is not None:
+            self.drafts_ND = download(self.drafts_ND)
 
     def read(self) -> list[list[int]]:
         """Return each sequence's tokens, which have been fetched. The device must be done."""

@@ -6,7 +6,7 @@ logits; then bans and biases, penalties, grammars, temperature, min-p, top-k, to
 
 Each rank has the logits of its part of the vocabulary, and of each request's tokens counts those that lie there.
 
-Shape suffixes: N rows, P the rank's part of the vocabulary (``columns_of``).
+Shape suffixes: N rows, M those with penalties, P the rank's part of the vocabulary (``columns_of``).
 """
 
 import logging
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.hardware.upload import download, upload
+from strandline.device.hardware.upload import download, upload, upload_together
 from strandline.device.sampling.allowed_tokens import forbidden_mask
 from strandline.device.sampling.divided_sampling import (
     Filters,
@@ -215,15 +215,6 @@ class ChosenTokens(NamedTuple):
     failures: dict[int, str]
     """By row, why no token could be chosen for it: an exception concerned it alone."""
 
-    @staticmethod
-    def of_rows(parts: "Sequence[ChosenTokens]") -> "ChosenTokens":
-        """Return what was sampled for rows, one at a time."""
-        return ChosenTokens(
-            torch.cat([part.tokens_N for part in parts]),
-            {row: tensors for row, part in enumerate(parts) for tensors in part.logprobs.values()},
-            {row: text for row, part in enumerate(parts) for text in part.failures.values()},
-        )
-
 
 def choose_tokens(
     logits_NP: Tensor, states: Sequence[SamplingState], kernels: Kernels, greedy_N: Tensor | None = None
@@ -289,70 +280,108 @@ def _is_plain_greedy(new: NewRequest) -> bool:
     return params.is_greedy and not has_extras
 
 
+class RowNumbers(NamedTuple):
+    """What tokens of rows are chosen by, on the device: int64 and float64, from one copy."""
+
+    changed_rows: Tensor
+    changed_columns: Tensor
+    changes: Tensor
+    """What is added to single logits: biases, and minus infinity for banned tokens."""
+    penalised_M: Tensor
+    """Rows with penalties."""
+    penalties: Tensor
+    """Factors for repetition of these rows, then summands for presence, then for frequency."""
+    floats: Tensor
+    """Temperatures of all rows, then top-p, then min-p."""
+    top_k_N: Tensor
+    seed_N: Tensor
+    is_greedy_N: Tensor
+    position_N: Tensor
+    """Positions of the tokens, as far as the host knows them."""
+
+    @classmethod
+    def of(
+        cls, states: Sequence[SamplingState], device: torch.device, changes: Sequence[tuple[int, int, float]] = ()
+    ) -> "RowNumbers":
+        """Collect them, given rows, columns and values of changes."""
+        params = [state.params for state in states]
+        penalised = [row for row, state in enumerate(states) if state.prompt_mask_P is not None]
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        floats = [1.0 if p.is_greedy else p.temperature for p in params]
+        floats += [p.top_p for p in params] + [p.min_p for p in params]
+        columns: list[Sequence[int] | np.ndarray] = [
+            [row for row, _, _ in changes],
+            [column for _, column, _ in changes],
+            np.array([value for _, _, value in changes], dtype=np.float64),
+            penalised,
+            np.array([getattr(params[row], name) for name in names for row in penalised], dtype=np.float64),
+            np.array(floats, dtype=np.float64),
+            [max(p.top_k, 0) for p in params],
+            [state.new.seed for state in states],
+            [p.is_greedy for p in params],
+            [state.position for state in states],
+        ]
+        return cls(*upload_together(columns, device))
+
+
 def _choose(logits_NP: Tensor, states: Sequence[SamplingState], kernels: Kernels, failures: dict[int, str]) -> Tensor:
-    _apply_bans_and_biases(logits_NP, states, kernels.ranks, failures)
-    _apply_penalties(logits_NP, states)
+    changes = _biases_and_bans(states, logits_NP.shape[1], kernels.ranks, failures)
+    numbers = RowNumbers.of(states, logits_NP.device, changes)
+    if changes:
+        changed = (numbers.changed_rows, numbers.changed_columns)
+        logits_NP.index_put_(changed, numbers.changes.float(), accumulate=True)
+    for row, state in enumerate(states):
+        if state.forbidden_P is not None:
+            logits_NP[row].masked_fill_(state.forbidden_P, BANNED)
+    _apply_penalties(logits_NP, states, numbers)
     constrained = [(row, state.matcher) for row, state in enumerate(states) if state.is_constrained]
     matchers = {row: matcher for row, matcher in constrained if matcher is not None}
     if matchers:
         mask_logits(logits_NP, list(matchers), list(matchers.values()), kernels.ranks)
         failures |= {row: matcher.error for row, matcher in matchers.items() if matcher.error is not None}
-    return choose_independently(logits_NP, states, [state.position for state in states], kernels)
+    return _draw(logits_NP, states, numbers, kernels)
+
+
+def _biases_and_bans(
+    states: Sequence[SamplingState], num_columns: int, ranks: Ranks, failures: dict[int, str]
+) -> list[tuple[int, int, float]]:
+    """Return row, column and value of what requests add to logits of this rank."""
+    first, changes = ranks.rank * num_columns, list[tuple[int, int, float]]()
+    for row, state in enumerate(states):
+        if state.has_bans_or_biases:
+            with catch_failure(failures, row):
+                own = [*(state.params.logit_bias or {}).items(), *((token, BANNED) for token in _banned(state))]
+                changes += [(row, token - first, value) for token, value in own if 0 <= token - first < num_columns]
+    return changes
 
 
 def choose_independently(
-    logits_NP: Tensor, states: Sequence[SamplingState], positions: Sequence[int] | Tensor, kernels: Kernels
+    logits_NP: Tensor, states: Sequence[SamplingState], position_N: Tensor, kernels: Kernels
 ) -> Tensor:
     """Sample a token per row by temperature and masks alone; return int64, ``NO_TOKEN`` where none can be.
 
     Args:
         logits_NP: may be overwritten; float32 unless every state is greedy.
         states: one per row; nothing is counted.
-        positions: of the tokens to sample; int64 on the device, if they are known there alone.
+        position_N: of the tokens to sample.
     """
-    device = logits_NP.device
+    if all(state.params.is_greedy for state in states):
+        return likeliest(logits_NP, kernels)
+    numbers = RowNumbers.of(states, logits_NP.device)
+    return _draw(logits_NP, states, numbers._replace(position_N=position_N), kernels)
+
+
+def _draw(logits_NP: Tensor, states: Sequence[SamplingState], numbers: RowNumbers, kernels: Kernels) -> Tensor:
+    """Sample a token per row by temperature and filters."""
     params = [state.params for state in states]
     if all(p.is_greedy for p in params):
         return likeliest(logits_NP, kernels)
-    temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-    floats = np.array([temperatures, [p.top_p for p in params], [p.min_p for p in params]], dtype=np.float32)
-    seeds = [state.new.seed for state in states]
-    integers = np.array([[max(p.top_k, 0) for p in params], seeds], dtype=np.int64)
-    temperature_N, top_p_N, min_p_N = upload(floats, device)
-    top_k_N, seed_N = upload(integers, device)
-    position_N = positions
-    if not isinstance(position_N, Tensor):
-        position_N = upload(np.array(position_N, dtype=np.int64), device)
+    temperature_N, top_p_N, min_p_N = numbers.floats.float().view(3, -1)
     logits_NP = apply_temperature(logits_NP, temperature_N)
-    filters = Filters(top_k_N, top_p_N, min_p_N, uniform_from_seed(seed_N, position_N))
+    filters = Filters(numbers.top_k_N, top_p_N, min_p_N, uniform_from_seed(numbers.seed_N, numbers.position_N))
     candidates = {row: num_candidates(p.top_k, p.top_p, p.min_p) for row, p in enumerate(params) if not p.is_greedy}
     greedy_N, drawn_N = draw_rows(logits_NP, filters, candidates, kernels)
-    is_greedy_N = upload(np.array([p.is_greedy for p in params]), device)
-    return torch.where(is_greedy_N | (greedy_N == NO_TOKEN), greedy_N, drawn_N)
-
-
-def _apply_bans_and_biases(
-    logits_NP: Tensor, states: Sequence[SamplingState], ranks: Ranks, failures: dict[int, str]
-) -> None:
-    num_columns = logits_NP.shape[1]
-    first = ranks.rank * num_columns
-    biases, bans = list[tuple[int, int, float]](), list[tuple[int, int]]()
-    for row, state in enumerate(states):
-        if state.has_bans_or_biases:
-            with catch_failure(failures, row):
-                biases += [(row, token, bias) for token, bias in (state.params.logit_bias or {}).items()]
-                bans += [(row, token) for token in _banned(state)]
-    biases = [(row, token - first, bias) for row, token, bias in biases if 0 <= token - first < num_columns]
-    bans = [(row, token - first) for row, token in bans if 0 <= token - first < num_columns]
-    if biases:
-        rows, columns, values = (upload(np.array(entries), logits_NP.device) for entries in zip(*biases, strict=True))
-        logits_NP[rows, columns] += values.float()
-    if bans:
-        rows, columns = (upload(np.array(entries), logits_NP.device) for entries in zip(*bans, strict=True))
-        logits_NP.index_put_((rows, columns), logits_NP.new_full((), BANNED))
-    for row, state in enumerate(states):
-        if state.forbidden_P is not None:
-            logits_NP[row].masked_fill_(state.forbidden_P, BANNED)
+    return torch.where(numbers.is_greedy_N.bool() | (greedy_N == NO_TOKEN), greedy_N, drawn_N)
 
 
 def _banned(state: SamplingState) -> list[int]:
@@ -366,20 +395,10 @@ def _banned(state: SamplingState) -> list[int]:
     return banned
 
 
-def _apply_penalties(logits_NP: Tensor, states: Sequence[SamplingState]) -> None:
-    rows = [row for row, state in enumerate(states) if state.prompt_mask_P is not None]
-    if not rows:
-        return
-    penalised = [states[row] for row in rows]
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    factors = np.array([[getattr(s.params, name) for s in penalised] for name in names], dtype=np.float32)
-    repetition_N, presence_N, frequency_N = upload(factors, logits_NP.device)
-    row_N = upload(np.array(rows), logits_NP.device)
-    logits_NP[row_N] = apply_penalties(
-        logits_NP[row_N],
-        torch.stack([s.prompt_mask_P for s in penalised if s.prompt_mask_P is not None]),
-        torch.stack([s.output_counts_P for s in penalised if s.output_counts_P is not None]),
-        repetition_N,
-        presence_N,
-        frequency_N,
-    )
+def _apply_penalties(logits_NP: Tensor, states: Sequence[SamplingState], numbers: RowNumbers) -> None:
+    masks = [state.prompt_mask_P for state in states if state.prompt_mask_P is not None]
+    if masks:
+        counts = [state.output_counts_P for state in states if state.output_counts_P is not None]
+        rows_MP = logits_NP[numbers.penalised_M]
+        penalties = numbers.penalties.float().view(3, -1)
+        logits_NP[numbers.penalised_M] = apply_penalties(rows_MP, torch.stack(masks), torch.stack(counts), *penalties)

@@ -1,22 +1,25 @@
 """A step as the runner lays it out: what is computed, and which rows of hidden states tokens are chosen from.
 
-Shape suffixes: T rows of the step, X rows to choose from: those of the step, then stored ones; E hidden size.
+Shape suffixes: R rows that tokens are chosen from, N sequences that compute something.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, batch_order, build_host_batch
 from strandline.device.batches.pending import NO_STOPS, PendingTokens
+from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.choice import Candidates, draw_verdicts
 from strandline.device.sampling.sampler import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
-from strandline.device.steps.graphs import CapturedStep
+from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.errors import EngineError
 from strandline.ids import PendingToken, RequestId
 from strandline.records.plan import SequencePlan
@@ -24,41 +27,35 @@ from strandline.records.plan import SequencePlan
 _IS_DECODE, _IS_VERIFICATION = attrgetter("is_decode"), attrgetter("is_verification")
 
 
-class StepHidden(NamedTuple):
-    """The final hidden states of a step."""
+class StepIndices(NamedTuple):
+    """What a step picks by index, on the device: int64."""
 
-    hidden_XE: Tensor
-    first_prompt_row: int
-    """The row where the batch's prefills begin."""
-    replayed: CapturedStep | None = None
-    """The captured step that has computed them; None: they were computed kernel by kernel."""
-
-    @property
-    def verification(self) -> CapturedStep | None:
-        """The captured step, if its tail compares drafts."""
-        return None if self.replayed is None or not self.replayed.padded.size.has_drafts else self.replayed
-
-    def graph_of_decodes(self, step: "HostStep") -> CapturedStep | None:
-        """The captured step, if it has logits of all rows of a step that decodes without drafts."""
-        return self.replayed if self.verification is None and step.is_plain and step.is_decoding else None
+    stored_slots: Tensor
+    """The slots of the stored hidden states that the step needs."""
+    rows_R: Tensor
+    """The rows of hidden states from which tokens are chosen."""
+    positions_R: Tensor
+    """The positions of these tokens; of pending ones, undefined."""
+    wanted_rows: Tensor
+    """The rows of hidden states that requests ask for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostStep:
-    """The sequences of a plan, laid out."""
+    """The sequences of a plan, laid out. Rows are those of the step's final hidden states, then stored ones."""
 
     sequences: Sequence[SequencePlan]
     order: Sequence[int]
     """Indices of the sequences that compute something, as in the batch."""
     batch: HostBatch | None
     """None: nothing is computed."""
+    captured: CapturedStep | None
+    """What is replayed; None: kernels are launched one by one."""
     stored: Sequence[int]
     """Indices of the sequences whose stored hidden states are needed: to choose from, or for a drafter."""
     candidates: Sequence[Candidates]
     """Those of the sequences that are sampled, in the plan's order or, if a padded step may verify drafts, the batch's.
     """
-    follows_drafts: bool
-    """Whether it continues a step whose accepted drafts the host did not know: a graph has to complete it."""
     is_plain: bool
     """Whether it computes as if there were no drafts."""
 
@@ -68,53 +65,88 @@ class HostStep:
         return 0 if self.batch is None else self.batch.num_decodes
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether other sequences compute something."""
-        return self.num_decodes < len(self.order)
-
-    @property
     def is_decoding(self) -> bool:
         """Whether every sequence decodes, so that tokens are chosen from all rows."""
         return self.num_decodes == len(self.sequences) == len(self.candidates)
 
-    def padded_rows(self, captured: CapturedStep) -> Mapping[int, int]:
-        """Return the index that each sequence has in a captured step, by index in the plan."""
-        indices = [] if self.batch is None else captured.padded.sequence_indices(self.batch)
-        return dict(zip(self.order, indices, strict=True))
+    @property
+    def verification(self) -> CapturedStep | None:
+        """The captured step, if its tail compares drafts."""
+        return self.captured if self.captured is not None and self.captured.padded.size.has_drafts else None
 
     @property
-    def positions(self) -> list[int]:
-        """The positions of the tokens that are chosen, if none is pending."""
-        ends = ((self.sequences[each.plan_index].end, each.num_rows) for each in self.candidates)
-        return [position for end, count in ends for position in range(end + 1 - count, end + 1)]
+    def captured_decodes(self) -> CapturedStep | None:
+        """The captured step, if it has logits of all rows of a step that decodes without drafts."""
+        return self.captured if self.verification is None and self.is_plain and self.is_decoding else None
 
     @property
-    def request_ids(self) -> Iterator[RequestId]:
-        """The requests that are sampled."""
-        return (self.sequences[each.plan_index].request_id for each in self.candidates)
+    def padded_rows(self) -> Mapping[int, int]:
+        """The index that each sequence has in the captured step, by index in the plan."""
+        if self.captured is None or self.batch is None:
+            return {}
+        return dict(zip(self.order, self.captured.padded.sequence_indices(self.batch), strict=True))
 
-    def first_rows(self, hidden: StepHidden) -> Mapping[int, int]:
-        """Return where the rows of sequences that compute something begin, by index in the plan."""
+    @property
+    def num_rows(self) -> int:
+        """Rows that are computed, padding included."""
+        if self.batch is None or self.captured is None:
+            return 0 if self.batch is None else len(self.batch.token_ids_T)
+        return self.captured.padded.size.num_rows
+
+    @cached_property
+    def first_rows(self) -> Mapping[int, int]:
+        """Where the rows of sequences that compute something begin, by index in the plan."""
         batch = self.batch
         if batch is None:
             return {}
         starts_N = batch.query_starts_N1[:-1].copy()
-        starts_N[batch.num_decodes :] += hidden.first_prompt_row - batch.num_decode_rows
+        starts_N[batch.num_decodes :] += 0 if self.captured is None else self.captured.padded.gap(batch)
         return dict(zip(self.order, starts_N.tolist(), strict=True))
 
-    def stored_rows(self, hidden: StepHidden) -> Mapping[int, int]:
-        """Return the rows of stored hidden states, by index in the plan."""
-        end = len(hidden.hidden_XE)
-        return dict(zip(self.stored, range(end - len(self.stored), end), strict=True))
+    @cached_property
+    def stored_rows(self) -> Mapping[int, int]:
+        """The rows of stored hidden states, by index in the plan."""
+        return {index: self.num_rows + row for row, index in enumerate(self.stored)}
 
-    def candidate_rows(self, hidden: StepHidden) -> list[int]:
-        """Return the rows of hidden states from which tokens are chosen: one, and one for each draft."""
-        first_rows, stored_rows, rows = self.first_rows(hidden), self.stored_rows(hidden), list[int]()
+    @cached_property
+    def rows(self) -> list[int]:
+        """The rows from which tokens are chosen: of each sequence that is sampled one, and one for each draft."""
+        rows = list[int]()
         for index, _, draft_ids, *_ in self.candidates:
             num_tokens = self.sequences[index].end - self.sequences[index].start
-            end = first_rows[index] + num_tokens if num_tokens else stored_rows[index] + 1
+            end = self.first_rows[index] + num_tokens if num_tokens else self.stored_rows[index] + 1
             rows += range(end - 1 - len(draft_ids), end)
         return rows
+
+    @property
+    def is_chosen_from_all(self) -> bool:
+        """Whether tokens are chosen from all rows in turn, but for padding."""
+        num_others = self.num_rows + len(self.stored) - len(self.rows)
+        has_prompts = self.num_decodes < len(self.order)
+        is_whole = num_others == 0 if self.verification is None else not has_prompts
+        return is_whole and self.rows == list(range(len(self.rows)))
+
+    @property
+    def verdicts(self) -> list[int]:
+        """A ``Verdict`` for each row of drafts in a padded step that verifies them; empty: none is forced."""
+        return [] if self.verification is None else [x for each in self.candidates for x in each.verdicts]
+
+    @property
+    def wanted(self) -> list[Candidates]:
+        """The sequences whose hidden states requests ask for: of the prompt's last token."""
+        return [each for each in self.candidates if each.state.wants_hidden_state]
+
+    def upload_indices(self, device: torch.device) -> StepIndices:
+        """Copy the indices that the step needs to the device; a step of decodes and their drafts needs none."""
+        slots = [self.sequences[index].state_src for index in self.stored]
+        rows, wanted = list[int](), [self.rows[each.first_row] for each in self.wanted]
+        positions = list[int]()
+        if not self.is_chosen_from_all:
+            rows = self.rows
+        if self.verification is None and not self.is_plain:
+            ends = ((self.sequences[each.plan_index].end, each.num_rows) for each in self.candidates)
+            positions = [position for end, count in ends for position in range(end + 1 - count, end + 1)]
+        return StepIndices(*upload_together([slots, rows, positions, wanted], device))
 
 
 def reads_stored(sequence: SequencePlan) -> bool:
@@ -149,8 +181,11 @@ class Layout:
         self._states, self._adapters, self._pending, self._log_tokens = states, adapters, pending, log_tokens
         self._synthetic_rates, self._reads_stored = synthetic_rates, reads_stored
 
-    def lay_out(self, sequences: Sequence[SequencePlan], *, has_graphs: bool) -> HostStep:
+    def lay_out_step(self, sequences: Sequence[SequencePlan], graphs: StepGraphs | None) -> HostStep:
         """Lay out a step.
+
+        Args:
+            graphs: to choose from, if one has room; None: kernels are launched one by one.
 
         Raises:
             EngineError: it was planned ahead, or with a log, although its sequences do not allow it.
@@ -158,7 +193,7 @@ class Layout:
         is_plain, is_pending = all(x.is_plain for x in sequences), any(x.pending for x in sequences)
         follows_drafts = is_pending and self._pending.may_follow_drafts
         has_drafts = follows_drafts or not is_plain
-        is_verification = has_graphs and has_drafts and _can_verify(sequences)
+        is_verification = graphs is not None and has_drafts and _can_verify(sequences)
         order, num_decodes = batch_order(sequences, _IS_VERIFICATION if is_verification else _IS_DECODE)
         in_order = order if is_verification else range(len(sequences))
         batch = None
@@ -170,13 +205,16 @@ class Layout:
             batch = build_host_batch(ordered, num_decodes, pending, self._log_tokens)
             slots_N = self._adapters.begin_step(ordered, self._states)
             batch = replace(batch, is_verification=is_verification, adapter_slots_N=slots_N)
+        captured = None if graphs is None or batch is None else graphs.find(batch)
+        if follows_drafts and (captured is None or not captured.padded.size.has_drafts):
+            raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
         return HostStep(
             sequences,
             order,
             batch,
+            captured,
             stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._reads_stored and reads_stored(x))],
             candidates=self._candidates(sequences, in_order, self._synthetic_rates if has_drafts else None),
-            follows_drafts=follows_drafts,
             is_plain=is_plain,
         )
 

@@ -1,6 +1,7 @@
 """A step in flight: sampled tokens come to the host at its end, and are read once the device is done."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ class StepInFlight:
         self._chosen = Chosen((), torch.empty(0, dtype=torch.int64), token_ids=[])
         self.drafts: dict[int, tuple[int, ...]] = {}
         """For the next step, by index of the sequence."""
-        self._drafts_on_device: tuple[Tensor, Mapping[int, int]] | None = None
+        self._draft_rows: Mapping[int, int] = {}
+        """By index of a sequence, the row of its drafts on the device."""
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
         self._hidden_states: list[tuple[Sequence[int], Tensor]] = []
         """Indices in the plan, and their rows."""
@@ -45,20 +47,15 @@ class StepInFlight:
         """Why requests have failed so far."""
         self._done: torch.cuda.Event | None = None
 
-    def take(self, chosen: Chosen) -> None:
-        """Fetch the tokens of the step."""
-        chosen.fetch()
-        self._chosen = chosen
-        self.failures |= chosen.failures
-
-    def take_drafts(self, drafts_ND: Tensor, row_of: Mapping[int, int]) -> None:
-        """Fetch the drafts for the next step.
+    def take(self, chosen: Chosen, draft_rows: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Fetch the tokens of the step.
 
         Args:
-            drafts_ND: on the device; more of them than are wanted.
-            row_of: the row of each sequence's drafts, by index in the plan.
+            draft_rows: by index of a sequence in the plan, the row of its drafts on the device, if these are there.
         """
-        self._drafts_on_device = download(drafts_ND), row_of
+        chosen.fetch()
+        self._chosen, self._draft_rows = chosen, draft_rows
+        self.failures |= chosen.failures
 
     def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
         """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
@@ -82,10 +79,9 @@ class StepInFlight:
         """Wait for the device and return the step's result."""
         if self._done is not None:
             self._done.synchronize()
-        if self._drafts_on_device is not None:
-            drafts_ND, row_of = self._drafts_on_device
-            drafts = drafts_ND.tolist()
-            for index, row in row_of.items():
+        if self._chosen.drafts_ND is not None:
+            drafts = self._chosen.drafts_ND.tolist()
+            for index, row in self._draft_rows.items():
                 if count := self._sequences[index].next_drafts:
                     self.drafts[index] = tuple(token for token in drafts[row][:count] if token != NO_TOKEN)
         token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
