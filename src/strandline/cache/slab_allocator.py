@@ -13,6 +13,8 @@ Blocks of another size come from an allocator of their own, which shares the fre
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
+from typing import cast
 
 from strandline.errors import CacheInvariantError, ConfigError
 from strandline.ids import BlockId, SlotId
@@ -206,10 +208,7 @@ class SlabAllocator:
 
     def used(self) -> tuple[set[SlotId], set[BlockId]]:
         """Return all allocated slots and blocks, for checks: linear in the size of the arena."""
-        blocks = {
-            BlockId(block)
-            for slab in self._block_slabs
-            for block in range(slab * self.blocks_per_slab, (slab + 1) * self.blocks_per_slab)
-        }
-        free = {block for blocks_of_slab in self._free_in.values() for block in blocks_of_slab}
-        return {SlotId(slot) for slot in self._slots}, blocks - free - set(map(BlockId, range(self.num_null_blocks)))
+        size = self.blocks_per_slab
+        blocks = set(chain.from_iterable(range(slab * size, (slab + 1) * size) for slab in self._block_slabs))
+        blocks.difference_update(range(self.num_null_blocks), *self._free_in.values())
+        return {SlotId(slot) for slot in self._slots}, cast(set[BlockId], blocks)
