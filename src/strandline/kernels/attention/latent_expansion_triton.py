@@ -20,12 +20,17 @@ from strandline.kernels.attention.attention_splits_triton import padded
 from strandline.kernels.attention.attention_triton import Tile, locate_tile
 from strandline.kernels.attention.latent_expansion import expand, piece_keys, pieces_of
 from strandline.kernels.batch import AttentionBatch
+from strandline.kernels.gpu import gpu_of
+from strandline.kernels.launch import first_that_fits
 from strandline.kernels.sizes import next_power_of_2
 from strandline.kernels.stages_triton import staged
 from strandline.kernels.state_triton import FLOAT32_PRECISION
 
 TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=3)
 """Not tuned (benchmarks/kernels, `latent-attention/expanded`)."""
+
+SMALL_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=2)
+"""Where the other does not fit: for keys of 256 channels on GPUs with 99 KiB of shared memory."""
 
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=1)
 """This path is for tests, not for speed."""
@@ -231,7 +236,7 @@ def expanded_latent_attention(
     if len(pieces) > 1:
         options = {"dtype": torch.float32, "device": q_THD.device}
         acc, (maximum, total) = torch.empty(out_THV.shape, **options), torch.empty(2, *out_THV.shape[:2], **options)
-    tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else TILE
+    tile = _tile(q_THD)
     num_prefills = len(base_N)
     num_tiles = num_row_tiles(batch.query_starts[num_decodes:], 1, tile.rows)
     for piece in pieces:
@@ -249,3 +254,15 @@ def expanded_latent_attention(
             num_stages=tile.num_stages,
         )  # fmt: skip
     return out_THV
+
+
+def _tile(q_THD: Tensor) -> Tile:
+    """Return the tile that fits into shared memory."""
+    if q_THD.dtype == torch.float32:
+        return FLOAT32_TILE
+
+    def shared_bytes(tile: Tile) -> int:
+        """Queries, keys and weights."""
+        return q_THD.element_size() * ((tile.rows + tile.keys) * q_THD.shape[2] + tile.rows * tile.keys)
+
+    return first_that_fits((TILE, SMALL_TILE), shared_bytes, gpu_of(q_THD.device))

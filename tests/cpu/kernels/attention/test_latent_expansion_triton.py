@@ -5,6 +5,7 @@ import torch
 
 from strandline.kernels.attention import latent_expansion
 from strandline.kernels.attention.attention_triton import Tile
+from strandline.kernels.gpu import GPUS, standing_for
 from tests.cpu.kernels.attention.test_latent_attention_triton import Range, decodes
 from tests.cpu.kernels.attention.test_latent_expansion import RANGES, Shape, check, make
 
@@ -45,3 +46,12 @@ def test_a_piece_holds_one_block_at_least(monkeypatch: pytest.MonkeyPatch) -> No
     case = make([(0, 1)])
     monkeypatch.setattr(latent_expansion, "PIECE_BYTES", 1)
     assert latent_expansion.piece_keys(*case.ups) == 64
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "architecture", "rows"), [(256, "sm_90", 128), (256, "sm_120", 64), (192, "sm_120", 128)]
+)
+def test_prefills_take_the_tile_that_fits(key_dim: int, architecture: str, rows: int) -> None:
+    with standing_for(GPUS[architecture]):
+        q_THD = torch.empty(70, 8, key_dim, dtype=torch.bfloat16, device="meta")
+        assert latent_expansion_triton._tile(q_THD).rows == rows
