@@ -38,9 +38,10 @@ from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.size import CacheSize
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
-from strandline.cache.tree import Run
+from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import UseHistory, interarrival_bin
 from strandline.cache.walk import Walk
+from strandline.cache.window import Window
 from strandline.cache.windows import Windows
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
@@ -244,14 +245,23 @@ class PrefixCache:
         lease.kv_start = max(shared, lease.computed)
         if self._rule.needs_slots:
             lease.dst = self._memory.take_promised_slot()
+        if self._memory.windows.are_kept:
+            lease.window = self._resume_window(match.snapshot)
         if match.snapshot is not None:
             lease.source, lease.src = match.snapshot, match.snapshot.slot
-            lease.window = self._memory.resume_window(match.snapshot)
             record_hit(lease, match.snapshot, self._memory, self._reuse)
         record_use(lease, None if self._rule.needs_slots else match.copied_run, self._memory, self._reuse)
         if match.copied_run is not None:
             self._copy_partial(lease, match.copied_run)
         self._windows.advance(lease)
+
+    def _resume_window(self, snapshot: Snapshot | None) -> Window:
+        """Return the window blocks of a request that resumes from a snapshot; None: it starts from the first token."""
+        if snapshot is None:
+            return Window()
+        windows, position = self._memory.windows, snapshot.position
+        own = self._memory.take_promised_window_blocks(windows.num_to_resume(position, position))
+        return windows.resumed(snapshot.window, position, own)
 
     def _plan_snapshots(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement at which positions the lease leaves snapshots."""
@@ -351,7 +361,8 @@ class PrefixCache:
         elif lease.planned_cuts and not self._rule.needs_slots:
             self._publisher.publish_for_followers(lease)
         self._windows.advance(lease)
-        self._memory.windows.advance(lease.window, computed)
+        if self._memory.windows.are_kept:
+            self._memory.windows.advance(lease.window, computed)
 
     def _move_to_own_slot(self, lease: Lease) -> None:
         """Read the state from the lease's own slot from now on; unpin the snapshot that it was read from."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import NO_INTERARRIVAL
-from strandline.cache.window import Window
+from strandline.cache.window import NO_WINDOW, Window
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
 from strandline.records.account import Account, SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -110,8 +110,8 @@ class Lease:
         """The bin of the time since its path was last used."""
         self.table: array[int] = array("i")
         """Its blocks in order: published ones, which are shared and immutable, then its own."""
-        self.window = Window()
-        """Its window blocks."""
+        self.window = NO_WINDOW
+        """Its window blocks; of a load, a hold, or where there are no such blocks: none."""
         self.num_published = 0
         self.num_left = 0
         """Blocks at the start of the table that its window has passed: the null block stands for those freed since.

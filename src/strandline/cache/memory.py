@@ -27,7 +27,6 @@ from strandline.cache.tree import (
     remove_child,
     snapshot_above,
 )
-from strandline.cache.window import Window
 from strandline.cache.window_blocks import WindowBlocks
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
@@ -122,12 +121,12 @@ class CacheMemory:
             num_slots_left = allocator.max_slots - allocator.num_slots + self.num_evictable_slots
             num_blocks_left = allocator.max_block_slabs * size - 1 - allocator.num_blocks + self.num_evictable_blocks
             return num_slots <= num_slots_left and num_blocks <= num_blocks_left
-        num_slabs = num_slots + self.windows.num_missing_slabs(num_window_blocks)
+        num_slabs = num_slots + (self.windows.num_missing_slabs(num_window_blocks) if num_window_blocks else 0)
         if num_blocks <= allocator.num_free_blocks and num_slabs <= allocator.num_free_slabs:
             return True
         slabs_for_slots = allocator.num_free_slabs + self.num_evictable_slots
         room = allocator.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
-        slabs_of_windows = self.windows.num_slabs_with(num_window_blocks)
+        slabs_of_windows = self.windows.num_slabs_with(num_window_blocks) if self.windows.are_kept else 0
         if not num_slots and not slabs_of_windows:
             return num_blocks <= room  # slab 0 only holds blocks
         blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
@@ -205,12 +204,6 @@ class CacheMemory:
     def free_slot(self, slot: SlotId) -> None:
         self.allocator.free_slot(slot)
         self.actions.append(DropSlot(slot))
-
-    def resume_window(self, snapshot: Snapshot) -> Window:
-        """Allocate the window of a request that resumes from a snapshot, as ``can_take`` has promised."""
-        inside = self.windows.num_to_resume(snapshot.position, snapshot.position)
-        own = self.take_promised_window_blocks(inside)
-        return self.windows.resumed(snapshot.window, snapshot.position, own)
 
     # The index's blocks
 
@@ -290,7 +283,8 @@ class CacheMemory:
         snapshot.num_readers += 1
         if snapshot.num_readers == 1:
             self.num_evictable_slots -= 1
-            self.windows.pin(snapshot.window)
+            if self.windows.are_kept:
+                self.windows.pin(snapshot.window)
 
     def unpin_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a reader. A snapshot that was evicted meanwhile is freed with its last reader."""
@@ -299,7 +293,8 @@ class CacheMemory:
             return
         if snapshot.is_attached:
             self.num_evictable_slots += 1
-            self.windows.unpin(snapshot.window)
+            if self.windows.are_kept:
+                self.windows.unpin(snapshot.window)
             self.offer(snapshot)
         else:
             self._free_snapshot(snapshot)
@@ -318,7 +313,8 @@ class CacheMemory:
             tail.is_live = False
             self.remove_user(tail)
         self.unpin_run(lease.run)
-        self.windows.release(lease.window)
+        if self.windows.are_kept:
+            self.windows.release(lease.window)
         self.on_ended(lease)
 
     def touch(self, *runs: Run | None) -> None:
@@ -350,7 +346,8 @@ class CacheMemory:
         self.revision += 1
         if snapshot.num_readers == 0:
             self.num_evictable_slots += 1
-            self.windows.unpin(snapshot.window)
+            if self.windows.are_kept:
+                self.windows.unpin(snapshot.window)
             self.offer(snapshot)
         above = snapshot_above(snapshot)
         if above is not None:

@@ -111,15 +111,16 @@ class OwnStates:
         """Publish the last state of a lease that ends, or the last one up to a position, and free its other slots."""
         state = self._last_state(lease, min(end, lease.computed), kind)
         home = None if state is None else self.home_for(lease, kind, state.position)
-        own = Cut(lease.computed, lease.dst, kind)
-        left = {cut.slot: cut for cut in (own, lease.fallback) if cut is not None and cut.slot != NULL_SLOT}
+        left = NULL_SLOT
         if state is not None and home is not None:
             if state.slot == lease.dst:
                 self.fold(lease, state.position)
             self._publisher.publish(lease, state, home)
-            left.pop(state.slot, None)
-        for cut in left.values():
-            self._memory.free_cut(cut)
+            left = state.slot
+        if lease.dst not in (NULL_SLOT, left):
+            self._memory.free_slot(lease.dst)
+        if lease.fallback is not None and lease.fallback.slot != left:
+            self._memory.free_cut(lease.fallback)
         lease.fallback = None
 
     def _last_state(self, lease: Lease, end: int, kind: SnapshotKind) -> Cut | None:

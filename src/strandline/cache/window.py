@@ -35,4 +35,4 @@ class Window:
 
 
 NO_WINDOW: Final = Window()
-"""That of all snapshots where there are no window blocks."""
+"""That of all snapshots and requests where there are no window blocks."""

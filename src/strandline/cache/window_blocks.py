@@ -31,6 +31,8 @@ class WindowBlocks:
         self.num_evictable = 0
         """Blocks that eviction could free: those without a pinned window."""
         self._window_tokens = window_tokens
+        self.are_kept = window_tokens > 0
+        """Whether there are window blocks."""
         self._issue = issue
         self._windows: dict[int, list[Window]] = {}
         """By block, the windows that have it."""
@@ -69,8 +71,6 @@ class WindowBlocks:
 
     def advance(self, window: Window, position: int) -> None:
         """Release the blocks that a request which computes from a position on does not read."""
-        if not self._window_tokens:
-            return
         end = min(first_block_seen(position, self._window_tokens), len(window.blocks))
         if end > window.first:
             passed = window.blocks[window.first : end]
@@ -99,8 +99,6 @@ class WindowBlocks:
         Args:
             blocks: allocated for it: one for a copy of the block that the position is inside; else none.
         """
-        if not self._window_tokens:
-            return Window()
         shared = window.blocks[window.first : position // BLOCK_TOKENS]
         if blocks:
             self._issue(
@@ -119,7 +117,7 @@ class WindowBlocks:
         self._set_pinned(window, is_pinned=False)
 
     def _set_pinned(self, window: Window, *, is_pinned: bool) -> None:
-        if window is NO_WINDOW or window.is_pinned == is_pinned:
+        if window.is_pinned == is_pinned:
             return
         window.is_pinned = is_pinned
         for block in window.held:
