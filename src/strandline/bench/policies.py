@@ -62,11 +62,16 @@ def make_cache(
     rule: ResumeRule = AT_SNAPSHOTS,
     *,
     announcer: Announcer | None = None,
+    windows: tuple[int, int] = (0, 0),
 ) -> PrefixCache:
-    """Return an empty cache with a policy."""
+    """Return an empty cache with a policy.
+
+    Args:
+        windows: tokens of the longest window, and window blocks in a slab; 0, 0: there are none.
+    """
     max_slots = None if chosen.slot_share is None else int(chosen.slot_share * num_slabs)
     return new_cache(
-        CacheSize(num_slabs, blocks_per_slab, max_slots),
+        CacheSize(num_slabs, blocks_per_slab, max_slots, 0, 0, *windows),
         rule=rule,
         order=LeastRecentlyUsed() if chosen.evicts_oldest else None,
         placement=chosen.placement,
