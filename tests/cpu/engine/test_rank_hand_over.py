@@ -59,7 +59,8 @@ class Engines:
     def executor(self, family: str, num_ranks: int, side: str) -> Any:
         key = (family, num_ranks, side)
         if key not in self._executors:
-            config = self.config(family, tensor_parallel_size=num_ranks)
+            transfer = None if side == "alone" else {"kv_connector": "SocketConnector", "kv_role": "kv_both"}
+            config = self.config(family, tensor_parallel_size=num_ranks, kv_transfer_config=transfer)
             self._executors[key] = load_executor(config) if num_ranks == 1 else ThreadedExecutor(config)
         self._executors[key].forget_requests()
         return self._executors[key]
