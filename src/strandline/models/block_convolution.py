@@ -51,7 +51,8 @@ def convolve(x_TE: Tensor, filters_TWE: Tensor, index_T: Tensor) -> Tensor:
     """
     out_TE = filters_TWE[:, 0] * x_TE
     for tap in range(1, filters_TWE.shape[1]):
-        out_TE += filters_TWE[:, tap] * x_TE.roll(tap, 0) * (index_T >= tap)[:, None]
+        # Filled, not multiplied by zero: a neighbour's rows may hold NaN.
+        out_TE += filters_TWE[:, tap] * x_TE.roll(tap, 0).masked_fill((index_T < tap)[:, None], 0.0)
     return out_TE
 
 

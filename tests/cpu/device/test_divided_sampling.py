@@ -114,6 +114,13 @@ def choose(steps: Sequence[Tensor], requests: Sequence[NewRequest], ranks: Ranks
     return tokens, logprobs, failures
 
 
+def test_banned_token_is_not_sampled_whatever_its_logit_is() -> None:
+    logits_NV = torch.zeros(1, VOCAB)
+    logits_NV[0, 7], logits_NV[0, 9] = torch.inf, 1.0
+    new = request(0, temperature=0.0, logit_bias={7: 100.0}, bad_words_ids=((7,),))
+    assert choose([logits_NV], [new], ONE_RANK)[0] == [[9]]
+
+
 def assert_alike(found: Answer, expected: Answer) -> None:
     """Check that tokens, and all that is said of them, are the same; log-probabilities up to rounding."""
     assert (found[0], found[2]) == (expected[0], expected[2])

@@ -328,8 +328,8 @@ def _choose(logits_NP: Tensor, states: Sequence[SamplingState], kernels: Kernels
     changes = _biases_and_bans(states, logits_NP.shape[1], kernels.ranks, failures)
     numbers = RowNumbers.of(states, logits_NP.device, changes)
     if changes:
-        changed = (numbers.changed_rows, numbers.changed_columns)
-        logits_NP.index_put_(changed, numbers.changes.float(), accumulate=True)
+        changed, values = (numbers.changed_rows, numbers.changed_columns), numbers.changes.float()
+        logits_NP[changed] = torch.where(values == BANNED, values, logits_NP[changed] + values)
     for row, state in enumerate(states):
         if state.forbidden_P is not None:
             logits_NP[row].masked_fill_(state.forbidden_P, BANNED)
@@ -345,13 +345,14 @@ def _choose(logits_NP: Tensor, states: Sequence[SamplingState], kernels: Kernels
 def _biases_and_bans(
     states: Sequence[SamplingState], num_columns: int, ranks: Ranks, failures: dict[int, str]
 ) -> list[tuple[int, int, float]]:
-    """Return row, column and value of what requests add to logits of this rank."""
+    """Return row, column and value of what requests add to logits of this rank, each logit once."""
     first, changes = ranks.rank * num_columns, list[tuple[int, int, float]]()
     for row, state in enumerate(states):
         if state.has_bans_or_biases:
             with catch_failure(failures, row):
-                own = [*(state.params.logit_bias or {}).items(), *((token, BANNED) for token in _banned(state))]
-                changes += [(row, token - first, value) for token, value in own if 0 <= token - first < num_columns]
+                own = {**(state.params.logit_bias or {}), **dict.fromkeys(_banned(state), BANNED)}
+                columns = ((token - first, value) for token, value in own.items())
+                changes += [(row, column, value) for column, value in columns if 0 <= column < num_columns]
     return changes
 
 

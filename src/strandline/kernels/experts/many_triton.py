@@ -59,7 +59,9 @@ def _store_hidden(hidden, activated_MN, row_M, is_row_M, col_N, F):
     if scale_ptr is None:
         tl.store(hidden_MN_ptr, activated_MN, mask=is_MN)
     else:
-        quantized_MN, scale_M = quantize_groups(activated_MN.to(tl.float32))
+        # Features after the last were computed from its row, without its bias.
+        activated_MN = tl.where((col_N < F)[None, :], activated_MN.to(tl.float32), 0.0)
+        quantized_MN, scale_M = quantize_groups(activated_MN)
         tl.store(hidden_MN_ptr, quantized_MN, mask=is_MN)
         tl.store(scale_ptr + tl.program_id(0) * stride_scale + row_M, scale_M, mask=is_row_M)
 
