@@ -214,9 +214,14 @@ class ModelSpec:
     them; else all streams are in the same blocks."""
 
     @property
+    def mixes_windows(self) -> bool:
+        """Whether some layers' streams have windows and others' do not."""
+        return len({layer.window_tokens is None for layer in self.layers if layer.streams}) == 2
+
+    @property
     def can_have_window_blocks(self) -> bool:
-        """Whether some layers' streams have windows and others' do not. Prefixes then must be resumed at snapshots."""
-        return self.has_states and len({layer.window_tokens is None for layer in self.layers if layer.streams}) == 2
+        """Whether layers with windows can have blocks of their own: prefixes must be resumed at snapshots."""
+        return self.has_states and self.mixes_windows
 
     def lifetime_of(self, layer: LayerSpec) -> Lifetime:
         """Return which blocks hold a layer's streams."""

@@ -35,7 +35,7 @@ from strandline.engine.requests.request import Request
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.engine.scheduling.step_limits import StepLimits
 from strandline.engine.startup.model_identity import weights_digest
-from strandline.engine.startup.start_report import describe_fallbacks, describe_snapshots
+from strandline.engine.startup.start_report import describe_fallbacks, describe_sizes
 from strandline.engine.startup.warm_up import WarmUp
 from strandline.env import is_cache_debugged
 from strandline.errors import EngineError
@@ -373,7 +373,7 @@ class EngineCore:
             f"cache: {total / 2**20:,.0f} MiB{on_each_rank(self.executor.facts)} for blocks and snapshots "
             "together, prefix caching " + ("on" if self.cache.is_enabled else "off"),
             *describe_tiers(self.executor.facts, self._snapshot_dtype, self.loads),
-            f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {describe_snapshots(spec)}",
+            *describe_sizes(spec),
             f"start: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.start_s.items())}",
             f"longest request: {self.limits.max_model_len:,} tokens; {self._shortest_hit()}",
             *([] if self.event_feed is None else self.event_feed.describe()),

@@ -48,3 +48,21 @@ def test_answers_and_hits_are_those_of_whole_paths(
     assert [list(each) for _, each in found[0][:1]] == [
         list(each.outputs[0].token_ids) for each in uncached.generate([first], LONG, use_tqdm=False)
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "host_memory", "line"),
+    [
+        ("lfm3", None, "store the last "),
+        ("lfm3", "8MiB", "store all tokens of a request, as --host-memory"),
+        ("gemma3", None, "store all tokens of a request, as the model keeps no recurrent state"),
+        ("qwen3_5", None, None),
+    ],
+)
+def test_start_says_what_windows_save(
+    family: str, host_memory: str | None, line: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_maker(families.save(family, tmp_path), monkeypatch, device="cpu")(host_memory=host_memory, memory="16MiB")
+    found = [text for text in llm.engine.describe() if text.startswith("windows:")]
+    assert len(found) == (line is not None)
+    assert all(line in text for text in found if line is not None)

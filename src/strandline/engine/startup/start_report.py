@@ -17,8 +17,20 @@ def describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
     ]
 
 
-def describe_snapshots(spec: ModelSpec) -> str:
-    """Return how much memory a snapshot takes, as a text."""
+def describe_sizes(spec: ModelSpec) -> list[str]:
+    """Return lines about the memory that a block, a snapshot and layers with windows take."""
+    lines = [f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}"]
+    if spec.has_window_blocks:
+        lines.append(f"windows: layers with windows store the last {spec.max_window_tokens:,} tokens of a request")
+    elif spec.mixes_windows:
+        reason = "as the model keeps no recurrent state"
+        if spec.has_states:
+            reason = "as --host-memory, --disk-cache, --kv-transfer-config and drafters with layers require"
+        lines.append(f"windows: layers with windows store all tokens of a request, {reason}")
+    return lines
+
+
+def _describe_snapshots(spec: ModelSpec) -> str:
     if not spec.has_states:
         return "no snapshots are needed, as the model keeps no recurrent state"
     return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"

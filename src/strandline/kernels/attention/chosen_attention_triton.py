@@ -1,4 +1,4 @@
-"""Softmax attention to the groups of tokens that were chosen for each row, and to the tokens behind them, in Triton.
+"""Softmax attention to the groups of tokens that were chosen for each row, and to the tokens after them, in Triton.
 
 A program attends a row's query heads of one key/value head, at most ``MAX_HEADS`` of them, to one split of what the row
 sees: the chosen groups in the order of their list, then the tokens of the last, incomplete group. Keys are read row by
@@ -206,7 +206,7 @@ def attend_chosen(
     scale: float,
     launches: Launches,
 ) -> Tensor:
-    """Attend every row to its groups and to the tokens behind the last complete one; return ``out_THV``, filled.
+    """Attend every row to its groups and to the tokens after the last complete one; return ``out_THV``, filled.
 
     Args:
         memory: keys and values, ``[B, P, G, D]``; None: values are the first channels of keys.

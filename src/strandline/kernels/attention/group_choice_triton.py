@@ -358,7 +358,7 @@ def _choose_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Write the groups that a row attends to, in their order, and -1 behind them."""
+    """Write the groups that a row attends to, in their order, and -1 after them."""
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     sequence, row, _ = find_rows(tl.program_id(0), query_start_ptr, num_sequences, first_row, end_row, 1, BLOCK_N)
@@ -412,7 +412,7 @@ def choose_best(
     group_tokens: int,
     max_groups: int,
 ) -> Tensor:
-    """Return the groups of each row with the greatest scores, ``group_TK``, in their order, and -1 behind them.
+    """Return the groups of each row with the greatest scores, ``group_TK``, in their order, and -1 after them.
 
     Args:
         weight_TJ: of the index heads; None: each counts once.

@@ -54,7 +54,7 @@ def is_read_whole(num_tokens: int, group_tokens: int, max_groups: int) -> bool:
 def choose_groups(
     index_q_TJC: Tensor, weight_TJ: Tensor, index_BPX: Tensor, batch: AttentionBatch, index: PooledIndex
 ) -> Tensor:
-    """Return the groups that each token attends to, ``group_TK``, int64, and -1 behind them where they are fewer.
+    """Return the groups that each token attends to, ``group_TK``, int64, and -1 after them where they are fewer.
 
     The step's own index keys and gates must have been written before.
     """

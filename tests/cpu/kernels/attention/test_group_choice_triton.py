@@ -53,7 +53,7 @@ class Case:
             return choose_groups(self.q_TJC, self.weight_TJ, self.index_BPX, self.batch, self.index)
 
     def expected(self) -> Tensor:
-        """Return the reference implementation's choice in the order of groups, with -1 behind them."""
+        """Return the reference implementation's choice in the order of groups, with -1 after them."""
         found_TK = choose_groups_operation.reference(self.q_TJC, self.weight_TJ, self.index_BPX, self.batch, self.index)
         last = 2**40
         ordered_TK = found_TK.masked_fill(found_TK < 0, last).sort(dim=-1).values
