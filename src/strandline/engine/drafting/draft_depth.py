@@ -35,10 +35,16 @@ LOAD_FADING: Final = 0.01
 """Weight of the newest step in the number of prompts' tokens that come with each token of a sequence."""
 
 ACCEPTANCE_FADING: Final = 0.02
-"""Weight of the newest draft in an average."""
+"""Least weight of the newest draft in an average."""
 
 FIRST_ACCEPTANCE: Final = 0.7
 """Assumed before any draft."""
+
+NUM_ASSUMED: Final = 8
+"""How many drafts the assumption counts for: a mean of few drafts moves faster than one of many."""
+
+LEAST_SEEN: Final = NUM_ASSUMED + 12
+"""Drafts in the mean of a position before depths are compared by it: shallower steps would not learn more of it."""
 
 TRIALS: Final = 3
 """Steps at a depth before its time counts: the first may be slow for other reasons."""
@@ -73,7 +79,9 @@ class DraftDepth:
         self._max_depth = max_depth
         self._has_draft_layer = has_draft_layer
         self._accepted = [FIRST_ACCEPTANCE] * max_depth
-        """By place, how often a draft behind accepted ones was accepted."""
+        """By position, how often a draft after accepted ones was accepted."""
+        self._nums_seen = [NUM_ASSUMED] * max_depth
+        """By position, the drafts in that mean."""
         self._times: dict[int, list[_Times]] = {}
         """By the size of the batch and the depth."""
         self._best: dict[int, int] = {}
@@ -97,7 +105,8 @@ class DraftDepth:
         are_alone = any(time.num_values for time in times)
         nums_measured = [time.num_values if are_alone else len(time.mixed) for time in times]
         for depth, (time, num_measured) in enumerate(zip(times, nums_measured, strict=True)):
-            if is_timed and num_measured < TRIALS and time.num_choices < MAX_CHOICES:
+            is_unknown = num_measured < TRIALS or (depth == self._max_depth and self._nums_seen[-1] < LEAST_SEEN)
+            if is_timed and is_unknown and time.num_choices < MAX_CHOICES:
                 time.num_choices += 1
                 return depth
         if not any(nums_measured):
@@ -107,8 +116,9 @@ class DraftDepth:
         costs = zip(seconds, tokens, _surcharges_of(times, seconds), strict=True)
         rates = [1 / (time / count + rows_per_token * surcharge) for time, count, surcharge in costs]
         size, best = num_running.bit_length(), max(range(len(rates)), key=rates.__getitem__)
-        if rates[best] <= LEAST_GAIN * rates[self._best.get(size, 0)]:
-            best = self._best.get(size, 0)
+        current = self._best.get(size, self._max_depth)
+        if rates[best] <= LEAST_GAIN * rates[current]:
+            best = current
         self._best[size] = best
         if not is_timed:
             return best
@@ -129,8 +139,10 @@ class DraftDepth:
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """Count the drafts of one sequence in one step."""
-        for place in range(min(num_accepted + 1, num_drafted)):
-            self._accepted[place] += ACCEPTANCE_FADING * ((place < num_accepted) - self._accepted[place])
+        for position in range(min(num_accepted + 1, num_drafted)):
+            self._nums_seen[position] += 1
+            weight = max(ACCEPTANCE_FADING, 1 / self._nums_seen[position])
+            self._accepted[position] += weight * ((position < num_accepted) - self._accepted[position])
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Take the time of a step with decodes; its depth is their mean number of drafts."""
