@@ -34,7 +34,9 @@ def test_other_things_are_no_unique_ids(data: bytes) -> None:
 
 
 def test_handles_name_tensors_types_alone() -> None:
-    arguments = (torch.Tensor, torch.Size([2]), torch.bfloat16, torch.UntypedStorage, b"handle", 7, True, None)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    storages = (type(weight.untyped_storage()), type(weight._typed_storage()))  # the latter in what torch shares
+    arguments = (torch.Tensor, type(weight), weight.size(), torch.bfloat16, *storages, b"handle", 7, True, None)
     pickled = base64.b64encode(pickle.dumps([{"GPU-1": arguments}])).decode()
     assert read_handles(pickled) == [{"GPU-1": arguments}]
     for wrong in (Evil(), torch.zeros(1), torch.load, print):

@@ -27,6 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 512}
 OPTIONS: dict[str, Any] = {"memory": "64MiB", "device": "cuda", "skip_tokenizer_init": True, "max_num_seqs": 8}
 PORT = 29654
+"""Of the store of a test without packing; with packing, the next one: tests may run at the same time."""
 
 
 class ncclUniqueId(ctypes.Structure):
@@ -107,7 +108,7 @@ def test_weights_come_from_another_processs_memory(models: tuple[Path, Path]) ->
     process.join()
 
 
-def broadcast(directory: Path, packed: Sequence[bool]) -> None:
+def broadcast(directory: Path, port: int, packed: Sequence[bool]) -> None:
     """Send weights as vLLM's trainers do: rank 0 on the second GPU."""
     from torch._C import _distributed_c10d as c10d
 
@@ -115,7 +116,7 @@ def broadcast(directory: Path, packed: Sequence[bool]) -> None:
     unique_id = ncclUniqueId()
     assert nccl.ncclGetUniqueId(ctypes.byref(unique_id)) == 0
     timeout = timedelta(seconds=60)
-    store = c10d.TCPStore("127.0.0.1", PORT, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+    store = c10d.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timeout, wait_for_workers=False)
     store.set("broadcast_from/0/0", pickle.dumps(unique_id))
     torch.cuda.set_device(1)
     assert nccl.ncclCommInitRank(ctypes.byref(comm), 2, unique_id, 0) == 0
@@ -134,10 +135,11 @@ def broadcast(directory: Path, packed: Sequence[bool]) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the trainer needs a GPU of its own")
 @pytest.mark.parametrize("packed", [True, False])
 def test_weights_come_over_nccl(models: tuple[Path, Path], *, packed: bool) -> None:
-    process = get_context("spawn").Process(target=broadcast, args=(models[1], [packed]))
+    port = PORT + packed
+    process = get_context("spawn").Process(target=broadcast, args=(models[1], port, [packed]))
     process.start()
     with LLM(str(models[0]), **OPTIONS, weight_transfer_config={"backend": "nccl"}) as llm:
-        group = JoinTrainer(TransferGroup("127.0.0.1", PORT, 1, 2, packed))
+        group = JoinTrainer(TransferGroup("127.0.0.1", port, 1, 2, packed))
         received = ReceiveWeights((sent(models[1]),))
         apply(llm, group, BeginWeights(), received, PrepareWeights(None), UseWeights("e1"))
         assert answer(llm) == expected(models[1])

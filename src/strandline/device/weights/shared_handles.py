@@ -27,6 +27,7 @@ TYPES: Final = frozenset(
         ("torch._tensor", "Tensor"),
         ("torch.nn.parameter", "Parameter"),
         ("torch", "Size"),
+        ("torch.storage", "TypedStorage"),
         ("torch.storage", "UntypedStorage"),
         ("torch", "UntypedStorage"),
     ]
