@@ -127,7 +127,7 @@ class CacheMemory:
         slabs_for_slots = allocator.num_free_slabs + self.num_evictable_slots
         room = allocator.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
         slabs_of_windows = self.windows.num_slabs_with(num_window_blocks) if self.windows.are_kept else 0
-        if not num_slots and not slabs_of_windows:
+        if not num_slots and not self.windows.allocator.num_blocks + num_window_blocks:
             return num_blocks <= room  # slab 0 only holds blocks
         blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
         slots_that_stay = allocator.num_slots - self.num_evictable_slots + num_slots

@@ -108,3 +108,12 @@ def test_answer_outgrows_the_window_blocks_of_its_path() -> None:
     lease = small.admit(pattern(0, 1800))
     while lease.computed < len(lease.tokens):
         assert small.step(lease, min(lease.computed + 50, len(lease.tokens)))
+
+
+def test_slabs_of_windows_that_may_be_evicted_count_as_room() -> None:
+    idle = Driver(16, 1, window_tokens=1, windows_per_slab=3)
+    idle.serve(pattern(0, 100))
+    assert num_window_blocks(idle) == 1
+    memory = idle.cache.internals().memory
+    assert memory.can_take(15, 0)
+    memory.free_blocks(memory.take_promised_blocks(15))
