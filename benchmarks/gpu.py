@@ -19,7 +19,7 @@ token. Long: one cold prompt of each length, the decode steps of one and of four
 between the tokens of one and of four decodes beside the prefill of a long prompt (``--beside-tokens``). Adapters: the
 decodes without and with a random adapter, and prefill with it. Weights are
 random unless ``--load-format`` says otherwise. Everything is greedy; decode, prefill and serving run once before they
-are measured.
+are measured. Decodes without drafts and prefills are compared with their floors (``floors.py``).
 """
 
 import argparse
@@ -36,6 +36,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from floors import decode_share, prefill_share
 from safetensors.torch import save_file
 
 from strandline import LLM, SamplingParams
@@ -174,10 +175,13 @@ def measure_batches(llm: LLM, options: argparse.Namespace) -> None:
             windows.append(measure_window(llm, rng, batch_size, options.output_tokens))
             after = llm.engine.core.stats().speculation
         first, last = windows
-        drafts = " with drafts" if after.num_drafts > before.num_drafts else ""
+        context_tokens = 1024 + options.output_tokens // 2
+        shown = decode_share(llm.engine.core.executor, batch_size, context_tokens, last.ms_per_token)
+        if after.num_drafts > before.num_drafts:
+            shown = " with drafts"
         print(
             f"decode at {batch_size}: {last.ms_per_token:.2f} ms per token (first run {first.ms_per_token:.2f}), "
-            f"{last.tokens_per_step:.2f} tokens a step{drafts}",
+            f"{last.tokens_per_step:.2f} tokens a step{shown}",
             flush=True,
         )
 
@@ -285,7 +289,8 @@ def measure_prefill(llm: LLM, options: argparse.Namespace) -> None:
                 llm.engine.step()
             rates.append(num_prompts * length / (time.perf_counter() - start_s))
         shown = ", ".join(f"{rate:,.0f}" for rate in rates)
-        print(f"prefill {num_prompts} x {length:,}: {max(rates[1:]):,.0f} tokens/s (runs: {shown})", flush=True)
+        share = prefill_share(llm.engine.core.executor, max(rates[1:]))
+        print(f"prefill {num_prompts} x {length:,}: {max(rates[1:]):,.0f} tokens/s{share} (runs: {shown})", flush=True)
 
 
 def measure_serving(llm: LLM, options: argparse.Namespace) -> None:
