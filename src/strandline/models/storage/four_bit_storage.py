@@ -142,7 +142,7 @@ class FourBitRows:
         if self.zeros_RX is not None:
             self.zeros_RX[index_R, columns] = part.zero_NX[row_R][:, group_X]
 
-    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
+    def fill_randomly(self, generator: torch.Generator | None, std: float, matrix_rows: int) -> None:
         """See ``StoredRows``.
 
         The zero point is the mean of the codes: with another mean all hidden states soon have one direction, and a

@@ -110,7 +110,7 @@ class Fp4Rows:
             self.scales_RX[indices, : scale_RX.shape[1]] = scale_RX.view(torch.uint8)[rows]
             self.factors_R[indices] = factor_R[rows]
 
-    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
+    def fill_randomly(self, generator: torch.Generator | None, std: float, matrix_rows: int) -> None:
         """See ``StoredRows``."""
         self.words_RW.random_(-(2**31), 2**31, generator=generator)
         self.scales_RX.random_(*RANDOM_SCALES[self.scale_dtype], generator=generator)

@@ -2,7 +2,7 @@
 
 Blocks of other than ``GROUP`` columns do not stay.
 
-Shape suffixes: R rows of all matrices of a parameter, I inputs, X groups of inputs, Y blocks of rows.
+Shape suffixes: R rows of all matrices of a parameter, I inputs, X groups of inputs, Y blocks of rows, M matrices.
 """
 
 import math
@@ -49,15 +49,19 @@ class Fp8Format:
 
     def stored(self, weights: Mapping[str, PublishedFp8]) -> "StoredFp8":
         """See ``WeightFormat``."""
-        return StoredFp8()
+        return StoredFp8(self.scheme.blocks[0])
 
     def stored_randomly(self, dtype: torch.dtype) -> "StoredFp8":
         """See ``WeightFormat``; scales are float32."""
-        return StoredFp8()
+        return StoredFp8(self.scheme.blocks[0])
 
 
+@dataclass(frozen=True, slots=True)
 class StoredFp8:
     """See ``StoredFormat``."""
+
+    random_block: Block
+    """What a scale of random weights covers."""
 
     def cuts(self, piece: Piece, target: Target) -> bool:
         """Return whether ``GROUP`` inputs of a piece, or of another shard's, are in two blocks of the weight."""
@@ -69,7 +73,7 @@ class StoredFp8:
     def allocate(self, num_rows: int, num_inputs: int, device: torch.device | str) -> "Fp8Rows":
         """See ``StoredFormat``."""
         values_RI = torch.empty(num_rows, num_inputs, dtype=torch.float8_e4m3fn, device=device)
-        return Fp8Rows(values_RI, torch.empty(num_rows, -(-num_inputs // GROUP)))
+        return Fp8Rows(values_RI, torch.empty(num_rows, -(-num_inputs // GROUP)), self.random_block)
 
 
 @dataclass(eq=False)
@@ -79,6 +83,7 @@ class Fp8Rows:
     values_RI: Tensor
     scales_RX: Tensor
     """On the host, a scale for every row and group of inputs."""
+    random_block: Block
 
     def fill(self, weight: OpenWeight, target: Target, piece: Piece, index_R: Tensor, source_R: Rows) -> None:
         """See ``StoredRows``."""
@@ -89,14 +94,16 @@ class Fp8Rows:
         copy_rows(self.values_RI.view(torch.uint8), index_R, bytes_RI, source_R)
         copy_rows(self.scales_RX, index_R, scales_RX, source_R)
 
-    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
-        """See ``StoredRows``."""
+    def fill_randomly(self, generator: torch.Generator | None, std: float, matrix_rows: int) -> None:
+        """See ``StoredRows``; scales cover what the configuration says, so that kernels run as for published ones."""
         for rows in self.values_RI.split(max(1, 2**26 // self.values_RI.shape[-1])):
             noise = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device).normal_(generator=generator)
             rows.copy_(noise.mul_(RANDOM_SCALE).clamp_(-448, 448))
-        blocks = torch.rand(-(-len(self.scales_RX) // GROUP), self.scales_RX.shape[1])
-        blocks = (blocks + 0.5) * max(std / RANDOM_SCALE, MIN_SCALE)
-        self.scales_RX = blocks.repeat_interleave(GROUP, 0)[: len(self.scales_RX)]
+        num_rows, num_groups = self.scales_RX.shape
+        grid = self.random_block.grid(matrix_rows, self.values_RI.shape[-1])
+        scale_MYX = (torch.rand(-(-num_rows // matrix_rows), *grid) + 0.5) * max(std / RANDOM_SCALE, MIN_SCALE)
+        scale_MRX = scale_MYX.repeat_interleave(self.random_block.rows or matrix_rows, 1)[:, :matrix_rows]
+        self.scales_RX.copy_(scale_MRX.flatten(0, 1)[:num_rows].expand(-1, num_groups))
 
     def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> ScaledWeight:
         """See ``StoredRows``."""

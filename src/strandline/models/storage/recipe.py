@@ -6,11 +6,15 @@ names modules, by the names of another implementation: what comes before the lay
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from strandline.models.storage.conversion import is_converted
 from strandline.models.storage.published_names import text_name
 from strandline.models.storage.quantization_config import MODELOPT, Fp4Scheme, Fp8Scheme, Scheme, format_of_group
+
+IGNORED: Final = ("ignore", "exclude_modules", "modules_to_not_convert")
+"""Fields that list modules which are not quantised, by the tools that write them."""
 
 BEFORE_LAYERS: Final = re.compile(r"(model\.|backbone\.|llm\.)*")
 
@@ -20,14 +24,29 @@ Chooser = Callable[[str, Sequence[int]], int | None]
 
 def choose_schemes(values: Mapping[str, Any], schemes: Sequence[Scheme]) -> Chooser:
     """Return what chooses among the schemes that ``read_schemes`` found in a ``quantization_config``."""
+    recipe = values.get("quantization", values)
     if isinstance(schemes[0], Fp4Scheme) and schemes[0].layout == "mxfp4":
         return lambda name, shape: 0 if len(shape) == 3 else None
     if len(schemes) == 1:
-        return lambda name, shape: 0 if is_converted(name, shape) else None
-    recipe = values.get("quantization", values)
+        return _by_names(recipe)
     if "quantized_layers" in recipe:
         return _by_layers(recipe["quantized_layers"], schemes)
     return _by_groups(values, schemes)
+
+
+def _by_names(recipe: Mapping[str, Any]) -> Chooser:
+    """Return what chooses the only scheme for all that published models convert, unless the recipe ignores it."""
+    ignored = _ignored(recipe)
+
+    def choose(name: str, shape: Sequence[int]) -> int | None:
+        return 0 if is_converted(name, shape) and not _matches_any(name.removesuffix(".weight"), ignored) else None
+
+    return choose
+
+
+def _ignored(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of modules that are not quantised."""
+    return [pattern for field in IGNORED for pattern in recipe.get(field) or []]
 
 
 def _by_layers(layers: Mapping[str, Mapping[str, Any]], schemes: Sequence[Scheme]) -> Chooser:
@@ -59,11 +78,11 @@ def _by_groups(values: Mapping[str, Any], schemes: Sequence[Scheme]) -> Chooser:
     ]
     # A class of modules is that of all.
     targets.sort(key=lambda target: _is_class(target[0]))
-    ignored = values.get("ignore") or []
+    ignored = _ignored(values)
 
     def choose(name: str, shape: Sequence[int]) -> int | None:
         module = name.removesuffix(".weight")
-        if any(_matches(module, pattern) for pattern in ignored):
+        if _matches_any(module, ignored):
             return None
         found = (index for target, index in targets if _matches(module, target) or _is_class(target))
         return next(found, None) if is_converted(name, shape) else None
@@ -75,10 +94,15 @@ def _is_class(target: str) -> bool:
     return target[:1].isupper()
 
 
+def _matches_any(module: str, patterns: Sequence[str]) -> bool:
+    return any(_matches(module, pattern) for pattern in patterns)
+
+
 def _matches(module: str, target: str) -> bool:
+    """Return whether a module has a name, or one that matches a regular expression or a pattern with ``*``."""
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), module) is not None
-    return _module(module) == _module(target)
+    return _module(module) == _module(target) or ("*" in target and fnmatchcase(module, target))
 
 
 def _module(name: str) -> str:

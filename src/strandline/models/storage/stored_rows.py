@@ -46,11 +46,12 @@ class StoredRows(Protocol):
             source_R: which rows of the piece these are.
         """
 
-    def fill_randomly(self, generator: torch.Generator | None, std: float) -> None:
+    def fill_randomly(self, generator: torch.Generator | None, std: float, matrix_rows: int) -> None:
         """Draw numbers, so that weights have about this standard deviation, and scales that vary.
 
         Args:
             generator: on the device of the rows.
+            matrix_rows: rows of each published matrix; the rows are those of one after another.
         """
 
     def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> QuantizedWeight:
@@ -279,7 +280,7 @@ class QuantizedStorage:
             generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed + index)
             std = matrix.parameter.shape[-1] ** -0.5
             for rows in memory.stored.values():
-                rows.fill_randomly(generator, std)
+                rows.fill_randomly(generator, std, matrix.boundary or matrix.parameter.shape[-2])
             memory.dense_RI.normal_(generator=generator).mul_(std)
 
     def finish(self) -> None:

@@ -1,5 +1,6 @@
 """Models whose weights stay in FP8 hold the published numbers, and answer as the dequantised ones within bounds."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -10,7 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.rowwise.quantized_rows import GROUP
 from strandline.model_config import read_model_config
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
@@ -23,6 +27,7 @@ from tests.cpu.models.storage.test_quantization import (
 )
 from tests.cpu.models.test_weights import fuse_experts, unfuse_experts
 
+PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
 BLOCKS: dict[str, Any] = {"config": block_config(128, 128), "block": blocks_of(128, 128)}
 
 
@@ -98,3 +103,28 @@ def test_draft_layers_stay_in_fp8(tmp_path: Path) -> None:
     )
     assert isinstance(model.drafter.layer.mlp.down.weight, ScaledWeight)
     assert isinstance(model.drafter.fc.weight, DenseWeight)
+
+
+def load_random(directory: Path, recipe: dict[str, Any]) -> Any:
+    config = replace(read_model_config(directory), quantization={"quant_method": "modelopt", **recipe})
+    return load_model("nowhere", config=config, load_format="dummy", keeps_quantized=True)
+
+
+@pytest.mark.parametrize(("algorithm", "grid"), [("FP8", (1, 1)), ("FP8_PB_WO", (2, 2)), (PER_CHANNEL, (192, 1))])
+def test_random_experts_are_scaled_as_configured(algorithm: str, grid: tuple[int, int], tmp_path: Path) -> None:
+    directory = families.save("nemotron_h", tmp_path, hidden_size=256, moe_intermediate_size=192)
+    model = load_random(directory, {"quant_algo": algorithm})
+    (part,) = next(module for module in model.modules() if isinstance(module, Experts)).parts
+    scales_XYG = part.up.scales.repeat_interleave(part.up.rows_per_scale, 1)[:, :192]
+    assert scales_XYG[0].unique().numel() == grid[0] * grid[1]
+    assert part.up.rows_per_scale == (1 if algorithm == PER_CHANNEL else GROUP)
+    assert not torch.equal(scales_XYG[0], scales_XYG[1])
+
+
+@pytest.mark.parametrize("field", ["ignore", "exclude_modules", "modules_to_not_convert"])
+def test_random_weights_that_are_ignored_are_not_quantised(field: str, tmp_path: Path) -> None:
+    directory = families.save("nemotron_h", tmp_path)
+    ignored = ["*.mixer.q_proj", "*.mixer.k_proj", "*.mixer.v_proj"]
+    model = load_random(directory, {"quant_algo": "FP8", field: ignored})
+    attention = next(module for module in model.modules() if isinstance(module, Attention))
+    assert (type(attention.in_proj.weight), type(attention.out_proj.weight)) == (DenseWeight, ScaledWeight)
