@@ -68,14 +68,13 @@ def layout(weight: ScaledWeight) -> Fp8Layout:
 
 
 @triton.jit
-def load_scales(scale_ptr, row_N, N, stride_y, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_scales(scale_ptr, row_N, stride_y, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the factors of a tile's rows, for one group of inputs: one load where all rows share one."""
     if SCALE_ROWS % BLOCK_N == 0:
-        first = tl.min(row_N, axis=0)
-        scale = tl.load(scale_ptr + tl.minimum(first, N - 1) // SCALE_ROWS * stride_y)
+        scale = tl.load(scale_ptr + tl.min(row_N, axis=0) // SCALE_ROWS * stride_y)
         scale_N = tl.broadcast_to(scale, [BLOCK_N])
     else:
-        scale_N = tl.load(scale_ptr + row_N // SCALE_ROWS * stride_y, mask=row_N < N, other=0.0)
+        scale_N = tl.load(scale_ptr + row_N // SCALE_ROWS * stride_y)
     return scale_N
 
 
@@ -121,26 +120,27 @@ def tile(
         weight_ptr = tl.where(matrix == num_matrices, extra_ptr, weight_ptr)
         scale_ptr = tl.where(matrix == num_matrices, extra_scale_ptr, scale_ptr)
     offset_K = tl.arange(0, BLOCK_K)
-    is_col_N = col_N < N
+    # Outputs after the last read its row again: masks that differ among rows take registers.
+    read_N = tl.minimum(col_N, N - 1)
     last_group = tl.cdiv(K, BLOCK_K) - 1
     x_KM_ptr = x_ptr + read_M[None, :].to(tl.int64) * K + offset_K[:, None]
-    weight_NK_ptr = weight_ptr + col_N[:, None].to(tl.int64) * K + offset_K[None, :]
+    weight_NK_ptr = weight_ptr + read_N[:, None].to(tl.int64) * K + offset_K[None, :]
     up_NK_ptr = weight_NK_ptr + N * K
     acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
     first_ptr = scale_ptr + first * stride_sx
     x_scale_M = tl.load(x_scale_ptr + first * stride_xs + read_M)
-    scale_N = load_scales(first_ptr, col_N, N, stride_sy, SCALE_ROWS, BLOCK_N)
+    scale_N = load_scales(first_ptr, read_N, stride_sy, SCALE_ROWS, BLOCK_N)
     if IS_GATED:
-        up_scale_N = load_scales(first_ptr, N + col_N, 2 * N, stride_sy, SCALE_ROWS, BLOCK_N)
+        up_scale_N = load_scales(first_ptr, N + read_N, stride_sy, SCALE_ROWS, BLOCK_N)
     for group in range(first, end):
         # The next group's scales are on their way while this one's numbers are multiplied.
         following = tl.minimum(group + 1, last_group)
         next_ptr = scale_ptr + following * stride_sx
         next_x_scale_M = tl.load(x_scale_ptr + following * stride_xs + read_M)
-        next_scale_N = load_scales(next_ptr, col_N, N, stride_sy, SCALE_ROWS, BLOCK_N)
+        next_scale_N = load_scales(next_ptr, read_N, stride_sy, SCALE_ROWS, BLOCK_N)
         if IS_GATED:
-            next_up_scale_N = load_scales(next_ptr, N + col_N, 2 * N, stride_sy, SCALE_ROWS, BLOCK_N)
+            next_up_scale_N = load_scales(next_ptr, N + read_N, stride_sy, SCALE_ROWS, BLOCK_N)
         start = group * BLOCK_K
         if IS_EVEN:
             weight_NK = tl.load(weight_NK_ptr + start)
@@ -149,11 +149,10 @@ def tile(
                 up_NK = tl.load(up_NK_ptr + start)
         else:
             is_K = start + offset_K < K
-            mask_NK = is_col_N[:, None] & is_K[None, :]
-            weight_NK = tl.load(weight_NK_ptr + start, mask=mask_NK, other=0.0)
+            weight_NK = tl.load(weight_NK_ptr + start, mask=is_K[None, :], other=0.0)
             x_KM = tl.load(x_KM_ptr + start, mask=is_K[:, None], other=0.0)
             if IS_GATED:
-                up_NK = tl.load(up_NK_ptr + start, mask=mask_NK, other=0.0)
+                up_NK = tl.load(up_NK_ptr + start, mask=is_K[None, :], other=0.0)
         acc += multiply_group(weight_NK, x_KM, scale_N, x_scale_M, IS_SWAPPED)
         if IS_GATED:
             acc_up += multiply_group(up_NK, x_KM, up_scale_N, x_scale_M, IS_SWAPPED)
