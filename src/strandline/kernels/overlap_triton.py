@@ -8,6 +8,9 @@ Most kernels call ``release_next`` after ``wait_for_previous``. Short ones that 
 (norms, convolutions of a token, first factors of adapters) call it first: the next kernel then loads them during two
 launches instead of one.
 
+A product of more than a few rows that adds what adapters do releases first, and waits only before it adds that: the
+launch just before, of the first factors, waits for the rows before it releases.
+
 Invariant: when a kernel starts, everything has been done except the work of the kernel before it, and, if that one
 releases first, of the one before that, and so on. Before its wait a kernel may read weights, states of earlier steps,
 and tables made before the first layer: between these and their readers there are kernels that wait first. What else it

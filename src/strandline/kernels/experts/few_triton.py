@@ -441,7 +441,7 @@ def mixture_few(
     argument, constants = None, None
     weight, block_n, block_k = _fit(experts.down, down, size)
     if shared is not None:
-        expansion = None if shrink is None else Expansion.of(shrink.out_TQ, shared.term)
+        expansion = None if shrink is None else Expansion.of(shrink.out_TQ.unsqueeze(0), shared.term)
         launch = down._replace(block_n=block_n)
         argument, constants, block_n = _shared_arguments(shared, projected.hidden_ptr, expansion, launch)
     rows_down = block_n * down.blocks

@@ -1,9 +1,10 @@
-"""What adapters add to products of few rows (``low_rank.py``), in the kernel that multiplies.
+"""What adapters add to products (``low_rank.py``), in the kernel that multiplies.
 
-A launch before it has multiplied the rows with all first factors. Whatever does not depend on the rows is loaded before
-the kernel waits for that.
+A launch before it multiplies the rows with all first factors. The kernel of few rows waits for that when it has loaded
+what does not depend on the rows; the kernel of tiles when it has multiplied.
 
-Shape suffixes: as in ``low_rank.py``; Q ranks of all parts; in kernels M rows of x, N outputs, R ranks of a part.
+Shape suffixes: as in ``low_rank.py``; X spans of the inputs, Q ranks of all parts; in kernels M rows of x, N outputs,
+R ranks of a part.
 """
 # mypy: ignore-errors
 
@@ -17,28 +18,37 @@ from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.sizes import next_power_of_2
 
 MAX_BLOCK_RANKS = 32
+MIN_TILE_RANKS = 16
+"""As many as the smallest operand of a tensor core has."""
+
+MANY = tl.constexpr(1 << 30)
+"""More than there are slots, and parts."""
 
 
 class Expansion(NamedTuple):
     """Rows times first factors, and the second ones: a runtime argument of kernels."""
 
-    hidden_TQ: Tensor
-    """float32; ranks that an adapter does not have hold anything, and so do rows without one."""
+    hidden_XTQ: Tensor
+    """float32, to be added up over spans of the inputs; ranks that an adapter does not have hold anything, and so do
+    rows without one."""
     up_SOR: Tensor
     part_O: Tensor
     rank_SP: Tensor
     slots_T: Tensor
+    stride_span: int
     stride_hidden: int
     stride_slot: int
     stride_rank: int
 
     @classmethod
-    def of(cls, hidden_TQ: Tensor, term: LowRankTerm) -> "Expansion":
+    def of(cls, hidden_XTQ: Tensor, term: LowRankTerm) -> "Expansion":
         """Return what a term adds."""
         weights = term.weights
         up_SOR, rank_SP = weights.up_SOR, weights.rank_SP
-        strides = (hidden_TQ.stride(0), up_SOR.stride(0), rank_SP.stride(0))
-        return cls(hidden_TQ, up_SOR, weights.part_O, rank_SP, term.tiled.slots_T, *strides)
+        # Equal for all numbers of rows, as far as kernels are compiled by it.
+        stride_span = hidden_XTQ.stride(0) if len(hidden_XTQ) > 1 else 0
+        strides = (stride_span, hidden_XTQ.stride(1), up_SOR.stride(0), rank_SP.stride(0))
+        return cls(hidden_XTQ, up_SOR, weights.part_O, rank_SP, term.tiled.slots_T, *strides)
 
     def of_outputs(self, outputs: slice) -> "Expansion":
         """Return what is added to some of the outputs."""
@@ -48,7 +58,8 @@ class Expansion(NamedTuple):
     def constants(self) -> "ExpansionConstants":
         """What is compiled in."""
         max_rank = self.up_SOR.shape[2]
-        return ExpansionConstants(max_rank, min(MAX_BLOCK_RANKS, next_power_of_2(max_rank)))
+        block_ranks = min(MAX_BLOCK_RANKS, next_power_of_2(max_rank))
+        return ExpansionConstants(max_rank, block_ranks, max(MIN_TILE_RANKS, block_ranks), len(self.hidden_XTQ))
 
 
 class ExpansionConstants(NamedTuple):
@@ -56,6 +67,9 @@ class ExpansionConstants(NamedTuple):
 
     max_rank: int
     block_ranks: int
+    tile_ranks: int
+    """As many at a time on tensor cores."""
+    num_spans: int
 
 
 @triton.jit
@@ -87,10 +101,21 @@ def load_hidden(expansion, found, row_M, first_rank, EXPANSION: tl.constexpr):
     slot_M, part_N = found
     rank_R = first_rank + tl.arange(0, EXPANSION.block_ranks)
     is_MN = (slot_M >= 0)[:, None] & (part_N >= 0)[None, :]
-    hidden_M_ptr = expansion.hidden_TQ + row_M.to(tl.int64) * expansion.stride_hidden
+    hidden_M_ptr = expansion.hidden_XTQ + row_M.to(tl.int64) * expansion.stride_hidden
     hidden_MN_ptr = hidden_M_ptr[:, None] + (part_N * EXPANSION.max_rank)[None, :]
     mask_MNR = is_MN[:, :, None] & (rank_R < EXPANSION.max_rank)
-    return tl.load(hidden_MN_ptr[:, :, None] + rank_R[None, None, :], mask=mask_MNR, other=0.0)
+    hidden_MNR_ptr = hidden_MN_ptr[:, :, None] + rank_R[None, None, :]
+    return _add_spans(expansion, hidden_MNR_ptr, mask_MNR, EXPANSION)
+
+
+@triton.jit
+def _add_spans(expansion, hidden_ptr, mask, EXPANSION: tl.constexpr):
+    """Load rows times first factors."""
+    NUM_SPANS: tl.constexpr = EXPANSION.num_spans
+    hidden = tl.load(hidden_ptr, mask=mask, other=0.0)
+    for span in tl.static_range(1, NUM_SPANS):
+        hidden += tl.load(hidden_ptr + tl.cast(span, tl.int64) * expansion.stride_span, mask=mask, other=0.0)
+    return hidden
 
 
 @triton.jit
@@ -113,3 +138,36 @@ def expand(expansion, found, factors, hidden_MNR, row_M, output_N, EXPANSION: tl
         hidden_MNR = load_hidden(expansion, found, row_M, first_rank, EXPANSION)
         out_MN += _multiply_ranks(factors, hidden_MNR, first_rank, EXPANSION)
     return out_MN
+
+
+@triton.jit
+def expand_tile(acc_MN, expansion, slot_M, part_N, row_M, output_N, EXPANSION: tl.constexpr):
+    """Add to a tile of outputs on tensor cores, adapter by adapter, and part by part; only after the wait.
+
+    Args:
+        slot_M: below 0 for rows without an adapter, and after the last one; ``part_N`` so of outputs.
+    """
+    MAX_RANK: tl.constexpr = EXPANSION.max_rank
+    BLOCK_R: tl.constexpr = EXPANSION.tile_ranks
+    NUM_BLOCKS: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
+    first_slot, last_slot = tl.min(tl.where(slot_M < 0, MANY, slot_M)), tl.max(slot_M)
+    first_part, last_part = tl.min(tl.where(part_N < 0, MANY, part_N)), tl.max(part_N)
+    blocks_of_slot = tl.maximum(last_part + 1 - first_part, 0) * NUM_BLOCKS
+    hidden_M_ptr = expansion.hidden_XTQ + row_M.to(tl.int64) * expansion.stride_hidden
+    up_N_ptr = expansion.up_SOR + output_N.to(tl.int64) * MAX_RANK
+    for index in range(tl.maximum(last_slot + 1 - first_slot, 0) * blocks_of_slot):
+        slot = first_slot + index // blocks_of_slot
+        part = first_part + index % blocks_of_slot // NUM_BLOCKS
+        rank_R = index % NUM_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
+        rank = tl.load(expansion.rank_SP + slot * expansion.stride_rank + part)
+        up_RN_ptr = (up_N_ptr + slot * expansion.stride_slot)[None, :] + rank_R[:, None]
+        # Not only ranks in use: all loads are under way at once.
+        is_rank_R = rank_R < MAX_RANK
+        up_RN = tl.load(up_RN_ptr, mask=(part_N == part)[None, :] & is_rank_R[:, None], other=0.0)
+        hidden_MR_ptr = hidden_M_ptr[:, None] + (part * MAX_RANK + rank_R)[None, :]
+        hidden_MR = _add_spans(expansion, hidden_MR_ptr, (slot_M == slot)[:, None] & is_rank_R[None, :], EXPANSION)
+        is_used_R = rank_R < rank
+        up_RN = tl.where(is_used_R[:, None], up_RN, 0.0)
+        hidden_MR = tl.where(is_used_R[None, :], hidden_MR, 0.0)
+        acc_MN = tl.dot(hidden_MR.to(up_RN.dtype), up_RN, acc_MN, input_precision="ieee")
+    return acc_MN

@@ -7,6 +7,7 @@ Shape suffixes: as in ``linear.py``; T rows.
 """
 # mypy: ignore-errors
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -22,15 +23,17 @@ from strandline.kernels.gemm.launches import (
     MAX_ROWS_LOGITS,
     MAX_ROWS_PAIR,
     Kernel,
+    Plan,
     choose,
+    choose_adapted,
 )
 from strandline.kernels.gemm.library_triton import multiply_in_library
 from strandline.kernels.gemm.low_rank import LowRankTerm
-from strandline.kernels.gemm.low_rank_triton import add_low_rank, shrink_rows
+from strandline.kernels.gemm.low_rank_triton import add_low_rank, shrink_rows, shrink_tiles
 from strandline.kernels.gemm.rows_triton import Second, launch_rows
 from strandline.kernels.gemm.skinny_triton import launch_skinny
 from strandline.kernels.gemm.tiles_triton import launch_heads, launch_tiles
-from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight, Weight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight, StackedWeight, Weight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, new_output, plain_rows, shaped
@@ -47,14 +50,14 @@ def linear(
 ) -> Tensor:
     """Triton version of :func:`strandline.kernels.gemm.linear.linear`.
 
-    The kernel of few rows adds what adapters do, after a launch for their first factors; others are followed by two.
+    Our own kernels add what adapters do, after a launch for their first factors; torch's are followed by two.
     """
     rows = flat_rows(x)
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     out_TO = new_output(rows, sum(part.shape[0] for part in parts))
     expansion, term = None, term if len(rows) else None
-    if term is not None and all(choose(rows, part, launches).kernel is Kernel.ROWS for part in parts):
-        expansion = shrink_rows(plain_rows(rows), term)
+    if term is not None and launches is Launches.MEASURED:
+        rows, expansion = _shrink(rows, parts, term)
     if isinstance(weight, StackedWeight):
         _multiply_parts(out_TO, rows, weight, bias_O, launches, expansion)
     else:
@@ -139,20 +142,36 @@ def multiply_into(
     """Fill ``out_TO``, a matrix with dense rows, with a product.
 
     Args:
-        expansion: is added; only where ``choose`` names the kernel of few rows.
+        expansion: is added; only where ``choose_adapted`` does not name torch.
     """
     if not len(rows):
         return
-    kernel, launch = choose(rows, weight, launches)
+    kernel, launch = choose(rows, weight, launches) if expansion is None else choose_adapted(rows, weight)
     match kernel:
         case Kernel.ROWS:
             launch_rows(out_TO, rows, weight, bias_O, launch, expansion=expansion)
         case Kernel.SKINNY:
             launch_skinny(out_TO, plain_rows(rows), weight.values_OI, bias_O, launch)
         case Kernel.TILES:
-            launch_tiles(out_TO, rows, weight, bias_O, launch)
+            launch_tiles(out_TO, rows, weight, bias_O, launch, expansion=expansion)
         case Kernel.LIBRARY:
             multiply_in_library(out_TO, rows, weight, bias_O)
+
+
+def _shrink(
+    rows: Rows, parts: Sequence[DenseWeight | QuantizedWeight], term: LowRankTerm
+) -> tuple[Rows, Expansion | None]:
+    """Multiply rows with first factors, if the products with all parts add what adapters do.
+
+    Return the rows as these take them, too: no launch that quantises them may come between.
+    """
+    kernels = {choose_adapted(rows, part).kernel for part in parts}
+    if kernels == {Kernel.ROWS}:
+        return rows, shrink_rows(plain_rows(rows), term)
+    if not kernels <= {Kernel.ROWS, Kernel.TILES}:
+        return rows, None
+    rows = quantized(rows) if any(isinstance(part, ScaledWeight) for part in parts) else rows
+    return rows, shrink_tiles(plain_rows(rows), term)
 
 
 def _gate_few(rows: Rows, weight: Weight, term: LowRankTerm | None, launches: Launches) -> Tensor | None:
@@ -182,8 +201,10 @@ def _multiply_parts(
     """Fill ``out_TO`` part by part; few rows take one launch for a quantised part and a dense one after it."""
     is_pair = [isinstance(part, DenseWeight) for part in weight.parts] == [False, True]
     if is_pair and bias_O is None and launches is Launches.MEASURED and 0 < len(rows) <= MAX_ROWS_PAIR:
-        _multiply_pair(out_TO, rows, *weight.parts, expansion)
-        return
+        plan = choose(rows, weight.parts[0], launches, num_second=weight.parts[1].shape[0])
+        if plan.kernel is Kernel.ROWS or expansion is None:
+            _multiply_pair(out_TO, rows, *weight.parts, plan, expansion)
+            return
     rows = quantized(rows) if weight.is_in_fp8 else rows
     ends = list(accumulate(part.shape[0] for part in weight.parts))
     for part, start, end in zip(weight.parts, [0, *ends], ends, strict=False):
@@ -193,10 +214,14 @@ def _multiply_parts(
 
 
 def _multiply_pair(
-    out_TO: Tensor, rows: Rows, weight: QuantizedWeight, dense: DenseWeight, expansion: Expansion | None
+    out_TO: Tensor,
+    rows: Rows,
+    weight: QuantizedWeight,
+    dense: DenseWeight,
+    plan: Plan,
+    expansion: Expansion | None,
 ) -> None:
-    num_outputs = weight.shape[0]
-    kernel, launch = choose(rows, weight, Launches.MEASURED, num_second=dense.shape[0])
+    num_outputs, (kernel, launch) = weight.shape[0], plan
     if kernel is Kernel.ROWS:
         second = Second(dense, out_TO[:, num_outputs:])
         launch_rows(out_TO, rows, weight, None, launch, second=second, expansion=expansion)

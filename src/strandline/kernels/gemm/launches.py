@@ -208,6 +208,22 @@ SKINNY_GATED: Final = Launch(16, 16, 256, 2, 4)
 MIN_OUTPUTS_SKINNY: Final = 8192
 """Below, there are too few tiles to fill the GPU: torch splits the inputs there."""
 
+MAX_ROWS_ADAPTED: Final = 128
+"""Up to this many rows, tiles that add what adapters do are faster than torch's GEMM and two launches after it
+(benchmarks/results/2026-11-28-h200-lora.md)."""
+
+PROGRAMS_ADAPTED: Final = 2 * NUM_SMS
+"""What a split of such tiles aims at."""
+
+ADAPTED_FEW: Final = {16: Launch(16, 64, 128, 4, 4), 32: Launch(32, 64, 128, 4, 3)}
+ADAPTED: Final = Tiles(
+    ADAPTED_FEW | {64: Launch(64, 64, 128, 4, 3), MANY: Launch(128, 64, 64, 4, 4)},
+    ADAPTED_FEW | {64: Launch(64, 64, 64, 4, 4), MANY: Launch(128, 128, 64, 8, 3)},
+    Launch(64, 64, 16, 4, 2),
+    # A multiprocessor has room for two of the larger tiles, and for three of the smaller ones.
+    wide_outputs=64 * PROGRAMS_ADAPTED + 1,
+)
+
 MAX_ROWS_PAIR: Final = 64
 """Up to this many rows a dense weight is multiplied in the launch of the quantised one before it."""
 
@@ -259,8 +275,12 @@ def choose_quantized(rows: Rows, weight: QuantizedWeight, *, is_gated: bool = Fa
     if tile.block_m > measured.max_block_split:
         return Plan(Kernel.TILES, tile)
     num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_second, tile.block_n)) * cdiv(num_rows, tile.block_m)
-    most = min(MAX_SPLITS, cdiv(num_inputs, tile.block_k))
-    return Plan(Kernel.TILES, tile._replace(splits=max(1, min(most, measured.programs_split // num_tiles))))
+    return Plan(Kernel.TILES, _split(tile, num_inputs, measured.programs_split // num_tiles))
+
+
+def _split(tile: Launch, num_inputs: int, splits: int) -> Launch:
+    """Return the launch with this many splits, but at least one, and at most as many as it can have."""
+    return tile._replace(splits=max(1, min(MAX_SPLITS, cdiv(num_inputs, tile.block_k), splits)))
 
 
 def choose_dense(rows: Rows, weight: DenseWeight, *, is_gated: bool = False) -> Plan:
@@ -280,6 +300,17 @@ def choose_dense(rows: Rows, weight: DenseWeight, *, is_gated: bool = False) -> 
     if num_outputs < MIN_OUTPUTS_SKINNY:
         return Plan(Kernel.LIBRARY)
     return Plan(Kernel.SKINNY, SKINNY_GATED if is_gated else SKINNY)
+
+
+def choose_adapted(rows: Rows, weight: DenseWeight | QuantizedWeight) -> Plan:
+    """Return what multiplies rows if some have adapters: tiles instead of torch up to ``MAX_ROWS_ADAPTED``."""
+    plan, (num_outputs, num_inputs) = choose(rows, weight, Launches.MEASURED), weight.shape
+    is_ours = plan.kernel in (Kernel.ROWS, Kernel.TILES)
+    if is_ours or not isinstance(weight, DenseWeight) or len(rows) > MAX_ROWS_ADAPTED:
+        return plan
+    tile = ADAPTED.choose(len(rows), num_outputs, rows.dtype)
+    num_tiles = cdiv(num_outputs, tile.block_n) * cdiv(len(rows), tile.block_m)
+    return Plan(Kernel.TILES, _split(tile, num_inputs, PROGRAMS_ADAPTED // num_tiles))
 
 
 def _of_a_row(num_inputs: int, num_outputs: int) -> Launch:

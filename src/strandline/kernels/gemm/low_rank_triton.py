@@ -1,8 +1,8 @@
 """What LoRA adapters add to products, on a GPU (``low_rank.py``): a launch for each of the two factors.
 
-Of few rows, the second launch is that of the product itself (``expansion_triton.py``). Of more, both follow it: they
-start while the product still runs, and read what is older than it: the first its rows and factors, the second its
-factors. They take all parts of a weight, all tiles of rows, and whichever adapters these have: tables on the device say
+Where our own kernels multiply, the second launch is that of the product itself (``expansion_triton.py``). Torch's
+product is followed by both: they read what is older than it: the first its rows and factors, the second its factors.
+They take all parts of a weight, all tiles of rows, and whichever adapters these have: tables on the device say
 which, so that a CUDA graph serves any.
 
 The sums over inputs are divided into spans, with fixed launches by the number of inputs alone: a row's result depends
@@ -33,18 +33,23 @@ MAX_SPANS_MANY = 2
 MAX_TILES_FEW = 8
 """Up to this many tiles, programs have one block of inputs each, so that all wait for memory at once; further tiles are
 enough programs, and to add up spans takes longer."""
+
+MAX_SPANS_BEFORE = 4
+"""Before a product, each of whose programs reads all spans."""
+
 BLOCK_INPUTS = 256
 BLOCK_INPUTS_FLOAT32 = 64
 MIN_BLOCK_RANKS, MAX_BLOCK_RANKS = 16, 64
 WIDE_OUTPUTS = 8192
 """From here on, programs of 128 outputs are enough to fill a GPU."""
 
-SHRINK_ROWS = rows_launch(1, 4096, 8)
-"""A program has one rank, and all of its inputs are under way at once."""
+SHRINK_ONE = rows_launch(1, 16384, 8)
+SHRINK_SEVERAL = rows_launch(1, 4096, 8)
+"""For one row and for several: a program has one rank, and all of its inputs are under way at once."""
 
 
 @staged
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def _shrink_kernel(
     x_ptr,
     down_ptr,
@@ -52,12 +57,13 @@ def _shrink_kernel(
     rows_ptr,
     slots_ptr,
     out_ptr,
-    M,
     K,
     span_k,
     stride_x,
     stride_slot,
     stride_rank,
+    stride_span,
+    stride_hidden,
     MAX_RANK: tl.constexpr,
     PARTS: tl.constexpr,
     IS_EARLY: tl.constexpr,
@@ -71,17 +77,16 @@ def _shrink_kernel(
     RANK_BLOCKS: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     part = tl.program_id(1) // RANK_BLOCKS
     rank_R = tl.program_id(1) % RANK_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot = tl.load(slots_ptr + tile)
+    row_M = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     if not IS_EARLY:
         wait_for_previous(OVERLAPS)
-    # The next launch is the second one, which reads nothing but factors before it waits for this one.
+    # What the next launch reads before it waits for this one is factors, or, if it is the product, the rows, too.
     release_next(OVERLAPS)
-    slot = tl.load(slots_ptr + tile)
     is_used = slot >= 0
     if RANK_BLOCKS > 1:
         rank = tl.load(rank_ptr + slot * stride_rank + part, mask=is_used, other=0)
         is_used = tl.program_id(1) % RANK_BLOCKS * BLOCK_R < rank
-    offset_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_M = tl.load(rows_ptr + offset_M)
     is_row_M = row_M >= 0
     offset_K = tl.arange(0, BLOCK_K)
     x_MK_ptr = x_ptr + (row_M * stride_x)[:, None] + offset_K[None, :]
@@ -99,8 +104,10 @@ def _shrink_kernel(
         acc_MR = tl.dot(x_MK, tl.trans(down_RK), acc_MR, input_precision="ieee")
     if IS_EARLY:
         wait_for_previous(OVERLAPS)
-    out_M = (tl.program_id(2).to(tl.int64) * M + offset_M) * (PARTS * MAX_RANK) + part * MAX_RANK
-    tl.store(out_ptr + out_M[:, None] + rank_R[None, :], acc_MR, mask=is_row_M[:, None] & is_rank_R[None, :])
+    out_M_ptr = out_ptr + tl.program_id(2).to(tl.int64) * stride_span + row_M * stride_hidden + part * MAX_RANK
+    # Unused tiles may name any rows.
+    mask_MR = (is_row_M & (slot >= 0))[:, None] & is_rank_R[None, :]
+    tl.store(out_M_ptr[:, None] + rank_R[None, :], acc_MR, mask=mask_MR)
 
 
 @triton.jit
@@ -127,7 +134,7 @@ def _load_up(
 
 
 @staged
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def _expand_kernel(
     hidden_ptr,
     up_ptr,
@@ -136,8 +143,9 @@ def _expand_kernel(
     rows_ptr,
     slots_ptr,
     out_ptr,
-    M,
     N,
+    stride_span,
+    stride_hidden,
     stride_slot,
     stride_rank,
     stride_out,
@@ -162,8 +170,7 @@ def _expand_kernel(
     first_part = tl.where(count > 0, first_part, 0)
     rank_ptr += tl.maximum(slot, 0) * stride_rank
     up_ptr += tl.maximum(slot, 0) * stride_slot
-    offset_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_M = tl.load(rows_ptr + offset_M)
+    row_M = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     is_row_M = (row_M >= 0) & (slot >= 0)
     up_RN, rank_R, is_used_R = _load_up(0, first_part, up_ptr, rank_ptr, col_N, part_N, MAX_RANK, RANK_BLOCKS, BLOCK_R)
     wait_for_previous(OVERLAPS)
@@ -172,12 +179,11 @@ def _expand_kernel(
     mask_MN = is_row_M[:, None] & (part_N >= 0)[None, :]
     acc_MN = tl.load(out_MN_ptr, mask=mask_MN, other=0.0).to(tl.float32)
     for index in range(count):
-        hidden_MR_ptr = hidden_ptr + (offset_M.to(tl.int64) * (PARTS * MAX_RANK))[:, None] + rank_R[None, :]
+        hidden_MR_ptr = hidden_ptr + (row_M * stride_hidden)[:, None] + rank_R[None, :]
         mask_MR = is_row_M[:, None] & is_used_R[None, :]
         hidden_MR = tl.load(hidden_MR_ptr, mask=mask_MR, other=0.0)
         for span in tl.static_range(1, SPANS):
-            span_offset = tl.cast(span, tl.int64) * M * (PARTS * MAX_RANK)
-            hidden_MR += tl.load(hidden_MR_ptr + span_offset, mask=mask_MR, other=0.0)
+            hidden_MR += tl.load(hidden_MR_ptr + tl.cast(span, tl.int64) * stride_span, mask=mask_MR, other=0.0)
         acc_MN = tl.dot(hidden_MR.to(up_RN.dtype), up_RN, acc_MN, input_precision="ieee")
         if index + 1 < count:
             up_RN, rank_R, is_used_R = _load_up(
@@ -187,11 +193,62 @@ def _expand_kernel(
 
 
 def shrink_rows(x_TI: Tensor, term: LowRankTerm) -> Expansion:
-    """Multiply a few rows with first factors; return what a product of the same rows is to add."""
+    """Multiply a few rows with first factors; return what the kernel of few rows is to add to a product of these."""
     down_SQI, slots_T = term.weights.down_SPRI.flatten(1, 2), term.tiled.slots_T
     hidden_TQ = torch.empty((len(x_TI), down_SQI.shape[1]), dtype=torch.float32, device=x_TI.device)
-    launch_rows(hidden_TQ, x_TI, RowMatrices(DenseWeight(down_SQI), slots_T), None, SHRINK_ROWS)
-    return Expansion.of(hidden_TQ, term)
+    launch = SHRINK_ONE if len(x_TI) == 1 else SHRINK_SEVERAL
+    launch_rows(hidden_TQ, x_TI, RowMatrices(DenseWeight(down_SQI), slots_T), None, launch)
+    return Expansion.of(hidden_TQ.unsqueeze(0), term)
+
+
+def shrink_tiles(x_TI: Tensor, term: LowRankTerm) -> Expansion:
+    """Multiply rows with first factors; return what the kernel of tiles is to add to a product of these."""
+    return Expansion.of(_shrink(x_TI, *term, max_spans=MAX_SPANS_BEFORE, is_early=False), term)
+
+
+def _shrink(x_TI: Tensor, weights: AdapterWeights, tiled: TiledRows, *, max_spans: int, is_early: bool) -> Tensor:
+    """Return the rows times first factors, ``[X, T, Q]``; those without an adapter are not written.
+
+    Args:
+        is_early: the launch just before is not that of ``x``, which may be read before that launch has ended.
+    """
+    (_, num_parts, max_rank, num_inputs), num_rows = weights.down_SPRI.shape, len(x_TI)
+    block_k = BLOCK_INPUTS_FLOAT32 if x_TI.dtype == torch.float32 else BLOCK_INPUTS
+    span = max(MIN_SPAN, cdiv(num_inputs, max_spans * BLOCK_INPUTS) * BLOCK_INPUTS)
+    spans = cdiv(num_inputs, span)
+    block_r = block_ranks(max_rank)
+    # Kernels are compiled once for all strides that are multiples of 16.
+    padded = cdiv(num_parts * max_rank, 16) * 16
+    hidden_XTQ = torch.empty((spans, num_rows, padded), dtype=torch.float32, device=x_TI.device)
+    _shrink_kernel[(len(tiled.slots_U), num_parts * cdiv(max_rank, block_r), spans)](
+        x_TI,
+        weights.down_SPRI,
+        weights.rank_SP,
+        tiled.rows_M,
+        tiled.slots_U,
+        hidden_XTQ,
+        num_inputs,
+        span,
+        x_TI.stride(0),
+        weights.down_SPRI.stride(0),
+        weights.rank_SP.stride(0),
+        *hidden_XTQ.stride()[:2],
+        IS_EARLY=is_early,
+        MAX_RANK=max_rank,
+        PARTS=num_parts,
+        BLOCK_M=TILE_ROWS,
+        BLOCK_R=block_r,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=3,
+        **overlap_options(x_TI),
+    )
+    return hidden_XTQ
+
+
+def block_ranks(max_rank: int) -> int:
+    """Return how many ranks a program multiplies with at a time."""
+    return min(MAX_BLOCK_RANKS, max(MIN_BLOCK_RANKS, next_power_of_2(max_rank)))
 
 
 def block_outputs(num_outputs: int) -> int:
@@ -212,56 +269,33 @@ def add_low_rank(
 
     The launch just before this must be of the product, not of ``x``, which may be read before it has ended.
     """
-    num_tiles, num_rows = len(tiled.slots_U), len(tiled.rows_M)
-    (_, num_parts, max_rank, num_inputs), num_outputs = weights.down_SPRI.shape, out_TO.shape[1]
+    (_, num_parts, max_rank, _), num_outputs = weights.down_SPRI.shape, out_TO.shape[1]
     is_early = x_TI.stride(1) == 1
     x_TI = x_TI if is_early else x_TI.contiguous()
-    block_k = BLOCK_INPUTS_FLOAT32 if x_TI.dtype == torch.float32 else BLOCK_INPUTS
-    has_many = launches is Launches.MEASURED and num_tiles > MAX_TILES_FEW
+    has_many = launches is Launches.MEASURED and len(tiled.slots_U) > MAX_TILES_FEW
     max_spans = MAX_SPANS_MANY if has_many else MAX_SPANS
-    span = max(MIN_SPAN, cdiv(num_inputs, max_spans * BLOCK_INPUTS) * BLOCK_INPUTS)
-    spans = cdiv(num_inputs, span)
-    block_r = min(MAX_BLOCK_RANKS, max(MIN_BLOCK_RANKS, next_power_of_2(max_rank)))
-    hidden_XMR = torch.empty((spans, num_rows, num_parts * max_rank), dtype=torch.float32, device=x_TI.device)
-    common = {"MAX_RANK": max_rank, "PARTS": num_parts, "BLOCK_M": TILE_ROWS, "BLOCK_R": block_r}
-    _shrink_kernel[(num_tiles, num_parts * cdiv(max_rank, block_r), spans)](
-        x_TI,
-        weights.down_SPRI,
-        weights.rank_SP,
-        tiled.rows_M,
-        tiled.slots_U,
-        hidden_XMR,
-        num_rows,
-        num_inputs,
-        span,
-        x_TI.stride(0),
-        weights.down_SPRI.stride(0),
-        weights.rank_SP.stride(0),
-        IS_EARLY=is_early,
-        BLOCK_K=block_k,
-        num_warps=4,
-        num_stages=3,
-        **common,
-        **overlap_options(x_TI),
-    )
+    hidden_XTQ = _shrink(x_TI, weights, tiled, max_spans=max_spans, is_early=is_early)
     block_n = block_outputs(num_outputs)
-    _expand_kernel[(num_tiles, cdiv(num_outputs, block_n))](
-        hidden_XMR,
+    _expand_kernel[(len(tiled.slots_U), cdiv(num_outputs, block_n))](
+        hidden_XTQ,
         weights.up_SOR,
         weights.rank_SP,
         weights.part_O,
         tiled.rows_M,
         tiled.slots_U,
         out_TO,
-        num_rows,
         num_outputs,
+        *hidden_XTQ.stride()[:2],
         weights.up_SOR.stride(0),
         weights.rank_SP.stride(0),
         out_TO.stride(0),
-        SPANS=spans,
+        MAX_RANK=max_rank,
+        PARTS=num_parts,
+        SPANS=len(hidden_XTQ),
+        BLOCK_M=TILE_ROWS,
         BLOCK_N=block_n,
+        BLOCK_R=block_ranks(max_rank),
         num_warps=4,
-        **common,
         **overlap_options(x_TI),
     )
     return out_TO

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.gemm.expansion_triton import Expansion, expand_tile
 from strandline.kernels.gemm.formats.operand_triton import Operand, operand, rows_operand
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
 from strandline.kernels.launch import Launch
@@ -30,6 +31,7 @@ def _multiply(
     weight,
     bias_ptr,
     out_ptr,
+    expansion,
     program,
     M,
     N,
@@ -39,14 +41,20 @@ def _multiply(
     stride_head,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    EXPANSION: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Write a tile of the product; split, that of one span of the inputs, in float32."""
     row_M, col_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
+    if EXPANSION is not None:
+        # The first span adds what adapters do.
+        slot_M = tl.load(expansion.slots_T + row_M, mask=(row_M < M) & (tl.program_id(1) == 0), other=-1)
+        part_N = tl.load(expansion.part_O + col_N, mask=col_N < N, other=-1)
     x_ptr, scale_ptr, stride_x, stride_scale = x
     matrix = 0
     if stride_head is not None:
@@ -79,6 +87,9 @@ def _multiply(
     )
     if bias_ptr is not None:
         acc_MN += tl.load(bias_ptr + col_N, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
+    if EXPANSION is not None:
+        wait_for_previous(OVERLAPS)
+        acc_MN = expand_tile(acc_MN, expansion, slot_M, part_N, row_M, col_N, EXPANSION)
     store_tile(out_ptr, acc_MN, row_M, col_N, M, N, stride_out, IS_SPLIT, False)
 
 
@@ -90,6 +101,7 @@ def _tiles_kernel(
     bias_ptr,
     out_ptr,
     second,
+    expansion,
     M,
     N,
     K,
@@ -98,6 +110,7 @@ def _tiles_kernel(
     stride_head,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    EXPANSION: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SWAPS_SECOND: tl.constexpr,
@@ -107,7 +120,9 @@ def _tiles_kernel(
     OVERLAPS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    wait_for_previous(OVERLAPS)
+    if EXPANSION is None:
+        wait_for_previous(OVERLAPS)
+    # Else the launch of first factors has waited for the rows before it released, and only its results are waited for.
     release_next(OVERLAPS)
     second_programs = 0
     if second is not None:
@@ -136,6 +151,7 @@ def _tiles_kernel(
             weight,
             bias_ptr,
             out_ptr,
+            expansion,
             program - second_programs,
             M,
             N,
@@ -145,11 +161,13 @@ def _tiles_kernel(
             stride_head,
             TILE,
             LAYOUT,
+            EXPANSION,
             IS_EVEN,
             IS_SPLIT,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
+            OVERLAPS,
         )
 
 
@@ -160,12 +178,15 @@ def launch_tiles(
     bias_O: Tensor | None,
     launch: Launch,
     second: DenseWeight | None = None,
+    expansion: Expansion | None = None,
 ) -> None:
     """Fill ``out_TO``, a matrix with dense rows, with a product. Tiles in FP8 take quantised rows.
 
     Args:
         bias_O: None if there is a second product.
         second: contiguous; multiplied with plain rows. Its outputs come after the first weight's.
+        expansion: is added to the outputs; only without a second product, and with no launch since that of the first
+            factors but products of the same rows.
     """
     num_rows, (num_outputs, num_inputs) = len(rows), weight.shape
     num_blocks = cdiv(num_inputs, launch.block_k)
@@ -188,6 +209,7 @@ def launch_tiles(
         bias_O if spans == 1 else None,
         part_STO,
         argument,
+        expansion,
         num_rows,
         num_outputs,
         num_inputs,
@@ -196,6 +218,7 @@ def launch_tiles(
         None,
         TILE=taken.format.tile,
         LAYOUT=taken.layout,
+        EXPANSION=None if expansion is None else expansion.constants,
         IS_EVEN=num_inputs % launch.block_k == 0 and num_outputs % launch.block_n == 0,
         IS_SPLIT=spans > 1,
         SWAPS_SECOND=launch.block_m < taken.format.min_rows,
@@ -216,6 +239,7 @@ def launch_heads(out_THO: Tensor, x_HTI: Tensor, weight: DenseWeight, launch: La
         None,
         out_THO,
         None,
+        None,
         num_rows,
         num_outputs,
         num_inputs,
@@ -224,6 +248,7 @@ def launch_heads(out_THO: Tensor, x_HTI: Tensor, weight: DenseWeight, launch: La
         x_HTI.stride(0),
         TILE=taken.format.tile,
         LAYOUT=taken.layout,
+        EXPANSION=None,
         IS_EVEN=num_inputs % launch.block_k == 0 and num_outputs % launch.block_n == 0,
         IS_SPLIT=False,
         SWAPS_SECOND=False,

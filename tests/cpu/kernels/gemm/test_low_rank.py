@@ -153,8 +153,8 @@ ERRORS = {torch.float32: 3e-4, torch.bfloat16: 1.5e-2}
 """Largest error of a product and what is added; ``GATED`` times that after a gate."""
 
 GATED = 3
-SIZE_BEFORE_GATES = 0.05
-"""Size of rows, so that no exponential overflows."""
+SIZE_BEFORE_GATES, MOST_BEFORE_GATES = 0.05, 2.0
+"""Size of rows, and the largest number in them, so that no exponential overflows."""
 
 
 def check_products(
@@ -186,7 +186,7 @@ def check_products(
         assert error(linear.reference(x, weight, None, term), expected_TO) < ERRORS[dtype]
     if parts or num_outputs % 2:
         return
-    x = x.mul_(SIZE_BEFORE_GATES)
+    x = x.mul_(SIZE_BEFORE_GATES).clamp_(-MOST_BEFORE_GATES, MOST_BEFORE_GATES)
     expected_TF = gated(exact(product(x, weight), x, weights, case.slots_T))
     for chosen in Launches:
         with poisoned_memory():
@@ -196,26 +196,32 @@ def check_products(
         assert error(gated_linear.reference(x, weight, term), expected_TF) < GATED * ERRORS[dtype]
 
 
-FEW_ROWS = {
+PRODUCTS = {
     "one row": Case([1], [0] * 30 + [1] * 10, [[3, 0], [9, 16]], 160),
     "rows with and without": Case([1, NONE, 0], [0] * 20 + [-1] * 4 + [1] * 16, [[5, 16], [16, 1]], 130),
     "blocks of ranks": Case([1, 0, 1, NONE], [1] * 10 + [0] * 10, [[70, 33], [5, 64]], 40, 70),
-    "many rows": Case(random_slots(20, 2), [0] * 12 + [1] * 12, [[5, 16], [16, 1]], 130),
+    "many rows": Case(random_slots(20, 2), [0] * 20 + [1] * 20, [[5, 16], [16, 1]], 130),
+    "tiles of several adapters and parts": Case(
+        random_slots(70, 3), [0] * 5 + [-1] * 3 + [1] * 60 + [0] * 30, [[5, 16], [16, 0], [0, 7]], 600
+    ),
+    "tiles and blocks of ranks": Case(random_slots(20, 2), [1] * 10 + [0] * 10, [[70, 33], [5, 64]], 40, 70),
+    "tiles without adapters": Case([NONE] * 20, [0] * 24, [[5], [9]], 130),
+    "more rows than tiles take": Case(random_slots(140, 2), [0] * 12 + [1] * 12, [[5, 16], [16, 1]], 130),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FEW_ROWS)
+@pytest.mark.parametrize("name", PRODUCTS)
 @of_every_format
 def test_products_with_adapters_are_near_float64s(case: formats.Case, name: str, dtype: torch.dtype) -> None:
-    check_products(case, FEW_ROWS[name], dtype)
+    check_products(case, PRODUCTS[name], dtype)
 
 
 @pytest.mark.parametrize("sizes", [(16, 24), (20, 8, 12)], ids=str)
-@pytest.mark.parametrize("name", ["one row", "rows with and without"])
+@pytest.mark.parametrize("name", ["one row", "rows with and without", "many rows"])
 @of_quantized_formats
 def test_adapters_add_to_every_part_of_a_weight(case: formats.Case, name: str, sizes: Sequence[int]) -> None:
-    check_products(case, FEW_ROWS[name], torch.float32, parts=sizes)
+    check_products(case, PRODUCTS[name], torch.float32, parts=sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

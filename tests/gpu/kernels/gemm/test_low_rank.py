@@ -15,7 +15,7 @@ from tests.cpu.kernels.gemm import formats
 from tests.cpu.kernels.gemm.formats import of_every_format, of_quantized_formats
 from tests.cpu.kernels.gemm.test_low_rank import (
     CASES,
-    FEW_ROWS,
+    PRODUCTS,
     Case,
     build,
     check_invariance,
@@ -58,10 +58,10 @@ def test_rows_depend_on_themselves_alone(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FEW_ROWS)
+@pytest.mark.parametrize("name", PRODUCTS)
 @of_every_format
 def test_products_with_adapters_are_near_float64s(case: formats.Case, name: str, dtype: torch.dtype) -> None:
-    check_products(case, FEW_ROWS[name], dtype, "cuda")
+    check_products(case, PRODUCTS[name], dtype, "cuda")
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
