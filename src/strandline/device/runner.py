@@ -28,11 +28,11 @@ from strandline.device.sampling.allowed_tokens import AllowedMatcher
 from strandline.device.sampling.choice import Chosen, choose
 from strandline.device.sampling.divided_sampling import SAMPLING_OPERATIONS
 from strandline.device.sampling.grammar_mask import GuardedMatcher
-from strandline.device.sampling.sampler import SamplingState
+from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.cache_actions import CacheActions
 from strandline.device.steps.drafter import StepRows
-from strandline.device.steps.graphs import StepGraphs
+from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.device.steps.host_step import HostStep, Layout, StepIndices
 from strandline.device.steps.prompt_logprobs import fetch_prompt_logprobs
 from strandline.device.steps.routed_experts import fetch_routed
@@ -264,29 +264,30 @@ class Runner:
 
     def _choose(self, step: HostStep, indices: StepIndices, hidden_XE: Tensor) -> Chosen:
         """Choose tokens; where the host has to compare drafts, do so."""
-        candidates, kernels, verification = step.candidates, self.kernels, step.verification
+        candidates, verification, decodes = step.candidates, step.verification, step.captured_decodes
         if not candidates:
             return Chosen((), torch.empty(0, dtype=torch.int64))
-        if (replayed := step.captured_decodes) is not None:
-            count = len(candidates)
-            likeliest_R = self._pending.last.tokens_P[:count]
-            chosen = choose(replayed.logits_NV[:count], candidates, kernels, greedy_R=likeliest_R)
-            if chosen.tokens_R is likeliest_R and not chosen.failures:
-                chosen.host_tokens_R = replayed.host_likeliest_N[:count]
-            return chosen
-        rows: slice | Tensor = slice(len(step.rows)) if step.is_chosen_from_all else indices.rows_R
+        count = len(step.rows)
+        rows: slice | Tensor = slice(count) if step.is_chosen_from_all else indices.rows_R
+        positions_R = None if step.is_plain else indices.positions_R
         if verification is not None:
-            hidden_XE = verification.hidden_TE
-        # Where a padded step verifies drafts alone, logits are of a padded number of rows, which the kernels have met.
-        logits_RV = self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
-        if step.is_plain and verification is None:
-            return choose(logits_RV, candidates, kernels)
-        positions_R = indices.positions_R if verification is None else verification.batch.positions_T[rows] + 1
-        chosen = choose(logits_RV[: len(positions_R)], candidates, kernels, positions_R=positions_R)
+            hidden_XE, positions_R = verification.hidden_TE, verification.batch.positions_T[rows] + 1
+        greedy_R = None if decodes is None else self._pending.last.tokens_P[:count]
+        logits_RV = self._logits(decodes, hidden_XE, rows)[:count]
+        chosen = choose(logits_RV, candidates, self.kernels, positions_R=positions_R, greedy_R=greedy_R)
         chosen.rows = rows
-        if verification is None or not all(each.state.is_compared_on_device for each in candidates):
+        if decodes is not None and chosen.tokens_R is greedy_R and not chosen.failures:
+            chosen.host_tokens_R = decodes.host_likeliest_N[:count]
+        is_compared_on_device = verification and all(each.state.is_compared_on_device for each in candidates)
+        if positions_R is not None and not is_compared_on_device:
             chosen.compare()
         return chosen
+
+    def _logits(self, decodes: CapturedStep | None, hidden_XE: Tensor, rows: slice | Tensor) -> Tensor:
+        """Return logits of rows, perhaps with padding after them, whose number the kernels have met."""
+        if decodes is not None:
+            return decodes.logits_NV
+        return self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
 
     def _remember(self, step: HostStep, chosen: Chosen) -> None:
         """Leave on the device what the next step may be planned without."""

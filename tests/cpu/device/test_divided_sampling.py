@@ -20,7 +20,7 @@ from strandline.device.sampling import choice
 from strandline.device.sampling.choice import Candidates
 from strandline.device.sampling.divided_sampling import SAMPLING_OPERATIONS, likeliest
 from strandline.device.sampling.grammar_mask import GuardedMatcher
-from strandline.device.sampling.sampler import ChosenTokens, SamplingState, choose_independently, choose_tokens
+from strandline.device.sampling.sampling_state import SamplingState
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.operation import Workload
@@ -97,20 +97,20 @@ def request(row: int, **options: Any) -> NewRequest:
     return NewRequest(RequestId(str(row)), prompt, params, 1000 + row, frozenset({3, VOCAB - 2}), bad_words)
 
 
-Answer = tuple[list[list[int]], list[list[TokenLogprobs]], list[dict[int, str]]]
+Answer = tuple[list[list[int]], list[list[TokenLogprobs]], list[dict[RequestId, str]]]
 
 
 def choose(steps: Sequence[Tensor], requests: Sequence[NewRequest], ranks: Ranks) -> Answer:
     """Sample step after step, as an engine on these ranks does."""
-    kernels, states = kernels_of(ranks), [state_of(new, ranks) for new in requests]
-    tokens, logprobs, failures = list[list[int]](), list[list[TokenLogprobs]](), list[dict[int, str]]()
+    candidates = [Candidates(row, state_of(new, ranks), (), row) for row, new in enumerate(requests)]
+    tokens, logprobs, failures = list[list[int]](), list[list[TokenLogprobs]](), list[dict[RequestId, str]]()
     for logits_NV in steps:
-        chosen: ChosenTokens = choose_tokens(part_of(logits_NV, ranks), states, kernels)
-        tokens.append(chosen.tokens_N.tolist())
-        logprobs.append([tensors.read()[0] for _, tensors in sorted(chosen.logprobs.items())])
+        chosen = choice.choose(part_of(logits_NV, ranks), candidates, kernels_of(ranks))
+        tokens.append(chosen.tokens_R.tolist())
+        logprobs.append([tensors.read()[0] for _, [tensors] in sorted(chosen.logprobs.items())])
         failures.append(chosen.failures)
-        for state, token in zip(states, tokens[-1], strict=True):
-            state.append(token)
+        for each, token in zip(candidates, tokens[-1], strict=True):
+            each.state.append(token)
     return tokens, logprobs, failures
 
 
@@ -220,8 +220,9 @@ def test_rows_are_chosen_alike_where_positions_are_on_the_device() -> None:
     logits_NV, positions_N = torch.randn(len(requests), VOCAB), torch.arange(len(requests))
 
     def run(ranks: Ranks) -> list[int]:
-        states = [state_of(new, ranks) for new in requests]
-        return choose_independently(part_of(logits_NV, ranks), states, positions_N, kernels_of(ranks)).tolist()
+        candidates = [Candidates(row, state_of(new, ranks), (), row) for row, new in enumerate(requests)]
+        part_NP = part_of(logits_NV, ranks)
+        return choice.choose(part_NP, candidates, kernels_of(ranks), positions_R=positions_N).tokens_R.tolist()
 
     assert RankThreads(2).run(run) == [run(ONE_RANK)] * 2
 

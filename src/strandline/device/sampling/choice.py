@@ -20,13 +20,8 @@ import torch
 from torch import Tensor
 
 from strandline.device.hardware.upload import download
-from strandline.device.sampling.sampler import (
-    ChosenTokens,
-    LogprobTensors,
-    SamplingState,
-    choose_independently,
-    choose_tokens,
-)
+from strandline.device.sampling.sampler import LogprobTensors, sample_rows
+from strandline.device.sampling.sampling_state import SamplingState
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import Verdict
@@ -95,13 +90,6 @@ class Chosen:
         return [each.state.new.request_id for each in self.candidates]
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidates], chosen: ChosenTokens) -> "Chosen":
-        """Return what was chosen for sequences without drafts."""
-        logprobs = {candidates[row].plan_index: [tensors] for row, tensors in chosen.logprobs.items()}
-        failures = {candidates[row].state.new.request_id: text for row, text in chosen.failures.items()}
-        return cls(candidates, chosen.tokens_N, logprobs, failures)
-
-    @classmethod
     def joined(cls, parts: Mapping[int, "Chosen"]) -> "Chosen":
         """Return what was chosen for sequences without drafts, one by one, given the index in the plan of each."""
         rows = enumerate(parts.items())
@@ -159,41 +147,39 @@ def choose(
     positions_R: Tensor | None = None,
     greedy_R: Tensor | None = None,
 ) -> Chosen:
-    """Choose the tokens of a step. Waits for the device where there are drafts, and a choice needs the tokens before.
+    """Choose the tokens of a step.
+
+    Waits for the device where a choice needs those before: of drafts, unless all sequences are independent.
 
     Args:
         logits_RV: a row for each sequence, and one more for each of its drafts; may be overwritten.
         positions_R: of the tokens to choose, if all rows may be chosen together; None: the states know them.
         greedy_R: the likeliest tokens, if they are known; may be overwritten.
     """
-    if positions_R is not None and all(each.state.is_independent for each in candidates):
-        return _choose_together(logits_RV, candidates, positions_R, kernels)
-    if len(logits_RV) == len(candidates):
-        return Chosen.of(candidates, choose_tokens(logits_RV, [each.state for each in candidates], kernels, greedy_R))
-    return _choose_in_turn(logits_RV, candidates, kernels)
-
-
-def _choose_together(
-    logits_RV: Tensor, candidates: Sequence[Candidates], positions_R: Tensor, kernels: Kernels
-) -> Chosen:
-    """Choose after all rows at once: tokens depend on those before through the logits alone."""
-    by_row = [each.state for each in candidates for _ in range(each.num_rows)]
-    if not all(each.state.is_plain_greedy for each in candidates):
-        logits_RV = logits_RV.float()
+    if positions_R is not None and not all(each.state.is_independent for each in candidates):
+        positions_R = None
+    if positions_R is None and len(logits_RV) > len(candidates):
+        return _choose_in_turn(logits_RV, candidates, kernels)
+    states = [each.state for each in candidates for _ in range(each.num_rows)]
+    tokens_R, logprobs, failures = sample_rows(logits_RV, states, kernels, position_N=positions_R, greedy_N=greedy_R)
     for each in candidates:
-        each.state.num_sampled += 1
-    return Chosen(candidates, choose_independently(logits_RV, by_row, positions_R, kernels))
+        each.state.count(tokens_R, each.first_row)
+    return Chosen(
+        candidates,
+        tokens_R,
+        {candidates[row].plan_index: [tensors] for row, tensors in logprobs.items()},
+        {states[row].new.request_id: text for row, text in failures.items()},
+    )
 
 
 def _choose_in_turn(logits_RV: Tensor, candidates: Sequence[Candidates], kernels: Kernels) -> Chosen:
+    """Choose one token of each sequence after the other, as far as the drafts before them agree."""
     chosen = Chosen(candidates, logits_RV.new_empty(0), token_ids=[[] for _ in candidates])
     remaining = list(zip(candidates, chosen.token_ids or (), strict=True))
     while remaining:
         rows = [each.first_row + len(taken) for each, taken in remaining]
-        found = Chosen.of(
-            [each for each, _ in remaining],
-            choose_tokens(logits_RV[rows], [each.state for each, _ in remaining], kernels),
-        )
+        singles = [each._replace(draft_ids=(), first_row=row) for row, (each, _) in enumerate(remaining)]
+        found = choose(logits_RV[rows], singles, kernels)
         chosen.failures |= found.failures
         for index, tensors in found.logprobs.items():
             chosen.logprobs.setdefault(index, []).extend(tensors)

@@ -11,8 +11,8 @@ large one. A single rank has whole rows anyway.
 Shape suffixes: as in ``sampling.py``; R ranks.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.hardware.upload import upload
+from strandline.ids import NO_TOKEN
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import Ranks
@@ -34,6 +35,7 @@ from strandline.kernels.sampling.sampling import (
     top_keys,
     unpack_candidates,
 )
+from strandline.records.sampling_params import SamplingParams
 
 SAMPLING_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     greedy,
@@ -60,10 +62,12 @@ class Filters:
     top_p_N: Tensor
     min_p_N: Tensor
     uniform_N: Tensor
+    is_greedy_N: Tensor
+    """Whether the row takes its likeliest token instead."""
 
     def __getitem__(self, row_N: Tensor) -> "Filters":
         """Return those of some rows."""
-        return Filters(self.top_k_N[row_N], self.top_p_N[row_N], self.min_p_N[row_N], self.uniform_N[row_N])
+        return Filters(*(getattr(self, each.name)[row_N] for each in fields(self)))
 
 
 def likeliest(logits_NP: Tensor, kernels: Kernels) -> Tensor:
@@ -85,26 +89,29 @@ def num_candidates(top_k: int, top_p: float, min_p: float) -> int | None:
     return 0 if top_p >= 1 and min_p <= 0 else None
 
 
-def draw_rows(
-    logits_NP: Tensor, filters: Filters, candidates: Mapping[int, int | None], kernels: Kernels
-) -> tuple[Tensor, Tensor]:
-    """Return each row's likeliest token, and a drawn one; int64, ``NO_TOKEN`` where none can be.
+def choose_rows(
+    logits_NP: Tensor, params: Sequence[SamplingParams], filters: Filters | None, kernels: Kernels
+) -> Tensor:
+    """Return a token for each row, int64; ``NO_TOKEN`` where there can be none.
 
     Args:
-        logits_NP: float32, temperature applied.
-        candidates: ``num_candidates`` by row to draw from; what is returned as drawn for other rows is undefined.
+        logits_NP: temperature applied; float32 unless ``filters`` is None.
+        filters: of rows to draw from; None: all rows take their likeliest token.
     """
+    if filters is None:
+        return likeliest(logits_NP, kernels)
     if kernels.ranks.size == 1:
-        return kernels[greedy](logits_NP), _draw_from_whole(logits_NP, filters, kernels)
-    greedy_N, drawn_N = _draw_from_parts(
-        logits_NP, filters, {num for num in candidates.values() if num is not None}, kernels
-    )
-    rows = [row for row, num in candidates.items() if num is None]
-    if rows:
-        row_M = upload(np.array(rows), logits_NP.device)
-        whole_MV = kernels.ranks.gather(logits_NP[row_M])
-        drawn_N = drawn_N.index_copy(0, row_M, _draw_from_whole(whole_MV, filters[row_M], kernels))
-    return greedy_N, drawn_N
+        greedy_N, drawn_N = kernels[greedy](logits_NP), _draw_from_whole(logits_NP, filters, kernels)
+    else:
+        nums = {row: num_candidates(p.top_k, p.top_p, p.min_p) for row, p in enumerate(params) if not p.is_greedy}
+        greedy_N, drawn_N = _draw_from_parts(
+            logits_NP, filters, {num for num in nums.values() if num is not None}, kernels
+        )
+        if rows := [row for row, num in nums.items() if num is None]:
+            row_M = upload(np.array(rows), logits_NP.device)
+            whole_MV = kernels.ranks.gather(logits_NP[row_M])
+            drawn_N = drawn_N.index_copy(0, row_M, _draw_from_whole(whole_MV, filters[row_M], kernels))
+    return torch.where(filters.is_greedy_N.bool() | (greedy_N == NO_TOKEN), greedy_N, drawn_N)
 
 
 def _draw_from_whole(logits_NV: Tensor, filters: Filters, kernels: Kernels) -> Tensor:
@@ -115,7 +122,9 @@ def _draw_from_whole(logits_NV: Tensor, filters: Filters, kernels: Kernels) -> T
 def _draw_from_parts(
     logits_NP: Tensor, filters: Filters, candidates: Collection[int], kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """Draw as ``draw_rows`` in one exchange, and a second one where a row has no filter.
+    """Return each row's likeliest token and, where it is to be drawn, a drawn one.
+
+    There is one exchange, and a second one where a row has no filter.
 
     Args:
         candidates: the numbers of candidates that rows need; 0 stands for rows without a filter.

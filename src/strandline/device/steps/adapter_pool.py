@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from strandline.device.sampling.sampler import SamplingState
+from strandline.device.sampling.sampling_state import SamplingState
 from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows

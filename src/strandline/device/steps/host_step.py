@@ -17,7 +17,7 @@ from strandline.device.batches.batch import HostBatch, batch_order, build_host_b
 from strandline.device.batches.pending import NO_STOPS, PendingTokens
 from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.choice import Candidates, draw_verdicts
-from strandline.device.sampling.sampler import SamplingState
+from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.errors import EngineError

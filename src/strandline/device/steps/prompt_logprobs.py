@@ -10,7 +10,8 @@ from torch import Tensor
 
 from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.failures import catch_failure
-from strandline.device.sampling.sampler import LogprobTensors, SamplingState
+from strandline.device.sampling.sampler import LogprobTensors
+from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.host_step import HostStep
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.ids import BLOCK_TOKENS, RequestId

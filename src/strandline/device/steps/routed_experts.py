@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.hardware.upload import upload_together
-from strandline.device.sampling.sampler import SamplingState
+from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.step_in_flight import RoutedSpan, StepInFlight
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.plan import SequencePlan
