@@ -313,7 +313,9 @@ class Runner:
             elif step.is_plain:
                 self._drafter.keep(rows)
             else:
-                sampled = dict(zip((each.plan_index for each in chosen.candidates), chosen.compare(), strict=True))
+                sampled = dict(
+                    zip((each.plan_index for each in chosen.candidates), chosen.token_ids or (), strict=True)
+                )
                 launched.drafts = self._drafter.draft(rows, sampled)
         if captured is not None and captured.tail is not None:
             captured.tail.replay()

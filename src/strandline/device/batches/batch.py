@@ -7,7 +7,7 @@ data of each sequence is passed in ``SequenceColumns``; the values for each row 
 Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.batches.picture_rows import add_earlier_pictures, picture_offsets
+from strandline.device.batches.picture_rows import place_pictures
 from strandline.device.hardware.upload import upload, upload_together
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
@@ -243,7 +243,7 @@ def build_host_batch(
     columns: SequenceColumns[np.ndarray] = SequenceColumns(*columns_FN)
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(columns.end - columns.start, out=query_starts[1:])
-    add_earlier_pictures(sequences, columns.rotary_delta)
+    offsets = place_pictures(sequences, columns.rotary_delta)
     columns.last_row[:] = query_starts[1:] - 1
     if pending_rows is not None:
         columns.source_row[:], columns.stop_set[:] = pending_rows
@@ -259,7 +259,7 @@ def build_host_batch(
         token_ids_T=token_ids,
         query_starts_N1=query_starts,
         log_tokens=draft_tokens,
-        picture_offsets=picture_offsets(sequences, columns.rotary_delta),
+        picture_offsets=offsets,
     )
 
 
@@ -316,8 +316,9 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     # The state after drafts is not stored: it is that of tokens which may be rejected.
     state_dst = np.where(host.columns.num_drafts > 0, NULL_SLOT, host.columns.state_dst)
     of_sequences = host.columns._replace(state_dst=state_dst)
-    token_ids_T, query_starts_N1, cut_rows_C, *rest = upload_together(
-        [host.token_ids_T, host.query_starts_N1, host.cut_rows_C, *of_sequences, *host.chunks.columns], device
+    offsets = () if host.picture_offsets is None else host.picture_offsets
+    token_ids_T, query_starts_N1, cut_rows_C, offsets_3T, *rest = upload_together(
+        [host.token_ids_T, host.query_starts_N1, host.cut_rows_C, offsets, *of_sequences, *host.chunks.columns], device
     )
     columns: SequenceColumns[Tensor] = SequenceColumns(*rest[:num_columns])
     table_NM = upload(host.block_table_NM, device)
@@ -342,8 +343,8 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
     replay = None if host.replay is None else host.replay.to_device(device, kernels)
     recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
     counts = (host.num_decodes, host.num_decode_rows)
-    offsets_3T = None if host.picture_offsets is None else upload(host.picture_offsets, device).view(3, -1)
-    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rows.rotary_T, offsets_3T)
+    pictures = None if host.picture_offsets is None else offsets_3T.view(3, -1)
+    step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rows.rotary_T, pictures)
     return DeviceBatch(step, columns, cut_rows_C)
 
 
@@ -393,13 +394,3 @@ def block_tables(sequences: Sequence[SequencePlan], num_blocks: Sequence[int]) -
     for row, (sequence, count) in enumerate(zip(sequences, num_blocks, strict=True)):
         tables[row, :count] = np.frombuffer(sequence.block_table, dtype=np.int32, count=count)
     return tables
-
-
-def batch_order(sequences: Sequence[SequencePlan], is_decode: Callable[[SequencePlan], bool]) -> tuple[list[int], int]:
-    """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
-    are_decodes = list(map(is_decode, sequences))
-    decodes = [index for index, is_first in enumerate(are_decodes) if is_first]
-    if len(decodes) == len(sequences):
-        return decodes, len(decodes)
-    prefills = [index for index, plan in enumerate(sequences) if plan.end > plan.start and not are_decodes[index]]
-    return decodes + prefills, len(decodes)

@@ -11,20 +11,19 @@ from strandline.records.pictures import rotary_delta, rotary_positions
 from strandline.records.plan import SequencePlan
 
 
-def add_earlier_pictures(sequences: Sequence[SequencePlan], delta_N: np.ndarray) -> None:
-    """Turn each sequence's ``rotary_delta`` into that of a token of text at its ``start``."""
+def place_pictures(sequences: Sequence[SequencePlan], delta_N: np.ndarray) -> np.ndarray | None:
+    """Turn each sequence's ``rotary_delta`` into that of a token of text at its ``start``, in place.
+
+    Returns:
+        What time, height and width add to the rows' positions, one after the other; None: all rows are of text. The
+        positions that they are added to include the deltas.
+    """
+    if not any(sequence.pictures for sequence in sequences):
+        return None
     for index, sequence in enumerate(sequences):
         if sequence.pictures:
             delta_N[index] += rotary_delta([span for span in sequence.pictures if span.end <= sequence.start])
-
-
-def picture_offsets(sequences: Sequence[SequencePlan], delta_N: np.ndarray) -> np.ndarray | None:
-    """Return what time, height and width add to the rows' positions, one after the other; None: all rows are of text.
-
-    Args:
-        delta_N: as ``add_earlier_pictures`` leaves it; the positions that are added to include it.
-    """
-    if not any(sequence.pictures for sequence in sequences) or not any(map(takes_picture, sequences)):
+    if not any(map(takes_picture, sequences)):
         return None
     parts = [_offsets(*each) for each in zip(sequences, delta_N.tolist(), strict=True)]
     return np.concatenate(parts, axis=1).ravel()

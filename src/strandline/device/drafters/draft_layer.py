@@ -24,8 +24,8 @@ from torch import Tensor
 
 from strandline.device.batches.batch import block_tables, build_host_batch, to_device
 from strandline.device.batches.padded_step import single_rows
-from strandline.device.batches.picture_rows import add_earlier_pictures, picture_offsets
-from strandline.device.hardware.upload import upload, upload_together
+from strandline.device.batches.picture_rows import place_pictures
+from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.drafter import Drafts, StepRows, Verified
 from strandline.device.steps.host_step import reads_stored
@@ -139,7 +139,7 @@ def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_s
 
 
 def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Return columns of pairs, and their ``picture_offsets``.
+    """Return columns of pairs, and what ``place_pictures`` returns of them.
 
     Returns:
         Each pair's token, position, block, offset in it and row of its hidden state; which end sampled; and each one's
@@ -148,7 +148,7 @@ def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], np.ndarray | Non
     plans = [each.plan for each in pairs]
     fields = [(plan.start, plan.end, plan.kv_start, plan.rotary_delta) for plan in plans]
     start, end, kv_start, delta_N = np.array(fields, np.int64).T
-    add_earlier_pictures(plans, delta_N)
+    offsets = place_pictures(plans, delta_N)
     length = end - start
     last_pairs = length.cumsum() - 1
     run_T = np.repeat(np.arange(len(pairs)), length)
@@ -163,7 +163,7 @@ def _columns(pairs: Sequence[Pairs]) -> tuple[list[np.ndarray], np.ndarray | Non
         last_pairs[[plan.is_sampled for plan in plans]],
         positions_T + delta_N[run_T],
     ]
-    return columns, picture_offsets(plans, delta_N)
+    return columns, offsets
 
 
 class DraftLayer:
@@ -196,8 +196,8 @@ class DraftLayer:
         if not pairs:
             return
         columns, offsets = _columns(pairs)
-        on_device = upload_together(columns, hidden_XE.device)
-        tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N, rotary_T = on_device
+        on_device = upload_together([*columns, () if offsets is None else offsets], hidden_XE.device)
+        tokens_T, positions_T, blocks_T, offsets_T, rows_T, last_pairs_N, rotary_T, picture_offsets = on_device
         tokens_T.index_copy_(0, last_pairs_N, self._last.tokens_P[: len(last_pairs_N)].clamp_min(0))
         nothing = rows_T[:0]
         attention = AttentionBatch(
@@ -212,7 +212,7 @@ class DraftLayer:
         )
         chunks = plan_chunks([], [])
         recurrent = RecurrentBatch(nothing, nothing, chunks.with_tensors([nothing] * len(chunks.columns)))
-        offsets_3T = None if offsets is None else upload(offsets, hidden_XE.device).view(3, -1)
+        offsets_3T = None if offsets is None else picture_offsets.view(3, -1)
         batch = StepBatch(tokens_T, positions_T, 0, 0, attention, recurrent, rotary_T, offsets_3T)
         self._model.keep_for_drafts(batch, hidden_XE.index_select(0, rows_T), self._memory)
 

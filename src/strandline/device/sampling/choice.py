@@ -14,7 +14,7 @@ Shape suffixes: R rows, N sequences, V vocabulary.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from strandline.device.sampling.sampling_state import SamplingState
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import Verdict
-from strandline.speculative_config import MAX_DRAFT_TOKENS
-
-WORD: Final = 2**64 - 1
 
 
 class Candidates(NamedTuple):
@@ -189,36 +186,3 @@ def _choose_in_turn(logits_RV: Tensor, candidates: Sequence[Candidates], kernels
             if each.take(taken, token)
         ]
     return chosen
-
-
-def draw_verdicts(state: SamplingState, num_drafts: int, rates: Sequence[float] | None) -> tuple[Verdict, ...]:
-    """Draw which drafts of a step are accepted whatever is chosen, for benchmarks.
-
-    Args:
-        rates: by index in a step, how often drafts are accepted; None: those that agree are.
-    """
-    if rates is None:
-        return ()
-    state.num_verified += 1
-    verdicts = [
-        Verdict.ACCEPT if _is_accepted_at(state, index, rates) else Verdict.REJECT for index in range(num_drafts)
-    ]
-    return (*verdicts, Verdict.COMPARE)
-
-
-def _is_accepted_at(state: SamplingState, index: int, rates: Sequence[float]) -> bool:
-    """Draw whether a draft after accepted ones is accepted, given how often drafts at each index are in all."""
-    before = rates[index - 1] if index else 1.0
-    return draw(state.new.seed, state.num_verified * MAX_DRAFT_TOKENS + index) * before < rates[index]
-
-
-def draw(seed: int, index: int) -> float:
-    """Return a pseudorandom number in ``[0, 1)`` of a seed's sequence.
-
-    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (SplitMix64). To seed a generator of
-    the standard library for each draw takes longer.
-    """
-    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & WORD
-    state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & WORD
-    state = ((state ^ state >> 27) * 0x94D049BB133111EB) & WORD
-    return ((state ^ state >> 31) >> 11) / 2**53

@@ -3,28 +3,32 @@
 Shape suffixes: R rows that tokens are chosen from, N sequences that compute something.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.batches.batch import HostBatch, batch_order, build_host_batch
+from strandline.device.batches.batch import HostBatch, build_host_batch
 from strandline.device.batches.pending import NO_STOPS, PendingTokens
 from strandline.device.hardware.upload import upload_together
-from strandline.device.sampling.choice import Candidates, draw_verdicts
+from strandline.device.sampling.choice import Candidates
 from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.errors import EngineError
 from strandline.ids import PendingToken, RequestId
+from strandline.kernels.sampling.verification import Verdict
 from strandline.records.plan import SequencePlan
+from strandline.speculative_config import MAX_DRAFT_TOKENS
 
 _IS_DECODE, _IS_VERIFICATION = attrgetter("is_decode"), attrgetter("is_verification")
+
+WORD: Final = 2**64 - 1
 
 
 class StepIndices(NamedTuple):
@@ -194,7 +198,7 @@ class Layout:
         follows_drafts = is_pending and self._pending.may_follow_drafts
         has_drafts = follows_drafts or not is_plain
         is_verification = graphs is not None and has_drafts and _can_verify(sequences)
-        order, num_decodes = batch_order(sequences, _IS_VERIFICATION if is_verification else _IS_DECODE)
+        order, num_decodes = _order(sequences, _IS_VERIFICATION if is_verification else _IS_DECODE)
         in_order = order if is_verification else range(len(sequences))
         batch = None
         if order:
@@ -248,3 +252,46 @@ class Layout:
 def _can_verify(sequences: Sequence[SequencePlan]) -> bool:
     """Whether a padded step can verify drafts of sequences: all compute something."""
     return any(x.is_verification for x in sequences) and all(x.end > x.start for x in sequences)
+
+
+def _order(sequences: Sequence[SequencePlan], is_decode: Callable[[SequencePlan], bool]) -> tuple[list[int], int]:
+    """Return the indices of the sequences that compute something, decodes first, and how many are decodes."""
+    are_decodes = list(map(is_decode, sequences))
+    decodes = [index for index, is_first in enumerate(are_decodes) if is_first]
+    if len(decodes) == len(sequences):
+        return decodes, len(decodes)
+    prefills = [index for index, plan in enumerate(sequences) if plan.end > plan.start and not are_decodes[index]]
+    return decodes + prefills, len(decodes)
+
+
+def draw_verdicts(state: SamplingState, num_drafts: int, rates: Sequence[float] | None) -> tuple[Verdict, ...]:
+    """Draw which drafts of a step are accepted whatever is chosen, for benchmarks.
+
+    Args:
+        rates: by index in a step, how often drafts are accepted; None: those that agree are.
+    """
+    if rates is None:
+        return ()
+    state.num_verified += 1
+    verdicts = [
+        Verdict.ACCEPT if _is_accepted_at(state, index, rates) else Verdict.REJECT for index in range(num_drafts)
+    ]
+    return (*verdicts, Verdict.COMPARE)
+
+
+def _is_accepted_at(state: SamplingState, index: int, rates: Sequence[float]) -> bool:
+    """Draw whether a draft after accepted ones is accepted, given how often drafts at each index are in all."""
+    before = rates[index - 1] if index else 1.0
+    return draw(state.new.seed, state.num_verified * MAX_DRAFT_TOKENS + index) * before < rates[index]
+
+
+def draw(seed: int, index: int) -> float:
+    """Return a pseudorandom number in ``[0, 1)`` of a seed's sequence.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (SplitMix64). To seed a generator of
+    the standard library for each draw takes longer.
+    """
+    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & WORD
+    state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & WORD
+    state = ((state ^ state >> 27) * 0x94D049BB133111EB) & WORD
+    return ((state ^ state >> 31) >> 11) / 2**53

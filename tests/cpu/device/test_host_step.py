@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from strandline.device.sampling.choice import draw
+from strandline.device.steps.host_step import draw
 from strandline.speculative_config import MAX_DRAFT_TOKENS
 
 NUM_DRAWS = 4000
