@@ -24,10 +24,10 @@ from strandline.kernels.recurrences.gdn_short_triton import Short
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import (
     LastStep,
-    PlannedVerification,
+    PlannedStep,
     SampledSequences,
     accept_drafts,
-    complete_verification,
+    resolve_pending,
 )
 
 LOGGED = {**{str(length): length for length in range(LOG_TOKENS + 1)}, "mixed": None}
@@ -179,7 +179,7 @@ def verification(sequences: int) -> Work:
     """Return what surrounds the model in steps that verify drafts: tables, and accepted drafts."""
     full = partial(torch.full, dtype=torch.int64)
     index_N, rows, num_blocks = torch.arange(sequences), 1 + DRAFTS, 64
-    names = (*PlannedVerification._fields, *SampledSequences._fields)
+    names = (*PlannedStep._fields, *SampledSequences._fields)
     columns = {name: full((sequences,), 0) for name in names}
     columns |= {
         "token_ids": full((sequences * rows,), 5),
@@ -196,7 +196,7 @@ def verification(sequences: int) -> Work:
         "pending": full((sequences,), PendingToken.MAY_STOP),
         "source_row": index_N,
     }
-    planned = PlannedVerification(*(columns[name] for name in PlannedVerification._fields))
+    planned = PlannedStep(*(columns[name] for name in PlannedStep._fields))
     sampled = SampledSequences(*(columns[name] for name in SampledSequences._fields))
     last = LastStep.empty(sequences, DRAFTS, torch.get_default_device())
     stop_ids_XS = full((512, 8), NO_TOKEN)
@@ -204,16 +204,16 @@ def verification(sequences: int) -> Work:
     # The last row of each of the two tables of replayed rows is in no chunk.
     undefined = columns["token_ids"].numel() + sequences * DRAFTS + 1
 
-    def call(complete: Any, accept: Any) -> list[Tensor]:
+    def call(resolve: Any, accept: Any) -> list[Tensor]:
         # No draft agrees, so that the next call finds the same step.
-        tables = complete(planned, last, stop_ids_XS, DRAFTS)
+        tables = resolve(planned, last, stop_ids_XS, DRAFTS)
         found = (*tables, *accept(sampled, tokens_T, last, stop_ids_XS, table_NM, DRAFTS))
         return [table.flatten()[: -1 if table.numel() == undefined else None] for table in found]
 
-    references = (complete_verification.reference, accept_drafts.reference)
+    references = (resolve_pending.reference, accept_drafts.reference)
     return Work(
         {
-            "strandline": partial(call, bound(complete_verification), bound(accept_drafts)),
+            "strandline": partial(call, bound(resolve_pending), bound(accept_drafts)),
             "torch": partial(call, *references),
         },
         [()] * 20,

@@ -46,8 +46,8 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.replay import insert_logged
-from strandline.kernels.sampling.verification import accept_drafts, complete_verification
-from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, resolve_pending, store_hidden
+from strandline.kernels.sampling.verification import accept_drafts, resolve_pending
+from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, store_hidden
 from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action
 from strandline.records.constraints import OutputConstraints
@@ -61,7 +61,6 @@ RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     fetch_integers,
     hand_over_tokens,
     insert_logged,
-    complete_verification,
     accept_drafts,
     *SAMPLING_OPERATIONS,
 )
@@ -367,7 +366,7 @@ class Runner:
             host = host.without_verification
         batch = to_device(host, self.device, self.kernels)
         if host.has_pending:
-            self._pending.resolve(batch.step.token_ids_T, batch.columns)
+            self._pending.resolve(batch.planned)
         has_adapters = host.adapter_slots_N is not None
         self.adapters.compute_with(HostTiles.of(host.adapter_slots_T).to_device(self.device) if has_adapters else None)
         hidden_TE, arena = self.model.forward(batch.step, self._memory), self.arena

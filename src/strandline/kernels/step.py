@@ -1,9 +1,9 @@
-"""What surrounds the model in a step: addresses of rows, tokens that are still on the device, final hidden states.
+"""What surrounds the model in a step: addresses of rows, integers and tokens on their way, final hidden states.
 
 Invariant: the null slot's hidden state is never written.
 
-Shape suffixes: T rows of the step, N sequences, M blocks per table, P tokens that the step before sampled, X sets of
-stop tokens, I stop tokens of a set, S slots, E hidden size.
+Shape suffixes: T rows of the step, N sequences, M blocks per table, P tokens that the next step may need, I integers
+of a buffer, S slots, E hidden size.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_SLOT, PendingToken
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.operation import operation, triton
 
 
@@ -58,37 +58,6 @@ def locate_rows(
     write_blocks_T = block_table_NM[sequence_T, index_T].mul_(is_written_T).long()
     rotary_T = positions_T + rotary_delta_N[sequence_T]
     return RowAddresses(positions_T, write_blocks_T, positions_T % BLOCK_TOKENS, rotary_T)
-
-
-@operation(triton("step_triton"))
-def resolve_pending(
-    token_ids_T: Tensor,
-    dst_N: Tensor,
-    last_rows_N: Tensor,
-    pending_N: Tensor,
-    source_rows_N: Tensor,
-    sampled_P: Tensor,
-    stop_sets_N: Tensor,
-    stop_ids_XI: Tensor,
-) -> None:
-    """Fill in the tokens that the step before has sampled, in place.
-
-    A sequence whose pending token is one of its stop tokens, and may stop it, has ended: its state is not stored. Its
-    keys and values are, behind those that belong to it. So has one for which no token could be sampled; it gets
-    token 0, so that nothing is read from outside the vocabulary.
-
-    Args:
-        last_rows_N: each sequence's last row of the step, which holds the pending token.
-        pending_N: ``PendingToken`` of each sequence.
-        source_rows_N: where in ``sampled_P`` a pending token is.
-    """
-    token_N = sampled_P[source_rows_N]
-    is_pending_N = pending_N != 0
-    is_stop_N = (stop_ids_XI[stop_sets_N] == token_N.unsqueeze(-1)).any(-1) | (token_N == NO_TOKEN)
-    is_over_N = (pending_N == PendingToken.MAY_STOP) & is_stop_N
-    # Sequences that pad a step have the first row, too.
-    token_ids_T[last_rows_N[is_pending_N]] = token_N[is_pending_N].clamp_min(0)
-    dst_N.masked_fill_(is_over_N, NULL_SLOT)
 
 
 @operation(triton("step_triton"))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.ids import BLOCK_TOKENS, PendingToken
+from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.step import RowAddresses
@@ -108,75 +108,6 @@ def locate_rows(
         **overlap_options(start_N),
     )
     return RowAddresses(*addresses)
-
-
-# Numbers of sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.
-@triton.jit(
-    do_not_specialize=["num_sequences"],
-    do_not_specialize_on_alignment=["dst", "last_rows", "pending", "source_rows", "sampled", "stop_sets"],
-)
-def _resolve_kernel(
-    token_ids,
-    dst,
-    last_rows,
-    pending,
-    source_rows,
-    sampled,
-    stop_sets,
-    stop_ids,
-    num_sequences,
-    MAY_STOP: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = n < num_sequences
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    kind = tl.load(pending + n, mask, 0)
-    is_pending = kind != 0
-    row = tl.load(last_rows + n, mask, 0)
-    source = tl.load(source_rows + n, is_pending, 0)
-    token = tl.load(sampled + source, is_pending, 0)
-    tl.store(token_ids + row, tl.maximum(token, 0), is_pending)
-    stop_set = tl.load(stop_sets + n, mask, 0)
-    is_over = token < 0
-    for i in tl.static_range(NUM_STOPS):
-        is_over = is_over | (tl.load(stop_ids + stop_set * NUM_STOPS + i, mask, -1) == token)
-    is_over = is_over & (kind == MAY_STOP)
-    zero = tl.zeros([BLOCK], dtype=tl.int64)
-    tl.store(dst + n, zero.to(dst.dtype.element_ty), is_over)
-
-
-def resolve_pending(
-    token_ids_T: Tensor,
-    dst_N: Tensor,
-    last_rows_N: Tensor,
-    pending_N: Tensor,
-    source_rows_N: Tensor,
-    sampled_P: Tensor,
-    stop_sets_N: Tensor,
-    stop_ids_XI: Tensor,
-) -> None:
-    """As ``step.resolve_pending``; all tensors contiguous."""
-    num_sequences = dst_N.shape[0]
-    _resolve_kernel[(cdiv(num_sequences, BLOCK_SEQUENCES),)](
-        token_ids_T,
-        dst_N,
-        last_rows_N,
-        pending_N,
-        source_rows_N,
-        sampled_P,
-        stop_sets_N,
-        stop_ids_XI,
-        num_sequences,
-        MAY_STOP=int(PendingToken.MAY_STOP),
-        NUM_STOPS=stop_ids_XI.shape[1],
-        BLOCK=BLOCK_SEQUENCES,
-        num_warps=4,
-        **overlap_options(dst_N),
-    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots"])

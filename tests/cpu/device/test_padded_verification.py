@@ -25,7 +25,7 @@ from strandline.kernels.sampling.verification import (
     Verdict,
     VerificationTables,
     accept_drafts,
-    complete_verification,
+    resolve_pending,
 )
 from strandline.kernels.step import locate_rows
 from strandline.records.plan import SequencePlan
@@ -87,7 +87,7 @@ def version_of(operation: Operation[..., Any], backend: str) -> Callable[..., An
 def test_every_row_is_in_its_place(
     backend: str, sequences: list[SequencePlan], num_spare: int, data: st.DataObject
 ) -> None:
-    complete = version_of(complete_verification, backend)
+    resolve = version_of(resolve_pending, backend)
     assert all(sequence.is_verification for sequence in sequences)
     size = StepSize(
         len(sequences) + num_spare, draft_tokens=max(plan.num_drafts for plan in sequences), log_tokens=DEPTH
@@ -113,7 +113,7 @@ def test_every_row_is_in_its_place(
     host = host_of(planned, 0, (sources, np.zeros_like(sources)))
     assert size.has_room_for(host)
     padded.fill(buffer_I.numpy(), host)
-    tables = complete(padded.planned(buffer_I), last, torch.tensor([[stop]]), DEPTH)
+    tables = resolve(padded.planned(buffer_I)[0], last, torch.tensor([[stop]]), DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
     blocks_NM = host.whole_block_table_NM
@@ -247,7 +247,7 @@ def tables_of(padded: PaddedStep, buffer_I: torch.Tensor) -> VerificationTables:
     size = padded.size
     last = LastStep.empty(size.num_decodes, size.log_tokens, torch.device("cpu"))
     none = torch.tensor([[NO_TOKEN]])
-    return complete_verification.reference(padded.planned(buffer_I), last, none, size.log_tokens)
+    return resolve_pending.reference(padded.planned(buffer_I)[0], last, none, size.log_tokens)
 
 
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from strandline.device.batches.pending import MAX_STOP_SETS, PendingTokens
-from strandline.kernels.step import resolve_pending
+from strandline.kernels.sampling.verification import resolve_pending
 from strandline.records.plan import MAX_STOP_IDS
 
 

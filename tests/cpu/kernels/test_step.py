@@ -1,4 +1,4 @@
-"""Pending tokens and final hidden states, by torch and by Triton's interpreter."""
+"""Addresses of rows and final hidden states, by torch and by Triton's interpreter."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, PendingToken
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN
 from strandline.kernels import step
 from strandline.kernels.step import RowAddresses
 
@@ -19,42 +19,6 @@ def versions(name: str) -> list[Callable[..., Any]]:
     from strandline.kernels import step_triton
 
     return [getattr(step, name).reference, getattr(step_triton, name)]
-
-
-@pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])
-def test_pending_tokens_are_filled_and_stop_token_keeps_state(
-    resolve_pending: Callable[..., None],
-) -> None:
-    token_ids = torch.tensor([70, 71, 72, 73, 74, 75])
-    dst = torch.tensor([11, 12, 13, 14, 15])
-    last_rows = torch.tensor([0, 1, 2, 3, 5])
-    pending = torch.tensor([PendingToken.NONE, PendingToken.GOES_ON, *[PendingToken.MAY_STOP] * 3])
-    sampled = torch.tensor([8, 9, 5])
-    source_rows = torch.tensor([0, 2, 2, 1, 0])
-    stop_ids = torch.tensor([[NO_TOKEN, NO_TOKEN], [5, NO_TOKEN], [3, 8]])
-    stop_sets = torch.tensor([2, 1, 1, 1, 2])
-    resolve_pending(token_ids, dst, last_rows, pending, source_rows, sampled, stop_sets, stop_ids)
-    assert token_ids.tolist() == [70, 5, 5, 9, 74, 8]
-    assert dst.tolist() == [11, 12, 0, 14, 0]
-
-
-@pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])
-def test_sequences_that_pad_a_step_change_no_token(resolve_pending: Callable[..., None]) -> None:
-    token_ids, dst, stop_ids = torch.tensor([0, 7, 8]), torch.tensor([1, 0, 0]), torch.full((1, 8), NO_TOKEN)
-    pending, rows = torch.tensor([PendingToken.MAY_STOP, PendingToken.NONE, PendingToken.NONE]), torch.tensor([0, 0, 0])
-    resolve_pending(token_ids, dst, rows, pending, rows, torch.tensor([5, 6, 4]), rows, stop_ids)
-    assert token_ids.tolist() == [5, 7, 8]
-    assert dst.tolist() == [1, 0, 0]
-
-
-@pytest.mark.parametrize("resolve_pending", versions("resolve_pending"), ids=["torch", "triton"])
-def test_sequence_without_a_sampled_token_keeps_its_state(resolve_pending: Callable[..., None]) -> None:
-    token_ids, dst = torch.tensor([70, 71, 72]), torch.tensor([11, 12, 13])
-    pending = torch.tensor([PendingToken.MAY_STOP, PendingToken.GOES_ON, PendingToken.MAY_STOP])
-    rows, stop_ids = torch.arange(3), torch.tensor([[3, 8]])
-    resolve_pending(token_ids, dst, rows, pending, rows, torch.tensor([NO_TOKEN, NO_TOKEN, 5]), 0 * rows, stop_ids)
-    assert token_ids.tolist() == [0, 0, 5]
-    assert dst.tolist() == [0, 12, 13]
 
 
 @pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])

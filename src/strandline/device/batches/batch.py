@@ -25,6 +25,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.gemm.low_rank import NO_SLOT
 from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.sampling.verification import PlannedStep
 from strandline.kernels.step import RowAddresses, locate_rows
 from strandline.records.actions import FoldLog
 from strandline.records.plan import SequencePlan
@@ -66,6 +67,11 @@ BLOCK_ID_BYTES: Final = 4
 NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
 PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
 PLANNED_FIELDS: Final = attrgetter(*PLANNED_NAMES)
+
+
+def planned_step(token_ids_T: Tensor, query_starts: Tensor, columns: SequenceColumns[Tensor]) -> PlannedStep:
+    """Return what the device completes of some sequences."""
+    return PlannedStep(token_ids_T, query_starts, *(getattr(columns, name) for name in PlannedStep._fields[2:]))
 
 
 @dataclass(frozen=True)
@@ -203,6 +209,10 @@ class DeviceBatch:
     step: StepBatch
     columns: SequenceColumns[Tensor]
     cut_rows_C: Tensor
+
+    @property
+    def planned(self) -> PlannedStep:
+        return planned_step(self.step.token_ids_T, self.step.attention.query_starts_N1, self.columns)
 
 
 def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:

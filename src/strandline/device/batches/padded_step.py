@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
-from strandline.device.batches.batch import HostBatch, HostReplay, SequenceColumns, windowed
+from strandline.device.batches.batch import HostBatch, HostReplay, SequenceColumns, planned_step, windowed
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -38,7 +38,7 @@ from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     AcceptedDrafts,
-    PlannedVerification,
+    PlannedStep,
     SampledSequences,
     VerificationTables,
 )
@@ -171,17 +171,22 @@ class PaddedStep:
         """Return the parts of a buffer."""
         return {name: buffer_I[part] for name, part in self._slices.items()}
 
-    def columns(self, buffer_I: Tensor) -> SequenceColumns[Tensor]:
-        """Return the parts of a buffer that hold an integer of every sequence."""
-        return SequenceColumns(*(buffer_I[self._slices[name]] for name in SequenceColumns._fields))
+    def columns(self, buffer_I: Tensor, sequences: slice = slice(None)) -> SequenceColumns[Tensor]:
+        """Return the parts of a buffer that hold an integer of every sequence, or of consecutive ones."""
+        return SequenceColumns(*(buffer_I[self._slices[name]][sequences] for name in SequenceColumns._fields))
 
-    def planned(self, buffer_I: Tensor) -> PlannedVerification:
-        """Return what tables are made of, in a step with drafts: of decodes, and the rows of their filler."""
+    def planned(self, buffer_I: Tensor) -> list[PlannedStep]:
+        """Return what the device completes: all sequences or, in a step with drafts, decodes and then prompts."""
         named, size = self.named(buffer_I), self.size
-        lengths = {"token_ids": size.num_decode_rows, "verdicts": size.num_decode_rows}
-        lengths["query_starts"] = size.num_decodes + 2
-        names = PlannedVerification._fields
-        return PlannedVerification(*(named[name][: lengths.get(name, size.num_decodes)] for name in names))
+        tokens_T, starts_N1 = named["token_ids"], named["query_starts"]
+        if not size.has_drafts:
+            return [planned_step(tokens_T, starts_N1, self.columns(buffer_I))]
+        decodes = self.columns(buffer_I, slice(size.num_decodes))
+        parts = [planned_step(tokens_T[: size.num_decode_rows], starts_N1[: size.num_decodes + 2], decodes)]
+        if size.num_prompts:
+            prompts = self.columns(buffer_I, slice(size.first_prompt, None))
+            parts.append(planned_step(tokens_T, starts_N1[size.first_prompt :], prompts))
+        return parts
 
     def sampled(self, buffer_I: Tensor) -> SampledSequences:
         """Return what tokens are chosen after, in a step with drafts: all but the last filler."""

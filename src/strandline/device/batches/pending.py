@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.batches.batch import SequenceColumns
 from strandline.device.batches.prompt_room import MAX_PROMPTS
 from strandline.device.hardware.upload import upload
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling.verification import LastStep
-from strandline.kernels.step import resolve_pending
+from strandline.kernels.sampling.verification import LastStep, PlannedStep, VerificationTables, resolve_pending
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
 MAX_STOP_SETS = 512
@@ -69,18 +67,9 @@ class PendingTokens:
         if not self.may_follow_drafts:
             self.last.num_accepted_P.zero_()
 
-    def resolve(self, token_ids_T: Tensor, columns: SequenceColumns[Tensor]) -> None:
-        """Fill in the pending tokens of a step's sequences, on the device."""
-        self._resolve(
-            token_ids_T,
-            columns.state_dst,
-            columns.last_row,
-            columns.pending,
-            columns.source_row,
-            self.last.tokens_P,
-            columns.stop_set,
-            self.stop_ids_XI,
-        )
+    def resolve(self, planned: PlannedStep, log_tokens: int = 0) -> VerificationTables | None:
+        """Complete sequences on the device, as ``resolve_pending`` does."""
+        return self._resolve(planned, self.last, self.stop_ids_XI, log_tokens)
 
     def locate(
         self, sequences: Sequence[SequencePlan], stops: Sequence[frozenset[int]]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from strandline.device.batches.batch import HostBatch, SequenceColumns, build_host_batch
+from strandline.device.batches.batch import HostBatch, build_host_batch
 from strandline.device.batches.padded_step import PaddedStep, StepSize
 from strandline.device.batches.pending import PendingTokens
 from strandline.device.batches.prompt_room import is_prefix_long
@@ -35,7 +35,7 @@ from strandline.ids import NO_TOKEN, Lifetime
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling.verification import Verdict, accept_drafts, complete_verification
+from strandline.kernels.sampling.verification import Verdict, accept_drafts
 from strandline.kernels.step import fetch_integers, hand_over_tokens, store_hidden
 from strandline.models.layers.protocol import LanguageModel, ModelMemory
 
@@ -90,7 +90,9 @@ class CapturedStep:
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
-        self.columns = self.padded.columns(self.buffer_I)
+        self.planned = self.padded.planned(self.buffer_I)
+        self.columns = self.padded.columns(self.buffer_I, slice(size.first_prompt if size.has_drafts else 0, None))
+        """Of the sequences whose hidden states the first graph stores: of decodes with drafts, the tail does."""
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
         self.window_table = window_table
         """None: there are no window blocks."""
@@ -104,7 +106,6 @@ class CapturedStep:
         """Decodes: each row's likeliest token on the host, once the device is done; not overwritten."""
         if size.has_drafts:
             num_sampled = size.num_sequences - 1
-            self.planned = self.padded.planned(self.buffer_I)
             self.sampled = self.padded.sampled(self.buffer_I)
             self.tokens_T = self.named["next_ids"]
             """What was chosen after every row, to be filled in between the graphs; of prompts, what is known."""
@@ -201,19 +202,15 @@ class StepGraphs:
 
     def _step(self, step: CapturedStep) -> None:
         """Compute hidden states and, of decodes without drafts, the likeliest tokens."""
-        size, columns, pending = step.padded.size, step.columns, self._pending
-        tables = None
-        if size.has_drafts:
-            complete = self._kernels[complete_verification]
-            tables = complete(step.planned, pending.last, pending.stop_ids_XI, size.log_tokens)
-            columns = SequenceColumns(*(column[size.first_prompt :] for column in columns))
-        if len(columns.start):
-            pending.resolve(step.named["token_ids"], columns)
+        size, pending, (decodes, *prompts) = step.padded.size, self._pending, step.planned
+        tables = pending.resolve(decodes, size.log_tokens)
+        for part in prompts:
+            pending.resolve(part)
         step.batch = self._batch(step, tables)
         self._adapters.compute_with(step.padded.tiled(step.buffer_I))
         step.hidden_TE = self._forward(step.batch)
-        if len(columns.start):
-            self._store_hidden(step.hidden_TE, columns.last_row, self._arena.hidden_SE, columns.state_dst)
+        if len(step.columns.start):
+            self._store_hidden(step.hidden_TE, step.columns.last_row, self._arena.hidden_SE, step.columns.state_dst)
         if size.num_prompts:
             cut_rows, cut_slots = step.named["cut_rows"], step.named["cut_slots"]
             self._store_hidden(step.hidden_TE, cut_rows, self._arena.hidden_SE, cut_slots)
@@ -237,13 +234,13 @@ class StepGraphs:
 
     def _verify(self, step: CapturedStep) -> None:
         """Count the drafts that agree, store hidden states, and draft for the next step."""
-        planned, pending, size = step.planned, self._pending, step.padded.size
+        decodes, pending, size = step.planned[0], self._pending, step.padded.size
         accept, stop_ids_XI, table_NM = self._kernels[accept_drafts], pending.stop_ids_XI, step.block_table_NM
         accepted = accept(step.sampled, step.tokens_T, pending.last, stop_ids_XI, table_NM, size.draft_tokens)
         step.num_accepted_N = accepted.num_accepted_N
         replay, arena = (step.batch.verified or step.batch.recurrent).replay, self._arena
-        first_rows_N = planned.query_starts[: len(planned.state_dst)]
-        self._store_hidden(step.hidden_TE, first_rows_N, arena.hidden_SE, planned.state_dst)
+        first_rows_N = decodes.query_starts[: len(decodes.state_dst)]
+        self._store_hidden(step.hidden_TE, first_rows_N, arena.hidden_SE, decodes.state_dst)
         if arena.hidden_drafts_JE is not None and replay is not None:
             self._store_hidden(step.hidden_TE, replay.draft_rows_K, arena.hidden_drafts_JE, replay.draft_places_K)
         if self._drafter is not None and (num_drafts := size.draft_tokens):

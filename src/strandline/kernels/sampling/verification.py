@@ -1,8 +1,8 @@
-"""What a step that verifies drafts decides on the device, in tables of integers: two launches around the model's.
+"""What a step decides on the device, in tables of integers: launches before the model's and, with drafts, after it.
 
-``complete_verification`` corrects what was planned before the last step's accepted drafts were known, and makes the
-tables of rows, chunks, logs and drafts. ``accept_drafts`` counts the drafts that agree with the chosen tokens, and
-leaves what the next step needs. All integers are int64, but for the block table, which is int32.
+``resolve_pending`` corrects what was planned before the last step's tokens were known. Where a step verifies drafts, it
+also makes the tables of rows, chunks, logs and drafts; ``accept_drafts`` then counts the drafts that agree with the
+chosen tokens, and leaves what the next step needs. All integers are int64, but for the block table, which is int32.
 
 Every sequence of the step has as many places for logged tokens as there can be, and the logged ones are the last of
 these: where its own rows are among the replayed ones does not depend on how many there are.
@@ -38,18 +38,17 @@ class Verdict(IntEnum):
     REJECT = 2
 
 
-class PlannedVerification(NamedTuple):
-    """What the host says of a step: rows of each sequence, then rows of no sequence. Sequences without rows are last.
+class PlannedStep(NamedTuple):
+    """What the host says of a step: rows of each sequence and, with drafts, rows of no sequence.
 
     Tensors keep their addresses, so that a CUDA graph can read them.
     """
 
     token_ids: Tensor
-    """``[T]``; as many as all sequences together may have: a certain token of each, and its drafts."""
-    verdicts: Tensor
-    """A ``Verdict`` for each row."""
+    """``[T]``; with drafts, as many as all sequences together may have: a certain token of each, and its drafts, where
+    sequences without rows are last."""
     query_starts: Tensor
-    """``[N + 2]`` offsets of the sequences' rows, and of the rows of no sequence."""
+    """Offsets of the sequences' rows and, with drafts, of the rows of no sequence: ``[N + 1]`` or ``[N + 2]``."""
     start: Tensor
     """``[N]``, as are all that follow: fields of a ``SequencePlan``."""
     end: Tensor
@@ -136,43 +135,40 @@ class AcceptedDrafts(NamedTuple):
 
 
 @operation(triton("sampling.verification_triton"))
-def complete_verification(
-    planned: PlannedVerification, last: LastStep, stop_ids_XS: Tensor, log_tokens: int
-) -> VerificationTables:
-    """Complete sequences that were planned as if no draft of the step before were accepted; return the step's tables.
+def resolve_pending(
+    planned: PlannedStep, last: LastStep, stop_ids_XS: Tensor, log_tokens: int = 0
+) -> VerificationTables | None:
+    """Complete sequences that were planned before the tokens of the last step were known; return the step's tables.
 
-    Where a token is pending, the sequence begins behind the accepted drafts, which are logged, with the token that was
-    chosen there: ``start``, ``end``, ``num_logged`` and ``token_ids`` are corrected in place. Where that is one of the
-    sequence's stop tokens, or none could be chosen, the sequence has ended: its ``state_dst`` becomes the null slot.
-    Then it stores neither a state nor drafts.
+    Where a token is pending, it is filled in, and drafts after it are. Where it is one of the sequence's stop tokens,
+    or none could be chosen, the sequence has ended: its ``state_dst`` becomes the null slot, so that it stores neither
+    a state nor drafts. Its keys and values are stored after those that belong to it; instead of no token it gets token
+    0, so that nothing is read from outside the vocabulary.
+
+    A step with drafts was planned as if no draft of the last step were accepted. It begins after the accepted ones,
+    which are logged: ``start``, ``end`` and ``num_logged`` are corrected in place.
 
     Args:
-        log_tokens: places of a log.
+        log_tokens: tokens of a log; 0: the step verifies no drafts, and has no tables.
     """
-    _correct(planned, last, stop_ids_XS)
-    return _tables(planned, log_tokens)
-
-
-def _correct(planned: PlannedVerification, last: LastStep, stop_ids_XS: Tensor) -> None:
-    count, num_rows = len(planned.start), len(planned.token_ids)
-    depth = num_rows // count - 1
+    count = len(planned.start)
     is_pending_N = planned.pending != 0
     token_N = last.tokens_P[planned.source_row]
+    is_stop_N = (stop_ids_XS[planned.stop_set] == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
+    planned.state_dst.masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
+    taken_ND = torch.cat((token_N[:, None], last.drafts_PD[planned.source_row]), 1).clamp_min(0)
+    row_ND = planned.query_starts[:count, None] + torch.arange(taken_ND.shape[1], device=token_N.device)
+    is_taken_ND = is_pending_N[:, None] & (row_ND < planned.query_starts[1 : count + 1, None])
+    planned.token_ids[row_ND[is_taken_ND]] = taken_ND[is_taken_ND]
+    if not log_tokens:
+        return None
     num_accepted_N = last.num_accepted_P[planned.source_row] * is_pending_N
     for column_N in (planned.start, planned.end, planned.num_logged):
         column_N.add_(num_accepted_N)
-    is_stop_N = (stop_ids_XS[planned.stop_set] == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
-    planned.state_dst.masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
-    taken_ND = torch.cat((token_N[:, None], last.drafts_PD[planned.source_row][:, :depth]), 1).clamp_min(0)
-    row_T = torch.arange(num_rows, device=token_N.device)
-    sequence_T = torch.searchsorted(planned.query_starts[1:], row_T, right=True)
-    is_real_T, sequence_T = sequence_T < count, sequence_T.clamp_max(count - 1)
-    place_T = row_T - planned.query_starts[sequence_T]
-    taken_T = taken_ND[sequence_T, place_T.clamp_max(depth)]
-    planned.token_ids.copy_(torch.where(is_pending_N[sequence_T] & is_real_T, taken_T, planned.token_ids))
+    return _tables(planned, log_tokens)
 
 
-def _tables(planned: PlannedVerification, log_tokens: int) -> VerificationTables:
+def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
     """Return the tables of chunks and of replayed rows, made from the data of each sequence."""
     count, num_rows = len(planned.start), len(planned.token_ids)
     end = num_rows + count * log_tokens + 1
@@ -236,7 +232,7 @@ def accept_drafts(
 
     Args:
         tokens_T: chosen behind each row, or known there; a draft that is accepted by force takes its place.
-        last: read by ``complete_verification`` before.
+        last: read by ``resolve_pending`` before.
         draft_tokens: most drafts of a sequence.
     """
     num_rows, count = len(tokens_T), len(sampled.end)

@@ -12,11 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     AcceptedDrafts,
     LastStep,
-    PlannedVerification,
+    PlannedStep,
     SampledSequences,
     Verdict,
     VerificationTables,
@@ -50,9 +51,23 @@ def _num_real(query_starts_ptr, num_sequences, BLOCK_N: tl.constexpr):
     return tl.sum(num_real)
 
 
-# A number of sequences must not ask for a kernel to be compiled anew.
-@triton.jit(do_not_specialize=["num_sequences", "drafts_stride"])
-def _complete_kernel(
+# Numbers of sequences, and where slices of small tables start, must not ask for a kernel to be compiled anew.
+@triton.jit(
+    do_not_specialize=["num_sequences", "drafts_stride"],
+    do_not_specialize_on_alignment=[
+        "query_starts_ptr",
+        "start_ptr",
+        "end_ptr",
+        "state_dst_ptr",
+        "log_ptr",
+        "num_logged_ptr",
+        "num_drafts_ptr",
+        "pending_ptr",
+        "source_row_ptr",
+        "stop_set_ptr",
+    ],
+)
+def _resolve_kernel(
     token_ids_ptr,
     query_starts_ptr,
     start_ptr,
@@ -89,110 +104,116 @@ def _complete_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    end_R = num_sequences.to(tl.int64) * (1 + D + L) + 1
-    num_real = _num_real(query_starts_ptr, num_sequences, BLOCK_N)
-    tl.store(first_chunks_ptr + n, CHUNKS * tl.minimum(n, num_real))
-    if n == num_sequences:
-        # The sequence that has the rows of none.
-        tl.store(first_chunks_ptr + n + 1, CHUNKS * num_real)
-        tl.store(starts_ptr + CHUNKS * n, end_R)
-        tl.store(lengths_ptr + CHUNKS * n, 0)
-        tl.store(cut_slots_ptr + CHUNKS * n, 0)
-        tl.store(table_dst_ptr + n, 0)
-    else:
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    if L > 0:
+        end_R = num_sequences.to(tl.int64) * (1 + D + L) + 1
+        num_real = _num_real(query_starts_ptr, num_sequences, BLOCK_N)
+        tl.store(first_chunks_ptr + n, CHUNKS * tl.minimum(n, num_real))
+        if n == num_sequences:
+            # The sequence that has the rows of none.
+            tl.store(first_chunks_ptr + n + 1, CHUNKS * num_real)
+            tl.store(starts_ptr + CHUNKS * n, end_R)
+            tl.store(lengths_ptr + CHUNKS * n, 0)
+            tl.store(cut_slots_ptr + CHUNKS * n, 0)
+            tl.store(table_dst_ptr + n, 0)
+    if n < num_sequences:
         first_row = tl.load(query_starts_ptr + n)
         num_rows = tl.load(query_starts_ptr + n + 1) - first_row
-        num_logged = tl.load(num_logged_ptr + n)
-        num_drafts = tl.load(num_drafts_ptr + n)
         slot = tl.load(state_dst_ptr + n)
-        first_place = tl.load(log_ptr + n) * L
-        is_pending = tl.load(pending_ptr + n) != 0
+        num_logged = tl.load(num_logged_ptr + n)
         place_E = tl.arange(0, BLOCK_E)
         row_E = first_row + place_E
         is_row_E = place_E < num_rows
-        if is_pending:
+        if tl.load(pending_ptr + n) != 0:
             source = tl.load(source_row_ptr + n)
             token = tl.load(tokens_ptr + source)
-            num_accepted = tl.load(num_accepted_ptr + source)
-            num_logged += num_accepted
             slot = tl.where(_is_stop(token, stop_ids_ptr, tl.load(stop_set_ptr + n), NUM_STOPS), 0, slot)
-            tl.store(start_ptr + n, tl.load(start_ptr + n) + num_accepted)
-            tl.store(end_ptr + n, tl.load(end_ptr + n) + num_accepted)
-            tl.store(num_logged_ptr + n, num_logged)
             tl.store(state_dst_ptr + n, slot)
             draft_ptrs_E = drafts_ptr + source * drafts_stride + place_E - 1
             draft_E = tl.load(draft_ptrs_E, mask=is_row_E & (place_E > 0), other=0)
             tl.store(token_ids_ptr + row_E, tl.maximum(tl.where(place_E > 0, draft_E, token), 0), mask=is_row_E)
+            if L > 0:
+                num_accepted = tl.load(num_accepted_ptr + source)
+                num_logged += num_accepted
+                tl.store(start_ptr + n, tl.load(start_ptr + n) + num_accepted)
+                tl.store(end_ptr + n, tl.load(end_ptr + n) + num_accepted)
+                tl.store(num_logged_ptr + n, num_logged)
+        if L > 0:
+            first_place = tl.load(log_ptr + n) * L
+            own_row = first_row + (n + 1) * L
+            num_drafts = tl.load(num_drafts_ptr + n)
+            num_certain = num_rows - num_drafts
+            is_real = num_rows > 0
+            has_drafts = num_drafts > 0
+            first_chunk = CHUNKS * n
+            tl.store(starts_ptr + first_chunk, tl.where(is_real, own_row - num_logged, end_R))
+            tl.store(starts_ptr + first_chunk + 1, tl.where(is_real, own_row + num_certain, end_R))
+            tl.store(lengths_ptr + first_chunk, num_logged + num_certain)
+            tl.store(lengths_ptr + first_chunk + 1, num_drafts)
+            tl.store(cut_slots_ptr + first_chunk, tl.where(has_drafts, slot, 0))
+            tl.store(cut_slots_ptr + first_chunk + 1, 0)
+            tl.store(table_dst_ptr + n, tl.where(has_drafts, 0, slot))
 
-        own_row = first_row + (n + 1) * L
-        num_certain = num_rows - num_drafts
-        is_real = num_rows > 0
-        has_drafts = num_drafts > 0
-        first_chunk = CHUNKS * n
-        tl.store(starts_ptr + first_chunk, tl.where(is_real, own_row - num_logged, end_R))
-        tl.store(starts_ptr + first_chunk + 1, tl.where(is_real, own_row + num_certain, end_R))
-        tl.store(lengths_ptr + first_chunk, num_logged + num_certain)
-        tl.store(lengths_ptr + first_chunk + 1, num_drafts)
-        tl.store(cut_slots_ptr + first_chunk, tl.where(has_drafts, slot, 0))
-        tl.store(cut_slots_ptr + first_chunk + 1, 0)
-        tl.store(table_dst_ptr + n, tl.where(has_drafts, 0, slot))
+            place_L = tl.arange(0, BLOCK_L)
+            is_place_L = place_L < L
+            is_logged_L = place_L < num_logged
+            logged_row_L = own_row - num_logged + place_L
+            logged_place_L = tl.where(is_logged_L, first_place + place_L, 0)
+            tl.store(logged_rows_ptr + n * L + place_L, tl.where(is_logged_L, logged_row_L, end_R - 1), mask=is_place_L)
+            tl.store(logged_places_ptr + n * L + place_L, logged_place_L, mask=is_place_L)
+            tl.store(source_rows_ptr + logged_row_L, -1 - logged_place_L, mask=is_logged_L)
+            tl.store(log_places_ptr + logged_row_L, -1, mask=is_logged_L)
 
-        place_L = tl.arange(0, BLOCK_L)
-        is_logged_L = place_L < num_logged
-        logged_row_L = own_row - num_logged + place_L
-        logged_place_L = tl.where(is_logged_L, first_place + place_L, 0)
-        tl.store(logged_rows_ptr + n * L + place_L, tl.where(is_logged_L, logged_row_L, end_R - 1), mask=place_L < L)
-        tl.store(logged_places_ptr + n * L + place_L, logged_place_L, mask=place_L < L)
-        tl.store(source_rows_ptr + logged_row_L, -1 - logged_place_L, mask=is_logged_L)
-        tl.store(log_places_ptr + logged_row_L, -1, mask=is_logged_L)
+            is_draft_E = place_E < num_drafts
+            is_kept_E = is_draft_E & (slot != 0)
+            draft_place_E = tl.where(is_kept_E, first_place, 0) + place_E
+            tl.store(draft_rows_ptr + n * D + place_E, tl.where(is_draft_E, row_E + 1, 0), mask=place_E < D)
+            tl.store(draft_places_ptr + n * D + place_E, draft_place_E, mask=place_E < D)
 
-        is_draft_E = place_E < num_drafts
-        is_kept_E = is_draft_E & (slot != 0)
-        draft_place_E = tl.where(is_kept_E, first_place, 0) + place_E
-        tl.store(draft_rows_ptr + n * D + place_E, tl.where(is_draft_E, row_E + 1, 0), mask=place_E < D)
-        tl.store(draft_places_ptr + n * D + place_E, draft_place_E, mask=place_E < D)
+            own_row_E = own_row + place_E
+            tl.store(step_rows_ptr + row_E, own_row_E, mask=is_row_E)
+            tl.store(source_rows_ptr + own_row_E, row_E, mask=is_row_E)
+            # Drafts are the last rows of a sequence.
+            kept_place_E = tl.where(slot != 0, first_place + place_E - num_certain, -1)
+            tl.store(log_places_ptr + own_row_E, tl.where(place_E < num_certain, -1, kept_place_E), mask=is_row_E)
 
-        own_row_E = own_row + place_E
-        tl.store(step_rows_ptr + row_E, own_row_E, mask=is_row_E)
-        tl.store(source_rows_ptr + own_row_E, row_E, mask=is_row_E)
-        # Drafts are the last rows of a sequence.
-        kept_place_E = tl.where(slot != 0, first_place + place_E - num_certain, -1)
-        tl.store(log_places_ptr + own_row_E, tl.where(place_E < num_certain, -1, kept_place_E), mask=is_row_E)
-
-        # Rows of no sequence, in equal parts.
-        row_E = n * (1 + D) + place_E
-        is_spare_E = (place_E <= D) & (row_E >= tl.load(query_starts_ptr + num_sequences))
-        tl.store(step_rows_ptr + row_E, end_R - 1, mask=is_spare_E)
+            # Rows of no sequence, in equal parts.
+            row_E = n * (1 + D) + place_E
+            is_spare_E = (place_E <= D) & (row_E >= tl.load(query_starts_ptr + num_sequences))
+            tl.store(step_rows_ptr + row_E, end_R - 1, mask=is_spare_E)
 
 
-def complete_verification(
-    planned: PlannedVerification, last: LastStep, stop_ids_XS: Tensor, log_tokens: int
-) -> VerificationTables:
-    """As ``verification.complete_verification``; all tensors contiguous."""
-    count, num_rows = len(planned.start), len(planned.token_ids)
-    num_chunks, num_replayed_rows = CHUNKS_OF_SEQUENCE * count + 1, num_rows + count * log_tokens + 1
-    depth = num_rows // count - 1
-    tables = VerificationTables(
-        *(
-            torch.empty(length, dtype=torch.int64, device=planned.start.device)
-            for length in (
-                *(count + 2, num_chunks, num_chunks, num_chunks, count + 1, num_rows),
-                *(count * log_tokens, count * log_tokens, count * depth, count * depth),
-                *(num_replayed_rows, num_replayed_rows),
-            )
-        )
-    )
-    _complete_kernel[(count + 1,)](
-        planned.token_ids, planned.query_starts, planned.start, planned.end, planned.state_dst, planned.log,
-        planned.num_logged, planned.num_drafts, planned.pending, planned.source_row, planned.stop_set,
-        *last, stop_ids_XS, *tables, count, last.drafts_PD.stride(0),
+def resolve_pending(
+    planned: PlannedStep, last: LastStep, stop_ids_XS: Tensor, log_tokens: int = 0
+) -> VerificationTables | None:
+    """As ``verification.resolve_pending``; all tensors contiguous."""
+    count, depth = len(planned.start), 0
+    tables = None
+    if log_tokens:
+        depth = len(planned.token_ids) // count - 1
+        tables = _empty_tables(count, depth, log_tokens, planned.start.device)
+    _resolve_kernel[(count if tables is None else count + 1,)](
+        *planned, *last, stop_ids_XS, *(tables or (None,) * len(VerificationTables._fields)),
+        count, last.drafts_PD.stride(0),
         NUM_STOPS=stop_ids_XS.shape[1], CHUNKS=CHUNKS_OF_SEQUENCE, D=depth, L=log_tokens,
         BLOCK_E=next_power_of_2(1 + depth), BLOCK_L=next_power_of_2(max(log_tokens, 1)), BLOCK_N=BLOCK_SEQUENCES,
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS, **overlap_options(stop_ids_XS),
     )  # fmt: skip
     return tables
+
+
+def _empty_tables(count: int, depth: int, log_tokens: int, device: torch.device) -> VerificationTables:
+    num_rows, num_chunks, num_logged = count * (1 + depth), CHUNKS_OF_SEQUENCE * count + 1, count * log_tokens
+    lengths = (
+        *(count + 2, num_chunks, num_chunks, num_chunks, count + 1, num_rows),
+        *(num_logged, num_logged, count * depth, count * depth),
+        *(num_rows + num_logged + 1, num_rows + num_logged + 1),
+    )
+    return VerificationTables(*(torch.empty(length, dtype=torch.int64, device=device) for length in lengths))
 
 
 @triton.jit

@@ -1,9 +1,11 @@
-"""Triton's tables of steps that verify drafts, and what it accepts, against torch's: all integers, of any step.
+"""Pending tokens; and Triton's tables of steps that verify drafts, and what it accepts, against torch's, of any step.
 
 The ``check_`` functions run on any device. Shape suffixes as in ``kernels/sampling/verification.py``.
 """
 
 import os
+from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +19,7 @@ from strandline.kernels.sampling import verification
 from strandline.kernels.sampling.verification import (
     AcceptedDrafts,
     LastStep,
-    PlannedVerification,
+    PlannedStep,
     SampledSequences,
     Verdict,
     VerificationTables,
@@ -26,7 +28,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.sampling.verification_triton import BLOCK_SEQUENCES, accept_drafts, complete_verification
+from strandline.kernels.sampling.verification_triton import BLOCK_SEQUENCES, accept_drafts, resolve_pending
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
@@ -41,7 +43,7 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 3)).map(l
 class Step(NamedTuple):
     """A step, and what the one before left."""
 
-    planned: PlannedVerification
+    planned: PlannedStep
     last: LastStep
     stop_ids_XS: Tensor
     log_tokens: int
@@ -117,9 +119,8 @@ def steps(
     verdicts = random(2, num_rows)
     verdicts[query_starts[1:-1] - 1] = Verdict.COMPARE
     verdicts[-1] = Verdict.COMPARE
-    planned = PlannedVerification(
+    planned = PlannedStep(
         token_ids=random(4, num_rows),
-        verdicts=verdicts,
         query_starts=query_starts,
         start=start,
         end=start + ends_N.diff(prepend=torch.tensor([0])),
@@ -157,15 +158,18 @@ def steps(
 
 def check_tables(step: Step, device: str) -> None:
     expected_of, found_of = step.to("cpu"), step.to(device)
-    expected = verification.complete_verification.reference(*expected_of[:4])
+    expected = verification.resolve_pending.reference(*expected_of[:4])
     with poisoned_memory():
-        found = complete_verification(*found_of[:4])
+        found = resolve_pending(*found_of[:4])
     assert_equal_steps(found_of, expected_of)
     assert_equal_tables(found, expected)
 
 
-def assert_equal_tables(found: VerificationTables, expected: VerificationTables) -> None:
+def assert_equal_tables(found: VerificationTables | None, expected: VerificationTables | None) -> None:
     """Check that all tables are equal, but for rows in no chunk where these are undefined."""
+    if found is None or expected is None:
+        assert found is expected
+        return
     is_row_R = torch.zeros(len(expected.source_rows), dtype=torch.bool)
     for start, length in zip(expected.starts.tolist(), expected.lengths.tolist(), strict=True):
         is_row_R[start : start + length] = True
@@ -191,6 +195,43 @@ def assert_equal_steps(found: Step, expected: Step) -> None:
         for name in getattr(expected, kind)._fields:
             assert torch.equal(getattr(getattr(found, kind), name).cpu(), getattr(getattr(expected, kind), name)), name
     assert torch.equal(found.tokens_T.cpu(), expected.tokens_T)
+
+
+def plain_step(lengths: list[int], pending: list[int], source_row: list[int], stop_set: list[int]) -> PlannedStep:
+    """Return a step without drafts of sequences of some lengths: tokens from 70 on, and slots from 11 on."""
+    count = len(lengths)
+    query_starts = torch.tensor([0, *accumulate(lengths)])
+    named = {"pending": pending, "source_row": source_row, "stop_set": stop_set, "state_dst": [*range(11, 11 + count)]}
+    columns = [torch.tensor(named.get(name, [0] * count)) for name in PlannedStep._fields[2:]]
+    return PlannedStep(torch.arange(70, 70 + sum(lengths)), query_starts, *columns)
+
+
+VERSIONS = pytest.mark.parametrize(
+    "resolve",
+    [verification.resolve_pending.reference, pytest.param(resolve_pending, marks=interpreted)],
+    ids=["torch", "triton"],
+)
+
+
+@VERSIONS
+def test_pending_tokens_are_filled_and_stop_token_keeps_state(resolve: Callable[..., None]) -> None:
+    last = LastStep.empty(3, 0, torch.device("cpu"))._replace(tokens_P=torch.tensor([8, 9, 5]))
+    stop_ids = torch.tensor([[NO_TOKEN, NO_TOKEN], [5, NO_TOKEN], [3, 8]])
+    planned = plain_step([1, 1, 1, 1, 2], [0, *[PendingToken.MAY_STOP] * 3, 0], [0, 2, 2, 1, 0], [2, 0, 1, 1, 2])
+    assert resolve(planned, last, stop_ids) is None
+    assert planned.token_ids.tolist() == [70, 5, 5, 9, 74, 75]
+    assert planned.state_dst.tolist() == [11, 12, 0, 14, 15]
+
+
+@VERSIONS
+@pytest.mark.parametrize("pending", [PendingToken.MAY_STOP, PendingToken.GOES_ON])
+def test_sequence_without_a_sampled_token_keeps_its_state(resolve: Callable[..., None], pending: PendingToken) -> None:
+    """As the host, too, ends it: also where no stop token would."""
+    last = LastStep.empty(2, 3, torch.device("cpu"))._replace(tokens_P=torch.tensor([NO_TOKEN, 5]))
+    planned = plain_step([1, 1, 1], [pending, 0, PendingToken.GOES_ON], [0, 0, 1], [0, 0, 0])
+    resolve(planned, last, torch.tensor([[NO_TOKEN, NO_TOKEN]]))
+    assert planned.token_ids.tolist() == [0, 71, 5]
+    assert planned.state_dst.tolist() == [0, 12, 13]
 
 
 @interpreted

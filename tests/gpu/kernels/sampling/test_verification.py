@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strandline.kernels.sampling import verification
-from strandline.kernels.sampling.verification_triton import accept_drafts, complete_verification
+from strandline.kernels.sampling.verification_triton import accept_drafts, resolve_pending
 from tests.cpu.kernels.sampling.test_verification import (
     Step,
     assert_equal_steps,
@@ -34,7 +34,7 @@ def test_replayed_graphs_read_what_lies_at_their_addresses(drawn: list[Step]) ->
     captured = drawn[0].to("cuda")
 
     def run() -> tuple[verification.VerificationTables, verification.AcceptedDrafts]:
-        return complete_verification(*captured[:4]), accept_drafts(*captured.outcome)
+        return resolve_pending(*captured[:4]), accept_drafts(*captured.outcome)
 
     run()
     torch.cuda.synchronize()
@@ -45,7 +45,7 @@ def test_replayed_graphs_read_what_lies_at_their_addresses(drawn: list[Step]) ->
         for own, other in zip(captured.tensors, step.tensors, strict=True):
             own.copy_(other)
         expected_of = step.to("cpu")
-        expected_tables = verification.complete_verification.reference(*expected_of[:4])
+        expected_tables = verification.resolve_pending.reference(*expected_of[:4])
         expected = verification.accept_drafts.reference(*expected_of.outcome)
         graph.replay()
         assert_equal_steps(captured, expected_of)
