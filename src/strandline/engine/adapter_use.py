@@ -1,10 +1,13 @@
 """LoRA adapters in an engine: which are loaded, and which of them requests use."""
 
+from collections.abc import Callable, Iterable
+
 from strandline.device.executor import Executor
 from strandline.engine.requests.request import adapters_of
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.errors import RequestError
 from strandline.records.adapters import LoadedAdapter
+from strandline.records.events import Submission
 
 
 class AdapterUse:
@@ -17,8 +20,13 @@ class AdapterUse:
     def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
         self._executor, self._scheduler = executor, scheduler
         self._loaded = set[str]()
+        self._pending: Callable[[], Iterable[Submission]] = tuple
         self._leaving = set[str]()
         """Those that are to be forgotten once no request uses them."""
+
+    def count(self, pending: Callable[[], Iterable[Submission]]) -> None:
+        """Keep the adapters of these sequences, too, which the scheduler does not have yet."""
+        self._pending = pending
 
     def load(self, name: str, path: str) -> LoadedAdapter:
         """Read an adapter, which requests can then name by its digest; raises as ``Executor.load_adapter``."""
@@ -40,6 +48,7 @@ class AdapterUse:
 
     def _forget(self) -> None:
         used = adapters_of([*self._scheduler.running, *self._scheduler.waiting])
+        used |= {submission.new.adapter for submission in self._pending()}
         for digest in sorted(self._leaving - used):
             self._executor.unload_adapter(digest)
             self._leaving.remove(digest)

@@ -1,7 +1,7 @@
 """Sequences whose grammar is being compiled, in threads, while the core runs steps."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from threading import Lock
 
@@ -30,6 +30,10 @@ class PendingGrammars:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Submission]:
+        """Yield the sequences."""
+        return (submission for submission, _ in self._waiting.values())
 
     def fileno(self) -> int:
         """Return a file descriptor that becomes readable when ``take`` may return something."""

@@ -1,7 +1,9 @@
 """Fixtures of the server's tests: a tiny model of bytes, servers of it, and the same model offline."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -98,9 +100,9 @@ def make_loop(bytes_dir: Path) -> Iterator[MakeLoop]:
     config = EngineConfig(model=str(bytes_dir), memory="16MiB", device="cpu")
     with zmq.Context() as context:
 
-        def make(grammars: Grammars) -> LoopInThread:
+        def make(grammars: Grammars, **options: Any) -> LoopInThread:
             vocabulary = Vocabulary(byte_tokenizer(), frozenset(), grammars)
-            loops.append(LoopInThread(load_core(config, vocabulary), context))
+            loops.append(LoopInThread(load_core(replace(config, **options), vocabulary), context))
             return loops[-1]
 
         yield make

@@ -1,9 +1,9 @@
 """A core loop in a thread, with the HTTP process's end of its socket in the test."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -51,9 +51,9 @@ class LoopInThread:
     def say(self, message: ToCore) -> None:
         self.socket.send(ENCODER.encode(message))
 
-    def submit(self, name: str, structure: StructuredOutputsParams | None = None) -> None:
+    def submit(self, name: str, structure: StructuredOutputsParams | None = None, *, adapter: str = "") -> None:
         params = SamplingParams(max_tokens=6, structured_outputs=structure)
-        new = NewRequest(RequestId(name), (1, 2, 3), params, 0, frozenset({0}), ())
+        new = NewRequest(RequestId(name), (1, 2, 3), params, 0, frozenset({0}), (), adapter=adapter)
         self.say(Submit([Submission(new, max_total=9)]))
 
     def finished(self) -> str:
@@ -97,4 +97,7 @@ class LoopInThread:
         self.socket.close()
 
 
-MakeLoop = Callable[[Grammars], LoopInThread]
+class MakeLoop(Protocol):
+    """Makes a core of the tiny model in a thread, with options of its configuration."""
+
+    def __call__(self, grammars: Grammars, **options: Any) -> LoopInThread: ...

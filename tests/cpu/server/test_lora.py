@@ -199,6 +199,31 @@ def test_adapters_are_swapped_while_requests_run(client: Client) -> None:
     assert client.unload("swapped").status_code == 200
 
 
+def test_requests_of_an_unloaded_adapter_never_fall_back_to_the_model(client: Client) -> None:
+    text = "What is it? " * 250
+
+    def ask(number: int) -> list[tuple[int, str | None]]:
+        answers = [client.post("/v1/completions", model="brief", prompt=f"{text}{number}", max_tokens=1)]
+        answers.append(client.post("/v1/embeddings", model="brief", input=f"{text}{number}"))
+        return [(answer.status_code, answer.json().get("model")) for answer in answers]
+
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(ask, number) for number in range(60)]
+        while not all(each.done() for each in asked):
+            assert client.load("brief", client.folder / "two").status_code == 200
+            assert client.unload("brief").status_code == 200
+        answers = {answer for each in asked for answer in each.result()}
+    assert answers <= {(200, "brief"), (404, None)}
+
+
+def test_a_name_is_loaded_once_at_the_same_time(client: Client) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        loads = [threads.submit(client.load, "twice", client.folder / "two") for _ in range(4)]
+        statuses = sorted(each.result().status_code for each in loads)
+    assert statuses == [200, 400, 400, 400]
+    assert client.unload("twice").status_code == 200
+
+
 def test_a_restarted_engine_has_all_adapters(bytes_dir: Path, folder: Path, tmp_path: Path) -> None:
     with running_server(bytes_dir, tmp_path / "log", *flags(folder), "--restart") as server:
         client = Client(server, folder)

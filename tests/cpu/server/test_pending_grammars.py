@@ -3,20 +3,23 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from strandline.errors import RequestError
 from strandline.ids import RequestId
 from strandline.records.events import FinishReason, Limits
-from strandline.records.messages import FROM_CORE, Finish, Stepped
+from strandline.records.messages import FROM_CORE, Finish, Stepped, UnloadAdapter
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.server.requests.service import Service
 from strandline.text import structured
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.models import adapters
 from tests.cpu.server.conftest import VOCAB_SIZE
 from tests.cpu.server.core_loop import TIMEOUT_S, MakeLoop
 
@@ -112,6 +115,28 @@ def test_step_compiles_no_grammar(make_loop: MakeLoop, monkeypatch: pytest.Monke
     loop.finish_all(names)
     assert len(threads) == len(names)
     assert all(name.startswith("grammars") for name in threads)
+
+
+def test_adapter_of_a_request_without_its_grammar_stays_loaded(
+    held: HeldTokenizer, bytes_dir: Path, tmp_path: Path, make_loop: MakeLoop
+) -> None:
+    tensors = load_file(bytes_dir / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("o_proj.weight"))
+    path = adapters.write(
+        tmp_path / "adapter", adapters.draw({name.removesuffix(".weight"): tuple(tensors[name].shape)})
+    )
+    grammars = Grammars(held, VOCAB_SIZE)
+    grammars.begin()
+    loop = make_loop(grammars, enable_lora=True, lora_modules=(f"a={path}",))
+    (loaded,) = loop.core.limits.adapters
+    loop.submit("bound", YES, adapter=loaded.digest)
+    assert held.is_asked.wait(TIMEOUT_S)
+    loop.say(UnloadAdapter(loaded.digest))
+    assert loop.num_waiting() == 1
+    held.may_go.set()
+    message = FROM_CORE.decode(loop.socket.recv())
+    assert isinstance(message, Stepped)
+    assert [event.finish_reason for event in message.events.tokens] == [None]
 
 
 def test_grammar_compilation_does_not_block_tokenization(held: HeldTokenizer) -> None:

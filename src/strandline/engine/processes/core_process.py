@@ -88,6 +88,7 @@ class CoreLoop:
         self._core = core
         core.scheduler.pictures.ask = lambda digests: self._send(AskPictures(digests))
         self._pending_grammars = PendingGrammars(core.executor.compile_grammar)
+        core.adapters.count(lambda: self._pending_grammars)
         self._socket = socket
         self._lifeline = lifeline
         self._heartbeat = heartbeat

@@ -178,6 +178,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             truncation=body.truncation(service.client.frontend.limits.max_model_len),
         )
         checked = await service.bind(params, box, prompt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     started = Chat(service, body, prompt, checked, box, salt, transfer)
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))

@@ -373,11 +373,15 @@ class EngineClient:
         """
         self.require_running()
         running = [engine for engine in self.engines if engine.failure is None]
-        loaded = await asyncio.gather(*(engine.load_adapter(name, path) for engine in running))
-        if len({adapter.digest for adapter in loaded}) > 1:
-            raise RequestError(f"{path} was changed while it was read; load it again", param="lora_path")
-        self._adapters[loaded[0].digest] = loaded[0]
-        return loaded[0]
+        results = await asyncio.gather(*(engine.load_adapter(name, path) for engine in running), return_exceptions=True)
+        loaded = {each.digest: each for each in results if isinstance(each, LoadedAdapter)}
+        failures = [each for each in results if isinstance(each, BaseException)]
+        if failures or len(loaded) > 1:
+            for digest in loaded.keys() - self._adapters.keys() - {each.digest for each in self.first_adapters}:
+                self.unload_adapter(loaded[digest])
+            raise next(iter(failures), RequestError(f"{path} was changed while it was read", param="lora_path"))
+        self._adapters |= loaded
+        return next(iter(loaded.values()))
 
     def unload_adapter(self, adapter: LoadedAdapter) -> None:
         """Have all engines forget a LoRA adapter once no request uses it."""

@@ -4,8 +4,9 @@ Prompts of a burst that share a prefix wait for the one that computes it: 200 qu
 the text, and 200 short ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -29,10 +30,12 @@ class LabelReads:
 
     Args:
         model: that the request names.
-        salt: of the request.
+        salt: returns the salt of the request as its prompts are submitted.
     """
 
-    def __init__(self, service: Service, model: str | None, salt: str, *, priority: int | None = None) -> None:
+    def __init__(
+        self, service: Service, model: str | None, salt: Callable[[], str], *, priority: int | None = None
+    ) -> None:
         self.service = service
         self.name = uuid4().hex
         self.streams: Sequence[RequestStream] = ()
@@ -47,7 +50,7 @@ class LabelReads:
             UnknownModelError: the model is not served.
         """
         service.require_model(body.model)
-        salt = service.salt_of(request, body.cache_salt, body.model)
+        salt = partial(service.salt_of, request, body.cache_salt, body.model)
         return cls(service, body.model, salt, priority=body.priority)
 
     async def read(self, prompts: Sequence[list[int]], label_ids: Sequence[int]) -> list[Entry]:
@@ -72,7 +75,7 @@ class LabelReads:
         checked = await self.service.check(params)
         shared = _num_shared(prompts)
         given = [Prompt(prompt, marks=(shared,) if 0 < shared < len(prompt) else ()) for prompt in prompts]
-        with self.service.client.submit(f"read-{self.name}", given, checked, self._salt) as job:
+        with self.service.client.submit(f"read-{self.name}", given, checked, self._salt()) as job:
             deltas = await job.whole()
         self.streams = job.streams
         entries = [delta.outputs[0].logprobs for delta in deltas]

@@ -250,6 +250,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     with service.client.expect(params.n):
         prompt = await render(service, body, conversation, salt)
         checked = await service.bind(params, conversation.box, prompt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     message = Message(service, body, conversation.box, prompt, checked, salt)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))

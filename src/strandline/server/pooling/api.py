@@ -85,11 +85,11 @@ async def _read(service: Service, body: EmbeddingsBody, request: Request) -> tup
         temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, priority=body.priority or 0,
         returns_hidden_state=True,
     )  # fmt: skip
-    salt = service.salt_of(request, body.cache_salt, body.model)
     given = _given(body)
     with service.client.expect(len(given)):
         prompts = [await _prompt(service, body, each) for each in given]
         checked = await service.check(params)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     with service.client.submit(f"embed-{uuid4().hex}", prompts, checked, salt) as job:
         await job.whole()
     counts = usage(job.streams, is_batch=True, with_account=body.include_cache_account)

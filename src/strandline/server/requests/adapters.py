@@ -3,6 +3,7 @@
 Names, bodies and answers are vLLM's. Adapters are read from below one directory, because requests name paths.
 """
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Adapters:
     ) -> None:
         self._client, self._model_names = client, model_names
         self.directory = None if directory is None else directory.resolve()
+        self._changing = asyncio.Lock()
         self._by_name = {adapter.name: adapter for adapter in (() if client is None else client.first_adapters)}
 
     def __iter__(self) -> Iterator[LoadedAdapter]:
@@ -63,7 +65,7 @@ class Adapters:
         return None if name is None else self._by_name.get(name)
 
     async def load(self, body: LoadBody) -> None:
-        """Load an adapter in all engines.
+        """Load an adapter in all engines, once those before have been loaded and unloaded.
 
         Raises:
             RequestError: the name or the path is not allowed, or the adapter cannot be served.
@@ -74,19 +76,20 @@ class Adapters:
             raise RequestError("lora_name must be of 1 to 200 characters, without =", param="lora_name")
         if name in self._model_names:
             raise RequestError(f"{name!r} is the model's own name", param="lora_name")
-        if name in self._by_name and not body.load_inplace:
-            raise RequestError(
-                f"the LoRA adapter {name!r} is loaded already; unload it, or set load_inplace", param="lora_name"
-            )
         is_allowed = self.directory is not None and "\0" not in body.lora_path
         if self._client is None or not (is_allowed and path.resolve().is_relative_to(str(self.directory))):
             raise RequestError(f"adapters are loaded from {self.directory}: not from {path}", param="lora_path")
         if not path.is_dir():
             raise UnknownAdapterError(f"there is no directory {path}", param="lora_path")
-        adapter = await self._client.load_adapter(name, str(path.resolve()))
-        replaced = self._by_name.get(name)
-        self._by_name[name] = adapter
-        self._forget(replaced)
+        async with self._changing:
+            if name in self._by_name and not body.load_inplace:
+                raise RequestError(
+                    f"the LoRA adapter {name!r} is loaded already; unload it, or set load_inplace", param="lora_name"
+                )
+            adapter = await self._client.load_adapter(name, str(path.resolve()))
+            replaced = self._by_name.get(name)
+            self._by_name[name] = adapter
+            self._forget(replaced)
 
     async def unload(self, name: str) -> None:
         """Let no further request use an adapter; those that have begun go on.
@@ -94,9 +97,10 @@ class Adapters:
         Raises:
             UnknownAdapterError: no adapter has that name.
         """
-        if name not in self._by_name:
-            raise UnknownAdapterError(f"the LoRA adapter {name[:200]!r} is not loaded", param="lora_name")
-        self._forget(self._by_name.pop(name))
+        async with self._changing:
+            if name not in self._by_name:
+                raise UnknownAdapterError(f"the LoRA adapter {name[:200]!r} is not loaded", param="lora_name")
+            self._forget(self._by_name.pop(name))
 
     def _forget(self, adapter: LoadedAdapter | None) -> None:
         """Unload an adapter in all engines, unless another name has the same tensors."""

@@ -117,11 +117,18 @@ class Service:
             raise UnknownModelError(f"the model {name[:200]!r} does not exist; served: {', '.join(served)}")
 
     def name_of(self, model: str | None) -> str:
-        """Return what answers call the model that a request names."""
-        return self.model_names[0] if (adapter := self.adapters.get(model)) is None else adapter.name
+        """Return what answers call the model that a request names, also after its adapter was unloaded."""
+        return self.model_names[0] if model is None or model in self.model_names else model
 
     def salt_of(self, request: Request, given: str | None, model: str | None) -> str:
-        """Return the salt of a request: the prefixes of its model's LoRA adapter and of its key, and its own."""
+        """Return the salt of a request: the prefixes of its model's LoRA adapter and of its key, and its own.
+
+        A prompt is submitted with the salt of that moment: an adapter may have been replaced while it was prepared.
+
+        Raises:
+            UnknownModelError: the model is not served, or not any more.
+        """
+        self.require_model(model)
         return self.client.epoch.salt(salt_with(self.adapters.get(model), salt_of(request, given)))
 
     async def in_thread(self, work: Callable[[], T], num_characters: int = 0) -> T:

@@ -337,6 +337,7 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
                 conversation.messages, tools=box.tools, template_options=options, salt=salt, placeholders=placeholders
             )
         checked = await service.bind(params, box, prompt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     response = ModelResponse(service, body, conversation, prompt, checked, salt)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
