@@ -70,8 +70,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is not a JSON object.
     """
     try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    return parse_json_object(content, path)
+
+
+def parse_json_object(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds; raises as ``read_json_object``."""
+    try:
+        values = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must be a JSON object, got {reprlib.repr(values)}")

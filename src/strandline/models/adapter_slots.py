@@ -171,7 +171,9 @@ class AdapterSlots:
         rank = max(change.rank for change in changes.values())
         if rank > self.sizes.max_rank:
             raise ConfigError(f"{adapter.directory} has rank {rank}, more than --max-lora-rank {self.sizes.max_rank}")
-        found = ((projection, projection.factors(changes)) for projection in self._projections)
+        found = [(projection, projection.factors(changes)) for projection in self._projections]
+        if not all(bool(factor.isfinite().all()) for _, factors in found for factor in factors or ()):
+            raise WeightsError(f"{adapter.directory} has numbers that are too large for the model's dtype")
         ranks = torch.tensor([changes[name].rank if name in changes else 0 for name in self._names], dtype=torch.int32)
         return AdapterImage(
             {projection: Factors(*map(self._pinned, factors)) for projection, factors in found if factors is not None},

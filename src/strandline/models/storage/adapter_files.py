@@ -10,20 +10,24 @@ Shape suffixes: O outputs, I inputs, R ranks.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
+import regex
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError, WeightsError
-from strandline.model_config import read_json_object
+from strandline.model_config import parse_json_object
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
@@ -31,8 +35,11 @@ PICKLES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 MAX_RANK: Final = 2**12
 MAX_ALPHA: Final = 1e6
-MAX_PATTERN: Final = 256
-"""Maximum length of a key of ``rank_pattern`` and ``alpha_pattern``, which are regular expressions."""
+MAX_CONFIG_BYTES: Final = 2**24
+MAX_NAME: Final = 512
+"""Maximum length of a tensor's name."""
+MATCHING_S: Final = 2.0
+"""Maximum time for the regular expressions of ``rank_pattern`` and ``alpha_pattern``: some would take for ever."""
 
 UNSUPPORTED: Final = (
     "use_dora",
@@ -53,7 +60,7 @@ UNSUPPORTED: Final = (
 )
 """Fields of ``adapter_config.json`` that change what an adapter computes, unless they are false or empty."""
 
-CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Kinds of ``init_lora_weights`` that change the weights of the model, too."""
 
 TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.\w+)?\.weight")
@@ -74,8 +81,8 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: "Patterns"
+    alpha_pattern: "Patterns"
     is_rank_stabilised: bool
 
     def scale(self, module: str, rank: int) -> float:
@@ -83,12 +90,69 @@ class AdapterConfig:
 
         Raises:
             WeightsError: its tensors have another rank than the configuration says.
+            ConfigError: to match the patterns takes too long.
         """
-        expected = _match(self.rank_pattern, module, self.rank)
+        expected = self.rank_pattern.of(module, self.rank)
         if rank != expected:
-            raise WeightsError(f"{module} has rank {rank} in {WEIGHTS_NAME}, but {expected} in {CONFIG_NAME}")
-        alpha: float = _match(self.alpha_pattern, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+            raise WeightsError(f"{module} has rank {rank} in {WEIGHTS_NAME}, but {expected:g} in {CONFIG_NAME}")
+        return self.alpha_pattern.of(module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+class Patterns:
+    """Values by regular expressions of modules' names.
+
+    Args:
+        field: of the configuration, for messages.
+
+    Raises:
+        ConfigError: a key is no regular expression, or there are too many.
+    """
+
+    def __init__(self, field: str, values: Mapping[str, float]) -> None:
+        self._field, self._left_s = field, MATCHING_S
+        self._values = list[tuple[regex.Pattern[str], float]]()
+        with self._timed():
+            end = perf_counter() + MATCHING_S
+            for pattern, value in values.items():
+                self._values.append((_compiled(field, pattern), value))
+                if perf_counter() > end:
+                    raise TimeoutError
+
+    @property
+    def largest(self) -> float:
+        """The largest value; 0: there are none."""
+        return max((value for _, value in self._values), default=0)
+
+    def of(self, module: str, default: float) -> float:
+        """Return the value of the first pattern that a module's name ends with.
+
+        Raises:
+            ConfigError: this and the calls before took too long.
+        """
+        with self._timed():
+            end = perf_counter() + self._left_s
+            for pattern, value in self._values:
+                if pattern.match(module, timeout=max(0.0, end - perf_counter())):
+                    return value
+        return default
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time of a block."""
+        start = perf_counter()
+        try:
+            yield
+        except TimeoutError:
+            raise ConfigError(f"{CONFIG_NAME}: {self._field} takes longer than {MATCHING_S:g} s to match") from None
+        finally:
+            self._left_s -= perf_counter() - start
+
+
+def _compiled(field: str, pattern: str) -> "regex.Pattern[str]":
+    try:
+        return regex.compile(rf"(.*\.)?({pattern})$")
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"{CONFIG_NAME}: {field} has {pattern!r:.200}, no regular expression: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +169,7 @@ class AdapterFiles:
     @property
     def rank(self) -> int:
         """The largest rank that the configuration names."""
-        return max(self.config.rank, *self.config.rank_pattern.values(), 0)
+        return int(max(self.config.rank, self.config.rank_pattern.largest))
 
 
 def read_adapter(directory: Path) -> AdapterFiles:
@@ -118,12 +182,13 @@ def read_adapter(directory: Path) -> AdapterFiles:
     config_path, weights_path = directory / CONFIG_NAME, directory / WEIGHTS_NAME
     if not config_path.is_file():
         raise ConfigError(f"{directory} holds no adapter: {CONFIG_NAME} is missing")
-    config = read_adapter_config(read_json_object(config_path), str(config_path))
+    content = _read(config_path, MAX_CONFIG_BYTES)
+    config = read_adapter_config(parse_json_object(content, config_path), str(config_path))
     if not weights_path.is_file():
         pickle = next((name for name in PICKLES if (directory / name).is_file()), None)
         hint = "" if pickle is None else f"; {pickle} could run code when it is read: save it as safetensors"
         raise WeightsError(f"{weights_path} is missing{hint}")
-    digest = blake2b(config_path.read_bytes(), digest_size=16)
+    digest = blake2b(content, digest_size=16)
     tensors = _read_tensors(weights_path)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -160,33 +225,29 @@ def read_adapter_config(values: Mapping[str, Any], path: str) -> AdapterConfig:
     )
 
 
-def _read_pattern(fields: Fields, name: str, read: Any) -> dict[str, Any]:
-    """Return what the modules whose names match have, by regular expressions."""
+def _read_pattern(fields: Fields, name: str, read: Any) -> Patterns:
+    """Return what the modules whose names match have."""
     values = fields.value(name, {})
     if not isinstance(values, dict):
         fields.reject(name, "an object")
-    for pattern in values:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ConfigError(f"{CONFIG_NAME}: {name} has {pattern!r}, no regular expression: {error}") from None
-        if len(pattern) > MAX_PATTERN:
-            raise ConfigError(f"{CONFIG_NAME}: {name} has a pattern of more than {MAX_PATTERN} characters")
     entries = Fields(values, f"{CONFIG_NAME}: {name}: ")
-    return {pattern: read(entries, pattern) for pattern in values}
+    return Patterns(name, {pattern: read(entries, pattern) for pattern in values})
 
 
-def _match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that a module's name ends with."""
-    matching = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(matching, default)
+def _read(path: Path, max_bytes: int | None = None) -> bytes:
+    """Return what is in a file: a mapped one that is rewritten while it is read would end the process."""
+    try:
+        if max_bytes is not None and path.stat().st_size > max_bytes:
+            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes; at most {max_bytes:,} are read")
+        return path.read_bytes()
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        return load(_read(path))
+    except (SafetensorError, KeyError, ValueError) as error:
         raise WeightsError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
@@ -194,9 +255,9 @@ def _pair(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Factors]:
     """Return the two tensors of every module."""
     parts = dict[str, dict[str, Tensor]]()
     for name, tensor in tensors.items():
-        found = TENSOR.fullmatch(name)
+        found = TENSOR.fullmatch(name) if len(name) <= MAX_NAME else None
         if found is None:
-            raise WeightsError(f"{path}: {name} is no part of a LoRA adapter's linear layer")
+            raise WeightsError(f"{path}: {name[:MAX_NAME]} is no part of a LoRA adapter's linear layer")
         if tensor.ndim != 2 or tensor.dtype not in STORED_DTYPES:
             shape = list(tensor.shape)
             raise WeightsError(f"{path}: {name} must be a matrix in 16 or 32 bits, got {tensor.dtype} {shape}")

@@ -235,11 +235,13 @@ class _Placement:
         if (sizes != tuple(shape[-2:]) and not is_turned) or len(down) % num or len(shape) not in (2, 3):
             found = f"{list(down.shape)} and {list(up.shape)}"
             raise self._error(f"{module.label} has shapes {found}, which do not fit a weight of {list(shape)}")
-        scale = self._adapter.config.scale(module.label, len(down) // num)
+        up = up * self._adapter.config.scale(module.label, len(down) // num)
+        if not bool(up.isfinite().all()):
+            raise self._error(f"{module.label} has numbers that are too large once they are scaled")
         if len(shape) == 2:
-            return LowRank(down, up * scale)
+            return LowRank(down, up)
         down_XRI = down.unflatten(0, (num, -1))
-        up_XOR = up.unflatten(1, (-1, num)).permute(2, 0, 1) * scale
+        up_XOR = up.unflatten(1, (-1, num)).permute(2, 0, 1)
         return LowRank(up_XOR.mT, down_XRI.mT) if is_turned else LowRank(down_XRI, up_XOR)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
+from strandline.models.storage import adapter_files
 from strandline.models.storage.adapter_files import read_adapter, read_adapter_config
 from strandline.models.storage.low_rank import LowRank
 from strandline.models.weights import load_model
@@ -293,6 +294,8 @@ WRONG_TENSORS = {
         add(f"{PREFIX}mlp.down_proj.lora_A.other.weight", 3, 40),
         "several lora_A",
     ),
+    "too large": (lambda tensors: [tensor.mul_(3e38) for tensor in tensors.values()], "too large once they are scaled"),
+    "a name without end": (add_pair("model." * 200 + "layers.0.mlp.up_proj", 40, 32), "no part of a LoRA adapter"),
     "two prefixes": (add_pair("model.language_model.layers.0.mlp.down_proj", 32, 40), "is changed twice"),
 }
 
@@ -316,6 +319,7 @@ WRONG_CONFIGS = {
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1],
     "init_lora_weights": "pissa_niter_4",
+    "init_lora_weights ": "lora_ga",
     "layer_replication": [[0, 1]],
     "r": 4,
     "lora_alpha": "16",
@@ -327,10 +331,37 @@ WRONG_CONFIGS = {
 
 @pytest.mark.parametrize(("name", "value"), WRONG_CONFIGS.items())
 def test_configurations_that_mean_something_else_are_refused(saved: Path, adapter: Path, name: str, value: Any) -> None:
+    name = name.strip()
     fp8.change_json(adapter / adapters.CONFIG, **{name: value})
     with pytest.raises(ConfigError) as raised:
         load(saved / "qwen3_5", adapter)
     assert name in str(raised.value) or ("rank 3" in str(raised.value) and name in ("r", "rank_pattern"))
+
+
+def test_patterns_that_take_too_long_are_refused(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "MATCHING_S", 0.05)
+    fp8.change_json(adapter / adapters.CONFIG, rank_pattern={rf".*x\d{index}": 2 for index in range(300)})
+
+    def match_many() -> None:
+        config = read_adapter(adapter).config
+        for layer in range(10**6):
+            config.scale(f"model.layers.{layer}.mlp.down_projection", RANK)
+
+    with pytest.raises(ConfigError, match=r"rank_pattern takes longer than 0\.05 s"):
+        match_many()
+
+
+def test_configurations_without_end_are_refused(adapter: Path) -> None:
+    with (adapter / adapters.CONFIG).open("a") as file:
+        file.write(" " * 2**24)
+    with pytest.raises(ConfigError, match="at most 16,777,216"):
+        read_adapter(adapter)
+
+
+def test_files_may_be_rewritten_once_they_have_been_read(adapter: Path) -> None:
+    read = read_adapter(adapter)
+    (adapter / adapters.WEIGHTS).write_bytes(b"")
+    assert all(bool(factors.down_RI.isfinite().all()) for factors in read.modules.values())
 
 
 def test_a_head_that_is_the_embedding_is_not_changed(saved: Path, tmp_path: Path) -> None:
