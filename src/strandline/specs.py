@@ -348,6 +348,19 @@ class ModelSpec:
         """Return the spec of blocks and slots in host memory and on disk, with snapshots in this dtype."""
         return replace(self, layers=tuple(layer.at_rest(dtype) for layer in self.layers))
 
+    @property
+    def snapshot_window_blocks(self) -> int:
+        """The most window blocks of a snapshot; 0: there are none."""
+        return (self.max_window_tokens + 2 * BLOCK_TOKENS - 3) // BLOCK_TOKENS if self.has_window_blocks else 0
+
+    def stored_snapshot_sizes(self, dtype: str) -> tuple[int, ...]:
+        """Return the sizes that a stored snapshot may have in bytes, ascending: its slot in this dtype, and its window.
+
+        A window has fewer blocks where the tokens before it are fewer, or it begins and ends with a block.
+        """
+        slot_bytes = self.at_rest(dtype).raw_slot_bytes
+        return tuple(slot_bytes + n * self.raw_window_block_bytes for n in range(self.snapshot_window_blocks + 1))
+
     def resting_slot_blocks(self, dtype: str) -> int:
-        """Return the size of a stored snapshot in blocks; 0: the model has no states."""
-        return self.at_rest(dtype).blocks_per_slab if self.has_states else 0
+        """Return the most blocks that a stored snapshot takes; 0: the model has no states."""
+        return -(-self.stored_snapshot_sizes(dtype)[-1] // self.block_bytes) if self.has_states else 0

@@ -45,17 +45,20 @@ class SimulatedStores:
         for action in actions:
             match action:
                 case LoadIn(blocks=blocks, slots=slots):
-                    num_bytes = self._num_bytes(len(blocks), len(slots))
+                    num_bytes = self._num_bytes(len(blocks), len(slots), sum(len(each.window) for each in slots))
                     self.loaded_bytes += num_bytes
                     self._begin(action, num_bytes, now_s)
                 case StoreOut(path=StoredPath() as path):
                     num_blocks = len(path.addresses) + (path.tail > 0)
-                    self._begin(action, self._num_bytes(num_blocks, int(path.slot > 0)), now_s)
+                    num_slots = int(path.slot > 0)
+                    num_window_blocks = num_slots * self._spec.snapshot_window_blocks
+                    self._begin(action, self._num_bytes(num_blocks, num_slots, num_window_blocks), now_s)
                 case _:
                     pass
 
-    def _num_bytes(self, num_blocks: int, num_slots: int) -> int:
-        return num_blocks * self._spec.block_bytes + num_slots * self._spec.raw_slot_bytes
+    def _num_bytes(self, num_blocks: int, num_slots: int, num_window_blocks: int) -> int:
+        spec, num_bytes = self._spec, num_blocks * self._spec.block_bytes
+        return num_bytes + num_slots * spec.raw_slot_bytes + num_window_blocks * spec.raw_window_block_bytes
 
     def _begin(self, action: LoadIn | StoreOut, num_bytes: int, now_s: float) -> None:
         lane = action.store, type(action)

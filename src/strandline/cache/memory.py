@@ -60,9 +60,9 @@ class CacheMemory:
         self.windows = WindowBlocks(own, window_tokens, self.issue)
         self.announcer = announcer
         self.actions: list[Action] = []
-        self.on_dropped: Callable[[Snapshot], None] = _ignore
+        self.on_dropped: Callable[[Snapshot], None] = lambda _: None
         """Called with each snapshot that was removed from the index."""
-        self.on_ended: Callable[[Lease], None] = _ignore
+        self.on_ended: Callable[[Lease], None] = lambda _: None
         """Called with each lease that was taken back."""
         self.lower: FirstTier | None = None
         """The tier that evicted entries are offered to; None: they are dropped."""
@@ -152,10 +152,15 @@ class CacheMemory:
         allocator = self.windows.allocator
         taken = allocator.take_blocks(num_blocks)
         while len(taken) < num_blocks:
-            if not self._empty_slab():
-                raise CacheInvariantError(ALLOCATION_FAILED)
+            self.empty_slabs(1)
             taken += allocator.take_blocks(num_blocks - len(taken))
         return taken
+
+    def empty_slabs(self, num_slabs: int) -> None:
+        """Empty slabs until ``num_slabs`` are free, which ``can_take`` has promised."""
+        while self.allocator.num_free_slabs < num_slabs:
+            if not self._empty_slab():
+                raise CacheInvariantError(ALLOCATION_FAILED)
 
     def take_slot(self) -> SlotId | None:
         """Allocate a slot, evicting and moving blocks if needed; None when everything else is in use."""
@@ -491,7 +496,3 @@ class CacheMemory:
         self.disown(blocks)
         self.num_evictable_blocks -= len(blocks)
         self.free_blocks(blocks)
-
-
-def _ignore(gone: Snapshot | Lease) -> None:
-    """Callback for models without sliding windows."""

@@ -110,6 +110,13 @@ class SlabAllocator:
             self._is_taken[block] = True
         return taken
 
+    def take_in_free_slabs(self, num_blocks: int) -> "array[int]":
+        """Allocate blocks in free slabs alone, so that holding them keeps no others from being moved."""
+        others, self._free_in = self._free_in, {}
+        taken = self.take_blocks(num_blocks)
+        self._free_in = others | self._free_in
+        return taken
+
     def _open_slab(self) -> bool:
         """Use a free slab for blocks; return False if no slab is free."""
         if not self._free_slabs or len(self._block_slabs) == self.max_block_slabs:

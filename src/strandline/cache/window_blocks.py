@@ -60,7 +60,11 @@ class WindowBlocks:
 
     def covers(self, window: Window, position: int) -> bool:
         """Return whether a request's window still has all that computing from a position on reads."""
-        return not self._window_tokens or window.first <= first_block_seen(position, self._window_tokens)
+        return not self._window_tokens or window.first <= self.first_seen(position)
+
+    def first_seen(self, position: int) -> int:
+        """Return the first block that computing from a position on reads."""
+        return first_block_seen(position, self._window_tokens)
 
     # Windows
 
@@ -71,7 +75,7 @@ class WindowBlocks:
 
     def advance(self, window: Window, position: int) -> None:
         """Release the blocks that a request which computes from a position on does not read."""
-        end = min(first_block_seen(position, self._window_tokens), len(window.blocks))
+        end = min(self.first_seen(position), len(window.blocks))
         if end > window.first:
             passed = window.blocks[window.first : end]
             window.blocks[window.first : end] = array("i", [NULL_BLOCK]) * len(passed)
@@ -88,7 +92,7 @@ class WindowBlocks:
             return NO_WINDOW
         if not self.covers(window, position) or position > len(window.blocks) * BLOCK_TOKENS:
             raise CacheInvariantError(f"the window before {position} was freed")
-        first = first_block_seen(position, self._window_tokens)
+        first = self.first_seen(position)
         part = Window(first, window.blocks[first : -(-position // BLOCK_TOKENS)])
         self._add(part, part.held)
         return part

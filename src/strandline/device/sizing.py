@@ -294,10 +294,10 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
 def choose_window_blocks(config: EngineConfig, model: LanguageModel) -> ModelSpec:
     """Return a model's spec, with window blocks where layers have windows and others do not.
 
-    Not where prefixes leave the device, or a drafter has layers of its own: all layers' streams are in the same blocks.
+    Not where other engines fetch prefixes, or a drafter has layers of its own: all layers' streams are in the same
+    blocks.
     """
-    spec, leaves = model.spec, (config.host_memory, config.disk_cache, config.kv_transfer)
-    is_alone = model.drafter is None and all(each is None for each in leaves)
+    spec, is_alone = model.spec, model.drafter is None and config.kv_transfer is None
     return replace(spec, has_window_blocks=is_alone and spec.can_have_window_blocks)
 
 

@@ -56,6 +56,15 @@ class FoldLog:
     """Whether they are drafts that were accepted; else decoded tokens. A log keeps other tensors of each kind."""
 
 
+class SlotCopy(NamedTuple):
+    """A slot on the device with the window blocks of its snapshot, and the one address of both in a store."""
+
+    slot: SlotId
+    address: int
+    window: tuple[BlockId, ...] = ()
+    """In the order of their tokens. Their bytes follow the slot's."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadIn:
     """Begin to copy whole blocks and slots from a store to the device.
@@ -68,8 +77,13 @@ class LoadIn:
     """Name of the store, which has its own addresses."""
     blocks: tuple[tuple[BlockId, int], ...]
     """Destination and address of each block."""
-    slots: tuple[tuple[SlotId, int], ...]
+    slots: tuple[SlotCopy, ...]
     """Destination and address of each slot."""
+
+    @property
+    def addresses(self) -> list[int]:
+        """All addresses that it reads."""
+        return [address for _, address in self.blocks] + [each.address for each in self.slots]
 
 
 class StoredBlocks(NamedTuple):
@@ -126,7 +140,7 @@ class StoreOut:
     store: str
     blocks: tuple[tuple[BlockId, int], ...]
     """Source and address of each block."""
-    slots: tuple[tuple[SlotId, int], ...]
+    slots: tuple[SlotCopy, ...]
     """Source and address of each slot."""
     stored: tuple[tuple[int, int], ...] = ()
     """Address in the store above, and address in this one."""

@@ -15,7 +15,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -89,7 +89,8 @@ class DiskDirectory:
     Args:
         path: created if need be, for its owner alone, and with it the directory of the rank.
         layout: what must be equal for bytes to mean the same (``transfer/layout.py``).
-        block_bytes, slot_bytes: sizes of the items, as they rest.
+        block_bytes: the size of a block.
+        snapshot_sizes: those that a snapshot may have.
         rank: whose files it holds.
 
     Attributes:
@@ -99,11 +100,13 @@ class DiskDirectory:
         ConfigError: it cannot be created, read or written, other users have access to it, or it is in use.
     """
 
-    def __init__(self, path: Path, layout: Mapping[str, str], block_bytes: int, slot_bytes: int, rank: int = 0) -> None:
+    def __init__(
+        self, path: Path, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int], rank: int = 0
+    ) -> None:
         self.path = path / f"rank-{rank}" if rank else path
         self._layout = dict(layout)
         self._block_bytes = block_bytes
-        self._slot_bytes = slot_bytes
+        self._snapshot_sizes = snapshot_sizes
         try:
             for each in (path, self.path):
                 os.makedirs(each, mode=0o700, exist_ok=True)
@@ -168,18 +171,22 @@ class DiskDirectory:
         os.close(self._lock)
         os.close(self.descriptor)
 
-    def new_file(self, path: StoredPath, blocks: StoredBlocks | None) -> StoredFile:
-        """Return the file, not written yet, of some of a path's blocks; None: of its snapshot."""
+    def new_file(self, path: StoredPath, blocks: StoredBlocks | None, sizes: tuple[int, ...]) -> StoredFile:
+        """Return the file, not written yet, of some of a path's blocks; None: of its snapshot.
+
+        Args:
+            sizes: those of its items.
+        """
         kind = SNAPSHOT if blocks is None else BLOCKS
         hashes = [root_hash(path.tree)]
         hashes += block_hashes(hashes[0], path.data)
         if blocks is not None:
             tokens = path.data[blocks.first * BLOCK_KEY_BYTES : blocks.end * BLOCK_KEY_BYTES]
-            before, sizes = hashes[blocks.first], (self._block_bytes,) * len(blocks.addresses)
+            before = hashes[blocks.first]
         else:
             first = 0 if path.has_gaps else len(hashes) - 1
             tokens = path.data[first * BLOCK_KEY_BYTES :]
-            before, sizes = hashes[first], (self._slot_bytes, *[self._block_bytes] * bool(path.tail))
+            before = hashes[first]
         description = {
             "layout": self._layout,
             "key": self._key_id,
@@ -232,7 +239,7 @@ class DiskDirectory:
         numbers = [int(match[1]) for match in map(RANK.fullmatch, os.listdir(self.descriptor)) if match]
         for rank in sorted(number for number in numbers if number >= num_ranks):
             try:
-                other = DiskDirectory(self.path, self._layout, self._block_bytes, self._slot_bytes, rank)
+                other = DiskDirectory(self.path, self._layout, self._block_bytes, self._snapshot_sizes, rank)
             except ConfigError as error:
                 LOGGER.warning("files of rank %d in the disk cache %s are left: %s", rank, self.path, error)
             else:
@@ -264,10 +271,12 @@ class DiskDirectory:
                     sizes=header.sizes[:num_items],
                     checksums=header.checksums[:num_items],
                 )
-                sizes: tuple[int, ...] = (self._block_bytes,) * num_items
+                is_whole = num_items > 0 and header.sizes == (self._block_bytes,) * num_items
             else:
-                sizes = (self._slot_bytes, *[self._block_bytes] * (len(header.tokens) % BLOCK_KEY_BYTES > 0))
-            if not num_items or header.sizes != sizes or num_items != len(sizes):
+                tail_sizes = (self._block_bytes,) * (len(header.tokens) % BLOCK_KEY_BYTES > 0)
+                is_whole = any(header.sizes == (size, *tail_sizes) for size in self._snapshot_sizes)
+                is_whole &= num_items == len(header.sizes)
+            if not is_whole:
                 raise DamagedFileError("they are torn")
             return StoredFile(name, header), max(now_s - os.fstat(file).st_mtime, 0.0)
         finally:

@@ -43,9 +43,17 @@ def layout_of(
         "window": "all tokens" if spec.window_tokens is None else f"{spec.window_tokens} tokens",
         "block": f"{BLOCK_TOKENS} tokens in {spec.raw_block_bytes} bytes",
         "slot": f"{spec.raw_slot_bytes} bytes",
+        **_window_layout(spec),
         "tensor-parallel size": str(num_ranks),
         "deterministic": str(is_deterministic).lower(),
     }
+
+
+def _window_layout(spec: ModelSpec) -> dict[str, str]:
+    """Return what must be equal where snapshots have window blocks."""
+    if not spec.has_window_blocks:
+        return {}
+    return {"window block": f"{spec.raw_window_block_bytes} bytes, {spec.max_window_tokens} tokens before a snapshot"}
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

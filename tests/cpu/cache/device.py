@@ -51,9 +51,12 @@ class Device:
         """How often each slot was written or dropped, which is constant while it is published."""
         self.stored: dict[int, Tokens] = {}
         """What a store holds, by address: a block's tokens, or those whose state it is."""
+        self.stored_windows: dict[int, list[list[int]]] = {}
+        """By address of a state: the cells of its window blocks."""
         self.loading: dict[TransferId, LoadIn] = {}
         self._loaded: dict[TransferId, dict[int, Tokens]] = {}
         """By load under way: what it reads, which may be freed meanwhile."""
+        self._loaded_windows: dict[TransferId, dict[int, list[list[int]]]] = {}
         self._held: set[int] = set()
         """Blocks whose content is still being stored: only loads may overwrite them."""
         self.storing: list[TransferId] = []
@@ -81,10 +84,14 @@ class Device:
                     assert POISON not in self._window_cells[src][:num_tokens], f"{action} copies poison"
                     self._write_window_cells(dst, 0, self._window_cells[src][:num_tokens])
                 case MoveBlock(src, dst, Lifetime.WINDOW):
+                    assert not self._is_window_loading(block=src), f"window block {src} is moved while it is loaded"
                     self._write_window_cells(dst, 0, self._window_cells[src])
                     self._window_cells[src] = [POISON] * BLOCK_TOKENS
                 case DropBlocks(blocks, Lifetime.WINDOW):
                     for block in blocks:
+                        assert not self._is_window_loading(block=block), (
+                            f"window block {block} is freed while it is loaded"
+                        )
                         self._window_cells[block] = [POISON] * BLOCK_TOKENS
                 case CopyTokens(src, dst, num_tokens):
                     assert POISON not in self._cells[src][:num_tokens], f"{action} copies poison"
@@ -113,28 +120,31 @@ class Device:
                     assert transfer not in self.loading
                     self.loading[transfer] = action
                     self._held -= {block for block, _ in action.blocks}
-                    self._held.difference_update(*(range(slot * size, (slot + 1) * size) for slot, _ in action.slots))
-                    addresses = [address for _, address in (*action.blocks, *action.slots)]
-                    self._loaded[transfer] = {address: self.stored[address] for address in addresses}
+                    self._held.difference_update(*(range(slot * size, (slot + 1) * size) for slot, *_ in action.slots))
+                    self._loaded[transfer] = {address: self.stored[address] for address in action.addresses}
+                    windows = {each.address: self.stored_windows.get(each.address, []) for each in action.slots}
+                    self._loaded_windows[transfer] = windows
                 case StoreOut(transfer, path=StoredPath()):
                     self.spilling[transfer] = action
                 case StoreOut(transfer, _, block_addresses, slot_addresses):
                     self.storing.append(transfer)
                     if action.is_held:
                         self._held.update(block for block, _ in block_addresses)
-                        self._held.update(*(range(slot * size, (slot + 1) * size) for slot, _ in slot_addresses))
+                        self._held.update(*(range(slot * size, (slot + 1) * size) for slot, *_ in slot_addresses))
                     for block, address in block_addresses:
                         assert address not in self.stored, f"address {address} is used twice"
                         self.stored[address] = tuple(self._cells[block])
-                    for slot, address in slot_addresses:
-                        self.stored[address] = self.state(slot) or ()
+                    for each in slot_addresses:
+                        self.stored[each.address] = self.state(each.slot) or ()
+                        self.stored_windows[each.address] = [list(self._window_cells[block]) for block in each.window]
                 case DropStored(store, addresses):
                     kept = [load for load in self.loading.values() if load.store == store != "host"]
-                    read = {address for load in kept for _, address in (*load.blocks, *load.slots)}
+                    read = {address for load in kept for address in load.addresses}
                     read |= {source for spill in self.spilling.values() for source, _ in spill.stored}
                     for stored in addresses:
                         assert stored not in read, f"address {stored} is freed while it is read"
                         self.stored.pop(stored, None)
+                        self.stored_windows.pop(stored, None)
                 case CancelTransfer(transfer):
                     self.cancelled.add(transfer)
                 case _:
@@ -146,17 +156,22 @@ class Device:
         for block, address in action.blocks:
             tokens = loaded[address]
             self._write_cells(block, 0, (*tokens, *[POISON] * (BLOCK_TOKENS - len(tokens))))
-        for slot, address in action.slots:
+        windows = self._loaded_windows.pop(transfer)
+        for slot, address, window in action.slots:
             self._write_state(slot, loaded[address])
+            for block, cells in zip(window, windows[address], strict=True):
+                self._write_window_cells(block, 0, cells)
 
     def fail_load(self, transfer: TransferId) -> None:
         """End a transfer badly: what it was to write is poison."""
         action = self.loading.pop(transfer)
-        del self._loaded[transfer]
+        del self._loaded[transfer], self._loaded_windows[transfer]
         for block, _ in action.blocks:
             self._write_cells(block, 0, [POISON] * BLOCK_TOKENS)
-        for slot, _ in action.slots:
+        for slot, _, window in action.slots:
             self._write_state(slot, (POISON,))
+            for block in window:
+                self._write_window_cells(block, 0, [POISON] * BLOCK_TOKENS)
 
     def end_spill(self, transfer: TransferId, *, is_done: bool) -> None:
         """End a store whose sources were kept: copy what they hold by now."""
@@ -164,7 +179,9 @@ class Device:
         assert action.path is not None
         sources = {address: self.stored[source] for source, address in action.stored}
         sources |= {address: tuple(self._cells[block]) for block, address in action.blocks}
-        sources |= {address: self.state(slot) or () for slot, address in action.slots}
+        sources |= {address: self.state(slot) or () for slot, address, _ in action.slots}
+        windows = {to: self.stored_windows[source] for source, to in action.stored if source in self.stored_windows}
+        windows |= {each.address: [self._window_cells[block] for block in each.window] for each in action.slots}
         path = action.path
         assert sources.keys() == {*path.addresses.values(), path.slot, path.tail} - {0}, (
             "what is stored is another path"
@@ -177,14 +194,22 @@ class Device:
         assert sources.get(path.tail, inside)[: len(inside)] == inside
         if is_done:
             self.stored |= sources
+            self.stored_windows |= {address: [*map(list, cells)] for address, cells in windows.items()}
 
     def _is_spilling(self, block: int) -> bool:
         return any(source == block for spill in self.spilling.values() for source, _ in spill.blocks)
 
+    def _is_window_loading(self, *, block: int = NULL_BLOCK, slab: int = 0) -> bool:
+        """Whether a window block is being loaded, or any in a slab."""
+        targets = {target for action in self.loading.values() for each in action.slots for target in each.window}
+        return block in targets if block else any(target // self._windows_per_slab == slab for target in targets)
+
     def _is_loading(self, *, block: int = NULL_BLOCK, slot: int = NULL_SLOT) -> bool:
         size = self._blocks_per_slab
+        if slot and self._is_window_loading(slab=slot):
+            return True
         blocks = {target for action in self.loading.values() for target, _ in action.blocks}
-        slots = {target for action in self.loading.values() for target, _ in action.slots}
+        slots = {each.slot for action in self.loading.values() for each in action.slots}
         if slot:
             return slot in slots or any(target // size == slot for target in blocks)
         return block in blocks or block // size in slots
@@ -224,6 +249,20 @@ class Device:
             first = max(position - self._window_tokens + 1 - index * BLOCK_TOKENS, 0)
             assert cells[first : len(known)] == known[first:], f"the window before {position} is not what it claims"
 
+    def put_window(self, address: int, tokens: Sequence[int]) -> None:
+        """Store the window of a snapshot after these tokens."""
+        first = max(len(tokens) - self._window_tokens + 1, 0) // BLOCK_TOKENS if self._window_tokens else len(tokens)
+        starts = range(first * BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
+        cells = [list(tokens[start : start + BLOCK_TOKENS]) for start in starts]
+        self.stored_windows[address] = [block + [POISON] * (BLOCK_TOKENS - len(block)) for block in cells]
+
+    def _check_stored_window(self, address: int, tokens: Tokens) -> None:
+        """Check that a store has what computing after a snapshot reads."""
+        cells, position = self.stored_windows[address], len(tokens)
+        first = max(position - self._window_tokens + 1, 0)
+        known = [cell for block in cells for cell in block][first % BLOCK_TOKENS :][: position - first]
+        assert known == list(tokens[first:]), f"the stored window before {position} is another"
+
     def _run_state(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant, tokens: Tokens) -> None:
         """Compute the state of the lease's tokens up to ``end``."""
         published = {snapshot.slot for _, _, snapshot in published_snapshots(cache)}
@@ -253,6 +292,8 @@ class Device:
     def _write_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
         assert block != NULL_BLOCK, "the null block is written"
         assert not self._is_loading(block=block), f"block {block} is written while it is loaded"
+        slab = block // self._blocks_per_slab
+        assert not self._is_window_loading(slab=slab), f"block {block} is written where a window is loaded"
         assert block not in self._held, f"block {block} is written while it is stored"
         self._states[block // self._blocks_per_slab] = None
         self._poison_windows(block // self._blocks_per_slab)
@@ -260,6 +301,7 @@ class Device:
 
     def _write_window_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
         assert block != NULL_BLOCK, "the null block is written"
+        assert not self._is_window_loading(block=block), f"window block {block} is written while it is loaded"
         slab = block // self._windows_per_slab
         self._states[slab] = None
         for other in range(slab * self._blocks_per_slab, (slab + 1) * self._blocks_per_slab):
@@ -312,6 +354,8 @@ class Device:
                 snapshot = copy.snapshot
                 if copy.address:
                     assert self.stored[copy.address] == tokens_of(snapshot.path()), "a demoted snapshot is another"
+                    if self._window_tokens:
+                        self._check_stored_window(copy.address, tokens_of(snapshot.path()))
                 if copy.tail_address:
                     known = tokens_of(snapshot.key)
                     assert self.stored[copy.tail_address][: len(known)] == known, "a demoted tail is another"

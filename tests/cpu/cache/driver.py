@@ -146,13 +146,15 @@ class Driver:
         position = placed[-1] if placed else len(tokens)
         starts = range(first_block * BLOCK_TOKENS, position, BLOCK_TOKENS)
         blocks = tuple(self._address(tokens[start : min(start + BLOCK_TOKENS, position)]) for start in starts)
-        snapshots = tuple(OfferedSnapshot(p, self._address(tokens[:p]), SnapshotKind.LADDER) for p in placed)
+        snapshots = tuple(OfferedSnapshot(p, self._address(tokens[:p], p), SnapshotKind.LADDER) for p in placed)
         return Offer(store, position, first_block, blocks, snapshots)
 
-    def _address(self, tokens: Sequence[int]) -> int:
-        """Put something into the store; return its address."""
+    def _address(self, tokens: Sequence[int], position: int | None = None) -> int:
+        """Put a block or, given its position, a snapshot into the store; return its address."""
         address = min(0, *self.device.stored) - 1 if self.device.stored else -1
         self.device.stored[address] = tuple(tokens)
+        if position is not None:
+            self.device.put_window(address, tokens)
         return address
 
     def load(self, tokens: Iterable[int], offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:

@@ -298,13 +298,13 @@ def test_long_histories_with_loads_agree_with_the_dictionary(shape: tuple[int, i
 def test_long_histories_with_tiers_below_agree_with_the_dictionary(
     shape: tuple[int, int], rule: ResumeRule, lower_blocks: tuple[int, ...]
 ) -> None:
-    check_long_history_with_tiers(shape, rule, lower_blocks)
+    check_long_history_with_tiers(History(*shape, rule, lower_blocks=lower_blocks), str(shape))
 
 
-def check_long_history_with_tiers(shape: tuple[int, int], rule: ResumeRule, lower_blocks: Sequence[int]) -> None:
-    """Apply many random events to a cache with memories of these sizes below the device."""
-    choose = random.Random(str(shape))
-    history = History(*shape, rule, lower_blocks=lower_blocks)
+def check_long_history_with_tiers(history: History, seed: str) -> None:
+    """Apply many random events to a cache with tiers below the device."""
+    choose, tiers = random.Random(seed), history.loads.tiers
+    num_blocks, has_states = (history.cache.memory_use().max_blocks + 1) // 2, history.rule.needs_slots
     for _ in range(300):
         event = choose.random()
         if event < 0.15:
@@ -318,14 +318,14 @@ def check_long_history_with_tiers(shape: tuple[int, int], rule: ResumeRule, lowe
         elif event < 0.25:
             history.end_load(choose.randrange(4), is_done=choose.random() < 0.8)
         elif event < 0.32:
-            history.take(choose.randrange(shape[0] * shape[1] // 2), 0, "blocks first")
-        elif event < 0.45 and len(lower_blocks) > 1:
+            history.take(choose.randrange(num_blocks), 0, "blocks first")
+        elif event < 0.45 and len(tiers) > 1:
             history.end_spill(choose.randrange(4), is_done=choose.random() < 0.8)
         else:
             random_event(history, choose)
         history.check()
-    assert lower_blocks[0] < 20 or not rule.needs_slots or history.cache.stats().loads.num_done > 0
-    for index, tier in enumerate(history.loads.stats()[1:] if rule.needs_slots else ()):
+    assert tiers[0].num_blocks < 20 or not has_states or history.cache.stats().loads.num_done > 0
+    for index, tier in enumerate(history.loads.stats()[1:] if has_states else ()):
         assert tier.num_snapshots_demoted > 0
         assert index or tier.num_blocks < 100 or tier.num_loads > 0
     history.driver.drain()

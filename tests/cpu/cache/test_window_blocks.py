@@ -4,6 +4,7 @@ The simulated device poisons what is freed and fails a step that reads it.
 """
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -16,7 +17,14 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import History, pattern
-from tests.cpu.cache.test_state_machine import HungryCacheMachine, random_event
+from tests.cpu.cache.test_state_machine import (
+    HungryCacheMachine,
+    LoadingCacheMachine,
+    TieredCacheMachine,
+    check_long_history_with_tiers,
+    random_event,
+    tier_sizes,
+)
 
 WINDOWS = [1, 2, 63, 64, 65, 100, 130, 200]
 SHAPES = [(4, 1, 1), (16, 1, 1), (16, 1, 3), (9, 5, 2), (9, 5, 7), (24, 2, 3), (60, 5, 2)]
@@ -32,8 +40,47 @@ class WindowBlocksMachine(HungryCacheMachine):
         self.history = History(num_slabs, num_blocks, window_tokens=window_tokens, windows_per_slab=num_windows)
 
 
-WindowBlocksMachine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+class LoadingWindowBlocksMachine(LoadingCacheMachine):
+    """The same, with loads of snapshots and their windows."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS))
+    def start(self, shape: tuple[int, int, int], window_tokens: int = 1) -> None:
+        num_slabs, num_blocks, num_windows = shape
+        self.history = History(num_slabs, num_blocks, window_tokens=window_tokens, windows_per_slab=num_windows)
+
+
+class TieredWindowBlocksMachine(TieredCacheMachine):
+    """The same, with tiers below the device."""
+
+    @initialize(
+        shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS), lower_blocks=tier_sizes(1, 3)
+    )
+    def start(  # type: ignore[override]
+        self, shape: tuple[int, int, int], window_tokens: int = 1, lower_blocks: Sequence[int] = ()
+    ) -> None:
+        num_slabs, num_blocks, num_windows = shape
+        self.history = History(
+            num_slabs, num_blocks, lower_blocks=lower_blocks, window_tokens=window_tokens, windows_per_slab=num_windows
+        )
+
+
+for machine in (WindowBlocksMachine, LoadingWindowBlocksMachine, TieredWindowBlocksMachine):
+    machine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
 TestWindowBlocksMachine = WindowBlocksMachine.TestCase
+TestLoadingWindowBlocksMachine = LoadingWindowBlocksMachine.TestCase
+TestTieredWindowBlocksMachine = TieredWindowBlocksMachine.TestCase
+
+
+@pytest.mark.parametrize("lower_blocks", [(12,), (300,), (60, 400), (16, 20, 400)], ids=str)
+@pytest.mark.parametrize(("shape", "window_tokens"), [((16, 1, 3), 65), ((16, 5, 2), 1), ((18, 5, 7), 130)])
+def test_long_histories_with_tiers_agree_with_the_dictionary(
+    shape: tuple[int, int, int], window_tokens: int, lower_blocks: tuple[int, ...]
+) -> None:
+    num_slabs, num_blocks, num_windows = shape
+    history = History(
+        num_slabs, num_blocks, lower_blocks=lower_blocks, window_tokens=window_tokens, windows_per_slab=num_windows
+    )
+    check_long_history_with_tiers(history, str(shape))
 
 
 @pytest.mark.parametrize("window_tokens", WINDOWS)

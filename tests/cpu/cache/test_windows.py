@@ -65,7 +65,7 @@ TestWindowedTiersMachine = WindowedTiersMachine.TestCase
 def test_long_histories_with_tiers_below_agree_with_the_dictionary(
     shape: tuple[int, int], window_tokens: int, lower_blocks: tuple[int, ...]
 ) -> None:
-    check_long_history_with_tiers(shape, BehindWindows(window_tokens), lower_blocks)
+    check_long_history_with_tiers(History(*shape, BehindWindows(window_tokens), lower_blocks=lower_blocks), str(shape))
 
 
 @pytest.mark.parametrize("window_tokens", WINDOWS)

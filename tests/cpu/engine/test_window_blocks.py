@@ -3,15 +3,19 @@
 Freed memory is NaN here, so that a kernel that reads a block before a window changes the tokens.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.device.sizing import slabs_for
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec
-from tests.cpu.engine.conftest import llm_maker
-from tests.cpu.engine.test_exactness import tokens
+from tests.cpu.engine.conftest import MakeLLM, llm_maker
+from tests.cpu.engine.test_disk_cache import disk_of, serve
+from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
+from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, tier_stats
 from tests.cpu.models import families
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -50,11 +54,63 @@ def test_answers_and_hits_are_those_of_whole_paths(
     ]
 
 
+@pytest.fixture(params=["lfm3", "inkling"])
+def make_small(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+    """Build LLMs whose device has room for few prompts."""
+    make_llm = llm_maker(families.save(request.param, tmp_path), monkeypatch, device="cpu")
+    spec = make_llm(memory="16MiB").engine.core.spec
+    assert spec.has_window_blocks
+    num_slabs = 6 + slabs_for(spec, 400)
+    return partial(make_llm, memory=num_slabs * spec.slab_bytes, max_model_len=400)
+
+
+@pytest.fixture
+def expected(make_small: MakeLLM) -> list[list[int]]:
+    return answers(make_small(enable_prefix_caching=False), PROMPTS)
+
+
+@pytest.mark.parametrize("snapshot_dtype", ["float32", "int8"])
+def test_evicted_windows_come_back_from_host_memory(
+    make_small: MakeLLM, expected: list[list[int]], snapshot_dtype: str
+) -> None:
+    llm = make_small(host_memory="8MiB", snapshot_dtype=snapshot_dtype)
+    assert llm.engine.core.spec.has_window_blocks
+    assert serve_in_turn(llm) == (expected, [0] * len(PROMPTS))
+    found, hits = serve_in_turn(llm)
+    assert hits == list(LENGTHS), "every prompt is hit whole"
+    assert snapshot_dtype == "int8" or found == expected
+    [host] = tier_stats(llm)
+    assert host.num_loads >= len(PROMPTS) - 3
+
+
+def test_windows_come_back_from_files_after_a_restart(
+    make_small: MakeLLM, expected: list[list[int]], tmp_path: Path
+) -> None:
+    first = make_small(disk_cache=str(tmp_path / "cache"))
+    assert serve(first) == (expected, [0] * len(PROMPTS))
+    assert serve(first) == (expected, list(LENGTHS))
+    assert disk_of(first).num_loads > 0
+    first.engine.core.close()
+    second = make_small(disk_cache=str(tmp_path / "cache"))
+    assert disk_of(second).num_snapshots > 0
+    found, hits = serve(second)
+    assert found == expected
+    assert sum(hit > 0 for hit in hits) >= len(PROMPTS) - 2, hits
+    assert disk_of(second).num_loads >= len(PROMPTS) - 2
+    second.engine.core.close()
+
+
+def serve_in_turn(llm: LLM) -> tuple[list[list[int]], list[int]]:
+    """Return answers and hits of prompts that come one after the other."""
+    outputs = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+    return [list(each.outputs[0].token_ids) for each in outputs], [each.num_cached_tokens for each in outputs]
+
+
 @pytest.mark.parametrize(
     ("family", "host_memory", "line"),
     [
         ("lfm3", None, "store the last "),
-        ("lfm3", "8MiB", "store all tokens of a request, as --host-memory"),
+        ("lfm3", "8MiB", "store the last "),
         ("gemma3", None, "store all tokens of a request, as the model keeps no recurrent state"),
         ("qwen3_5", None, None),
     ],
@@ -62,7 +118,8 @@ def test_answers_and_hits_are_those_of_whole_paths(
 def test_start_says_what_windows_save(
     family: str, host_memory: str | None, line: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = llm_maker(families.save(family, tmp_path), monkeypatch, device="cpu")(host_memory=host_memory, memory="16MiB")
+    make_llm = llm_maker(families.save(family, tmp_path), monkeypatch, device="cpu")
+    llm = make_llm(host_memory=host_memory, memory="16MiB")
     found = [text for text in llm.engine.describe() if text.startswith("windows:")]
     assert len(found) == (line is not None)
     assert all(line in text for text in found if line is not None)

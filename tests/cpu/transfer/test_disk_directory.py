@@ -37,18 +37,24 @@ PATH = StoredPath("tree", DATA, (STORED,), False, 7, 8, SnapshotKind.PROMPT_END,
 
 
 def opened(path: Path, layout: dict[str, str] = LAYOUT, rank: int = 0) -> DiskDirectory:
-    return DiskDirectory(path, layout, BLOCK_BYTES, SLOT_BYTES, rank)
+    return DiskDirectory(path, layout, BLOCK_BYTES, [SLOT_BYTES], rank)
 
 
 def content(size: int, seed: int = 1) -> bytes:
     return bytes((seed + 7 * index) % 251 for index in range(size))
 
 
+def sizes_of(path: StoredPath, blocks: StoredBlocks | None) -> tuple[int, ...]:
+    """Return the sizes of a file's items; None: the snapshot's."""
+    num_blocks = int(path.tail > 0) if blocks is None else len(blocks.addresses)
+    return (SLOT_BYTES,) * (blocks is None) + (BLOCK_BYTES,) * num_blocks
+
+
 def write(directory: DiskDirectory, path: StoredPath = PATH) -> list[str]:
     """Write a path's two files; return their names."""
     names = []
     for blocks in (*path.blocks, None):
-        file = directory.new_file(path, blocks)
+        file = directory.new_file(path, blocks, sizes_of(path, blocks))
         items = [[content(size, seed)] for seed, size in enumerate(file.header.sizes)]
         write_file(directory.descriptor, file.name, file.header, items)
         names.append(file.name)
@@ -104,7 +110,8 @@ def test_headers_take_about_270_bytes_per_block(directory: DiskDirectory) -> Non
     sizes = []
     for num_blocks in (100, 1100):
         path = replace(PATH, data=encode(range(64 * num_blocks)))
-        header = directory.new_file(path, StoredBlocks(0, tuple(range(num_blocks)))).header
+        blocks = StoredBlocks(0, tuple(range(num_blocks)))
+        header = directory.new_file(path, blocks, sizes_of(path, blocks)).header
         sizes.append(len(disk_files.encode_header(header)))
         assert header.start % 4096 == 0
         assert 0 <= header.start - sizes[-1] < 4096
@@ -299,7 +306,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_failed_writes_leave_nothing(directory: DiskDirectory) -> None:
-    file = directory.new_file(PATH, STORED)
+    file = directory.new_file(PATH, STORED, sizes_of(PATH, STORED))
 
     def items() -> Iterator[list[bytes]]:
         yield [content(BLOCK_BYTES)]

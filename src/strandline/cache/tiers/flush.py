@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from strandline.cache.index import PrefixIndex
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_SPILLS, DeviceEntry, Spills
+from strandline.cache.tiers.stored_windows import ids_of
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot, copy_of_device
 from strandline.cache.tree import Run, Snapshot, held_child, path_blocks, path_to
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, SlotId
+from strandline.cache.window import NO_WINDOW
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
@@ -98,9 +100,9 @@ def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
     whole = position // BLOCK_TOKENS
     salt, data = path_to(run)
     blocks = path_blocks(run)
-    slot = NULL_SLOT
+    slot, window = NULL_SLOT, NO_WINDOW
     if isinstance(entry, Snapshot):
-        slot = entry.slot
+        slot, window = entry.slot, entry.window
         if entry.stub_key is not None:
             data += entry.stub_key
             child = held_child(run, entry.stub_key)
@@ -108,4 +110,4 @@ def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
     data = data[: position * TOKEN_BYTES]
     demoted = _as_demoted(entry, data[whole * BLOCK_KEY_BYTES :])
     tail = BlockId(blocks[whole]) if demoted.snapshot.has_tail else NULL_BLOCK
-    return DeviceEntry(demoted, salt, data, tuple(map(BlockId, blocks[:whole])), SlotId(slot), tail)
+    return DeviceEntry(demoted, salt, data, tuple(map(BlockId, blocks[:whole])), slot, ids_of(window), tail)

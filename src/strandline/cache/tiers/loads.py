@@ -27,6 +27,7 @@ from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.stats import LowerStats
+from strandline.cache.tiers.stored_windows import ids_of, let_go, num_slabs_for, take_window
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_load import TierLoad
 from strandline.cache.tiers.tier_tree import PathEnd, TierTree
@@ -34,9 +35,9 @@ from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, SlotId, TransferId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
-from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, StoreOut
+from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, SlotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 
@@ -249,7 +250,9 @@ class Loads:
         memory = self._memory
         upper = self._index.split_at(Walk(end.run, end.num_blocks, None, 0))
         memory.pin_run(upper)
-        if not memory.can_take(len(addresses) + num_spare_blocks, len(missing) + self._num_slots):
+        num_slabs = sum(1 + num_slabs_for(memory.windows, each.position) for each in missing) + self._num_slots
+        num_window_blocks = memory.windows.num_to_resume(offer.position, last)
+        if not memory.can_take(len(addresses) + num_spare_blocks, num_slabs, num_window_blocks):
             memory.unpin_run(upper)
             return None
         # Before memory is allocated: what the device evicts for it may push out tier entries, also those to be loaded.
@@ -258,10 +261,13 @@ class Loads:
         read = [*addresses.values(), *(snapshot.address for snapshot in missing)]
         source = None if tier is None else TierLoad(tier, lease, read)
         num_actions = len(memory.actions)
-        lease.cuts = [Cut(x.position, memory.take_promised_slot(), x.kind) for x in missing]
+        lease.cuts = [self._new_cut(each) for each in missing]
         load = _Load(lease, source, tuple(x.position for x in missing) or (offer.position,))
         self._loads[lease.request_id] = load
-        to_slots = tuple((cut.slot, snapshot.address) for cut, snapshot in zip(lease.cuts, missing, strict=True))
+        to_slots = tuple(
+            SlotCopy(cut.slot, snapshot.address, ids_of(cut.window))
+            for cut, snapshot in zip(lease.cuts, missing, strict=True)
+        )
         piece_blocks = max(PIECE_SLABS * memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
         is_exchange = source is not None and source.is_exchange
         for some in _pieces(list(addresses.values()), piece_blocks if is_exchange else None):
@@ -277,9 +283,12 @@ class Loads:
             lease.fills = {index: block for index, block in block_at.items() if index < lease.num_published}
         return Lead(lease, offer.position)
 
-    def _begin_piece(
-        self, load: "_Load", store: str, addresses: Sequence[int], to_slots: tuple[tuple[SlotId, int], ...]
-    ) -> None:
+    def _new_cut(self, snapshot: OfferedSnapshot) -> Cut:
+        """Allocate what a snapshot is loaded into."""
+        slot = self._memory.take_promised_slot()
+        return Cut(snapshot.position, slot, snapshot.kind, take_window(self._memory, snapshot.position))
+
+    def _begin_piece(self, load: "_Load", store: str, addresses: Sequence[int], to_slots: tuple[SlotCopy, ...]) -> None:
         """Allocate blocks for these addresses, and begin to load them and slots."""
         memory, lease = self._memory, load.lease
         blocks = memory.take_promised_blocks(len(addresses))
@@ -292,7 +301,7 @@ class Loads:
         to_blocks = tuple((BlockId(block), address) for block, address in zip(blocks, addresses, strict=True))
         memory.actions.append(LoadIn(transfer, store, to_blocks, to_slots))
         if load.source is not None:
-            load.source.exchange([*addresses, *(address for _, address in to_slots)])
+            load.source.exchange([*addresses, *(each.address for each in to_slots)])
 
     def _mark_held(self, load: "_Load", first: int) -> None:
         """Mark the stores among the actions from ``first`` on whose sources only the load will write."""
@@ -305,9 +314,10 @@ class Loads:
                 return
             if isinstance(action, StoreOut) and action.path is None:
                 sources: list[int] = [block for block, _ in action.blocks]
-                for slot, _ in action.slots:
+                for slot, *_ in action.slots:
                     sources += range(slot * size, (slot + 1) * size)
-                if blocks.issuperset(sources):
+                has_window = any(each.window for each in action.slots)
+                if not has_window and blocks.issuperset(sources):
                     actions[index] = replace(action, is_held=True)
 
     def _new_lease(self, salt: str, data: bytearray, root: Run, upper: Run) -> Lease:
@@ -360,6 +370,8 @@ class Loads:
         lease, blocks, completion = load.lease, load.blocks, load.completion
         memory, counters = self._memory, self._counters
         memory.allocator.let_go(blocks)
+        for cut in lease.cuts:
+            let_go(memory.windows, cut.window)
         if completion.is_done:
             counters.num_done += 1
             counters.num_blocks += len(blocks)

@@ -32,6 +32,7 @@ from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below, position_above
 from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.stats import LowerStats
+from strandline.cache.tiers.stored_windows import ids_of
 from strandline.cache.tiers.tier_tree import (
     Blocks,
     Column,
@@ -45,9 +46,9 @@ from strandline.cache.tiers.tier_tree import (
 )
 from strandline.cache.tree import Snapshot, path_blocks
 from strandline.cache.use import Use
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, SlotId, TransferId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, TransferId
 from strandline.records.account import SnapshotKind
-from strandline.records.actions import Action, Completion, DropStored, StoreOut
+from strandline.records.actions import Action, Completion, DropStored, SlotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, resumable_end
 
@@ -166,12 +167,12 @@ class LowerTier:
             return
         self.enter(demoted, tree, data)
         demoted.address = self.take(self.slot_blocks)
-        blocks: tuple[tuple[BlockId, int], ...] = ()
         if tail is not None:
             demoted.tail_address = self.take(1)
-            blocks = ((BlockId(tail), demoted.tail_address),)
+        blocks = () if tail is None else ((BlockId(tail), demoted.tail_address),)
         self.num_snapshots_demoted += 1
-        self._issue(StoreOut(self._next_transfer(), self.store, blocks, ((SlotId(snapshot.slot), demoted.address),)))
+        state = SlotCopy(snapshot.slot, demoted.address, ids_of(snapshot.window))
+        self._issue(StoreOut(self._next_transfer(), self.store, blocks, (state,)))
 
     def demote_blocks(
         self, salt: str, data: bytes, first: int, blocks: Sequence[int], *, use: Use, is_shared: bool

@@ -19,7 +19,7 @@ from strandline.cache.tiers.neighbours import position_above
 from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.tier_tree import Copy, PathBlocks, TierRun, TierSnapshot
 from strandline.ids import BlockId, RequestId, SlotId, TransferId
-from strandline.records.actions import Action, Completion, StoredBlocks, StoredPath, StoreOut
+from strandline.records.actions import Action, Completion, SlotCopy, StoredBlocks, StoredPath, StoreOut
 
 SPARE_SHARE: Final = 16
 """One in this many blocks of host memory is left free."""
@@ -44,7 +44,7 @@ class Sources(NamedTuple):
     """Where a transfer reads, as in ``StoreOut``."""
 
     blocks: tuple[tuple[BlockId, int], ...]
-    slots: tuple[tuple[SlotId, int], ...]
+    slots: tuple[SlotCopy, ...]
     stored: tuple[tuple[int, int], ...] = ()
     hold: Lease | None = None
     """Keeps the blocks that are on the device; None: nothing can evict them."""
@@ -61,13 +61,14 @@ class DeviceEntry(NamedTuple):
     blocks: tuple[BlockId, ...]
     """The whole blocks before it, with null blocks for gaps that it does not need."""
     slot: SlotId
+    window: tuple[BlockId, ...]
     tail: BlockId
     """The block that contains its position, or the null block."""
 
     def sources(self, path: StoredPath) -> Sources:
         """Return where it is read."""
         pairs = [*((self.blocks[index], address) for index, address in path.addresses.items()), (self.tail, path.tail)]
-        slots = ((self.slot, path.slot),) if path.slot else ()
+        slots = (SlotCopy(self.slot, path.slot, self.window),) if path.slot else ()
         return Sources(tuple(pair for pair in pairs if pair[1] != NO_ADDRESS), slots)
 
 

@@ -9,8 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from strandline.device.stores.snapshot_encoding import Encoding
-from strandline.ids import SlotId
+from strandline.device.stores.arena_snapshots import ArenaSnapshots
+from strandline.device.stores.snapshot_encoding import AS_IS, Encoding
+from strandline.ids import BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.transfer.nixl_mover import Region
 
@@ -45,11 +46,15 @@ class Copies(Protocol):
 
 
 class ArenaCopies:
-    """Reads and writes whole blocks and slots."""
+    """Reads and writes whole blocks and slots.
 
-    def __init__(self, arena: ArenaTensors) -> None:
+    Args:
+        slots: encodes the slots of snapshots as they are stored.
+    """
+
+    def __init__(self, arena: ArenaTensors, slots: Encoding = AS_IS) -> None:
         spec = arena.spec
-        self._arena = arena
+        self.snapshots = ArenaSnapshots(arena, slots)
         self._block_BX = arena.bytes.view(arena.num_blocks, spec.block_bytes)
         self._slot_SX = arena.bytes.view(arena.num_slabs, spec.slab_bytes)[:, : spec.raw_slot_bytes]
         self._device = arena.bytes.device
@@ -100,19 +105,18 @@ class ArenaCopies:
             self._stream.synchronize()
         return host_X.numpy().data
 
-    def read_slot(self, slot: SlotId, encoding: Encoding, fence: Fence) -> memoryview:
-        """Return the bytes of a slot as they rest, as what was launched before the fence left it.
+    def read_snapshot(self, slot: SlotId, window: Sequence[BlockId], fence: Fence) -> memoryview:
+        """Return the stored bytes of a snapshot, as what was launched before the fence left it.
 
         Nothing may write it meanwhile.
         """
-        entry_X = self._arena.slot(slot)
         with torch.inference_mode():
             if self._stream is None:
-                return encoding.encode(entry_X).numpy().data
+                return self.snapshots.encode(slot, window).numpy().data
             with torch.cuda.stream(self._stream):
                 if fence is not None:
                     self._stream.wait_event(fence)
-                rest_X = encoding.encode(entry_X)
+                rest_X = self.snapshots.encode(slot, window)
                 host_X = torch.empty(len(rest_X), dtype=torch.uint8, pin_memory=True)
                 host_X.copy_(rest_X, non_blocking=True)
                 self._stream.synchronize()
@@ -147,22 +151,18 @@ class ArenaCopies:
                 self._slot_SX[list(slots)] = device_X[cut:].view(len(slots), -1)
             self._stream.synchronize()
 
-    def write_slot(self, slot: SlotId, data: memoryview, encoding: Encoding, fence: Fence) -> None:
-        """Write a slot from its bytes as they rest, after what was launched before the fence.
+    def write_snapshot(self, slot: SlotId, window: Sequence[BlockId], data: memoryview, fence: Fence) -> None:
+        """Write a snapshot from its stored bytes, after what was launched before the fence.
 
         Nothing may read or write it meanwhile. It is written when this returns.
         """
-        entry_X, host_X = self._arena.slot(slot), torch.frombuffer(data, dtype=torch.uint8)
+        host_X = torch.frombuffer(data, dtype=torch.uint8)
         with torch.inference_mode():
             if self._stream is None:
-                rest_X = encoding.room(entry_X)
-                rest_X.copy_(host_X)
-                encoding.decode(rest_X, entry_X)
+                self.snapshots.decode(slot, window, [host_X])
                 return
             with torch.cuda.stream(self._stream):
                 if fence is not None:
                     self._stream.wait_event(fence)
-                rest_X = encoding.room(entry_X)
-                rest_X.copy_(host_X.pin_memory(), non_blocking=True)
-                encoding.decode(rest_X, entry_X)
+                self.snapshots.decode(slot, window, [host_X.pin_memory()])
                 self._stream.synchronize()

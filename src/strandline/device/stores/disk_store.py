@@ -19,13 +19,12 @@ import numpy as np
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.stores.arena_copies import ArenaCopies, Fence
-from strandline.device.stores.host_store import AS_IS, StoredBytes
-from strandline.device.stores.snapshot_encoding import Encoding
+from strandline.device.stores.host_store import StoredBytes
 from strandline.device.stores.transfers import Completions
 from strandline.errors import EngineError, cause_of
-from strandline.ids import BlockId, SlotId, TransferId
+from strandline.ids import BlockId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import Completion, LoadIn, StoredBlocks, StoredPath, StoreOut
+from strandline.records.actions import Completion, LoadIn, SlotCopy, StoredBlocks, StoredPath, StoreOut
 from strandline.transfer.disk_directory import DiskDirectory, Located, StoredFile
 from strandline.transfer.disk_files import DamagedFileError, cut_off, open_for_reading, read_item, write_file
 
@@ -42,8 +41,12 @@ LOG_EVERY_S: Final = 60.0
 """Minimum interval between log messages about failed loads."""
 
 
-Pieces = Callable[[], Iterator[memoryview]]
-"""Reads an item: yields its bytes in pieces."""
+class Item(NamedTuple):
+    """A block or snapshot to write."""
+
+    num_bytes: int
+    read: Callable[[], Iterator[memoryview]]
+    """Yields its bytes in pieces."""
 
 
 class Source(Protocol):
@@ -54,13 +57,13 @@ class Source(Protocol):
 
 
 class _Wanted(NamedTuple):
-    """A block or slot to read."""
+    """A block or snapshot to read."""
 
     located: Located | None
     """None: its address is unknown."""
     address: int
     block: BlockId | None
-    slot: SlotId | None
+    state: SlotCopy | None
 
 
 class _LostError(Exception):
@@ -78,7 +81,6 @@ class DiskStore:
         addresses: locations of all entries in the directory.
         source: the store above.
         completions: queue for the ends of transfers.
-        slots: encoding of slots, the same as in the store above.
     """
 
     def __init__(
@@ -88,9 +90,7 @@ class DiskStore:
         source: Source,
         copies: ArenaCopies,
         completions: Completions,
-        slots: Encoding = AS_IS,
     ) -> None:
-        self._slots = slots
         self._directory = directory
         self._addresses = addresses
         self._source = source
@@ -126,7 +126,7 @@ class DiskStore:
         fence = self._copies.fence()
         with self._changed:
             wanted = [_Wanted(self._addresses.get(address), address, block, None) for block, address in action.blocks]
-            wanted += [_Wanted(self._addresses.get(address), address, None, slot) for slot, address in action.slots]
+            wanted += [_Wanted(self._addresses.get(each.address), each.address, None, each) for each in action.slots]
             self._loads.append((action.transfer, partial(self._load, action.transfer, wanted, fence)))
             self._changed.notify()
 
@@ -140,11 +140,12 @@ class DiskStore:
         if SYSTEM_CLOCK() < self._paused_until_s:
             self._completions.put(Completion(action.transfer, is_done=False, cause=self._pause_cause))
             return
-        sources = dict[int, Pieces](
-            (address, partial(_host, self._source.read(source))) for source, address in action.stored
-        )
-        sources |= {address: partial(self._block, block, fence) for block, address in action.blocks}
-        sources |= {address: partial(self._slot, slot, fence) for slot, address in action.slots}
+        sources = {address: _host_item(self._source.read(source)) for source, address in action.stored}
+        num_bytes = arena.spec.raw_block_bytes
+        sources |= {address: Item(num_bytes, partial(self._block, block, fence)) for block, address in action.blocks}
+        for each in action.slots:
+            num_bytes = self._copies.snapshots.num_bytes(each.slot, each.window)
+            sources[each.address] = Item(num_bytes, partial(self._snapshot, each, fence))
         with self._changed:
             self._stores.append(partial(self._store, action.transfer, path, sources))
             self._changed.notify()
@@ -268,12 +269,14 @@ class DiskStore:
                     raise
                 raise _LostError(f"{file.name}: {cause_of(error)}", (part.address,)) from error
             start = end
-        if parts[0].slot is not None:
-            self._copies.write_slot(parts[0].slot, target, self._slots, fence)
+        if (state := parts[0].state) is not None:
+            if len(target) != self._copies.snapshots.num_bytes(state.slot, state.window):
+                raise _LostError(f"{file.name}: its snapshot has another window", (state.address,))
+            self._copies.write_snapshot(state.slot, state.window, target, fence)
         else:
             self._copies.write([part.block for part in parts if part.block is not None], (), target, fence)
 
-    def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
+    def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write and report."""
         start_s, is_done, cause = SYSTEM_CLOCK(), False, ""
         try:
@@ -287,7 +290,7 @@ class DiskStore:
         finally:
             self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s, cause=cause))
 
-    def _write(self, path: StoredPath, sources: Mapping[int, Pieces]) -> None:
+    def _write(self, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""
         parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = [
             (blocks, blocks.addresses) for blocks in path.blocks
@@ -297,9 +300,10 @@ class DiskStore:
         addresses = dict[int, Located]()
         try:
             for blocks, numbers in parts:
-                file = self._directory.new_file(path, blocks)
-                items = [sources[address]() for address in numbers]
-                file.header = write_file(self._directory.descriptor, file.name, file.header, items)
+                items = [sources[address] for address in numbers]
+                file = self._directory.new_file(path, blocks, tuple(item.num_bytes for item in items))
+                pieces = [item.read() for item in items]
+                file.header = write_file(self._directory.descriptor, file.name, file.header, pieces)
                 addresses |= {address: Located(file, index) for index, address in enumerate(numbers)}
         except BaseException:
             for file in dict.fromkeys(located.file for located in addresses.values()):
@@ -312,9 +316,9 @@ class DiskStore:
         """Yield the bytes of a block of the device."""
         yield self._copies.read([block], (), fence)
 
-    def _slot(self, slot: SlotId, fence: Fence) -> Iterator[memoryview]:
-        """Yield the bytes of a slot of the device as they rest."""
-        yield self._copies.read_slot(slot, self._slots, fence)
+    def _snapshot(self, state: SlotCopy, fence: Fence) -> Iterator[memoryview]:
+        """Yield the stored bytes of a snapshot of the device."""
+        yield self._copies.read_snapshot(state.slot, state.window, fence)
 
     def _shrink(self, file: StoredFile) -> None:
         """Remove a file, or cut it off after the last item that is needed."""
@@ -337,6 +341,11 @@ class DiskStore:
             LOGGER.warning("cannot remove %s from the disk cache: %s", file.name, cause_of(error))
 
 
+def _host_item(source: StoredBytes) -> Item:
+    """Return what an address in the store above holds, as an item."""
+    return Item(sum(map(len, source.pieces)), partial(_host, source))
+
+
 def _host(source: StoredBytes) -> Iterator[memoryview]:
     """Yield the bytes of an address in the store above in pieces, once they are there."""
     if source.event is not None:
@@ -346,11 +355,11 @@ def _host(source: StoredBytes) -> Iterator[memoryview]:
 
 
 def _pieces(parts: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Yield the parts of one file in groups of few bytes; a slot by itself."""
+    """Yield the parts of one file in groups of few bytes; a snapshot by itself."""
     group, num_bytes = list[_Wanted](), 0
     for part in parts:
         size = 0 if part.located is None else part.located.file.header.sizes[part.located.item]
-        if group and (part.slot is not None or group[-1].slot is not None or num_bytes + size > PIECE_BYTES):
+        if group and (part.state is not None or group[-1].state is not None or num_bytes + size > PIECE_BYTES):
             yield group
             group, num_bytes = [], 0
         group.append(part)

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.hardware.upload import upload
-from strandline.device.stores.snapshot_encoding import AsIs, Encoding
+from strandline.device.stores.arena_snapshots import ArenaSnapshots, copy_pieces
+from strandline.device.stores.snapshot_encoding import AS_IS, Encoding
 from strandline.device.stores.transfers import Completions
 from strandline.errors import CacheInvariantError
-from strandline.ids import BlockId, TransferId
+from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.actions import Completion, LoadIn, StoreOut
 from strandline.specs import ALIGN_BYTES, ModelSpec
@@ -40,7 +41,6 @@ MIN_SLAB_BLOCKS: Final = 4
 """Blocks for which each of these slabs has room at least: models that keep no states have slabs of one block."""
 ENCODING_SLABS: Final = 2
 """Device memory that encoding and decoding slots take for a while, at most, in slabs."""
-AS_IS: Final = AsIs()
 
 HOST_STORE: Final = "host"
 """Its name in actions."""
@@ -98,22 +98,23 @@ class HostPages:
             )
         self._pages_of[address] = [self._free.pop() for _ in range(num_pages)]
         self._bytes_of[address] = num_bytes
-        return self.find(address, num_bytes)
+        return self.find([address])
 
-    def find(self, address: int, num_bytes: int) -> list[Tensor]:
-        """Return the first bytes of an address as pieces in order, neighbouring pages in one."""
-        pieces = []
-        pages, size = self._pages_of[address], self.page_bytes
-        left = num_bytes
-        for first, count in stretches(pages):
-            taken = min(left, count * size)
-            pieces.append(self.bytes[first * size : first * size + taken])
-            left -= taken
+    def find(self, addresses: Sequence[int], start: int = 0) -> list[Tensor]:
+        """Return the bytes of addresses from ``start`` on as pieces in order, neighbouring pages in one.
+
+        Args:
+            addresses: one, or several whose bytes fill their pages.
+        """
+        pieces, size = list[Tensor](), self.page_bytes
+        left, passed = sum(self._bytes_of[address] for address in addresses), start
+        for first, count in stretches(self.pages_of(addresses)):
+            piece_X = self.bytes[first * size : first * size + min(left, count * size)]
+            left -= len(piece_X)
+            if passed < len(piece_X):
+                pieces.append(piece_X[passed:])
+            passed = max(passed - len(piece_X), 0)
         return pieces
-
-    def whole(self, address: int) -> list[Tensor]:
-        """Return all bytes of an address as pieces in order."""
-        return self.find(address, self._bytes_of[address])
 
     def pages_of(self, addresses: Iterable[int]) -> list[int]:
         """Return the pages of addresses, in order."""
@@ -152,25 +153,32 @@ class HostStore:
     def __init__(self, arena: ArenaTensors, num_pages: int, completions: Completions, slots: Encoding = AS_IS) -> None:
         self._pages = HostPages(num_pages, arena.spec.block_bytes, is_pinned=False)
         self._completions = completions
-        self._slots = slots
+        self._snapshots = ArenaSnapshots(arena, slots)
 
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
-        """Write blocks and slots of the arena."""
+        """Write blocks and snapshots of the arena."""
         start_s = SYSTEM_CLOCK()
-        for target, address, encoding in _parts(action, arena, self._slots):
-            _load(self._pages, address, target, encoding)
+        for block, address in action.blocks:
+            copy_pieces(self._pages.find([address]), [arena.block(block)])
+        for slot, address, window in action.slots:
+            self._snapshots.decode(slot, window, self._pages.find([address]))
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
-        """Read blocks and slots of the arena."""
+        """Read blocks and snapshots of the arena."""
         start_s = SYSTEM_CLOCK()
-        for source, address, encoding in _parts(action, arena, self._slots):
-            _store(self._pages, address, source, encoding)
+        for block, address in action.blocks:
+            self._store(address, arena.block(block))
+        for slot, address, window in action.slots:
+            self._store(address, self._snapshots.encode(slot, window))
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
+
+    def _store(self, address: int, rest_X: Tensor) -> None:
+        copy_pieces([rest_X], self._pages.take(address, len(rest_X)))
 
     def read(self, address: int) -> StoredBytes:
         """Return what an address holds; it stays there until the address is dropped."""
-        return StoredBytes(self._pages.whole(address), None)
+        return StoredBytes(self._pages.find([address]), None)
 
     def drop(self, addresses: Iterable[int]) -> None:
         """Free addresses."""
@@ -194,7 +202,7 @@ class PinnedStore:
 
     def __init__(self, arena: ArenaTensors, num_pages: int, completions: Completions, slots: Encoding = AS_IS) -> None:
         device, slab_bytes = arena.bytes.device, _slab_bytes(arena.spec)
-        self._slots = slots
+        self._snapshots = ArenaSnapshots(arena, slots)
         self._device = device
         self._block_BX = arena.bytes.view(arena.num_blocks, arena.spec.block_bytes)
         self._pages = HostPages(num_pages, arena.spec.block_bytes, is_pinned=True)
@@ -220,7 +228,7 @@ class PinnedStore:
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Write blocks and slots of the arena, after the steps launched so far and the stores of what is loaded."""
         self._in.wait_stream(torch.cuda.current_stream(self._device))
-        addresses = [address for _, address in (*action.blocks, *action.slots)]
+        addresses = action.addresses
         for stored in dict.fromkeys(self._stored[address] for address in addresses):
             self._in.wait_event(stored)
         if self._gathered is not None:
@@ -229,8 +237,8 @@ class PinnedStore:
             begun = _recorded()
             for pairs in _groups(action.blocks, len(self._landing) // self._pages.page_bytes):
                 self._load_blocks(pairs)
-            for slot, address in action.slots:
-                _load(self._pages, address, arena.slot(slot), self._slots)
+            for slot, address, window in action.slots:
+                self._snapshots.decode(slot, window, self._pages.find([address]))
             end = _recorded()
         self._read.update(dict.fromkeys(addresses, end))
         self._ended.put((action.transfer, begun, end))
@@ -264,14 +272,27 @@ class PinnedStore:
                 block_N = upload(np.array([block for block, _ in pairs]), self._device)
                 rows_X = _words(staged_X.view(len(pairs), self._pages.page_bytes))
                 torch.index_select(_words(self._block_BX), 0, block_N, out=rows_X)
-            end = self._send([address for _, address in pairs], staged_X, start, reader, AS_IS)
-        for slot, address in action.slots:
-            slot_X = arena.slot(slot)
-            staged_X, start = self._stage(len(slot_X), reader)
-            with torch.cuda.stream(reader):
-                staged_X.copy_(slot_X)
-            end = self._send([address], staged_X, start, reader, self._slots)
+            addresses = [address for _, address in pairs]
+            for address in addresses:
+                self._pages.take(address, self._pages.page_bytes)
+            end = self._send(_Target(addresses, 0), staged_X, start, reader, AS_IS)
+        for slot, address, window in action.slots:
+            end = self._store_snapshot(slot, address, window, reader)
         self._ended.put((action.transfer, begun, end))
+
+    def _store_snapshot(
+        self, slot: SlotId, address: int, window: Sequence[BlockId], reader: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        """Store a snapshot, part by part: the staging memory may be smaller. Return the event after which it is."""
+        self._pages.take(address, self._snapshots.num_bytes(slot, window))
+        stored_bytes = 0
+        for part_X, encoding in self._snapshots.parts(slot, window):
+            staged_X, start = self._stage(len(part_X), reader)
+            with torch.cuda.stream(reader):
+                staged_X.copy_(part_X)
+            self._send(_Target([address], stored_bytes), staged_X, start, reader, encoding)
+            stored_bytes += encoding.num_bytes(part_X)
+        return self._stored[address]
 
     def _stage(self, num_bytes: int, reader: torch.cuda.Stream) -> tuple[Tensor, int]:
         """Return staging memory, and where it begins; the reader waits for it if the bus is behind."""
@@ -283,9 +304,9 @@ class PinnedStore:
         return self._staging[start:end], start
 
     def _send(
-        self, addresses: Sequence[int], staged_X: Tensor, start: int, reader: torch.cuda.Stream, encoding: Encoding
+        self, target: "_Target", staged_X: Tensor, start: int, reader: torch.cuda.Stream, encoding: Encoding
     ) -> torch.cuda.Event:
-        """Copy what is staged to new addresses of equal sizes, once the pages have been read that they lay on.
+        """Copy what is staged to its target, once the pages have been read that it lies on.
 
         Returns:
             The event after which it is stored.
@@ -296,26 +317,18 @@ class PinnedStore:
         else:
             self._out.wait_stream(reader)
         with torch.cuda.stream(self._out):
-            rest_X = encoding.encode(staged_X)
-            size = len(rest_X) // len(addresses)
-            for address in addresses:
-                self._pages.take(address, size)
-            pages, at = self._pages.pages_of(addresses), 0
+            pages = self._pages.pages_of(target.addresses)
             for read in dict.fromkeys(self._readers.pop(page) for page in pages if page in self._readers):
                 self._out.wait_event(read)
-            for first, count in stretches(pages):
-                piece_X = self._pages.bytes[first * self._pages.page_bytes :][: count * self._pages.page_bytes]
-                piece_X = piece_X[: len(rest_X) - at]
-                piece_X.copy_(rest_X[at : at + len(piece_X)], non_blocking=True)
-                at += len(piece_X)
+            copy_pieces([encoding.encode(staged_X)], self._pages.find(target.addresses, target.start))
             end = _recorded()
         self._staged.append((start, start + len(staged_X), end))
-        self._stored.update(dict.fromkeys(addresses, end))
+        self._stored.update(dict.fromkeys(target.addresses, end))
         return end
 
     def read(self, address: int) -> StoredBytes:
         """Return what an address holds, once the event has occurred; it stays there until the address is dropped."""
-        return StoredBytes(self._pages.whole(address), self._stored[address])
+        return StoredBytes(self._pages.find([address]), self._stored[address])
 
     def drop(self, addresses: Iterable[int]) -> None:
         """Free addresses."""
@@ -344,6 +357,15 @@ class PinnedStore:
             self._completions.put(Completion(transfer, is_done=True, seconds=seconds))
 
 
+class _Target(NamedTuple):
+    """Where to store something."""
+
+    addresses: Sequence[int]
+    """Their pages are allocated."""
+    start: int
+    """Bytes that come before it."""
+
+
 def _recorded() -> torch.cuda.Event:
     """Record an event on the current stream."""
     event = torch.cuda.Event(enable_timing=True)
@@ -360,30 +382,3 @@ def _groups(pairs: Sequence[tuple[BlockId, int]], most: int) -> Iterator[Sequenc
 def _words(bytes_NX: Tensor) -> Tensor:
     """Return rows of bytes as rows of the widest integers that they consist of, which are copied faster."""
     return bytes_NX.view(torch.int64) if bytes_NX.shape[1] % 8 == 0 else bytes_NX
-
-
-def _parts(action: LoadIn | StoreOut, arena: ArenaTensors, slots: Encoding) -> Iterator[tuple[Tensor, int, Encoding]]:
-    """Yield the bytes of each block and each slot, its address, and how it rests there."""
-    for block, address in action.blocks:
-        yield arena.block(block), address, AS_IS
-    for slot, address in action.slots:
-        yield arena.slot(slot), address, slots
-
-
-def _store(pages: HostPages, address: int, entry_X: Tensor, encoding: Encoding) -> None:
-    """Encode an entry and copy it to a new address."""
-    rest_X = encoding.encode(entry_X)
-    start = 0
-    for piece in pages.take(address, len(rest_X)):
-        piece.copy_(rest_X[start : start + len(piece)], non_blocking=True)
-        start += len(piece)
-
-
-def _load(pages: HostPages, address: int, entry_X: Tensor, encoding: Encoding) -> None:
-    """Copy an entry from its address and decode it."""
-    rest_X = encoding.room(entry_X)
-    start = 0
-    for piece in pages.find(address, len(rest_X)):
-        rest_X[start : start + len(piece)].copy_(piece, non_blocking=True)
-        start += len(piece)
-    encoding.decode(rest_X, entry_X)

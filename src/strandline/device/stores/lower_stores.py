@@ -91,14 +91,14 @@ def attach_stores(
     if config.disk_cache is None:
         return LowerFacts(num_blocks), None
     start_s = SYSTEM_CLOCK()
-    slot_bytes = spec.at_rest(config.snapshot_dtype).raw_slot_bytes
     layout = _layout(config, spec, weights, arena.bytes.device, ranks)
-    directory = DiskDirectory(Path(config.disk_cache), layout, spec.raw_block_bytes, slot_bytes, ranks.rank)
+    sizes = spec.stored_snapshot_sizes(config.snapshot_dtype)
+    directory = DiskDirectory(Path(config.disk_cache), layout, spec.raw_block_bytes, sizes, ranks.rank)
     if ranks.rank == 0:
         directory.remove_ranks_from(ranks.size)
     with tqdm(desc="disk cache", disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
         found = directory.scan(bar.update)
-    store = DiskStore(directory, found.addresses, host, ArenaCopies(arena), transfers.completions, slots)
+    store = DiskStore(directory, found.addresses, host, ArenaCopies(arena, slots), transfers.completions)
     transfers.attach(DISK_STORE, store)
     disk = DiskFacts(
         str(directory.path),

@@ -54,7 +54,7 @@ class PeerStore:
 
     def load(self, action: LoadIn, arena: ArenaTensors | None = None) -> None:
         """Begin to fetch what an action names, of one pull."""
-        _, address = (*action.blocks, *action.slots)[0]
+        address = action.addresses[0]
         pull = self._pulls.pop(address - address % ADDRESSES, None)
         if pull is None:
             self._completions.put(Completion(action.transfer, is_done=False))
@@ -103,7 +103,7 @@ class PeerStore:
 
     def _fetch(self, action: LoadIn, pull: Pull, fence: Fence) -> int:
         block_at = {address % ADDRESSES: block for block, address in action.blocks}
-        slot_at = {address % ADDRESSES: slot for slot, address in action.slots}
+        slot_at = {address % ADDRESSES: slot for slot, address, _ in action.slots}
 
         def write(items: Items, data: memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]

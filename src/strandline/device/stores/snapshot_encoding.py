@@ -35,6 +35,9 @@ class Encoding(Protocol):
     def encode(self, entry_X: Tensor) -> Tensor:
         """Return an entry's encoded bytes, in new memory or the entry's."""
 
+    def num_bytes(self, entry_X: Tensor) -> int:
+        """Return how many bytes an entry's encoded bytes are."""
+
     def room(self, entry_X: Tensor) -> Tensor:
         """Return memory for an entry's encoded bytes, on the entry's device, to be passed to ``decode``."""
 
@@ -48,11 +51,17 @@ class AsIs:
     def encode(self, entry_X: Tensor) -> Tensor:
         return entry_X
 
+    def num_bytes(self, entry_X: Tensor) -> int:
+        return len(entry_X)
+
     def room(self, entry_X: Tensor) -> Tensor:
         return entry_X
 
     def decode(self, rest_X: Tensor, entry_X: Tensor) -> None:
         """Do nothing: the entry was its own room."""
+
+
+AS_IS: Final = AsIs()
 
 
 class _Run(NamedTuple):
@@ -99,6 +108,9 @@ class InFewerBits:
         rest_X[self._rest.hidden_offset :].copy_(entry_X[self._spec.hidden_offset :])
         return rest_X
 
+    def num_bytes(self, entry_X: Tensor) -> int:
+        return self._rest.raw_slot_bytes
+
     def room(self, entry_X: Tensor) -> Tensor:
         return entry_X.new_empty(self._rest.raw_slot_bytes)
 
@@ -110,7 +122,7 @@ class InFewerBits:
 
 def slot_encoding(spec: ModelSpec, dtype: str) -> Encoding:
     """Return the encoding of slots for a snapshot dtype."""
-    return AsIs() if spec.at_rest(dtype) == spec else InFewerBits(spec, dtype)
+    return AS_IS if spec.at_rest(dtype) == spec else InFewerBits(spec, dtype)
 
 
 def _encode(state_LM: Tensor, codes_LM: Tensor, scale_LM: Tensor | None = None) -> None:

@@ -271,7 +271,7 @@ def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch)
         cut_off(run, num_blocks)
 
     monkeypatch.setattr(disk, "cut_off", spy)
-    lost = Lost(address for _, address in (*action.blocks[1:], *action.slots))
+    lost = Lost(action.addresses[1:])
     driver.fail(transfer, lost)
     assert cut == [lost[0]], "what lies below is lost with the first of the path"
     assert [position for position in positions(disk) if position >= 128] == []
