@@ -154,6 +154,12 @@ class Executor(Protocol):
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter that no request uses. An unknown one is ignored."""
 
+    def begin_warm_up(self) -> None:
+        """From the next step on, compute a part of the model's layers that launches all of its kernels."""
+
+    def end_warm_up(self) -> None:
+        """Compute all layers again."""
+
     def forget_requests(self) -> None:
         """Drop the data of requests (all have ended) and the scratch memory of their steps."""
 

@@ -3,7 +3,6 @@
 Tensors on the device ``meta`` have shapes and dtypes alone. The host reads zeros from them, and nothing is pinned.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -13,25 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strandline.device.weights.model_memory import layout_of
-from strandline.models.causal_lm import CausalLM
-
 META: Final = torch.device("meta")
-
-
-ALIKE_LAYERS: Final = 2
-"""How many of several layers that are alike are computed: a kernel of one and of several may differ."""
-
-
-def keep_distinct_layers(model: CausalLM) -> None:
-    """Leave out layers that launch the kernels of others."""
-    counts, kept = Counter[object](), list[int]()
-    for index, layer in enumerate(model.decoder.layers):
-        kind = (layer.spec, layout_of(layer))
-        counts[kind] += 1
-        if counts[kind] <= ALIKE_LAYERS:
-            kept.append(index)
-    model.keep_layers(kept)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The executor that runs steps in this process."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -81,7 +81,7 @@ class UniExecutor:
         model.spec = spec = choose_window_blocks(config, model)
         device_type = kind_of(device)
         self._config, self._ranks, self._constraints = config, ranks, constraints
-        self._progress = progress
+        self._progress, self._warm_up = progress, ExitStack()
         start_s = {"weights": 0.0, **loading_s}
         with _timed(start_s, "kernels"):
             kernels = choose_kernels(
@@ -211,6 +211,14 @@ class UniExecutor:
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter that no request uses."""
         self.runner.adapters.unload(digest)
+
+    def begin_warm_up(self) -> None:
+        """From the next step on, compute distinct layers alone."""
+        self._warm_up.enter_context(self.runner.model.computing_distinct_layers())
+
+    def end_warm_up(self) -> None:
+        """Compute all layers again."""
+        self._warm_up.close()
 
     def forget_requests(self) -> None:
         """Drop all data of requests, and the scratch memory of their steps."""

@@ -22,7 +22,6 @@ from strandline.device.hardware.dtypes import (
 )
 from strandline.device.hardware.gpu_limits import require_tensor_cores
 from strandline.device.hardware.threads import limit_threads
-from strandline.device.meta_device import keep_distinct_layers
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.uni_executor import UniExecutor
 from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, read_drafter_config
@@ -184,7 +183,7 @@ def _complete(
     if config.speculation is not None and config.speculation.draft_vocab_size is not None:
         model.limit_drafts(config.speculation.draft_vocab_size)
     if device.type == "meta":
-        keep_distinct_layers(cast(CausalLM, model))
+        cast(CausalLM, model).keep_distinct_layers()
     model.lay_out(layout)
     return model
 

@@ -172,6 +172,14 @@ class MpExecutor:
         """Have the workers forget an adapter that no request uses."""
         self._call("unload_adapter", digest)
 
+    def begin_warm_up(self) -> None:
+        """Have the workers compute distinct layers alone."""
+        self._call("begin_warm_up")
+
+    def end_warm_up(self) -> None:
+        """Have the workers compute all layers again."""
+        self._call("end_warm_up")
+
     def forget_requests(self) -> None:
         """Drop all data of requests, and the scratch memory of their steps."""
         self._packer.forget_requests()

@@ -5,6 +5,7 @@ encoded tokens of pictures, Z tokens of this rank's logits.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.models.adapter_slots import AdapterSlots
 from strandline.models.block_drafter import BlockDrafter
+from strandline.models.distinct_layers import distinct_layers
 from strandline.models.eagle_drafter import EagleDrafter
 from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
@@ -63,6 +65,8 @@ class CausalLM(nn.Module):
         self.max_position = max_position
         self._published = published
         self._kernels: Kernels | None = None
+        self._distinct: Sequence[int] = range(len(decoder.layers))
+        """Layers that launch all kernels."""
         self._build_draft_layer = build_draft_layer
         self._build_tower = build_tower
         self.drafter: DraftLayer | OwnDrafter | None = None
@@ -107,14 +111,20 @@ class CausalLM(nn.Module):
         self.tower = self._build_tower(pictures)
         self.spec = self._whole_spec()
 
-    def keep_layers(self, indices: Sequence[int]) -> None:
-        """Leave out all layers but these: what is left launches the kernels of the whole, and computes something else.
+    def keep_distinct_layers(self) -> None:
+        """Leave out layers that launch the kernels of others: those that are left compute something else."""
+        self.decoder.keep_layers(self._distinct_layers())
+        self.spec = self._whole_spec()
 
-        Drafters that read certain layers keep all of them.
-        """
-        if self.drafter is None or not self.drafter.target_layers:
-            self.decoder.keep_layers(indices)
-            self.spec = self._whole_spec()
+    def computing_distinct_layers(self) -> AbstractContextManager[None]:
+        """Leave out layers that launch the kernels of others until the context ends; after ``use_kernels``."""
+        return self.decoder.computing(self._distinct)
+
+    def _distinct_layers(self) -> Sequence[int]:
+        """Return the layers that launch all kernels; all of them where others read the outputs of certain layers."""
+        layers = self.decoder.layers
+        reads_layers = self.drafter is not None and self.drafter.target_layers
+        return range(len(layers)) if reads_layers or self.routing is not None else distinct_layers(list(layers))
 
     def record_routing(self) -> None:
         """Store the experts that tokens are routed to, which become part of the model's spec; after all other changes.
@@ -163,7 +173,7 @@ class CausalLM(nn.Module):
             raise EngineError(f"shard {shard.index} of {shard.count} was given to rank {ranks.rank} of {ranks.size}")
         if self._kernels is not None and self._kernels != kernels:
             raise EngineError("the model is already used by another engine; load it again")
-        self._kernels = kernels
+        self._kernels, self._distinct = kernels, self._distinct_layers()
         for user in self._users():
             user.use_kernels(kernels)
 

@@ -11,6 +11,7 @@ from strandline.engine.core import new_warm_up
 from strandline.engine.startup.warm_up import FEWEST_DECODED_TOKENS
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.recurrences import gdn_log, mamba1_log
+from strandline.models.distinct_layers import distinct_layers
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
 
@@ -71,3 +72,15 @@ def test_all_numba_kernels_are_loaded_at_start(model_dir: Path) -> None:
     num_loaded, loaded_late = done.stdout.split(maxsplit=1)
     assert int(num_loaded) > 0
     assert loaded_late.strip() == "[]"
+
+
+def test_warm_up_computes_distinct_layers_alone(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_seqs=8, max_num_batched_tokens=128)
+    executor, computed = llm.engine.core.executor, set[int]()
+    layers = executor.runner.model.decoder.layers
+    for index, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, index=index: computed.add(index))
+    new_warm_up(llm.config, executor).run()
+    assert computed == set(distinct_layers(list(layers)))
+    answers(llm, [tokens(5, seed=5)])
+    assert computed == set(range(len(layers)))

@@ -66,15 +66,9 @@ def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
     """Capture a function whose operations do not need the host.
 
     Args:
-        pool: of ``torch.cuda.graph_pool_handle``: scratch memory of graphs that are never replayed at once; None: the
-            device has no memory, so that its kernels are not launched but recorded.
+        pool: of ``torch.cuda.graph_pool_handle``: scratch memory of graphs that are never replayed at once.
     """
-    if pool is None:
-        run()
-        return _NoGraph()
     graph = torch.cuda.CUDAGraph()
-    run()  # loads kernels, and lets libraries allocate, which cannot be captured
-    torch.cuda.synchronize()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
         run()
     # What is captured next may read what this one writes.
@@ -185,8 +179,13 @@ class StepGraphs:
 
     def _captured(self, run: Callable[[], None]) -> Graph:
         """Return what does the same as a function, as often as it is replayed."""
-        if self._pool is None and not self._arena.bytes.is_meta:
+        if self._arena.bytes.is_meta:
+            run()  # its kernels are not launched but recorded
+            return _NoGraph()
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        with self._model.computing_distinct_layers():
+            run()  # loads kernels, and lets libraries allocate, which cannot be captured
         return capture(run, self._pool, self._kernels)
 
     def _table(self, size: StepSize, lifetime: Lifetime) -> UploadedTable:

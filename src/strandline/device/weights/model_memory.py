@@ -28,14 +28,6 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def layout_of(module: nn.Module) -> tuple[object, ...]:
-    """Return what two modules have in common that were built alike: the types of their parts, and of their tensors."""
-    return tuple(
-        (type(part), tuple((tensor.shape, tensor.dtype) for tensor in _tensors_in(vars(part))))
-        for part in module.modules()
-    )
-
-
 def can_copy(model: nn.Module) -> bool:
     """Return whether all weights are in layouts whose memory can be filled again; those of some libraries are not."""
     modules = list(model.modules())

@@ -2,7 +2,8 @@
 
 Every kind of step is run once. A scheduler and a cache that are discarded afterwards plan the warm-up requests, which
 run in the engine's own memory, empty then. Kernels are compiled by the number of rows of each kind, by the context
-length and by the way tokens are chosen; so the requests differ in these.
+length and by the way tokens are chosen; so the requests differ in these. They pass through two layers of each
+kind alone, which launch all kernels: the host takes longer to launch these steps than a GPU to run them.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,6 +88,7 @@ class WarmUp:
 
     def run(self) -> None:
         """Run all kinds of steps, and leave nothing behind in the executor."""
+        self._executor.begin_warm_up()
         for num_decodes in NUM_DECODES:
             if num_decodes < self._scheduler.max_num_seqs:
                 self._prefill_beside(num_decodes)
@@ -99,6 +101,7 @@ class WarmUp:
         if self._takes_adapters:
             self._adapt()
         self._executor.forget_requests()
+        self._executor.end_warm_up()
 
     def _adapt(self) -> None:
         """Compute prompts and decode with an adapter that changes nothing."""

@@ -6,7 +6,8 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 encoded tokens of pictures.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -247,11 +248,23 @@ class Decoder(nn.Module):
         self.register_buffer("windowed_inv_freq_F", windowed_F, persistent=False)
         self.register_buffer("dimension_F", dimension_F, persistent=False)
         self._layers = tuple(layers)
+        self._computed: Sequence[int] = range(len(layers))
+        """The layers that ``forward`` computes, in order."""
 
     def keep_layers(self, indices: Sequence[int]) -> None:
         """Leave out all layers but these."""
         self._layers = tuple(self._layers[index] for index in indices)
         self.layers = nn.ModuleList(self._layers)
+        self._computed = range(len(indices))
+
+    @contextmanager
+    def computing(self, indices: Sequence[int]) -> Iterator[None]:
+        """Compute these layers alone, which gives other hidden states."""
+        before, self._computed = self._computed, indices
+        try:
+            yield
+        finally:
+            self._computed = before
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -327,8 +340,8 @@ class Decoder(nn.Module):
         """
         embedded_TE, step = self.embed(batch, memory)
         stream = self.ends.begin(embedded_TE)
-        for index, (layer, layer_memory) in enumerate(zip(self._layers, memory.layers, strict=True)):
-            stream = layer(stream, step, layer_memory)
+        for index in self._computed:
+            stream = self._layers[index](stream, step, memory.layers[index])
             if index in readers:
                 stream = cast(ReadableStream, self.ends).read(stream, readers[index])
         return self.ends.leave(stream)

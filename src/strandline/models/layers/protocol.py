@@ -4,6 +4,7 @@ Shape suffixes: T tokens of the step, N rows whose logits are wanted, E hidden s
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -161,6 +162,9 @@ class LanguageModel(Protocol):
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
+
+    def computing_distinct_layers(self) -> AbstractContextManager[None]:
+        """Until the context ends, let ``forward`` leave out layers that launch the kernels of others."""
 
     def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
         """Return the final, normalised ``hidden_TE`` of every row of the step, and advance the memory.
