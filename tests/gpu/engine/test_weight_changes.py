@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 512}
 OPTIONS: dict[str, Any] = {"memory": "64MiB", "device": "cuda", "skip_tokenizer_init": True, "max_num_seqs": 8}
 PORT = 29654
-"""Of the store of a test without packing; with packing, the next one: tests may run at the same time."""
+"""A store listens on it in a test without packing; with packing, on the next one: tests may run at the same time."""
 
 
 class ncclUniqueId(ctypes.Structure):
