@@ -91,7 +91,23 @@ class Drafts:
         elif self.chooser is not None:
             self.depth = self.chooser.choose(max(num_running, 1), is_timed=is_timed)
 
-    def propose(self, request: Request, lease: Lease, budget: int) -> tuple[int, ...]:
+    def join(self, request: Request, lease: Lease, end: int, budget: int) -> Span | None:
+        """Return what a running sequence does in the step that is planned; None: it is left out until all is settled.
+
+        Args:
+            end: of the tokens that it computes for certain, for which there is room unless a step is under way.
+        """
+        start = lease.computed
+        if self._unsettled and start >= request.num_prompt_tokens:
+            return self._verify_ahead(request, lease, budget)
+        if not self.computes_ahead(request, lease, end):
+            return None
+        drafts = NO_DRAFTS
+        if end - start == 1 and request.output_ids:
+            drafts = self._propose(request, lease, budget)
+        return request, lease, start, end + len(drafts), drafts
+
+    def _propose(self, request: Request, lease: Lease, budget: int) -> tuple[int, ...]:
         """Return drafts for a decoding request: as many as it may still generate, and as memory holds.
 
         None while a snapshot is due: it would be of tokens that may turn out wrong.
@@ -142,7 +158,7 @@ class Drafts:
         num_single = [end - start for _, _, start, end, _ in spans].count(1)
         decodes = LogUse.DECODED if num_single >= logged_from else LogUse.NONE
         if self.drafter is None:
-            return spans, [DraftPlan(NO_DRAFTS, 0, decodes)] * len(spans)
+            return spans, [DraftPlan(0, decodes)] * len(spans)
         is_kept_plain = self.corrects_lengths and not self._unsettled and not self._are_verified(spans)
         if is_kept_plain:
             spans = [(*span[:3], span[3] - len(span[4]), NO_DRAFTS) for span in spans]
@@ -158,7 +174,7 @@ class Drafts:
         for span, num_next, holds in zip(spans, next_drafts, holds_drafts, strict=True):
             is_replayed = (holds and not is_kept_plain) or self._has_unsettled_drafts(span)
             use = LogUse.DRAFTS if is_replayed and span[3] - span[2] == 1 + len(span[4]) else decodes
-            plans.append(DraftPlan(span[4], num_next, use))
+            plans.append(DraftPlan(num_next, use))
         return spans, plans
 
     def end_step(self, sequences: Sequence[SequencePlan], num_running: int) -> None:
@@ -220,8 +236,8 @@ class Drafts:
         """Whether the step that was just planned can be launched before the previous one is settled."""
         return self._is_plain or self.corrects_lengths
 
-    def verify_ahead(self, request: Request, lease: Lease, budget: int) -> list[Span]:
-        """Return what a sequence does in a step that is planned before the step under way is settled; or nothing.
+    def _verify_ahead(self, request: Request, lease: Lease, budget: int) -> Span | None:
+        """Return what a sequence does in a step that is planned before the step under way is settled; None: nothing.
 
         It verifies what the step under way drafts, if anything. How far it has got by then may be unknown: it is
         planned as if none of the drafts in that step were accepted, and the device corrects that. It is left out where
@@ -233,14 +249,14 @@ class Drafts:
         drafts = request.drafts if before is None else (0,) * before.next_drafts
         most_tokens = request.num_tokens + (0 if before is None else before.num_drafts)
         if most_tokens >= request.max_total:
-            return []
+            return None
         num_drafts = min(len(drafts), request.max_total - most_tokens - 1, budget - 1)
         end = most_tokens + num_drafts
         is_other = request.num_tokens - start != 1 or not lease.log
         if is_other or self._cache.is_cut_due(lease, end) or not self._cache.extend(lease, end):
             self._must_settle = True
-            return []
-        return [(request, lease, start, start + 1 + num_drafts, drafts[:num_drafts])]
+            return None
+        return request, lease, start, start + 1 + num_drafts, drafts[:num_drafts]
 
     def can_join_ahead(self, request: Request) -> bool:
         """Whether a request can be admitted to the step that is planned; if not, the next one is planned when all is

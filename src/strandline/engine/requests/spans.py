@@ -14,10 +14,8 @@ NO_DRAFTS: tuple[int, ...] = ()
 
 
 class DraftPlan(NamedTuple):
-    """What a sequence does about drafts in a step."""
+    """What a sequence does about drafts in a step, beyond those that it verifies."""
 
-    ids: tuple[int, ...]
-    """Drafts to verify."""
     num_next: int
     """Drafts that the draft layer makes for the next step."""
     log: LogUse

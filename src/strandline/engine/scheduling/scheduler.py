@@ -234,17 +234,11 @@ class Scheduler:
                 index += 1
                 continue
             lease = request.held_lease
-            if is_ahead and self._long_prefills.is_held(request.num_tokens - lease.computed):
-                index += 1
-                continue
-            if is_ahead and lease.computed >= request.num_prompt_tokens:
-                ahead = self.drafts.verify_ahead(request, lease, budget)
-                spans += ahead
-                budget -= sum(end - start for _, _, start, end, _ in ahead)
-                index += 1
-                continue
             start, end = lease.computed, request.num_tokens
-            if end - start > 1 or start < request.num_prompt_tokens:
+            if is_ahead and self._long_prefills.is_held(end - start):
+                index += 1
+                continue
+            if start < request.num_prompt_tokens or (end - start > 1 and not is_ahead):
                 end = start + self._long_prefills.allow(end - start, budget)
                 if request.pictures:
                     end = self.pictures.limit(request, start, end)
@@ -254,17 +248,14 @@ class Scheduler:
                     # It is long and others decode; or it ends on the grid and the rest of the budget is less.
                     index += 1
                     continue
-            if is_ahead and not self.drafts.computes_ahead(request, lease, end):
-                index += 1
+            if not is_ahead and not lease.has_room(end) and not self._make_room(lease, end):
                 continue
-            if not lease.has_room(end) and not self._make_room(lease, end):
-                continue
-            drafts = NO_DRAFTS
-            if has_drafter and end - start == 1 and request.output_ids:
-                drafts = self.drafts.propose(request, lease, budget)
-                end += len(drafts)
-            spans.append((request, lease, start, end, drafts))
-            budget -= end - start
+            span: Span | None = (request, lease, start, end, NO_DRAFTS)
+            if has_drafter:
+                span = self.drafts.join(request, lease, end, budget)
+            if span is not None:
+                spans.append(span)
+                budget -= span[3] - start
             index += 1
         return budget
 
