@@ -86,7 +86,7 @@ class CapturedStep:
         self.named = self.padded.named(self.buffer_I)
         self.planned = self.padded.planned(self.buffer_I)
         self.columns = self.padded.columns(self.buffer_I, slice(size.first_prompt if size.has_drafts else 0, None))
-        """Of the sequences whose hidden states the first graph stores: of decodes with drafts, the tail does."""
+        """Columns of the sequences whose hidden states the first graph stores; the tail stores those after drafts."""
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
         self.window_table = window_table
         """None: there are no window blocks."""
