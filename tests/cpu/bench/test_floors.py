@@ -28,7 +28,7 @@ def test_a_decode_reads_weights_once_and_moves_states_twice() -> None:
     assert decode_bytes(model, 1, 1000, log_tokens=4) == weights - embedding + 1.25 * states
 
 
-def test_a_decode_reads_experts_that_tokens_choose_and_keys_and_values() -> None:
+def test_decode_reads_chosen_experts_and_keys_and_values() -> None:
     model = load("lfm2-8b-a1b")
     experts, states = 22 * 32 * 3 * 2048 * 1792 * 2, sum(layer.slot_bytes for layer in model.spec.layers)
     assert MANY * 2 * states + decode_bytes(model, 1, 0) - decode_bytes(model, MANY, 0) == pytest.approx(

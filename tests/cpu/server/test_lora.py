@@ -199,7 +199,7 @@ def test_adapters_are_swapped_while_requests_run(client: Client) -> None:
     assert client.unload("swapped").status_code == 200
 
 
-def test_requests_of_an_unloaded_adapter_never_fall_back_to_the_model(client: Client) -> None:
+def test_requests_of_unloaded_adapter_never_fall_back_to_model(client: Client) -> None:
     text = "What is it? " * 250
 
     def ask(number: int) -> list[tuple[int, str | None]]:
