@@ -15,7 +15,7 @@ Invariant: when a kernel starts, everything has been done except the work of the
 releases first, of the one before that, and so on. Before its wait a kernel may read weights, states of earlier steps,
 and tables made before the first layer: between these and their readers there are kernels that wait first. What else it
 reads, the kernel before it must have waited for before it released (the experts of few tokens read logits so).
-``tests/cpu/kernels/test_overlapping_launches.py`` watches the kernels of decodes for reads that break it.
+``tests/cpu/kernels/test_overlapping_launches.py`` watches models and adapters for reads that break it.
 """
 # mypy: ignore-errors
 
