@@ -110,6 +110,7 @@ class AdapterSlots:
         self, decoder: Decoder, targets: Mapping[str, Target], sizes: SlotSizes, device: torch.device | str
     ) -> None:
         self.sizes, self.num_slots, self.device, self.rows = sizes, sizes.num, device, AdapterRows()
+        self._targets = targets
         self._shapes = {name: target.shape for name, target in targets.items() if is_matrix(target.shape)}
         # The head multiplies other rows than those of the step.
         projections = (x for x in decoder.modules() if isinstance(x, Projection) and x is not decoder.head)
@@ -154,7 +155,7 @@ class AdapterSlots:
             WeightsError: as ``place_adapter``, or it changes a weight that adapters can only be merged into.
             ConfigError: its rank is too large, or it changes a weight that adapters may not change.
         """
-        changes = place_adapter(adapter, self._shapes)
+        changes = place_adapter(adapter, self._targets)
         other = next((name for name in changes if not self.sizes.may_change(name)), None)
         if other is not None:
             raise ConfigError(

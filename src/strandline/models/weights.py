@@ -331,8 +331,7 @@ def _changes(adapter: AdapterFiles, targets: Mapping[str, Target]) -> dict[str, 
     Raises:
         WeightsError: as ``place_adapter``, or a weight's memory is that of another one, as a tied head's is.
     """
-    shapes = {name: target.shape for name, target in targets.items() if is_matrix(target.shape)}
-    changes = place_adapter(adapter, shapes)
+    changes = place_adapter(adapter, targets)
     owners = dict[tuple[int, int, int], str]()
     for name, target in targets.items():
         for part in (part for piece in target.pieces for part in piece.parts):

@@ -102,7 +102,9 @@ def _published(
             continue
         if num_uses < len(blocks):
             block_prefixes.append(f"{prefix}shared_transformer.")
-            yield from blocks[num_uses].targets(block_prefixes[-1])
+            is_shared = num_uses + len(blocks) < sum(isinstance(each.mixer, SharedBlockUse) for each in layers)
+            for name, target in blocks[num_uses].targets(block_prefixes[-1]):
+                yield name, replace(target, is_shared=is_shared)
         yield f"{prefix}mamba_decoder.input_layernorm.weight", whole(mixer.norm_E)
         yield from mixer.targets(prefix, block_prefixes[num_uses % len(blocks)], num_uses)
         num_uses += 1

@@ -50,6 +50,8 @@ class Target:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     """Empty: the tensor is recognised and not used."""
+    is_shared: bool = False
+    """Whether several layers use it. An adapter changes each use by itself: none can be added to the tensor."""
 
     @property
     def place(self) -> Tensor | None:

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from strandline.errors import WeightsError
+from strandline.models.layers.targets import Target
 from strandline.models.storage.adapter_files import AdapterFiles, Factors
-from strandline.models.storage.low_rank import LowRank, added, listed
+from strandline.models.storage.low_rank import LowRank, added, is_matrix, listed
 
 MAX_NAMES: Final = 5
 """Maximum number of modules listed in an error; further ones are counted."""
@@ -105,16 +106,21 @@ class Weights:
         return ExpertShapes(num if are_fused else num // max(1, len(parts)), parts, are_fused)
 
 
-def place_adapter(adapter: AdapterFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LowRank]:
+def place_adapter(adapter: AdapterFiles, targets: Mapping[str, Target]) -> dict[str, LowRank]:
     """Return the changes that an adapter makes, by the published names of the weights.
 
     Args:
-        shapes: of the model's weights, by their published names.
+        targets: of the model's weights, by their published names.
 
     Raises:
-        WeightsError: a module is not the model's, has another shape, or is changed twice.
+        WeightsError: a module is not the model's, has another shape, is changed twice, or is used by several layers.
     """
-    return _Placement(adapter, Weights(shapes)).changes()
+    shapes = {name: target.shape for name, target in targets.items() if is_matrix(target.shape)}
+    changes = _Placement(adapter, Weights(shapes)).changes()
+    shared = next((name for name in changes if targets[name].is_shared), None)
+    if shared is not None:
+        raise WeightsError(f"{adapter.directory} changes {shared} for one of several layers that use it")
+    return changes
 
 
 class _Placement:

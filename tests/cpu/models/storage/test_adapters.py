@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
+from strandline.models.adapter_slots import SlotSizes
 from strandline.models.storage import adapter_files
 from strandline.models.storage.adapter_files import read_adapter, read_adapter_config
 from strandline.models.storage.low_rank import LowRank
@@ -362,6 +363,22 @@ def test_files_may_be_rewritten_once_they_have_been_read(adapter: Path) -> None:
     read = read_adapter(adapter)
     (adapter / adapters.WEIGHTS).write_bytes(b"")
     assert all(bool(factors.down_RI.isfinite().all()) for factors in read.modules.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"adapter_slots": SlotSizes(1, RANK)}], ids=["merged", "by request"])
+def test_a_block_that_several_layers_use_is_not_changed(tmp_path: Path, options: dict[str, Any]) -> None:
+    module = "model.layers.1.shared_transformer.self_attn.o_proj"
+    path = adapters.write(tmp_path / "adapter", adapters.draw({module: (32, 64)}))
+    saved = families.save("zamba2", tmp_path)
+
+    def take() -> None:
+        if options:
+            load(saved, **options).adapters.read(read_adapter(path))
+        else:
+            load(saved, path)
+
+    with pytest.raises(WeightsError, match=f"changes {module}.weight for one of several layers that use it"):
+        take()
 
 
 def test_a_head_that_is_the_embedding_is_not_changed(saved: Path, tmp_path: Path) -> None:
