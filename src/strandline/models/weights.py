@@ -32,7 +32,7 @@ from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
 from strandline.models.storage.conversion import quantized_like
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
-from strandline.models.storage.low_rank import LowRank, MergedWeight, is_matrix
+from strandline.models.storage.low_rank import LowRank, MergedWeight
 from strandline.models.storage.published import STORED_DTYPES, Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.storage.quantizers import quantizer_of

@@ -106,6 +106,9 @@ def test_requests_are_aborted_by_id(admin: ServerProcess, path: str) -> None:
         admin.post(path, request_ids=["one", "none"])
         assert first.result()["choices"][0]["finish_reason"] == "abort"
         assert second.result()["choices"][0]["finish_reason"] == "length"
+        third = begin(admin, pool)
+        assert admin.post("/abort_requests", request_ids=[]).json() == {"status": "aborted", "aborted": 1}
+        assert third.result()["choices"][0]["finish_reason"] == "abort"
     assert admin.post("/abort_requests").json() == {"status": "aborted", "aborted": 0}
 
 
@@ -134,14 +137,14 @@ def test_cache_is_reset_while_nothing_runs(admin: ServerProcess) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_server_sleeps_and_wakes(admin: ServerProcess, level: int) -> None:
     expected = tokens(generate(admin))
-    assert admin.post(f"/sleep?level={level}").status_code == 200
+    assert admin.post(f"/sleep?level={level}").json() == {"status": "sleeping", "level": level}
     assert admin.get("/is_sleeping").json() == {"is_sleeping": level > 0}
     assert admin.post(GENERATE, token_ids=PROMPT).status_code == 503
     assert admin.get("/health").status_code == 200
     if level > 0:
-        admin.post("/wake_up?tags=weights")
+        assert admin.post("/wake_up?tags=weights").json() == {"status": "sleeping", "tags": ["weights"]}
         assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
-    admin.post("/wake_up")
+    assert admin.post("/wake_up").json() == {"status": "awake", "tags": None}
     assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
     assert tokens(generate(admin)) == expected
 

@@ -36,7 +36,8 @@ def test_vectors_are_normalised_final_hidden_states(server: ServerProcess, expec
     unit = wanted / wanted.norm(dim=-1, keepdim=True)
     for _ in range(2):  # the second time, prompts are hit as a whole
         torch.testing.assert_close(vectors(server), unit, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(vectors(server, normalize=False), wanted, rtol=1e-4, atol=1e-4)
+    for name in ("normalize", "use_activation"):
+        torch.testing.assert_close(vectors(server, **{name: False}), wanted, rtol=1e-4, atol=1e-4)
     short = wanted[:, :5] / wanted[:, :5].norm(dim=-1, keepdim=True)
     torch.testing.assert_close(vectors(server, dimensions=5), short, rtol=1e-4, atol=1e-5)
     ids = [byte_tokenizer().encode(text) for text in TEXTS]
@@ -89,6 +90,8 @@ def test_inputs_are_truncated(server: ServerProcess) -> None:
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"features": {"x": 1}}, "features"),
         ({"priority": 1}, "priority"),
+        ({"embed_dtype": "float16"}, "embed_dtype"),
+        ({"endianness": "big"}, "endianness"),
     ],
 )
 def test_wrong_values_are_refused_by_name(server: ServerProcess, fields: dict[str, Any], param: str) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from strandline import LLM
 from strandline.errors import ConfigError
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.engine.tokenizers import TEMPLATE, byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
 from tests.cpu.server.process import ServerProcess, running_server
 from tests.cpu.server.test_admin import LONG, PROMPT, begin, generate, num_hit, tokens
@@ -34,7 +34,9 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def sparse_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_tiny_model(tmp_path_factory.mktemp("sparse"), vocab_size=VOCAB_SIZE, **SIZES)
-    byte_tokenizer().save_pretrained(directory)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -106,6 +108,22 @@ def test_tokens_of_the_prompt_are_left_out(recording: ServerProcess, first: int)
 def test_one_token_and_whole_hits_have_experts(recording: ServerProcess, sparse_dir: Path) -> None:
     for _ in range(2):
         assert len(check(sparse_dir, generate(recording, 1, cache_salt="one"))) == len(PROMPT)
+
+
+def test_completions_and_chats_have_the_experts(recording: ServerProcess, sparse_dir: Path) -> None:
+    fields = {"temperature": 1, "seed": 1, "ignore_eos": True, "return_token_ids": True, "n": 2}
+    answer = recording.post("/v1/completions", prompt=[PROMPT, PROMPT[:9]], max_tokens=5, **fields).json()
+    for choice in answer["choices"]:
+        wanted = expected(sparse_dir, [*choice["prompt_token_ids"], *choice["token_ids"]])
+        np.testing.assert_array_equal(decoded(choice), wanted)
+    chat = {"messages": [{"role": "user", "content": "Who?"}], "max_completion_tokens": 5}
+    answer = recording.post("/v1/chat/completions", **chat, **fields, routed_experts_prompt_start=2).json()
+    for choice in answer["choices"]:
+        wanted = expected(sparse_dir, [*answer["prompt_token_ids"], *choice["token_ids"]])[2:]
+        np.testing.assert_array_equal(decoded(choice), wanted)
+    streamed = recording.post("/v1/chat/completions", **chat, stream=True)
+    assert streamed.status_code == 200
+    assert "routed_experts" not in streamed.text
 
 
 def test_last_chunk_of_a_stream_has_the_experts(recording: ServerProcess) -> None:

@@ -27,7 +27,7 @@ class AbortBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     request_ids: Strings | None = None
-    """None: all."""
+    """None or empty: all."""
 
 
 def refuse_web_pages(request: Request) -> None:
@@ -72,7 +72,7 @@ def _add_pauses(app: FastAPI, client: EngineClient, control: EngineControl, guar
     @app.post("/abort_requests", dependencies=guard)
     async def abort_requests(request: Request, body: AbortBody | None = None) -> Response:
         given = None if body is None else body.request_ids
-        names = None if given is None else {*given, *(own_name(request, name) for name in given)}
+        names = None if not given else {*given, *(own_name(request, name) for name in given)}
         return json_response({"status": "aborted", "aborted": client.abort(names)})
 
 
@@ -86,12 +86,13 @@ def _add_memory(app: FastAPI, control: EngineControl, guard: list[Any]) -> None:
         if not 0 <= level <= 2:
             raise RequestError(f"level must be 0, 1 or 2, got {level}", param="level")
         await control.sleep(level, pause_mode(mode))
-        return json_response({"status": "asleep", "level": level})
+        return json_response({"status": "sleeping", "level": level})
 
     @app.post("/wake_up", dependencies=guard)
     async def wake_up(tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006 - FastAPI copies it
         await control.wake_up(memories_of(tags))
-        return json_response({"status": "awake" if not control.is_sleeping else "asleep"})
+        status = "sleeping" if control.is_sleeping else "awake"
+        return json_response({"status": status, "tags": tags or None})
 
     @app.get("/is_sleeping", dependencies=guard)
     async def is_sleeping() -> Response:

@@ -14,6 +14,7 @@ from strandline.server.engines.engine_client import Prompt
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
 from strandline.server.requests.request_bodies import ChatBody, sent_as
+from strandline.server.requests.routed_experts import routed_experts
 from strandline.server.requests.service import Service
 from strandline.server.requests.tools import Toolbox, toolbox
 from strandline.server.requests.usage_and_logprobs import (
@@ -45,6 +46,7 @@ class Chat:
         transfer: TransferParams | None = None,
     ) -> None:
         self._body = body
+        self._routing_shape = service.routing_shape
         self._num_top = (body.top_logprobs or 0) if body.logprob_token_ids is None else None
         self._token_name = id_name if body.return_tokens_as_token_ids else text_name
         self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
@@ -81,6 +83,7 @@ class Chat:
                     "finish_reason": chat_finish_reason(parser, output.finish_reason),
                     "stop_reason": output.stop_reason,
                     **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
+                    **self._routed_experts(output.index),
                 }
             )
         tail = {**self._prompt_ids(), **handed_over(self.job.streams)}
@@ -141,6 +144,12 @@ class Chat:
             segments += parser.feed(self._echo)
         return segments + parser.feed(output.text, output.call_marks)
 
+    def _routed_experts(self, index: int) -> Json:
+        if self._routing_shape is None:
+            return {}
+        first = self._body.routed_experts_prompt_start
+        return {"routed_experts": routed_experts(self._routing_shape, self.job.streams[0], index, first)}
+
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": list(self.job.streams[0].prompt_ids)} if self._body.return_token_ids else {}
 
@@ -165,7 +174,12 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
         max_tokens, sent["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     with sent_as(sent):
-        params = body.sampling_params(service.defaults, max_tokens=max_tokens, logprobs=logprobs)
+        params = body.sampling_params(
+            service.defaults,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            returns_routed_experts=service.routing_shape is not None and not body.stream,
+        )
     salt = service.salt_of(request, body.cache_salt, body.model)
     with service.client.expect(params.n):
         prompt = await service.render(

@@ -15,6 +15,7 @@ from strandline.records.transfer_params import TransferParams
 from strandline.server.engines.engine_client import Prompt
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.request_bodies import CompletionBody, Truncation
+from strandline.server.requests.routed_experts import routed_experts
 from strandline.server.requests.service import Service, truncated_ids
 from strandline.server.requests.usage_and_logprobs import (
     Entry,
@@ -104,6 +105,9 @@ class Completion:
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(self.job.streams[place].prompt_ids)
             choice["token_ids"] = output.token_ids
+        if (shape := self._service.routing_shape) is not None:
+            first = self._body.routed_experts_prompt_start
+            choice["routed_experts"] = routed_experts(shape, self.job.streams[place], output.index, first)
         return choice
 
     def _part(self, place: int, output: OutputDelta, echo: bool, offset: int) -> Json:
@@ -163,7 +167,12 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     """Handle a request."""
     service.require_model(body.model)
     num_logprobs = _num_prompt_logprobs(body)
-    params = body.sampling_params(service.defaults, max_tokens=body.max_tokens, prompt_logprobs=num_logprobs)
+    params = body.sampling_params(
+        service.defaults,
+        max_tokens=body.max_tokens,
+        prompt_logprobs=num_logprobs,
+        returns_routed_experts=service.routing_shape is not None and not body.stream,
+    )
     given, is_batch = _given(body)
     transfer = service.transfer_params(body.kv_transfer_params, len(given))
     with service.client.expect(len(given) * params.n):

@@ -17,7 +17,6 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
-from strandline.server.generate.routed_experts import encoded
 from strandline.server.http.gate import own_name
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.request_bodies import (
@@ -29,6 +28,7 @@ from strandline.server.requests.request_bodies import (
     check_extra,
     check_unicode,
 )
+from strandline.server.requests.routed_experts import routed_experts
 from strandline.server.requests.service import Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.usage_and_logprobs import (
@@ -178,13 +178,9 @@ class Generation:
 
     def _routed_experts(self, index: int) -> str | None:
         """Return the experts of an output that has ended, and of the prompt; None: the engine does not record them."""
-        shape = self._service.client.frontend.limits.routing_shape
-        if shape is None:
-            return None
-        [stream] = self.job.streams
-        experts = stream.outputs[index].routed_experts(shape.num_bytes)
+        shape = self._service.routing_shape
         first = self._body.sampling_params.routed_experts_prompt_start
-        return encoded(experts, shape, min(first, len(stream.prompt_ids)))
+        return routed_experts(shape, self.job.streams[0], index, first)
 
     @property
     def _wants_given(self) -> bool:
@@ -213,7 +209,7 @@ async def generate(service: Service, body: GenerateBody, request: Request) -> Re
     """Handle a request."""
     service.require_model(body.model)
     check_unicode({"request_id": body.request_id})
-    params = body.params(records_routing=service.client.frontend.limits.routing_shape is not None)
+    params = body.params(records_routing=service.routing_shape is not None)
     with service.client.expect(params.n):
         checked = await service.check(params)
     salt = service.salt_of(request, body.cache_salt, body.model)

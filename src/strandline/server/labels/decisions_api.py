@@ -67,7 +67,9 @@ class Choice(Strict):
     choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
 
     def question(self, param: str) -> Question:
-        """Return what the model is asked. Raises as ``Question``."""
+        """Return what the model is asked. Raises as ``Question``, or if two choices have one value."""
+        if len({(type(each.value), each.value) for each in self.choices}) < len(self.choices):
+            raise RequestError(f"{param}.choices must have values that differ", param=f"{param}.choices")
         options = [Option(_shown(each.value), each.description or "") for each in self.choices]
         return Question(Kind.CHOICE, self.instructions, options, f"{param}.choices")
 

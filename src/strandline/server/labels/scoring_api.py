@@ -18,7 +18,7 @@ from strandline.errors import RequestError
 from strandline.server.http.sse import json_response
 from strandline.server.labels.questions import Reading
 from strandline.server.labels.reads import LabelReads
-from strandline.server.requests.request_bodies import Prompts, Tokens, check_extra, sent_as
+from strandline.server.requests.request_bodies import NOT_SERVED, Prompts, Tokens, check_extra, sent_as
 from strandline.server.requests.service import Service
 from strandline.server.requests.usage_and_logprobs import Json
 
@@ -28,6 +28,8 @@ SYSTEM: Final = (
 )
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 """The wording that published rerankers of this kind were trained with."""
+NOT_SERVED_OF_PAIRS: Final = {**NOT_SERVED, "max_tokens_per_query": (0,), "max_tokens_per_doc": (0,)}
+"""Fields that are not supported, among them those that would cut texts, and values that change nothing."""
 TEXT_NAMES: Final = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
 
 Texts = str | dict[str, Any] | list[str | dict[str, Any]]
@@ -132,7 +134,7 @@ async def score_generatively(service: Service, body: GenerativeBody, request: Re
 
 async def score(service: Service, body: ScoreBody, request: Request) -> Response:
     """Handle a request to ``/score``."""
-    check_extra(body.model_extra)
+    check_extra(body.model_extra, NOT_SERVED_OF_PAIRS)
     reads = LabelReads.of(service, request, body)
     readings = await _judge(reads, body, body.pairs())
     return json_response(_score_list("score", service, body, reads, [body.value(reading) for reading in readings]))
@@ -140,7 +142,7 @@ async def score(service: Service, body: ScoreBody, request: Request) -> Response
 
 async def rerank(service: Service, body: RerankBody, request: Request) -> Response:
     """Handle a request to ``/rerank``."""
-    check_extra(body.model_extra)
+    check_extra(body.model_extra, NOT_SERVED_OF_PAIRS)
     reads = LabelReads.of(service, request, body)
     [query], documents = _texts(body.query, "query"), _texts(body.documents, "documents")
     readings = await _judge(reads, body, [(query, document) for document in documents])

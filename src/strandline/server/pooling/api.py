@@ -26,7 +26,8 @@ from strandline.server.requests.service import Service, truncated_ids
 from strandline.server.requests.usage_and_logprobs import Json, usage
 
 TASKS: Final = ("embed",)
-WITHOUT_EFFECT: Final = frozenset({"embed_dtype", "endianness", "request_id", "user"})
+NOT_SERVED: Final = {"features": (), "embed_dtype": ("float32",), "endianness": ("native", "little")}
+WITHOUT_EFFECT: Final = frozenset({"request_id", "user"})
 
 
 class EmbeddingsBody(BaseModel):
@@ -41,6 +42,8 @@ class EmbeddingsBody(BaseModel):
     dimensions: int | None = None
     normalize: bool | None = None
     """Scale vectors to length 1; None: do so."""
+    use_activation: bool | None = None
+    """What vLLM calls ``normalize``."""
     add_special_tokens: bool = True
     add_generation_prompt: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -78,7 +81,7 @@ async def pool(service: Service, body: PoolingBody, request: Request) -> Respons
 async def _read(service: Service, body: EmbeddingsBody, request: Request) -> tuple[list[Sequence[float]], Json]:
     """Return a vector for each input, and the numbers of tokens."""
     service.require_model(body.model)
-    check_extra(body.model_extra, {"features": ()}, WITHOUT_EFFECT)
+    check_extra(body.model_extra, NOT_SERVED, WITHOUT_EFFECT)
     if (body.input is None) == (body.messages is None):
         raise RequestError("give either input or messages", param="input")
     params = SamplingParams(
@@ -137,7 +140,8 @@ def _vector(state: bytes | None, body: EmbeddingsBody) -> Sequence[float]:
             param="dimensions",
         )
     vector = vector[: body.dimensions]
-    length = sqrt(sum(value * value for value in vector)) if body.normalize is not False else 1.0
+    is_scaled = body.normalize is not False and body.use_activation is not False
+    length = sqrt(sum(value * value for value in vector)) if is_scaled else 1.0
     return array("f", (value / (length or 1.0) for value in vector))
 
 

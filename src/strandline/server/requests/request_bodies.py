@@ -221,6 +221,7 @@ class CompletionBody(SamplingBody):
     logprobs: Count | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    routed_experts_prompt_start: Count = 0
 
 
 class ChatBody(SamplingBody):
@@ -241,6 +242,7 @@ class ChatBody(SamplingBody):
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    routed_experts_prompt_start: Count = 0
 
     def continues(self) -> bool:
         """Return whether the output continues the last message. Raises as ``check_continuation``."""

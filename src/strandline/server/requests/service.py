@@ -32,6 +32,7 @@ from strandline.server.requests.request_bodies import Truncation
 from strandline.server.requests.response_store import ResponseStore
 from strandline.server.requests.structured_fields import binds_whole_answer
 from strandline.server.requests.tools import Toolbox
+from strandline.specs import RoutingShape
 from strandline.text.client_telemetry import TelemetryFilter
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams
@@ -109,6 +110,11 @@ class Service:
                 )
             )
         return self._renderers[0]
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        """The experts of a token that answers have; None: the engine does not record them."""
+        return self.client.frontend.limits.routing_shape
 
     def require_model(self, name: str | None) -> None:
         """Raise an UnknownModelError unless the name is served, or None."""

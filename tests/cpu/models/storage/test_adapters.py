@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.layers.shard import Shard
 from strandline.models.adapter_slots import SlotSizes
+from strandline.models.layers.shard import Shard
 from strandline.models.storage import adapter_files
 from strandline.models.storage.adapter_files import read_adapter, read_adapter_config
 from strandline.models.storage.low_rank import LowRank

@@ -8,13 +8,27 @@ from struct import pack
 from typing import Final
 
 from strandline.specs import RoutingShape
+from strandline.text.output_streams import RequestStream
 
 MAGIC: Final = b"\x93NUMPY\x01\x00"
 HEADER_BYTES: Final = 128
 """Bytes before the numbers: the format's version and the description of the array."""
 
 
-def encoded(experts: bytes, shape: RoutingShape, first: int) -> str:
+def routed_experts(shape: RoutingShape | None, stream: RequestStream, index: int, first: int) -> str | None:
+    """Return the experts of an output that has ended, and of its prompt.
+
+    Args:
+        shape: of a token's experts; None: the engine does not record them.
+        first: tokens of the prompt that are left out.
+    """
+    if shape is None:
+        return None
+    experts = stream.outputs[index].routed_experts(shape.num_bytes)
+    return _encoded(experts, shape, min(first, len(stream.prompt_ids)))
+
+
+def _encoded(experts: bytes, shape: RoutingShape, first: int) -> str:
     """Return the experts of tokens, without those of the first tokens."""
     rows = experts[first * shape.num_bytes :]
     dtype = {1: "|u1", 2: "<u2"}[shape.item_bytes]
