@@ -353,6 +353,11 @@ class ModelSpec:
         """The most window blocks of a snapshot; 0: there are none."""
         return (self.max_window_tokens + 2 * BLOCK_TOKENS - 3) // BLOCK_TOKENS if self.has_window_blocks else 0
 
+    def num_window_blocks_before(self, position: int) -> int:
+        """Return how many window blocks a snapshot at a position has."""
+        first = max(position - self.max_window_tokens + 1, 0) // BLOCK_TOKENS
+        return -(-position // BLOCK_TOKENS) - first if self.has_window_blocks else 0
+
     def stored_snapshot_sizes(self, dtype: str) -> tuple[int, ...]:
         """Return the sizes that a stored snapshot may have in bytes, ascending: its slot in this dtype, and its window.
 

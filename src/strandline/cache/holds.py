@@ -7,7 +7,7 @@ Invariant: what a hold pins is neither written, moved nor freed before ``drop``.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from strandline.cache.core import PrefixCache
@@ -15,7 +15,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.tree import Snapshot, path_blocks, snapshot_above
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BlockId, RequestId, SlotId
+from strandline.ids import BlockId, RequestId
 from strandline.records.account import UNCOUNTED, SnapshotKind
 from strandline.records.actions import CopyTokens
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer
@@ -92,6 +92,8 @@ class Holds:
     def _enter(self, lease: Lease, snapshots: tuple[Snapshot, ...]) -> None:
         blocks = self._holds[lease.request_id] = array("i", filter(None, lease.table))
         self._memory.allocator.hold(blocks)
+        for snapshot in snapshots:
+            self._memory.windows.allocator.hold(snapshot.window.held)
         lease.num_left = lease.num_published
         lease.held = snapshots
         lease.computed = lease.folded = len(lease.tokens)
@@ -120,14 +122,9 @@ class Holds:
         lease.is_active = False
         self._memory.allocator.let_go(self._holds.pop(lease.request_id))
         for snapshot in lease.held or ():
+            self._memory.windows.allocator.let_go(snapshot.window.held)
             self._memory.unpin_snapshot(snapshot)
         self._memory.take_back(lease)
-
-
-def slots_at(lease: Lease, positions: Iterable[int]) -> list[SlotId]:
-    """Return the slots of a hold's snapshots at these positions."""
-    slot_at = {snapshot.position: snapshot.slot for snapshot in lease.held or ()}
-    return [slot_at[position] for position in positions]
 
 
 def useful_positions(offered: Mapping[int, SnapshotKind], num_spare: int) -> list[int]:

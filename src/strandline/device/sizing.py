@@ -291,14 +291,13 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
     return peak - before
 
 
-def choose_window_blocks(config: EngineConfig, model: LanguageModel) -> ModelSpec:
+def choose_window_blocks(model: LanguageModel) -> ModelSpec:
     """Return a model's spec, with window blocks where layers have windows and others do not.
 
-    Not where other engines fetch prefixes, or a drafter has layers of its own: all layers' streams are in the same
-    blocks.
+    Not where a drafter has layers of its own: all layers' streams are in the same blocks.
     """
-    spec, is_alone = model.spec, model.drafter is None and config.kv_transfer is None
-    return replace(spec, has_window_blocks=is_alone and spec.can_have_window_blocks)
+    spec = model.spec
+    return replace(spec, has_window_blocks=model.drafter is None and spec.can_have_window_blocks)
 
 
 def slabs_for(spec: ModelSpec, num_tokens: int, step_tokens: int | None = None) -> int:

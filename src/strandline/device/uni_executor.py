@@ -25,7 +25,7 @@ from strandline.device.sizing import (
     require_determinism,
 )
 from strandline.device.steps.graph_sizes import graph_sizes, prompt_room, verification_sizes
-from strandline.device.stores.arena_copies import ArenaCopies
+from strandline.device.stores.arena_copies import ArenaCopies, Entries
 from strandline.device.stores.lower_stores import attach_stores, lower_device_bytes
 from strandline.device.stores.shared_copies import Copy, SharedCopies
 from strandline.device.stores.transfers import Transfers
@@ -78,7 +78,7 @@ class UniExecutor:
         loading_s: Mapping[str, float] = MappingProxyType({}),
         progress: bool = False,
     ) -> None:
-        model.spec = spec = choose_window_blocks(config, model)
+        model.spec = spec = choose_window_blocks(model)
         device_type = kind_of(device)
         self._config, self._ranks, self._constraints = config, ranks, constraints
         self._progress, self._warm_up = progress, ExitStack()
@@ -161,13 +161,13 @@ class UniExecutor:
     def _shared(self) -> SharedCopies:
         return SharedCopies(self.copies, self.facts.spec, self._ranks)
 
-    def begin_read(self, path: str, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
-        """Return what copies this rank's part of blocks and slots to shared memory, in any thread."""
-        return self._shared.begin_read(path, blocks, slots)
+    def begin_read(self, path: str, entries: Entries) -> Copy:
+        """Return what copies this rank's part of entries to shared memory, in any thread."""
+        return self._shared.begin_read(path, entries)
 
-    def begin_write(self, path: str, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
-        """Return what copies this rank's part of blocks and slots from shared memory, in any thread."""
-        return self._shared.begin_write(path, blocks, slots)
+    def begin_write(self, path: str, entries: Entries) -> Copy:
+        """Return what copies this rank's part of entries from shared memory, in any thread."""
+        return self._shared.begin_write(path, entries)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step without waiting for the device."""

@@ -71,14 +71,22 @@ class Items(NamedTuple):
     positions: tuple[int, ...]
     """Positions of snapshots."""
     num_bytes: int
+    window_of: int = 0
+    """Position of the snapshot whose window blocks it holds."""
+    num_window_blocks: int = 0
+
+    @property
+    def num_entries(self) -> int:
+        """How many blocks, slots and window blocks it holds, all of one size."""
+        return self.end_block - self.start_block + len(self.positions) + self.num_window_blocks
 
 
 def pieces_of(
     blocks: Iterable[tuple[int, int]], positions: Sequence[int], spec: ModelSpec, *, past: int
 ) -> Iterator[Items]:
-    """Yield the pieces in which ranges ``[start, end)`` of blocks travel, then those of the snapshots.
+    """Yield the pieces in which ranges ``[start, end)`` of blocks travel, then those of the snapshots, then windows.
 
-    None has both, so that all parts of a piece are of one size.
+    None has two of these, so that all parts of a piece are of one size.
 
     Args:
         past: the index after a prefix's last block.
@@ -92,3 +100,6 @@ def pieces_of(
     for start in range(0, len(positions), slots_per_piece):
         some = tuple(positions[start : start + slots_per_piece])
         yield Items(past, past, some, len(some) * spec.raw_slot_bytes)
+    for position in positions if spec.has_window_blocks else ():
+        if count := spec.num_window_blocks_before(position):
+            yield Items(past, past, (), count * spec.raw_window_block_bytes, position, count)

@@ -109,12 +109,12 @@ class NixlMover:
     def take(self, connection: Connection, pieces: Sequence[Items], sink: Sink) -> int:
         """Read all pieces. Raises as ``Mover.take``."""
         placed, _ = connection.expect(Placed)
-        if len(placed.addresses) != sum(_num_items(items) for items in pieces):
+        if len(placed.addresses) != sum(items.num_entries for items in pieces):
             raise TransferError(Cause.GARBLED, f"{len(placed.addresses)} addresses came for {len(pieces)} pieces")
         start, num_bytes = 0, 0
         with self._using(placed.agent) as peer:
             for items in pieces:
-                end = start + _num_items(items)
+                end = start + items.num_entries
                 there = _rows(placed.addresses[start:end], items.num_bytes, placed.device)
                 with self._buffer(items.num_bytes) as buffer:
                     self._read(connection, peer, there, placed.kind, buffer)
@@ -237,10 +237,6 @@ class NixlMover:
 def _errors_of(bindings: ModuleType) -> tuple[type[Exception], ...]:
     """Return the classes of NIXL's errors, which have nothing in common."""
     return tuple(value for name, value in vars(bindings).items() if name.endswith("Error"))
-
-
-def _num_items(items: Items) -> int:
-    return items.end_block - items.start_block + len(items.positions)
 
 
 def _rows(addresses: Sequence[int], num_bytes: int, device: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, Lifetime
 from strandline.specs import ITEM_BYTES, ModelSpec, TensorSpec, align
 
 
@@ -40,27 +40,32 @@ class RankParts:
 
     def __init__(self, spec: ModelSpec, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        streams = [stream for layer in spec.layers for stream in layer.streams]
+        streams = {
+            lifetime: [s for layer in spec.layers if spec.lifetime_of(layer) is lifetime for s in layer.streams]
+            for lifetime in Lifetime
+        }
         states = [state for layer in spec.layers for state in layer.states]
         hidden = TensorSpec("hidden", (spec.hidden_size,), spec.hidden_dtype)
-        self._block_runs = list(self._runs_of(streams, BLOCK_TOKENS))
-        self._slot_runs = list(self._runs_of([*states, hidden], 1))
+        self._runs = (
+            list(self._runs_of(streams[Lifetime.PATH], BLOCK_TOKENS)),
+            list(self._runs_of([*states, hidden], 1)),
+            list(self._runs_of(streams[Lifetime.WINDOW], BLOCK_TOKENS)),
+        )
 
-    def join_blocks(self, part_NX: np.ndarray, whole_NY: np.ndarray) -> None:
-        """Copy what this rank is the first to hold of blocks into those of the whole model, ``uint8`` both."""
-        _join(self._block_runs, part_NX, whole_NY)
+    def join(self, parts: Sequence[np.ndarray], wholes: Sequence[np.ndarray]) -> None:
+        """Copy what this rank is the first to hold into entries of the whole model, ``uint8`` both.
 
-    def join_slots(self, part_NX: np.ndarray, whole_NY: np.ndarray) -> None:
-        """Copy what this rank is the first to hold of slots into those of the whole model, ``uint8`` both."""
-        _join(self._slot_runs, part_NX, whole_NY)
+        Args:
+            parts: ``part_NX`` of blocks, of slots and of window blocks.
+            wholes: ``whole_NY`` of the same.
+        """
+        for runs, part_NX, whole_NY in zip(self._runs, parts, wholes, strict=True):
+            _join(runs, part_NX, whole_NY)
 
-    def split_blocks(self, whole_NY: np.ndarray, part_NX: np.ndarray) -> None:
-        """Copy what this rank holds out of blocks of the whole model, ``uint8`` both."""
-        _split(self._block_runs, whole_NY, part_NX)
-
-    def split_slots(self, whole_NY: np.ndarray, part_NX: np.ndarray) -> None:
-        """Copy what this rank holds out of slots of the whole model, ``uint8`` both."""
-        _split(self._slot_runs, whole_NY, part_NX)
+    def split(self, wholes: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> None:
+        """Copy what this rank holds out of entries of the whole model. Arguments as of ``join``."""
+        for runs, part_NX, whole_NY in zip(self._runs, parts, wholes, strict=True):
+            _split(runs, whole_NY, part_NX)
 
     def _runs_of(self, tensors: Sequence[TensorSpec], num_tokens: int) -> Iterator[Runs]:
         """Yield the runs of tensors with ``num_tokens`` rows each, which lie one after the other on aligned bytes."""
@@ -88,13 +93,13 @@ class RankParts:
 
 
 def _join(runs: Sequence[Runs], part_NX: np.ndarray, whole_NY: np.ndarray) -> None:
-    for run in runs:
+    for run in runs if len(part_NX) else ():
         if run.is_first:
             _whole_runs(run, whole_NY)[:] = _own_runs(run, part_NX)
 
 
 def _split(runs: Sequence[Runs], whole_NY: np.ndarray, part_NX: np.ndarray) -> None:
-    for run in runs:
+    for run in runs if len(part_NX) else ():
         _own_runs(run, part_NX)[:] = _whole_runs(run, whole_NY)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strandline.cache import Lease
-from strandline.cache.holds import slots_at, useful_positions
+from strandline.cache.holds import useful_positions
 from strandline.cache.inspection.invariants import check
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
@@ -37,7 +37,8 @@ def content(driver: Driver, hold: Lease) -> tuple[list[int], list[tuple[int, ...
     """Return the tokens of the hold's blocks, and of its snapshots, as they lie on the device."""
     cells = [cell for block in hold.table for cell in driver.device.cells(BlockId(block))]
     positions = sorted(snapshot.position for snapshot in hold.held or ())
-    return cells[: len(hold.tokens)], [driver.device.state(slot) or () for slot in slots_at(hold, positions)]
+    slot_at = {snapshot.position: snapshot.slot for snapshot in hold.held or ()}
+    return cells[: len(hold.tokens)], [driver.device.state(slot_at[position]) or () for position in positions]
 
 
 def serve_if_it_fits(driver: Driver, tokens: list[int]) -> None:

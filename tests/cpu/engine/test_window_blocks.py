@@ -10,11 +10,13 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.device.sizing import slabs_for
+from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_disk_cache import disk_of, serve
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
+from tests.cpu.engine.test_hand_over import NUM_TOKENS, Node, config_of, decode, prefill
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, tier_stats
 from tests.cpu.models import families
 
@@ -98,6 +100,30 @@ def test_windows_come_back_from_files_after_a_restart(
     assert sum(hit > 0 for hit in hits) >= len(PROMPTS) - 2, hits
     assert disk_of(second).num_loads >= len(PROMPTS) - 2
     second.engine.core.close()
+
+
+@pytest.mark.parametrize("family", ["lfm3", "inkling"])
+def test_windows_are_fetched_from_another_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = families.save(family, tmp_path)
+    make_llm = llm_maker(directory, monkeypatch, device="cpu")
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = answers(make_llm(enable_prefix_caching=False, memory="16MiB"), PROMPTS, params)
+    options = {"memory": "16MiB", "max_model_len": 400}
+    producer, consumer = (
+        Node(load_uni_executor(config_of(directory, **options)), directory, **options) for _ in range(2)
+    )
+    assert producer.core.spec.has_window_blocks
+    for count, prompt, answer in zip(LENGTHS, PROMPTS, expected, strict=True):
+        found = decode(producer, consumer, prompt, prefill(producer, prompt))
+        assert (found.tokens, found.hit, found.lost) == (answer, count, 0)
+    assert consumer.cache.stats().loads.num_done == len(PROMPTS)
+    for node in (producer, consumer):
+        node.check_nothing_leaks()
+        windows = node.cache.internals().memory.windows
+        assert windows.allocator.num_blocks == windows.num_evictable > 0
+        assert windows.allocator.num_held_slabs == 0
+        assert node.core.hand_over is not None
+        node.core.hand_over.close()
 
 
 def serve_in_turn(llm: LLM) -> tuple[list[list[int]], list[int]]:

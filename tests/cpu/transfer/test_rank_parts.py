@@ -31,6 +31,11 @@ class Memory(NamedTuple):
     blocks: np.ndarray
     slots: np.ndarray
 
+    @property
+    def entries(self) -> tuple[np.ndarray, ...]:
+        """The blocks, the slots and no window blocks."""
+        return self.blocks, self.slots, np.empty((0, 0), np.uint8)
+
     def tensors(self) -> list[torch.Tensor]:
         """Return every layer's tensors, and the hidden state."""
         spec = self.spec
@@ -63,8 +68,7 @@ def joined(parts: list[Memory]) -> Memory:
     whole = filled(spec, len(parts[0].blocks), len(parts[0].slots))
     for rank, part in enumerate(parts):
         copies = RankParts(part.spec, rank, len(parts))
-        copies.join_blocks(part.blocks, whole.blocks)
-        copies.join_slots(part.slots, whole.slots)
+        copies.join(part.entries, whole.entries)
     return whole
 
 
@@ -72,8 +76,7 @@ def split(whole: Memory, spec: ModelSpec, num_ranks: int) -> list[Memory]:
     parts = [filled(spec, len(whole.blocks), len(whole.slots)) for _ in range(num_ranks)]
     for rank, part in enumerate(parts):
         copies = RankParts(spec, rank, num_ranks)
-        copies.split_blocks(whole.blocks, part.blocks)
-        copies.split_slots(whole.slots, part.slots)
+        copies.split(whole.entries, part.entries)
     return parts
 
 

@@ -3,24 +3,42 @@
 On a GPU they run on a separate stream, after all work launched before a given *fence*.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from strandline.device.stores.arena_snapshots import ArenaSnapshots
 from strandline.device.stores.snapshot_encoding import AS_IS, Encoding
 from strandline.ids import BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
+from strandline.specs import ModelSpec
 from strandline.transfer.nixl_mover import Region
 
 Fence = torch.cuda.Event | None
 """A point in the order of launched work; None on a CPU, where launched work is already done."""
 
 
+class Entries(NamedTuple):
+    """What is copied together: blocks, then slots, then window blocks."""
+
+    blocks: Sequence[int] = ()
+    slots: Sequence[int] = ()
+    window_blocks: Sequence[int] = ()
+
+    def sizes(self, spec: ModelSpec) -> tuple[int, int, int]:
+        """Return the bytes of each kind."""
+        each = (spec.raw_block_bytes, spec.raw_slot_bytes, spec.raw_window_block_bytes)
+        num_blocks, num_slots, num_window_blocks = (
+            len(ids) * num_bytes for ids, num_bytes in zip(self, each, strict=True)
+        )
+        return num_blocks, num_slots, num_window_blocks
+
+
 class Copies(Protocol):
-    """Reads and writes blocks and slots in the layout of one rank's model, one after the other."""
+    """Reads and writes entries in the layout of one rank's model, one after the other."""
 
     @property
     def region(self) -> Region:
@@ -29,16 +47,16 @@ class Copies(Protocol):
     def fence(self) -> Fence:
         """Return the present point in the order of what was launched. In the thread that launches."""
 
-    def addresses(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> list[int]:
-        """Return where blocks and slots begin, once what was launched before the fence is done."""
+    def addresses(self, entries: Entries, fence: Fence) -> list[int]:
+        """Return where entries begin, once what was launched before the fence is done."""
 
-    def read(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> memoryview:
+    def read(self, entries: Entries, fence: Fence) -> memoryview:
         """Return the bytes as what was launched before the fence left them. Nothing may write them meanwhile."""
 
     def room(self, num_bytes: int) -> memoryview:
         """Return memory for that many bytes, whose contents are undefined, which is written from fastest."""
 
-    def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
+    def write(self, entries: Entries, data: bytearray | memoryview, fence: Fence) -> None:
         """Write the bytes, after what was launched before the fence.
 
         Nothing may read or write them meanwhile. They are written when this returns.
@@ -53,10 +71,10 @@ class ArenaCopies:
     """
 
     def __init__(self, arena: ArenaTensors, slots: Encoding = AS_IS) -> None:
-        spec = arena.spec
         self.snapshots = ArenaSnapshots(arena, slots)
-        self._block_BX = arena.bytes.view(arena.num_blocks, spec.block_bytes)
-        self._slot_SX = arena.bytes.view(arena.num_slabs, spec.slab_bytes)[:, : spec.raw_slot_bytes]
+        self._bytes = arena.bytes
+        self._rows = tuple(_rows(arena))
+        """The arena as blocks, as slots and as window blocks."""
         self._device = arena.bytes.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
@@ -76,29 +94,28 @@ class ArenaCopies:
     @property
     def region(self) -> Region:
         """Return the memory in which all blocks and slots lie."""
-        data = self._block_BX
+        data = self._bytes
         return Region(data.data_ptr(), data.numel(), data.get_device() if self._stream is not None else None)
 
-    def addresses(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> list[int]:
-        """Return where blocks and slots begin, once what was launched before the fence is done."""
+    def addresses(self, entries: Entries, fence: Fence) -> list[int]:
+        """Return where entries begin, once what was launched before the fence is done."""
         if fence is not None:
             fence.synchronize()
-        base, block_bytes, slab_bytes = self._block_BX.data_ptr(), self._block_BX.stride(0), self._slot_SX.stride(0)
-        return [*(base + block * block_bytes for block in blocks), *(base + slot * slab_bytes for slot in slots)]
+        base = self._bytes.data_ptr()
+        return [base + index * rows.stride(0) for rows, ids in zip(self._rows, entries, strict=True) for index in ids]
 
-    def read(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> memoryview:
-        """Return the bytes of blocks and slots, one after the other, as what was launched before the fence left them.
+    def read(self, entries: Entries, fence: Fence) -> memoryview:
+        """Return the bytes of entries, one after the other, as what was launched before the fence left them.
 
         Nothing may write them meanwhile.
         """
         if self._stream is None:
-            block_BX, slot_SX = self._block_BX.numpy(), self._slot_SX.numpy()
-            parts = [block_BX[list(blocks)].reshape(-1), slot_SX[list(slots)].reshape(-1)]
-            return (np.concatenate(parts) if blocks and slots else parts[not blocks]).data
+            parts = [rows.numpy()[list(ids)].reshape(-1) for rows, ids in zip(self._rows, entries, strict=True) if ids]
+            return (np.concatenate(parts) if len(parts) > 1 else parts[0]).data
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
-            parts_X = [self._block_BX[list(blocks)].view(-1), self._slot_SX[list(slots)].reshape(-1)]
+            parts_X = [rows[list(ids)].view(-1) for rows, ids in zip(self._rows, entries, strict=True) if ids]
             device_X = torch.cat(parts_X)
             host_X = torch.empty(len(device_X), dtype=torch.uint8, pin_memory=True)
             host_X.copy_(device_X, non_blocking=True)
@@ -128,28 +145,30 @@ class ArenaCopies:
             return np.empty(num_bytes, np.uint8).data
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
-    def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
-        """Write the bytes of blocks and slots, one after the other, after what was launched before the fence.
+    def write(self, entries: Entries, data: bytearray | memoryview, fence: Fence) -> None:
+        """Write the bytes of entries, one after the other, after what was launched before the fence.
 
         Nothing may read or write them meanwhile. They are written when this returns.
         """
-        cut = len(blocks) * self._block_BX.shape[1]
         if self._stream is None:
-            data_X = np.frombuffer(data, np.uint8)
-            self._block_BX.numpy()[list(blocks)] = data_X[:cut].reshape(len(blocks), self._block_BX.shape[1])
-            self._slot_SX.numpy()[list(slots)] = data_X[cut:].reshape(len(slots), self._slot_SX.shape[1])
+            self._write(entries, torch.frombuffer(data, dtype=torch.uint8))
             return
         host_X = torch.frombuffer(data, dtype=torch.uint8)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
             # Memory that is pinned already, as that of ``room``, is not copied.
-            device_X = host_X.pin_memory().to(self._device, non_blocking=True)
-            if blocks:
-                self._block_BX[list(blocks)] = device_X[:cut].view(len(blocks), -1)
-            if slots:
-                self._slot_SX[list(slots)] = device_X[cut:].view(len(slots), -1)
+            self._write(entries, host_X.pin_memory().to(self._device, non_blocking=True))
             self._stream.synchronize()
+
+    def _write(self, entries: Entries, data_X: Tensor) -> None:
+        """Write bytes that are on the arena's device."""
+        start = 0
+        for rows, ids in zip(self._rows, entries, strict=True):
+            if ids:
+                end = start + len(ids) * rows.shape[1]
+                rows[list(ids)] = data_X[start:end].view(len(ids), -1)
+                start = end
 
     def write_snapshot(self, slot: SlotId, window: Sequence[BlockId], data: memoryview, fence: Fence) -> None:
         """Write a snapshot from its stored bytes, after what was launched before the fence.
@@ -166,3 +185,14 @@ class ArenaCopies:
                     self._stream.wait_event(fence)
                 self.snapshots.decode(slot, window, [host_X.pin_memory()])
                 self._stream.synchronize()
+
+
+def _rows(arena: ArenaTensors) -> Iterator[Tensor]:
+    """Yield the arena's bytes as blocks, as slots and as window blocks, one a row."""
+    spec = arena.spec
+    yield arena.bytes.view(arena.num_blocks, spec.block_bytes)
+    yield arena.bytes.view(arena.num_slabs, spec.slab_bytes)[:, : spec.raw_slot_bytes]
+    if spec.has_window_blocks:
+        yield arena.bytes.view(-1, spec.window_block_bytes)[:, : spec.raw_window_block_bytes]
+    else:
+        yield arena.bytes.new_empty(0, 0)

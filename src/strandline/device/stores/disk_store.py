@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.device.stores.arena_copies import ArenaCopies, Fence
+from strandline.device.stores.arena_copies import ArenaCopies, Entries, Fence
 from strandline.device.stores.host_store import StoredBytes
 from strandline.device.stores.transfers import Completions
 from strandline.errors import EngineError, cause_of
@@ -274,7 +274,7 @@ class DiskStore:
                 raise _LostError(f"{file.name}: its snapshot has another window", (state.address,))
             self._copies.write_snapshot(state.slot, state.window, target, fence)
         else:
-            self._copies.write([part.block for part in parts if part.block is not None], (), target, fence)
+            self._copies.write(Entries([part.block for part in parts if part.block is not None]), target, fence)
 
     def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write and report."""
@@ -314,7 +314,7 @@ class DiskStore:
 
     def _block(self, block: BlockId, fence: Fence) -> Iterator[memoryview]:
         """Yield the bytes of a block of the device."""
-        yield self._copies.read([block], (), fence)
+        yield self._copies.read(Entries([block]), fence)
 
     def _snapshot(self, state: SlotCopy, fence: Fence) -> Iterator[memoryview]:
         """Yield the stored bytes of a snapshot of the device."""

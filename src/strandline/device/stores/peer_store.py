@@ -6,7 +6,7 @@ from threading import Thread
 from typing import Final
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.device.stores.arena_copies import Copies, Fence
+from strandline.device.stores.arena_copies import Copies, Entries, Fence
 from strandline.device.stores.transfers import Completions
 from strandline.errors import EngineError
 from strandline.ids import TransferId
@@ -103,13 +103,15 @@ class PeerStore:
 
     def _fetch(self, action: LoadIn, pull: Pull, fence: Fence) -> int:
         block_at = {address % ADDRESSES: block for block, address in action.blocks}
-        slot_at = {address % ADDRESSES: slot for slot, address, _ in action.slots}
+        state_at = {each.address % ADDRESSES: each for each in action.slots}
 
         def write(items: Items, data: memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]
-            self._copies.write(blocks, [slot_at[position] for position in items.positions], data, fence)
+            slots = [state_at[position].slot for position in items.positions]
+            window_blocks = state_at[items.window_of].window if items.num_window_blocks else ()
+            self._copies.write(Entries(blocks, slots, window_blocks), data, fence)
 
-        return pull.fetch(Want(_ranges(sorted(block_at)), sorted(slot_at)), Sink(self._copies.room, write))
+        return pull.fetch(Want(_ranges(sorted(block_at)), sorted(state_at)), Sink(self._copies.room, write))
 
 
 def _ranges(indices: Iterable[int]) -> list[tuple[int, int]]:

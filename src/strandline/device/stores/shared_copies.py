@@ -6,12 +6,12 @@ is a file without a name, which a path under ``/proc`` leads to as long as the e
 Shape suffixes: N blocks or slots, X the bytes of one that a rank holds, Y those that the whole model has, Z bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
-from strandline.device.stores.arena_copies import ArenaCopies, Fence
+from strandline.device.stores.arena_copies import ArenaCopies, Entries, Fence
 from strandline.kernels.ranks import Ranks
 from strandline.specs import ModelSpec
 from strandline.transfer.rank_parts import RankParts
@@ -27,38 +27,35 @@ class SharedCopies:
         self._copies, self._spec = copies, spec
         self._parts = RankParts(spec, ranks.rank, ranks.size)
 
-    def begin_read(self, path: str, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
-        """Return what copies blocks and slots to shared memory, as everything launched so far leaves them.
+    def begin_read(self, path: str, entries: Entries) -> Copy:
+        """Return what copies entries to shared memory, as everything launched so far leaves them.
 
         Nothing may write them meanwhile.
         """
-        return partial(self._read, path, blocks, slots, self._copies.fence())
+        return partial(self._read, path, entries, self._copies.fence())
 
-    def begin_write(self, path: str, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
-        """Return what copies blocks and slots from shared memory, after everything launched so far.
+    def begin_write(self, path: str, entries: Entries) -> Copy:
+        """Return what copies entries from shared memory, after everything launched so far.
 
         Nothing may read or write them meanwhile. They are written when the copy returns.
         """
-        return partial(self._write, path, blocks, slots, self._copies.fence())
+        return partial(self._write, path, entries, self._copies.fence())
 
-    def _read(self, path: str, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> None:
-        part_Z = np.frombuffer(self._copies.read(blocks, slots, fence), np.uint8)
-        blocks_NX, slots_NX = _entries(part_Z, len(blocks), self._spec)
-        blocks_NY, slots_NY = _entries(np.memmap(path, np.uint8, "r+"), len(blocks), self._spec.whole)
-        self._parts.join_blocks(blocks_NX, blocks_NY)
-        self._parts.join_slots(slots_NX, slots_NY)
+    def _read(self, path: str, entries: Entries, fence: Fence) -> None:
+        part_Z = np.frombuffer(self._copies.read(entries, fence), np.uint8)
+        whole_Z = np.memmap(path, np.uint8, "r+")
+        self._parts.join(list(_rows(part_Z, entries, self._spec)), list(_rows(whole_Z, entries, self._spec.whole)))
 
-    def _write(self, path: str, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> None:
-        spec = self._spec
-        part_Z = np.zeros(len(blocks) * spec.raw_block_bytes + len(slots) * spec.raw_slot_bytes, np.uint8)
-        blocks_NX, slots_NX = _entries(part_Z, len(blocks), spec)
-        blocks_NY, slots_NY = _entries(np.memmap(path, np.uint8, "r"), len(blocks), spec.whole)
-        self._parts.split_blocks(blocks_NY, blocks_NX)
-        self._parts.split_slots(slots_NY, slots_NX)
-        self._copies.write(blocks, slots, part_Z.data, fence)
+    def _write(self, path: str, entries: Entries, fence: Fence) -> None:
+        part_Z = np.zeros(sum(entries.sizes(self._spec)), np.uint8)
+        whole_Z = np.memmap(path, np.uint8, "r")
+        self._parts.split(list(_rows(whole_Z, entries, self._spec.whole)), list(_rows(part_Z, entries, self._spec)))
+        self._copies.write(entries, part_Z.data, fence)
 
 
-def _entries(data_Z: np.ndarray, num_blocks: int, spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return blocks and the slots behind them, as views with a row for each."""
-    cut = num_blocks * spec.raw_block_bytes
-    return data_Z[:cut].reshape(-1, spec.raw_block_bytes), data_Z[cut:].reshape(-1, spec.raw_slot_bytes)
+def _rows(data_Z: np.ndarray, entries: Entries, spec: ModelSpec) -> Iterator[np.ndarray]:
+    """Yield the blocks, the slots and the window blocks that follow one another, as views with a row for each."""
+    start = 0
+    for ids, num_bytes in zip(entries, entries.sizes(spec), strict=True):
+        yield data_Z[start : start + num_bytes].reshape(len(ids), num_bytes // max(len(ids), 1))
+        start += num_bytes

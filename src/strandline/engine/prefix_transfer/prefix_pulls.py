@@ -180,7 +180,9 @@ class PrefixPulls:
         if counts.num_bytes > num_bytes:
             self.costs.observe_load(counts.num_bytes - num_bytes, counts.seconds - seconds)
             self._observed = (counts.num_bytes, counts.seconds)
-        size = lacking[0] * self._spec.raw_block_bytes + lacking[1] * self._spec.raw_slot_bytes
+        spec = self._spec
+        snapshot_bytes = spec.raw_slot_bytes + spec.snapshot_window_blocks * spec.raw_window_block_bytes
+        size = lacking[0] * spec.raw_block_bytes + lacking[1] * snapshot_bytes
         return self.costs.pays(size, offer.position - self._cache.hit_tokens(request.tokens, request.salt))
 
     def _queue(self, asked: Asked) -> None:
@@ -197,6 +199,8 @@ class PrefixPulls:
         num_spare = memory.num_free_slabs - wanted_slabs - int(RESERVE_SHARE * memory.num_slabs)
         if window_tokens is not None:
             num_spare //= 1 + wanted_slabs  # each snapshot comes with its window
+        if self._spec.has_window_blocks:
+            num_spare //= 1 + -(-self._spec.snapshot_window_blocks // self._spec.window_blocks_per_slab)
         kinds = {position: SnapshotKind(kind) for position, kind in found.snapshots}
         positions = useful_positions(kinds, num_spare)
         blocks = range(first_address, first_address + found.num_blocks)

@@ -13,10 +13,10 @@ from secrets import token_hex
 from typing import Final
 
 from strandline.cache import Lease, PrefixCache
-from strandline.cache.holds import Holds, slots_at
+from strandline.cache.holds import Holds
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.device.stores.arena_copies import Copies, Fence
-from strandline.ids import NULL_BLOCK, RequestId, SlotId
+from strandline.device.stores.arena_copies import Copies, Entries, Fence
+from strandline.ids import NULL_BLOCK, RequestId
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer
 from strandline.records.transfer_params import TransferParams
 from strandline.transfer.connection import Cause, TransferError
@@ -80,6 +80,7 @@ class PrefixSource:
         self._copies = copies
         self._carry_out = carry_out
         self._blocks_per_slab = blocks_per_slab
+        self._windows_per_slab = cache.internals().memory.windows.allocator.blocks_per_slab
         self._lease_s = lease_s
         self._clock = clock
         self._kept: dict[str, Kept] = {}
@@ -170,11 +171,11 @@ class PrefixSource:
 
     def read(self, hold: Reading, items: Items) -> memoryview:
         """Read a piece of what is kept. Any thread may call it."""
-        return self._copies.read(*_places(hold, items), hold.fence)
+        return self._copies.read(_entries(hold, items), hold.fence)
 
     def addresses(self, hold: Reading, items: Items) -> list[int]:
         """Return where each block and each slot of a piece lies, once it may be read. Any thread may call it."""
-        return self._copies.addresses(*_places(hold, items), hold.fence)
+        return self._copies.addresses(_entries(hold, items), hold.fence)
 
     def end(self, hold: Reading, is_done: bool) -> None:
         """Release it now or, if not everything has arrived, when its lease expires."""
@@ -203,8 +204,11 @@ class PrefixSource:
 
     def _kept_slabs(self) -> float:
         """Return how much memory leases keep, counting what several share several times."""
-        size = self._blocks_per_slab
-        return sum(_num_blocks(kept.hold) / size + len(kept.hold.held or ()) for kept in self._kept.values())
+        size, windows_per_slab = self._blocks_per_slab, self._windows_per_slab
+        snapshots = [snapshot for kept in self._kept.values() for snapshot in kept.hold.held or ()]
+        num_window_blocks = sum(len(snapshot.window.held) for snapshot in snapshots)
+        num_blocks = sum(_num_blocks(kept.hold) for kept in self._kept.values())
+        return num_blocks / size + len(snapshots) + num_window_blocks / windows_per_slab
 
 
 def _num_blocks(hold: Lease) -> int:
@@ -212,9 +216,11 @@ def _num_blocks(hold: Lease) -> int:
     return len(hold.table) - hold.table.count(NULL_BLOCK)
 
 
-def _places(hold: Reading, items: Items) -> tuple[list[int], list[SlotId]]:
-    """Return the blocks and the slots of a piece."""
+def _entries(hold: Reading, items: Items) -> Entries:
+    """Return what a piece holds."""
     blocks = list(hold.hold.table[items.start_block : items.end_block])
     if NULL_BLOCK in blocks:
         raise TransferError(Cause.GARBLED, "blocks are wanted that lie behind the windows of all snapshots")
-    return blocks, slots_at(hold.hold, items.positions)
+    held = {snapshot.position: snapshot for snapshot in hold.hold.held or ()}
+    slots = [held[position].slot for position in items.positions]
+    return Entries(blocks, slots, held[items.window_of].window.held if items.num_window_blocks else ())

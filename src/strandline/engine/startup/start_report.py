@@ -25,7 +25,7 @@ def describe_sizes(spec: ModelSpec) -> list[str]:
     elif spec.mixes_windows:
         reason = "as the model keeps no recurrent state"
         if spec.has_states:
-            reason = "as --kv-transfer-config and drafters with layers require"
+            reason = "as a drafter with layers requires"
         lines.append(f"windows: layers with windows store all tokens of a request, {reason}")
     return lines
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from strandline.device.stores.arena_copies import Fence
+from strandline.device.stores.arena_copies import Entries, Fence
 from strandline.errors import EngineError
 from strandline.specs import ModelSpec
 from strandline.transfer.connection import Cause, TransferError
@@ -43,43 +43,40 @@ class RankCopies:
         """Refuse: the memory is not in this process."""
         raise EngineError("the memory of worker processes cannot be registered")
 
-    def addresses(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> list[int]:
+    def addresses(self, entries: Entries, fence: Fence) -> list[int]:
         """Refuse, as ``region``."""
         raise EngineError("blocks and slots of worker processes have no addresses")
 
-    def read(self, blocks: Sequence[int], slots: Sequence[int], fence: Fence) -> memoryview:
-        """Return the bytes of blocks and slots, one after the other; nothing may write them meanwhile.
+    def read(self, entries: Entries, fence: Fence) -> memoryview:
+        """Return the bytes of entries, one after the other; nothing may write them meanwhile.
 
         Raises:
             TransferError: a rank cannot read them.
         """
-        with _shared(self._num_bytes(blocks, slots)) as (memory, path):
-            self._copy("begin_read", path, blocks, slots)
+        with _shared(sum(entries.sizes(self._spec))) as (memory, path):
+            self._copy("begin_read", path, entries)
             return memoryview(memory)
 
     def room(self, num_bytes: int) -> memoryview:
         """Return memory for that many bytes, whose contents are undefined."""
         return np.empty(num_bytes, np.uint8).data
 
-    def write(self, blocks: Sequence[int], slots: Sequence[int], data: bytearray | memoryview, fence: Fence) -> None:
-        """Write the bytes of blocks and slots, one after the other; nothing may read or write them meanwhile.
+    def write(self, entries: Entries, data: bytearray | memoryview, fence: Fence) -> None:
+        """Write the bytes of entries, one after the other; nothing may read or write them meanwhile.
 
         They are written on all ranks when this returns, and no rank still writes them when it raises.
 
         Raises:
             TransferError: a rank cannot write them.
         """
-        with _shared(self._num_bytes(blocks, slots)) as (memory, path):
+        with _shared(sum(entries.sizes(self._spec))) as (memory, path):
             np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)  # other threads run meanwhile
-            self._copy("begin_write", path, blocks, slots)
+            self._copy("begin_write", path, entries)
 
-    def _num_bytes(self, blocks: Sequence[int], slots: Sequence[int]) -> int:
-        return len(blocks) * self._spec.raw_block_bytes + len(slots) * self._spec.raw_slot_bytes
-
-    def _copy(self, method: str, path: str, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def _copy(self, method: str, path: str, entries: Entries) -> None:
         """Wait until all ranks have copied, or cannot."""
         try:
-            futures = self._call(method, path, tuple(blocks), tuple(slots))
+            futures = self._call(method, path, Entries(*map(tuple, entries)))
         except EngineError as error:
             raise TransferError(Cause.NO_ROOM, str(error)) from error
         wait(futures)
