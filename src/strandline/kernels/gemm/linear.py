@@ -126,13 +126,13 @@ def bind_linear(
 
 def bind_linear_and_logits(
     kernels: Kernels, weight: Weight, bias_O: Tensor | None, router: Weight, router_dtype: torch.dtype
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+) -> Callable[[Rows], tuple[Tensor, Tensor]]:
     """Return the products with a weight and with a router's, which takes inputs in a dtype of its own."""
     if isinstance(weight, DenseWeight) and isinstance(router, DenseWeight):
         both, values_OI, router_EI = kernels[linear_and_logits], weight.values_OI, router.values_OI
-        return lambda x_TI: both(x_TI, values_OI, bias_O, router_EI)
+        return lambda x: both(plain_rows(x), values_OI, bias_O, router_EI)
     multiply, score = bind_linear(kernels, weight, bias_O), bind_linear(kernels, router)
-    return lambda x_TI: (multiply(x_TI), score(x_TI.to(router_dtype)))
+    return lambda x: (multiply(x), score(plain_rows(x).to(router_dtype)))
 
 
 def bind_gated_linear(kernels: Kernels, weight: Weight, adapters: Adapters | None = None) -> Gated:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
-from strandline.kernels.expert_choices import added_up
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.experts.moe import RELU_SQUARED, SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
 from strandline.kernels.rowwise.activation import relu_squared
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import Experts, ExpertsConfig
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site
@@ -37,7 +38,12 @@ class ReluSquaredMlp(nn.Module):
         """Compute with these kernels from now on."""
         self._relu_squared = kernels[relu_squared]
 
-    def forward(self, hidden_TE: Tensor) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self.up.takes_quantized
+
+    def forward(self, hidden_TE: Rows) -> Tensor:
         return self.down.multiply(self._relu_squared(self.up.multiply(hidden_TE)))
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
@@ -90,26 +96,30 @@ class ReluSquaredMoe(nn.Module):
         self.experts = Experts(experts, site)
         self.shared = ReluSquaredMlp(hidden_size, config.shared_size, site, has_bias=has_bias)
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        reader = self.experts if self.to_latent is None else self.to_latent
+        return self.shared.takes_quantized or reader.takes_quantized
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._relu_squared, up, down = kernels[relu_squared], self.shared.up, self.shared.down
         self._project = bind_linear_and_logits(kernels, up.weight, up.bias_O, self.router.weight, torch.float32)
-        self._down = down.weight if self.to_latent is None else None
+        self._down = down.weight
 
-    def forward(self, hidden_TE: Tensor) -> Tensor:
+    def forward(self, hidden_TE: Rows) -> Summand:
         router, up, down = self.router, self.shared.up, self.shared.down
         if up.term is None and router.term is None:
             up_TS, logits_TX = self._project(hidden_TE)
         else:
-            up_TS, logits_TX = up.multiply(hidden_TE), router.multiply(hidden_TE.float())
-        if self._down is not None:
+            up_TS, logits_TX = up.multiply(hidden_TE), router.multiply(plain_rows(hidden_TE).float())
+        if self.to_latent is None or self.from_latent is None:
             shared = SharedExpert(up_TS, self._down, None, down.term)
-            out_TE = added_up(self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared))
-            bias_E = down.bias_O
-            return out_TE if bias_E is None else out_TE.add_(bias_E)
-        latent_TL = hidden_TE if self.to_latent is None else self.to_latent.multiply(hidden_TE)
-        out_TL = added_up(self.experts.mix(latent_TL, logits_TX, self.bias_X))
-        out_TE = out_TL if self.from_latent is None else self.from_latent.multiply(out_TL)
+            out = self.experts.mix(hidden_TE, logits_TX, self.bias_X, shared)
+            return out if down.bias_O is None else added_up(out).add_(down.bias_O)
+        latent_TL = self.to_latent.multiply(hidden_TE)
+        out_TE = self.from_latent.multiply(added_up(self.experts.mix(latent_TL, logits_TX, self.bias_X)))
         return out_TE.add_(down.multiply(self._relu_squared(up_TS)))
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
