@@ -195,7 +195,7 @@ def launches(weight_format: str, model: Model, tokens: int) -> Iterator[Launch]:
         [tile._replace(is_halved=weight_format == "dense" and tile.block_m >= 128) for tile in tiles]
         for tiles in (parse_launches(TileLaunch, text) for text in sizes[load >= 16])
     )
-    in_force = choose_launches(weight_class, torch.bfloat16, load)
+    in_force = choose_launches(weight_class, torch.bfloat16, load, is_gated=model.is_gated)
     pairs = {"decode": measured.decode, "middle": measured.middle, "prefill": measured.prefill}
     pairs |= {f"up {tuple(up)}": (up, in_force[1]) for up in ups}
     pairs |= {f"down {tuple(down)}": (in_force[0], down) for down in downs}

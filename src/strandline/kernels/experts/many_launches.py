@@ -32,6 +32,9 @@ class Measured(NamedTuple):
     """Launches that add in one order, for the same three numbers of choices."""
     float32: Pair | None = None
     """Exact products, without tensor cores, for tests and small models; None: as in other dtypes."""
+    prefill_ungated: Pair | None = None
+    """As ``prefill``, for experts without a gate, also where launches are fixed: their first product has half as many
+    accumulators. None: the same."""
 
 
 DENSE: Final = Measured(
@@ -41,14 +44,16 @@ DENSE: Final = Measured(
     prefill=(prefill := (Launch(128, 128, 64, 8, 4, 4, is_halved=True), Launch(128, 256, 64, 8, 3, 2, is_halved=True))),
     fixed=(middle, middle, prefill),
     float32=(Launch(16, 32, 32, 4, 2), Launch(16, 32, 32, 4, 2)),
+    prefill_ungated=(Launch(128, 256, 64, 8, 4, 4, is_halved=True), Launch(128, 256, 64, 8, 3, 4, is_halved=True)),
 )
 
 FP8: Final = Measured(
     # The first product always has tiles of a group of features, which it quantises together.
     decode=(Launch(16, GROUP, GROUP, 4, 3), Launch(16, GROUP, GROUP, 4, 3)),
     middle=(middle := (Launch(64, GROUP, GROUP, 8, 3), Launch(64, GROUP, GROUP, 4, 4))),
-    prefill=(prefill := (Launch(128, GROUP, GROUP, 8, 3, 2), Launch(64, GROUP, GROUP, 4, 4))),
+    prefill=(prefill := (Launch(128, GROUP, GROUP, 8, 3, 4), fp8_down := Launch(64, GROUP, GROUP, 4, 3, 2))),
     fixed=(middle, middle, prefill),
+    prefill_ungated=(Launch(64, GROUP, GROUP, 8, 3, 2), fp8_down),
 )
 
 FOUR_BIT: Final = Measured(
@@ -72,7 +77,12 @@ MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, Four
 
 
 def choose_launches(
-    format_class: type, dtype: torch.dtype, choices_per_expert: int, launches: Launches = Launches.MEASURED
+    format_class: type,
+    dtype: torch.dtype,
+    choices_per_expert: int,
+    launches: Launches = Launches.MEASURED,
+    *,
+    is_gated: bool = True,
 ) -> Pair:
     """Return the launches of both products.
 
@@ -80,6 +90,7 @@ def choose_launches(
         format_class: class of the experts' weights.
         dtype: of activations.
         choices_per_expert: on average.
+        is_gated: whether experts have a gate.
     """
     measured = MEASURED[format_class]
     if dtype == torch.float32 and measured.float32 is not None:
@@ -87,5 +98,5 @@ def choose_launches(
     is_fixed = launches is Launches.FIXED
     decode, middle, prefill = measured.fixed if is_fixed else measured[:3]
     if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
-        return prefill
+        return prefill if is_gated else measured.prefill_ungated or prefill
     return middle if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else decode

@@ -64,7 +64,8 @@ def mixture(
     if isinstance(shared, SharedExpert) and (launches is Launches.FIXED or not can_join(experts, shared)):
         shared = _output(shared, experts.activation, launches)
     choices_per_expert = chosen[1].numel() // router.logits_TE.shape[1]
-    tiles = choose_launches(type(experts.up), x_TD.dtype, choices_per_expert, launches)
+    is_gated = experts.activation.is_gated
+    tiles = choose_launches(type(experts.up), x_TD.dtype, choices_per_expert, launches, is_gated=is_gated)
     return compute_choices(x_TD, experts, chosen, shared, tiles)
 
 

@@ -9,6 +9,7 @@ from strandline.kernels.experts.many_launches import (
     MEASURED,
     choose_launches,
 )
+from strandline.kernels.operation import Launches
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,11 @@ from strandline.kernels.experts.many_launches import (
 def test_larger_tiles_begin_at_their_number_of_choices(num_choices: int, expected: str) -> None:
     for format_class, measured in MEASURED.items():
         assert choose_launches(format_class, torch.bfloat16, num_choices) == getattr(measured, expected)
+
+
+def test_experts_without_a_gate_have_prefill_tiles_of_their_own() -> None:
+    for format_class, measured in MEASURED.items():
+        for launches in Launches:
+            chosen = choose_launches(format_class, torch.bfloat16, CHOICES_PER_EXPERT_PREFILL, launches, is_gated=False)
+            gated = measured.fixed[2] if launches is Launches.FIXED else measured.prefill
+            assert chosen == (measured.prefill_ungated or gated)

@@ -123,7 +123,7 @@ def check_experts_without_gate(arguments: Inputs) -> None:
         expected_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
     own = ExpertWeights(DenseWeight(up), DenseWeight(down), RELU_SQUARED)
     for launches in Launches:
-        tiles = choose_launches(DenseWeight, x_TD.dtype, experts.numel() // len(up), launches)
+        tiles = choose_launches(DenseWeight, x_TD.dtype, experts.numel() // len(up), launches, is_gated=False)
         with poisoned_memory():
             check_near(added_up(compute_choices(x_TD, own, (weights, experts), None, tiles)), expected_TD)
 
