@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strandline.device.uni_executor import choose_kernels
 from strandline.kernels import binding, overlap_triton
 from strandline.kernels.experts import few_triton
-from strandline.kernels.gemm import gemms_triton
+from strandline.kernels.gemm.gemms_triton import linear
 from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.gemm.weights import DenseWeight
-from strandline.kernels.rowwise import norm_triton
+from strandline.kernels.rowwise.norm_triton import rms_norm
 from strandline.models.weights import load_model
-from tests.cpu.kernels.gemm import test_low_rank
+from tests.cpu.kernels.gemm import formats
+from tests.cpu.kernels.gemm.formats import of_every_format
+from tests.cpu.kernels.gemm.test_low_rank import Case, build, random_slots, tiles
 from tests.cpu.kernels.test_triton_models import NO_LAUNCHES, save_in
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import prompt
@@ -176,17 +178,21 @@ def test_no_launch_reads_what_may_not_be_written_yet(
     assert watch.faults == set()
 
 
-def test_products_with_adapters_wait_for_first_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = test_low_rank.PRODUCTS["one row"]
-    adapters = test_low_rank.build(case, torch.bfloat16, "cpu")
-    term = LowRankTerm(adapters, test_low_rank.tiles(case.slots_T, len(case.ranks_SP), "cpu"))
-    x, gain = torch.ones(1, case.num_inputs, dtype=torch.bfloat16), torch.ones(case.num_inputs, dtype=torch.bfloat16)
-    weight = DenseWeight(torch.ones(len(case.part_O), case.num_inputs, dtype=torch.bfloat16))
+@pytest.mark.parametrize("num_rows", [1, 4, 20])
+@of_every_format
+def test_products_with_adapters_read_nothing_too_early(
+    case: formats.Case, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = Case(random_slots(num_rows, 2), [0] * 100 + [1] * 28, [[5, 16], [16, 1]], 128)
+    term = LowRankTerm(build(adapted, torch.bfloat16, "cpu"), tiles(adapted.slots_T, 2, "cpu"))
+    weights = [case.weight(128, 128, dtype=torch.bfloat16) for _ in range(2)]
+    x_TI, gain_I = torch.randn(num_rows, 128).bfloat16(), torch.ones(128, dtype=torch.bfloat16)
     watch = Watch(monkeypatch)
     with watch:
-        gemms_triton.linear(norm_triton.rms_norm(x, gain, 1e-6), weight, None, term)
-    norm, _, *product = watch.names
-    assert (norm, product) == ("_norm_kernel", ["_gemv_kernel"])
+        x_TI = rms_norm(x_TI, gain_I, 1e-6)
+        for weight in weights:
+            x_TI = linear(x_TI, weight, None, term)
+    assert ("_tiles_kernel" if num_rows > 4 else "_gemv_kernel") in watch.names
     assert watch.faults == set()
 
 

@@ -25,6 +25,9 @@ from strandline.kernels.rowwise.activation_triton import silu_times
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
+MIN_REGISTERS, MAX_REGISTERS, MAX_RANKS_LIMITED = 64, 128, 16
+"""Range of such limits, and the largest rank at which they spill nothing."""
+
 
 class Second(NamedTuple):
     """A second product of the same rows, before they are quantised."""
@@ -296,8 +299,30 @@ def launch_rows(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=launch.warps,
+        **_registers(launch, weight, num_rows, expansion, is_gated=is_gated),
         **overlap_options(out_MO),
     )
+
+
+def _registers(
+    launch: Launch,
+    weight: DenseWeight | QuantizedWeight,
+    num_rows: int,
+    expansion: Expansion | None,
+    *,
+    is_gated: bool,
+) -> dict[str, int]:
+    """Return the option that limits the registers of a thread, where a product of one row takes more with adapters.
+
+    A few more registers let fewer programs run at once: of a small weight no longer all.
+    """
+    if expansion is None or num_rows > 1 or not isinstance(weight, DenseWeight):
+        return {}
+    # A thread's numbers of the weight, two in a register.
+    held = cdiv(weight.shape[1], launch.block_k) * launch.block_k * launch.block_n // (64 * launch.warps)
+    most = max(MIN_REGISTERS, cdiv(held + (48 if is_gated else 16), 32) * 32)
+    has_few_ranks = expansion.constants.block_ranks <= MAX_RANKS_LIMITED
+    return {"maxnreg": most} if most <= MAX_REGISTERS and has_few_ranks else {}
 
 
 def _second_arguments(
