@@ -165,6 +165,15 @@ def test_what_cannot_be_loaded_is_refused(client: Client, name: str, path: str, 
     assert client.models().keys() == {"tiny", "one"}
 
 
+def test_paths_that_no_file_can_have_are_refused(client: Client) -> None:
+    link = client.folder / "loop"
+    link.symlink_to("loop")
+    for path in (link, client.folder / ("x" * 5000), f"{client.folder}/\0"):
+        answer = client.load("odd", path)
+        assert answer.status_code == 400, answer.text
+    link.unlink()
+
+
 def test_a_link_out_of_the_folder_is_not_followed(client: Client, tmp_path: Path) -> None:
     link = client.folder / "link"
     link.symlink_to(tmp_path)

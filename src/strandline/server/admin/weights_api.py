@@ -1,6 +1,5 @@
 """Endpoints for weights that change: read from disk, or sent by a trainer; names are vLLM's and SGLang's."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -13,6 +12,7 @@ from strandline.records.weight_transfer import SentTensors, TransferGroup
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_control import EngineControl
 from strandline.server.http.sse import json_response
+from strandline.server.requests.paths import resolved
 from strandline.server.requests.request_bodies import Strings, check_extra
 
 VERSION_CHARACTERS = 256
@@ -120,13 +120,15 @@ def _add_reading(app: FastAPI, client: EngineClient, control: EngineControl, gua
         check_extra(body.model_extra, {}, WEIGHTS_WITHOUT_EFFECT)
         if not body.flush_cache:
             raise RequestError("flush_cache must be true: entries of other weights are never hit", param="flush_cache")
-        path = Path(body.model_path)
-        if "\0" in body.model_path or not path.is_dir():
+        path = resolved(body.model_path)
+        if path is None or not path.is_dir():
             raise RequestError(f"there is no directory {body.model_path[:200]!r}", param="model_path")
         version = body.weight_version or control.weight_version
-        resolved, aborts = str(path.resolve()), body.abort_all_requests
-        number = await control.update_weights(resolved, version, aborts=aborts, stays_paused=body.keep_pause)
-        return json_response({"success": True, "message": f"the weights are {resolved}", "num_paused_requests": number})
+        directory, aborts = str(path), body.abort_all_requests
+        number = await control.update_weights(directory, version, aborts=aborts, stays_paused=body.keep_pause)
+        return json_response(
+            {"success": True, "message": f"the weights are {directory}", "num_paused_requests": number}
+        )
 
     @app.post("/update_weight_version", dependencies=guard)
     async def update_weight_version(body: VersionBody) -> Response:

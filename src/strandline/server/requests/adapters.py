@@ -16,6 +16,7 @@ from strandline.lora_config import NAME
 from strandline.records.adapters import LoadedAdapter
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.http.error_responses import UnknownAdapterError
+from strandline.server.requests.paths import resolved
 
 
 class LoadBody(BaseModel):
@@ -71,22 +72,23 @@ class Adapters:
             RequestError: the name or the path is not allowed, or the adapter cannot be served.
             UnknownAdapterError: there is no adapter at the path.
         """
-        name, path = body.lora_name, Path(body.lora_path)
+        name, path = body.lora_name, resolved(body.lora_path)
         if not NAME.fullmatch(name):
             raise RequestError("lora_name must be of 1 to 200 characters, without =", param="lora_name")
         if name in self._model_names:
             raise RequestError(f"{name!r} is the model's own name", param="lora_name")
-        is_allowed = self.directory is not None and "\0" not in body.lora_path
-        if self._client is None or not (is_allowed and path.resolve().is_relative_to(str(self.directory))):
-            raise RequestError(f"adapters are loaded from {self.directory}: not from {path}", param="lora_path")
+        is_allowed = path is not None and self.directory is not None and path.is_relative_to(self.directory)
+        if self._client is None or path is None or not is_allowed:
+            given = repr(body.lora_path[:200])
+            raise RequestError(f"adapters are loaded from {self.directory}: not from {given}", param="lora_path")
         if not path.is_dir():
-            raise UnknownAdapterError(f"there is no directory {path}", param="lora_path")
+            raise UnknownAdapterError(f"there is no directory {body.lora_path[:200]}", param="lora_path")
         async with self._changing:
             if name in self._by_name and not body.load_inplace:
                 raise RequestError(
                     f"the LoRA adapter {name!r} is loaded already; unload it, or set load_inplace", param="lora_name"
                 )
-            adapter = await self._client.load_adapter(name, str(path.resolve()))
+            adapter = await self._client.load_adapter(name, str(path))
             replaced = self._by_name.get(name)
             self._by_name[name] = adapter
             self._forget(replaced)
