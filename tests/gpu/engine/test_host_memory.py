@@ -9,6 +9,7 @@ from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.actions import LoadIn, SlotCopy, StoreOut
+from tests.cpu.device.test_stored_windows import check_windows_return
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats
@@ -131,3 +132,8 @@ def test_states_in_fewer_bits_return_as_on_a_cpu(make_llm: MakeLLM, dtype: str) 
                 # A division may round differently, by one code.
                 assert torch.allclose(mine.states[name][4].cpu().float(), state[4].float(), rtol=1e-2, atol=0.04)
                 assert bool((state[4] != 0).any())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_windows_return_from_pinned_memory(dtype: str) -> None:
+    check_windows_return(PinnedStore, "cuda", dtype)
