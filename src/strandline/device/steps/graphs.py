@@ -66,7 +66,7 @@ def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
     """Capture a function whose operations do not need the host.
 
     Args:
-        pool: of ``torch.cuda.graph_pool_handle``: scratch memory of graphs that are never replayed at once.
+        pool: a ``torch.cuda.graph_pool_handle``, scratch memory of graphs that are never replayed at once.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
