@@ -218,10 +218,14 @@ class ModelSpec:
         """Whether some layers' streams have windows and others' do not."""
         return len({layer.window_tokens is None for layer in self.layers if layer.streams}) == 2
 
+    def can_have_window_blocks(self, *, leaves_device: bool) -> bool:
+        """Return whether layers with windows can have blocks of their own. Snapshots leave the device in slots alone."""
+        return self.mixes_windows and (self.has_states or not leaves_device)
+
     @property
-    def can_have_window_blocks(self) -> bool:
-        """Whether layers with windows can have blocks of their own: prefixes must be resumed at snapshots."""
-        return self.has_states and self.mixes_windows
+    def needs_snapshots(self) -> bool:
+        """Whether prefixes are resumed at snapshots: slots, windows or both."""
+        return self.has_states or self.has_window_blocks
 
     def lifetime_of(self, layer: LayerSpec) -> Lifetime:
         """Return which blocks hold a layer's streams."""
@@ -243,9 +247,14 @@ class ModelSpec:
 
     @cached_property
     def max_window_tokens(self) -> int:
-        """Number of last tokens whose streams in window blocks any layer reads; 0: there are no such blocks."""
+        """Number of last tokens whose streams in window blocks are stored; 0: there are no such blocks.
+
+        As many as any layer reads. Without states one more, since the last token of a prompt that ends at a snapshot is
+        computed again.
+        """
         windowed = (layer for layer in self.layers if self.lifetime_of(layer) is Lifetime.WINDOW)
-        return max((layer.window_tokens or 0 for layer in windowed), default=0)
+        most = max((layer.window_tokens or 0 for layer in windowed), default=0)
+        return most + (most > 0 and not self.has_states)
 
     @cached_property
     def raw_slot_bytes(self) -> int:

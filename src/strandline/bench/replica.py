@@ -160,7 +160,7 @@ class Replica:
         self.clock = SimulatedClock()
         spec = machine.spec
         rule = resume_rule(spec)
-        announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
+        announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
         self.cache = make_cache(
             policy(policy_name),
             machine.memory_bytes // spec.slab_bytes,

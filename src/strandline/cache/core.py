@@ -12,8 +12,9 @@ A request that resumes at ``p`` reads the shared snapshot at ``p`` in place and 
 match, including those beyond ``p``, where it recomputes the state but not the keys and values. When ``p`` is
 inside a block, the request gets its own copy of that block's first ``p % 64`` tokens.
 
-For a model that keeps no states (``AtTokens``), there are no snapshots and no slots but the null slot: a request
-resumes wherever keys and values are cached, and its last, partly filled block is published as well.
+A model that keeps no states has no slots but the null slot. With ``AtTokens``, there are no snapshots: a request
+resumes wherever keys and values are cached, and its last, partly filled block is published as well. With
+``AtWindowEnds``, a snapshot is a window without a slot, and no step emits it: it is a part of its lease's window.
 """
 
 from dataclasses import replace
@@ -44,7 +45,7 @@ from strandline.cache.walk import Walk
 from strandline.cache.window import Window
 from strandline.cache.windows import Windows
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, BlockId, RequestId, SlotId
 from strandline.records.account import UNCOUNTED, Account, Reason, SnapshotKind
 from strandline.records.actions import Action, CopyTokens
 from strandline.records.tokens import TokenBuffer, resumable_end
@@ -100,7 +101,7 @@ class PrefixCache:
         self._is_stepwise = enabled and placement.is_stepwise
         self._logs = LogPool(size.num_logs)
         self._num_reserved_slabs = int(RESERVE_SHARE * size.num_slabs)
-        self._slot_tokens = size.blocks_per_slab * BLOCK_TOKENS
+        self._snapshot_blocks = size.snapshot_blocks(int(rule.needs_slots)) or size.blocks_per_slab
         self._log_tokens = size.log_tokens
 
     def attach(self, below: Below) -> None:
@@ -246,27 +247,31 @@ class PrefixCache:
         if self._rule.needs_slots:
             lease.dst = self._memory.take_promised_slot()
         if self._memory.windows.are_kept:
-            lease.window = self._resume_window(match.snapshot)
+            lease.window = self._resume_window(match.snapshot, match.position)
         if match.snapshot is not None:
-            lease.source, lease.src = match.snapshot, match.snapshot.slot
             record_hit(lease, match.snapshot, self._memory, self._reuse)
-        record_use(lease, None if self._rule.needs_slots else match.copied_run, self._memory, self._reuse)
+            if self._rule.needs_slots:
+                lease.source, lease.src = match.snapshot, match.snapshot.slot
+            else:
+                self._memory.unpin_snapshot(match.snapshot)
+        record_use(lease, None if self._rule.needs_snapshots else match.copied_run, self._memory, self._reuse)
         if match.copied_run is not None:
             self._copy_partial(lease, match.copied_run)
         self._windows.advance(lease)
 
-    def _resume_window(self, snapshot: Snapshot | None) -> Window:
+    def _resume_window(self, snapshot: Snapshot | None, position: int) -> Window:
         """Return the window blocks of a request that resumes from a snapshot; None: it starts from the first token."""
         if snapshot is None:
             return Window()
-        windows, position = self._memory.windows, snapshot.position
+        windows = self._memory.windows
         own = self._memory.take_promised_window_blocks(windows.num_to_resume(position, position))
         return windows.resumed(snapshot.window, position, own)
 
     def _plan_snapshots(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement at which positions the lease leaves snapshots."""
         prompt = (lease.computed, len(lease.tokens), kv_tokens, marks)
-        room = (self._allocator.num_free_slabs - self._num_reserved_slabs, self._slot_tokens)
+        num_spare_blocks = (self._allocator.num_free_slabs - self._num_reserved_slabs) * self._allocator.blocks_per_slab
+        room = (num_spare_blocks // self._snapshot_blocks, self._snapshot_blocks * BLOCK_TOKENS)
         may_probe = self._publisher.may_probe(lease)
         lease.planned_cuts = self._placement.on_admission(Admission(*prompt, *room, may_probe, lease.tokens.data))
 
@@ -321,8 +326,11 @@ class PrefixCache:
         return is_due and self.is_enabled and lease.computed < lease.shared_end
 
     def _reserve_cuts(self, lease: Lease, end: int) -> tuple[tuple[int, SlotId], ...]:
-        """Allocate slots for the snapshots that the step to ``end`` emits; omit those for which there is no memory."""
-        if not self.is_enabled or not self._rule.needs_slots:
+        """Allocate slots for the snapshots that the step to ``end`` emits; omit those for which there is no memory.
+
+        Snapshots without slots are not emitted: they are published once their tokens are computed.
+        """
+        if not self.is_enabled or not self._rule.needs_snapshots:
             return ()
         due = {position: kind for position, kind in lease.planned_cuts.items() if lease.computed < position <= end}
         boundary = self._placement.in_step(lease.computed, end)
@@ -330,6 +338,9 @@ class PrefixCache:
             due.setdefault(boundary, SnapshotKind.BOUNDARY)
         lease.planned_cuts = {position: kind for position, kind in lease.planned_cuts.items() if position > end}
         self._publisher.probation.make_room(sum(kind is SnapshotKind.PROBE for kind in due.values()))
+        if not self._rule.needs_slots:
+            lease.cuts += [Cut(position, NULL_SLOT, due[position]) for position in sorted(due)]
+            return ()
         for position in sorted(due):
             slot = self._memory.take_slot() if self._memory.can_take(0, 1) else None
             if slot is not None:
@@ -358,7 +369,7 @@ class PrefixCache:
             self._publisher.publish_blocks(lease)
         if lease.cuts:
             self._publisher.publish_cuts(lease)
-        elif lease.planned_cuts and not self._rule.needs_slots:
+        elif lease.planned_cuts and not self._rule.needs_snapshots:
             self._publisher.publish_for_followers(lease)
         self._windows.advance(lease)
         if self._memory.windows.are_kept:
@@ -374,26 +385,30 @@ class PrefixCache:
     def leave_snapshot(self, lease: Lease, kind: SnapshotKind) -> bool:
         """Publish the lease's slot as a snapshot at ``lease.computed`` and give the lease a new slot.
 
-        Without states, publish the block that the lease is filling, as far as it is computed.
+        Without slots, the snapshot is the lease's window. Without snapshots, publish the block that the lease is
+        filling, as far as it is computed.
 
         Returns:
             False when that snapshot exists already, or no slot can be allocated; the lease keeps its slot.
         """
         self._publish_partial_block(lease)
-        home = self._states.home_for(lease, kind, lease.computed) if lease.has_own_state else None
+        home = self._states.home_for(lease, kind, lease.computed) if self._states.has_own_state(lease) else None
         if home is None:
             return False
+        cut = Cut(lease.computed, lease.dst, kind)
+        if not self._rule.needs_slots:
+            self._publisher.publish(lease, cut, home)
+            return True
         slot = self._states.take_slot_before_step(lease)
         if slot is None:
             return False
         self._states.fold(lease)
-        cut = Cut(lease.computed, lease.dst, kind)
         snapshot = self._publisher.publish(lease, cut, home, num_readers=1)
         lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
         return True
 
     def _publish_partial_block(self, lease: Lease) -> None:
-        if self.is_enabled and not self._rule.needs_slots:
+        if self.is_enabled and not self._rule.needs_snapshots:
             self._publisher.publish_partial_block(lease)
 
     def keep_fallback(self, lease: Lease, position: int) -> None:
@@ -459,7 +474,9 @@ class PrefixCache:
         return CacheStats(
             memory=self.memory_use(),
             num_leases=sum(lease.is_request for lease in self._leases.values()),
-            num_snapshots=self._allocator.num_slots - sum(lease.num_slots for lease in self._leases.values()),
+            num_snapshots=sum(counters.snapshots_taken.values())
+            + counters.loads.num_snapshots
+            - memory.num_snapshots_evicted,
             num_snapshots_evicted=memory.num_snapshots_evicted,
             num_blocks_evicted=memory.num_blocks_evicted,
             queries=counters.queries,

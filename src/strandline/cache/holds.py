@@ -48,7 +48,7 @@ class Holds:
         if name in self._leases:
             raise CacheInvariantError(f"{name} has a lease already")
         found = self._index.match(salt, tokens.data)
-        num_tokens = 0 if found is None else found.position if self._rule.needs_slots else found.end.kv_tokens
+        num_tokens = 0 if found is None else found.position if self._rule.needs_snapshots else found.end.kv_tokens
         if not num_tokens:
             return None
         prefix = TokenBuffer()

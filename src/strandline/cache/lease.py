@@ -19,7 +19,10 @@ NO_FILLS: Final[Mapping[int, int]] = {}
 
 @dataclass(slots=True)
 class Cut:
-    """A snapshot that a prefill emits: the state after ``position`` tokens is written to ``slot``."""
+    """A snapshot that a prefill emits: the state after ``position`` tokens is written to ``slot``.
+
+    The null slot: the model keeps no states, and the snapshot is its window blocks.
+    """
 
     position: int
     slot: SlotId
@@ -163,11 +166,6 @@ class Lease:
     def is_return(self) -> bool:
         """Whether it continues a path that was served before."""
         return self.interarrival_bin != NO_INTERARRIVAL
-
-    @property
-    def num_slots(self) -> int:
-        """The slots that it alone uses."""
-        return (self.dst != NULL_SLOT) + len(self.cuts) + (self.fallback is not None)
 
     @property
     def num_logged(self) -> int:

@@ -29,7 +29,7 @@ from strandline.cache.tree import (
 )
 from strandline.cache.window_blocks import WindowBlocks
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, SlotId
 from strandline.records.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -207,8 +207,10 @@ class CacheMemory:
             self.windows.release(cut.window)
 
     def free_slot(self, slot: SlotId) -> None:
-        self.allocator.free_slot(slot)
-        self.actions.append(DropSlot(slot))
+        """Free a slot; the null slot was not allocated."""
+        if slot != NULL_SLOT:
+            self.allocator.free_slot(slot)
+            self.actions.append(DropSlot(slot))
 
     # The index's blocks
 
@@ -287,9 +289,9 @@ class CacheMemory:
     def pin_snapshot(self, snapshot: Snapshot) -> None:
         snapshot.num_readers += 1
         if snapshot.num_readers == 1:
-            self.num_evictable_slots -= 1
+            self.num_evictable_slots -= snapshot.num_slots
             if self.windows.are_kept:
-                self.windows.pin(snapshot.window)
+                self.windows.set_pinned(snapshot.window, is_pinned=True)
 
     def unpin_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a reader. A snapshot that was evicted meanwhile is freed with its last reader."""
@@ -297,9 +299,9 @@ class CacheMemory:
         if snapshot.num_readers:
             return
         if snapshot.is_attached:
-            self.num_evictable_slots += 1
+            self.num_evictable_slots += snapshot.num_slots
             if self.windows.are_kept:
-                self.windows.unpin(snapshot.window)
+                self.windows.set_pinned(snapshot.window, is_pinned=False)
             self.offer(snapshot)
         else:
             self._free_snapshot(snapshot)
@@ -318,8 +320,7 @@ class CacheMemory:
             tail.is_live = False
             self.remove_user(tail)
         self.unpin_run(lease.run)
-        if self.windows.are_kept:
-            self.windows.release(lease.window)
+        self.windows.release(lease.window)
         self.on_ended(lease)
 
     def touch(self, *runs: Run | None) -> None:
@@ -350,9 +351,9 @@ class CacheMemory:
         """
         self.revision += 1
         if snapshot.num_readers == 0:
-            self.num_evictable_slots += 1
+            self.num_evictable_slots += snapshot.num_slots
             if self.windows.are_kept:
-                self.windows.unpin(snapshot.window)
+                self.windows.set_pinned(snapshot.window, is_pinned=False)
             self.offer(snapshot)
         above = snapshot_above(snapshot)
         if above is not None:
@@ -407,7 +408,7 @@ class CacheMemory:
         if (unneeded := run_of_last_block(snapshot)) is not None:
             self.offer(unneeded)
         if snapshot.num_readers == 0:
-            self.num_evictable_slots -= 1
+            self.num_evictable_slots -= snapshot.num_slots
             self._free_snapshot(snapshot)
         self.on_dropped(snapshot)
 

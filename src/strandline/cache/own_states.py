@@ -29,7 +29,7 @@ class OwnStates:
 
     Args:
         placement: says which of them become snapshots; None: nothing is kept.
-        needs_slots: whether the model keeps states.
+        needs_slots: whether the model keeps states; else a state is what keys and values the windows contain.
     """
 
     def __init__(
@@ -67,15 +67,22 @@ class OwnStates:
         home = find_home(lease.run, lease.tokens.data, position)
         return home if snapshot_at(home, position) is None else None
 
+    def has_own_state(self, lease: Lease) -> bool:
+        """Return whether the state at ``lease.computed`` can become a snapshot: it is the lease's, with its window.
+
+        A lease that resumed one token before a snapshot has no whole window until it has computed that token.
+        """
+        return lease.has_own_state and self._memory.windows.covers(lease.window, lease.computed)
+
     def keep_fallback(self, lease: Lease) -> None:
         """Keep the state at ``lease.computed`` in the lease's slot, and give the lease a new one for the steps after.
 
         Replaces the fallback that it has. Nothing changes if no slot can be allocated, or the state is in a snapshot.
         """
         is_kept = self._placement is not None and self._placement.keeps(SnapshotKind.GENERATION_END)
-        if not is_kept or not lease.has_own_state or lease.dst == NULL_SLOT:
+        if not is_kept or not self.has_own_state(lease):
             return
-        slot = self.take_slot_before_step(lease)
+        slot = self.take_slot_before_step(lease) if self._needs_slots else NULL_SLOT
         if slot is None:
             return
         self.fold(lease)
@@ -97,7 +104,7 @@ class OwnStates:
     def drop_fallback(self, lease: Lease) -> bool:
         """Free a lease's fallback, unless its next step reads it; return whether there was one."""
         fallback = lease.fallback
-        if fallback is None or lease.src == fallback.slot:
+        if fallback is None or (self._needs_slots and lease.src == fallback.slot):
             return False
         self._memory.free_cut(fallback)
         lease.fallback = None
@@ -111,27 +118,28 @@ class OwnStates:
         """Publish the last state of a lease that ends, or the last one up to a position, and free its other slots."""
         state = self._last_state(lease, min(end, lease.computed), kind)
         home = None if state is None else self.home_for(lease, kind, state.position)
-        left = NULL_SLOT
+        left = None
         if state is not None and home is not None:
-            if state.slot == lease.dst:
+            if state is not lease.fallback:
                 self.fold(lease, state.position)
             self._publisher.publish(lease, state, home)
-            left = state.slot
-        if lease.dst not in (NULL_SLOT, left):
+            left = state
+        if left is None or left is lease.fallback:
             self._memory.free_slot(lease.dst)
-        if lease.fallback is not None and lease.fallback.slot != left:
+        if lease.fallback is not None and left is not lease.fallback:
             self._memory.free_cut(lease.fallback)
         lease.fallback = None
 
     def _last_state(self, lease: Lease, end: int, kind: SnapshotKind) -> Cut | None:
         """Return the last state up to a position, if its keys and values are there; else the very last one, if any."""
-        fallback, has_own = lease.fallback, lease.has_own_state
-        is_there = end == lease.computed or (lease.holds_drafts and lease.folded <= end)
+        fallback, has_own = lease.fallback, self.has_own_state(lease)
+        is_there = not self._needs_slots or end == lease.computed or (lease.holds_drafts and lease.folded <= end)
         has_window = self._windows.has_window(lease, end) and self._memory.windows.covers(lease.window, end)
         if has_own and is_there and has_window:
             return Cut(end, lease.dst, kind)
         if fallback is not None:
             is_before = fallback.position <= end and self._windows.has_window(lease, fallback.position)
             if is_before or not has_own:
-                return Cut(fallback.position, fallback.slot, kind, fallback.window)
+                fallback.kind = kind
+                return fallback
         return Cut(lease.computed, lease.dst, kind) if has_own else None

@@ -28,9 +28,9 @@ class Admission(NamedTuple):
     marks: tuple[int, ...]
     """Ends of shared prefixes, by the sender or the chat template."""
     num_spare_slots: int
-    """Slots that can be allocated without eviction before memory is scarce."""
+    """Snapshots that can be taken without eviction before memory is scarce."""
     slot_tokens: int = 0
-    """Tokens whose keys and values are as large as a slot; 0: unknown."""
+    """Tokens whose keys and values are as large as a snapshot; 0: unknown."""
     may_probe: bool = False
     """Whether a probe may be taken: the prompt continues no path, and the memory is large enough for probes."""
     data: bytes | bytearray = b""

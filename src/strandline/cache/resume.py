@@ -16,7 +16,7 @@ class Match(NamedTuple):
     position: int
     """The tokens before it are hit."""
     snapshot: Snapshot | None
-    """The snapshot at ``position``; None: nothing is hit, or the model keeps no states."""
+    """The snapshot that the prompt resumes from; None: nothing is hit, or prompts resume without snapshots."""
     held: Walk | None = None
     """The part of ``end`` whose blocks the request shares, where it reaches less far; None: all."""
 
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
     @property
     def source(self) -> Snapshot | Run | None:
-        """What the request resumes from: the snapshot, or, without states, the deepest run; None: nothing is hit."""
+        """What the request resumes from: the snapshot, or, without snapshots, the deepest run; None: nothing is hit."""
         if self.position == 0:
             return None
         return self.snapshot or self.copied_run or self.shared.run
@@ -52,6 +52,10 @@ class ResumeRule(Protocol):
     @property
     def needs_slots(self) -> bool:
         """Whether running requests and hits need slots."""
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether prompts resume at snapshots alone."""
 
     def match(self, root: Run, data: bytearray) -> Match:
         """Match a prompt against a tree. Changes nothing."""

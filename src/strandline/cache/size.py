@@ -19,7 +19,7 @@ class CacheSize(NamedTuple):
     log_tokens: int = 0
     """Capacity of a log, in decoded tokens."""
     window_tokens: int = 0
-    """Tokens that a token sees in window blocks, itself among them: the most of any layer; 0: there are none."""
+    """Tokens whose window blocks are stored (``ModelSpec.max_window_tokens``); 0: there are none."""
     window_blocks_per_slab: int = 0
     """Window blocks that fit in the memory of one slot."""
 
@@ -28,10 +28,10 @@ class CacheSize(NamedTuple):
         """Blocks that the null blocks of all kinds overlap with, the null block included: they begin together."""
         return -(-self.blocks_per_slab // self.window_blocks_per_slab) if self.window_blocks_per_slab else 1
 
-    @property
-    def snapshot_blocks(self) -> int:
-        """The size of a snapshot, in blocks: its slot and its window."""
+    def snapshot_blocks(self, num_slots: int) -> int:
+        """Return the size of a snapshot in blocks: its slot, unless it has none, and its window."""
+        slot_blocks = self.blocks_per_slab * num_slots
         if not self.window_tokens:
-            return self.blocks_per_slab
+            return slot_blocks
         num_window_blocks = -(-(self.window_tokens - 1) // BLOCK_TOKENS)
-        return self.blocks_per_slab * (self.window_blocks_per_slab + num_window_blocks) // self.window_blocks_per_slab
+        return slot_blocks + self.blocks_per_slab * num_window_blocks // self.window_blocks_per_slab

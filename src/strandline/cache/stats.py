@@ -35,7 +35,7 @@ class CacheStats:
     num_leases: int
     """Running requests."""
     num_snapshots: int
-    """Published slots: neither a running request's own nor reserved for a cut."""
+    """Snapshots of the index: neither a running request's own states nor reserved for a cut."""
     num_snapshots_evicted: int
     num_blocks_evicted: int
     queries: int

@@ -21,7 +21,7 @@ from typing import TypeVar
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.cache.window import NO_WINDOW, Window
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
@@ -33,9 +33,10 @@ MAX_GHOSTS = 64
 
 
 class Snapshot:
-    """A published slot: the state of all recurrent layers after exactly ``position`` tokens.
+    """A published slot: the state of all recurrent layers after exactly ``position`` tokens; and its window blocks.
 
-    The slot is never written. Only the snapshot's position in the tree and its recorded use change.
+    Without states, the slot is the null slot. The slot is never written. Only the snapshot's position in the tree and
+    its recorded use change.
     """
 
     __slots__ = (
@@ -105,6 +106,11 @@ class Snapshot:
         """Record that a prompt ends here, whatever the snapshot was taken for: its path will continue from here."""
         if self.kind is not SnapshotKind.PREEMPTION:
             self.kind, self.is_superseded = SnapshotKind.PROMPT_END, False
+
+    @property
+    def num_slots(self) -> int:
+        """The slots that it has: one, or none without states."""
+        return int(self.slot != NULL_SLOT)
 
     @property
     def saved_tokens(self) -> int:

@@ -98,34 +98,25 @@ class WindowBlocks:
         return part
 
     def resumed(self, window: Window, position: int, blocks: "array[int]") -> Window:
-        """Return the window of a request that resumes at a position, where a snapshot's window ends.
+        """Return the window of a request that resumes at a position in the last block of a snapshot's window.
 
         Args:
             blocks: allocated for it: one for a copy of the block that the position is inside; else none.
         """
-        shared = window.blocks[window.first : position // BLOCK_TOKENS]
+        index, num_tokens = divmod(position, BLOCK_TOKENS)
+        shared = window.blocks[window.first : index]
         if blocks:
-            self._issue(
-                CopyTokens(BlockId(window.blocks[-1]), BlockId(blocks[0]), position % BLOCK_TOKENS, Lifetime.WINDOW)
-            )
+            self._issue(CopyTokens(BlockId(window.blocks[index]), BlockId(blocks[0]), num_tokens, Lifetime.WINDOW))
         own = Window(window.first, shared + blocks)
         self._add(own, own.held)
         return own
 
-    def pin(self, window: Window) -> None:
-        """Keep a window from eviction."""
-        self._set_pinned(window, is_pinned=True)
-
-    def unpin(self, window: Window) -> None:
-        """Let a snapshot's window be evicted."""
-        self._set_pinned(window, is_pinned=False)
-
-    def _set_pinned(self, window: Window, *, is_pinned: bool) -> None:
-        if window.is_pinned == is_pinned:
-            return
-        window.is_pinned = is_pinned
-        for block in window.held:
-            self._count_pinned(block, 1 if is_pinned else -1)
+    def set_pinned(self, window: Window, *, is_pinned: bool) -> None:
+        """Keep a snapshot's window from eviction, or let it be evicted."""
+        if window.is_pinned != is_pinned:
+            window.is_pinned = is_pinned
+            for block in window.held:
+                self._count_pinned(block, 1 if is_pinned else -1)
 
     def release(self, window: Window) -> None:
         """Free the blocks that no other window has."""

@@ -381,9 +381,9 @@ class EngineCore:
         ]
 
     def _shortest_hit(self) -> str:
-        if not self.cache.is_enabled or (self._cache_mode == "none" and self.spec.has_states):
+        if not self.cache.is_enabled or (self._cache_mode == "none" and self.spec.needs_snapshots):
             return "nothing can hit"
-        if not self.spec.has_states:
+        if not self.spec.needs_snapshots:
             return f"shortest prefix that can hit: {self._shortest_auto}"
         shortest = self._shortest_auto if self._cache_mode == "auto" else f"{self._cache_block_tokens} tokens"
         return f"snapshots placed by '{self._cache_mode}'; shortest prefix that can hit: {shortest}"
@@ -438,7 +438,7 @@ def new_scheduler(
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
     rule = resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=facts.spec.window_tokens)
-    announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
+    announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
     num_logs = config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0
     cache = new_cache(
         cache_size(facts, num_logs),

@@ -46,7 +46,7 @@ class Driver:
         windows_per_slab: int = 0,
     ) -> None:
         slot_blocks = blocks_per_slab if lower_slot_blocks is None else lower_slot_blocks
-        announcer = Announcer(needs_snapshots=rule.needs_slots) if emits_events else None
+        announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
         num_logs = num_slabs - 1 if rule.needs_slots else 0
         self.cache = new_cache(
             CacheSize(
@@ -66,7 +66,8 @@ class Driver:
         memories = tiers(lower_blocks, slot_blocks if rule.needs_slots else 0, kept)
         self.loads = Loads(self.cache, memories, announcer=announcer)
         self.holds = Holds(self.cache)
-        self.device = Device(num_slabs, blocks_per_slab, window_tokens, windows_per_slab)
+        num_computed_again = window_tokens > 0 and not rule.needs_slots
+        self.device = Device(num_slabs, blocks_per_slab, window_tokens - num_computed_again, windows_per_slab)
         self._num_requests = 0
 
     def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:

@@ -108,7 +108,7 @@ class History:
             assert not self.running, "others could have made room"
             assert not len(self.loads), "a load could have made room"
             assert lease.account.hit < expected.hit
-            assert lease.account.hit == 0 or not self.rule.needs_slots
+            assert lease.account.hit == 0 or not self.rule.needs_snapshots
         elif read:
             assert lease.account == expected
         assert lease.computed == lease.account.hit
@@ -167,7 +167,7 @@ class History:
         self._is_flushed = False
         self._check_kept_tokens(self.running[index % len(self.running)][0], lease)
         assert had_state or not left
-        assert lease.has_own_state == (had_state and not left)
+        assert lease.has_own_state == (had_state and not (left and self.rule.needs_slots))
 
     def keep_fallback(self, index: int) -> None:
         """Keep the state of a lease's last computed token."""
@@ -202,16 +202,16 @@ class History:
         """Release a lease, finished or not."""
         salt, lease = self.running.pop(index % len(self.running))
         self.prompts.append(tuple(decode(lease.tokens.data)))
-        had_state, computed = lease.has_own_state, lease.tokens.slice(0, lease.computed)
+        had_state, computed = self._has_own_state(lease), lease.tokens.slice(0, lease.computed)
         self.driver.release(lease, kind)
         self._is_flushed = True
-        if had_state and computed and self.rule.needs_slots:
+        if had_state and computed and self.rule.needs_snapshots:
             assert (salt, tuple(decode(computed))) in published(self.cache)
         self._check_kept_tokens(salt, lease)
 
     def preempt_and_readmit(self, index: int) -> None:
         salt, lease = self.running.pop(index % len(self.running))
-        had_state, tokens = lease.has_own_state, tuple(decode(lease.tokens.data))
+        had_state, tokens = self._has_own_state(lease), tuple(decode(lease.tokens.data))
         self.driver.release(lease, SnapshotKind.PREEMPTION)
         again = self.admit(tokens, salt)
         num_blocks = -(-len(tokens) // BLOCK_TOKENS)
@@ -225,9 +225,13 @@ class History:
     def _grid(self) -> int:
         return self.rule.grid_tokens if isinstance(self.rule, AtTokens) else 1
 
+    def _has_own_state(self, lease: Lease) -> bool:
+        """Return whether a lease can leave a snapshot: without slots, once it has computed a token."""
+        return lease.has_own_state and (self.rule.needs_slots or lease.computed > lease.account.hit)
+
     def _check_kept_tokens(self, salt: str, lease: Lease) -> None:
         """Check that all tokens that a lease has computed are cached, to the last."""
-        if not self.rule.needs_slots:
+        if not self.rule.needs_snapshots:
             tokens = decode(lease.tokens.slice(0, lease.computed))
             assert self.driver.lookup(tokens, salt).kv_tokens == len(tokens)
 
@@ -388,8 +392,9 @@ class History:
     def _check_account(self, account: Account, prompt: Tokens, found: set[Tokens], paths: list[Tokens]) -> None:
         longest = max((num_shared(path, prompt) for path in paths), default=0)
         assert account.kv_tokens == longest
-        if self.rule.needs_slots:
-            assert account.hit == max((len(t) for t in found if prompt[: len(t)] == t), default=0)
+        if self.rule.needs_snapshots:
+            last = self.rule.last(len(prompt))
+            assert account.hit == max((min(len(t), last) for t in found if prompt[: len(t)] == t), default=0)
         else:
             assert account.hit == min(longest, max(len(prompt) - 1, 0)) // self._grid * self._grid
         assert account.queried == len(prompt) == account.hit + sum(miss.num_tokens for miss in account.misses)

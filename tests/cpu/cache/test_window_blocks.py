@@ -13,6 +13,8 @@ from hypothesis.stateful import initialize
 
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.placements import placement
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtWindowEnds
+from strandline.cache.resume import ResumeRule
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.driver import Driver
@@ -64,8 +66,20 @@ class TieredWindowBlocksMachine(TieredCacheMachine):
         )
 
 
-for machine in (WindowBlocksMachine, LoadingWindowBlocksMachine, TieredWindowBlocksMachine):
+class StatelessWindowBlocksMachine(HungryCacheMachine):
+    """The same, of a model that keeps no states."""
+
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS[1:]))
+    def start(self, shape: tuple[int, int, int], window_tokens: int = 2) -> None:
+        num_slabs, num_blocks, num_windows = shape
+        rule = AtWindowEnds()
+        self.history = History(num_slabs, num_blocks, rule, window_tokens=window_tokens, windows_per_slab=num_windows)
+
+
+MACHINES = (WindowBlocksMachine, StatelessWindowBlocksMachine, LoadingWindowBlocksMachine, TieredWindowBlocksMachine)
+for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
+TestStatelessWindowBlocksMachine = StatelessWindowBlocksMachine.TestCase
 TestWindowBlocksMachine = WindowBlocksMachine.TestCase
 TestLoadingWindowBlocksMachine = LoadingWindowBlocksMachine.TestCase
 TestTieredWindowBlocksMachine = TieredWindowBlocksMachine.TestCase
@@ -83,11 +97,15 @@ def test_long_histories_with_tiers_agree_with_the_dictionary(
     check_long_history_with_tiers(history, str(shape))
 
 
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtWindowEnds()], ids=repr)
 @pytest.mark.parametrize("window_tokens", WINDOWS)
 @pytest.mark.parametrize("shape", [(16, 1, 3), pytest.param((9, 5, 2), marks=pytest.mark.long), (60, 5, 2)])
-def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int, int], window_tokens: int) -> None:
+def test_long_histories_agree_with_the_dictionary(
+    shape: tuple[int, int, int], window_tokens: int, rule: ResumeRule
+) -> None:
     choose = random.Random(f"{shape} {window_tokens}")
-    history = History(shape[0], shape[1], window_tokens=window_tokens, windows_per_slab=shape[2])
+    stored_tokens = window_tokens + (not rule.needs_slots)
+    history = History(shape[0], shape[1], rule, window_tokens=stored_tokens, windows_per_slab=shape[2])
     for _ in range(200):
         random_event(history, choose)
         if choose.random() < 0.1:
@@ -96,8 +114,11 @@ def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int, int], w
     history.driver.drain()
 
 
-def driver(window_tokens: int = 100, mode: str = "auto", num_slabs: int = 40) -> Driver:
-    return Driver(num_slabs, 5, placement=placement(mode, 64), window_tokens=window_tokens, windows_per_slab=3)
+def driver(
+    window_tokens: int = 100, mode: str = "auto", num_slabs: int = 40, rule: ResumeRule = AT_SNAPSHOTS
+) -> Driver:
+    chosen = placement(mode, 64)
+    return Driver(num_slabs, 5, rule=rule, placement=chosen, window_tokens=window_tokens, windows_per_slab=3)
 
 
 def num_window_blocks(of: Driver) -> int:

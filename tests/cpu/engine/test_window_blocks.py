@@ -12,6 +12,7 @@ from strandline import LLM, SamplingParams
 from strandline.device.sizing import slabs_for
 from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
+from strandline.records.account import Reason
 from strandline.specs import ModelSpec
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_disk_cache import disk_of, serve
@@ -37,7 +38,7 @@ def test_answers_and_hits_are_those_of_whole_paths(
     for has_windows in (True, False):
         with monkeypatch.context() as patch:
             if not has_windows:
-                patch.setattr(ModelSpec, "can_have_window_blocks", False)
+                patch.setattr(ModelSpec, "mixes_windows", False)
             llm = make_llm(memory="16MiB", max_num_batched_tokens=max_num_batched_tokens)
         spec = llm.engine.core.spec
         assert spec.has_window_blocks == has_windows
@@ -132,12 +133,37 @@ def serve_in_turn(llm: LLM) -> tuple[list[list[int]], list[int]]:
     return [list(each.outputs[0].token_ids) for each in outputs], [each.num_cached_tokens for each in outputs]
 
 
+@pytest.mark.parametrize(("family", "max_num_batched_tokens"), [("gemma3", 65), ("gpt_oss", 2048), ("gpt_oss", 65)])
+def test_windows_without_states_are_resumed_at_turns_and_branches(
+    family: str, max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_llm = llm_maker(families.save(family, tmp_path), monkeypatch, device="cpu", memory="16MiB")
+    llm = make_llm(max_num_batched_tokens=max_num_batched_tokens)
+    assert llm.engine.core.spec.has_window_blocks
+    first = tokens(300)
+    [output] = llm.generate([first], LONG, use_tqdm=False)
+    longer = [*first, *output.outputs[0].token_ids, *tokens(5, seed=1)]
+    others = [[*first[:200], *tokens(50, seed=seed)] for seed in (2, 3)]
+    prompts = [longer, longer, others[0], others[1], first]
+    outputs = [llm.generate([prompt], LONG, use_tqdm=False)[0] for prompt in prompts]
+    # The answer's last token was not computed; the first branch leaves a snapshot for the next one.
+    assert [each.num_cached_tokens for each in outputs] == [449, 454, 0, 200, 299]
+    assert [each.reason for each in outputs[2].cache_account.misses] == [Reason.NO_SNAPSHOT, Reason.DIVERGED]
+    most = llm.engine.cache.stats().num_snapshots * (llm.engine.core.spec.max_window_tokens // BLOCK_TOKENS + 2)
+    assert 0 < num_window_blocks(llm) <= most
+    uncached = make_llm(enable_prefix_caching=False)
+    for found, prompt in zip((output, *outputs), (first, *prompts), strict=True):
+        [expected] = uncached.generate([prompt], LONG, use_tqdm=False)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("family", "host_memory", "line"),
     [
         ("lfm3", None, "store the last "),
         ("lfm3", "8MiB", "store the last "),
-        ("gemma3", None, "store all tokens of a request, as the model keeps no recurrent state"),
+        ("gemma3", None, "store the last "),
+        ("gemma3", "8MiB", "store all tokens of a request, as --host-memory"),
         ("qwen3_5", None, None),
     ],
 )

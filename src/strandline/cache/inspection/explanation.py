@@ -352,7 +352,7 @@ def _more_memory(cache: PrefixCache) -> str:
 
 
 def _slot_bytes(cache: PrefixCache, block_bytes: int) -> int:
-    """Return the size of a snapshot; 0: none are needed."""
+    """Return the size of a snapshot's slot; 0: it has none."""
     parts = cache.internals()
     return block_bytes * parts.allocator.blocks_per_slab if parts.rule.needs_slots else 0
 

@@ -150,6 +150,7 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
     del block_owners[NULL_BLOCK]
     slot_owners = Counter(snapshot.slot for snapshot in snapshots)
     slot_owners.update(snapshot.slot for snapshot in _detached(cache))
+    del slot_owners[NULL_SLOT]
     published = set(slot_owners)
     for lease in cache.leases.values():
         block_owners.update(filter(None, lease.table[lease.num_published :]))
@@ -163,6 +164,7 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
         slot_owners.update([lease.fallback.slot] if lease.fallback is not None else [])
         _require(lease.dst not in published, f"{lease.request_id} writes the published slot {lease.dst}")
     _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")
+    del slot_owners[NULL_SLOT]
     slot_owners = +slot_owners
     _require(set(slot_owners) == slots, f"slots leaked or lost: {set(slot_owners) ^ slots}")
     counted = (cache.allocator.num_slots, cache.allocator.num_blocks)
@@ -194,7 +196,7 @@ def _check_evictable(cache: Internals, runs: list[Run], snapshots: list[Snapshot
     entries: list[Entry] = [*runs, *snapshots]
     if any(map(memory.is_missing_from_queue, entries)):
         raise CacheInvariantError("an entry that may be evicted is not in the queue")
-    num_slots = sum(snapshot.num_readers == 0 for snapshot in snapshots)
+    num_slots = sum(snapshot.num_slots for snapshot in snapshots if snapshot.num_readers == 0)
     _require(memory.num_evictable_slots == num_slots, f"{memory.num_evictable_slots} evictable, not {num_slots}")
     readers = Counter(id(snapshot) for lease in cache.leases.values() for snapshot in _read_by(lease))
     for snapshot in snapshots:

@@ -26,16 +26,17 @@ def new_cache(
     """Return an empty cache. Arguments that are not listed here are those of ``PrefixCache``.
 
     Args:
-        placement: chooses which snapshots to take, if the model keeps states.
-        order: ranks what to evict; None: by worth per byte, without states by reuse rate.
+        placement: chooses which snapshots to take, if prompts resume at snapshots.
+        order: ranks what to evict; None: by worth per byte, without snapshots by reuse rate.
         clock: returns seconds, to learn inter-arrival times; None: time is counted in admissions alone.
     """
     reuse = ReuseHistory(clock)
     if order is None:
-        order = WorthPerByte(size.snapshot_blocks, reuse) if rule.needs_slots else ReuseRate(reuse)
+        snapshot_blocks = size.snapshot_blocks(int(rule.needs_slots))
+        order = WorthPerByte(snapshot_blocks, reuse) if rule.needs_snapshots else ReuseRate(reuse)
     return PrefixCache(
         size,
-        placement=OutsidePictures(placement) if rule.needs_slots else WithoutStates(),
+        placement=OutsidePictures(placement) if rule.needs_snapshots else WithoutStates(),
         order=order,
         reuse=reuse,
         rule=rule,

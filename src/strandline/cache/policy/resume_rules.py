@@ -17,6 +17,7 @@ class AtSnapshots:
     """For models that keep states: prompts resume at the deepest snapshot on their path."""
 
     needs_slots: ClassVar[bool] = True
+    needs_snapshots: ClassVar[bool] = True
     window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
@@ -49,6 +50,7 @@ class AtTokens:
     """Prompts resume at multiples of this only."""
 
     needs_slots: ClassVar[bool] = False
+    needs_snapshots: ClassVar[bool] = False
     window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
@@ -70,6 +72,44 @@ class AtTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class AtWindowEnds:
+    """For models that keep no states, with window blocks: prompts resume at snapshots, which are windows without slots.
+
+    At least the last token is computed, as with ``AtTokens``. A window stores one token more than a layer reads, so
+    that a prompt which ends at a snapshot resumes one token before it.
+    """
+
+    grid_tokens: int = 1
+    """Prompts resume at multiples of this only."""
+
+    needs_slots: ClassVar[bool] = False
+    needs_snapshots: ClassVar[bool] = True
+    window_tokens: ClassVar[int | None] = None
+
+    def match(self, root: Run, data: bytearray) -> Match:
+        end = _outside_pictures(walk(root, data), data)
+        num_tokens = len(data) // TOKEN_BYTES
+        last = resumable_end(data, self.last(num_tokens), self.grid_tokens)
+        within = end
+        if last < num_tokens - 1 and last < end.kv_tokens:
+            within, data = _ending_at(end, last), data[: last * TOKEN_BYTES]
+        snapshot = deepest_snapshot(within, data)
+        return Match(end, min(snapshot.position, last) if snapshot else 0, snapshot)
+
+    def last(self, num_tokens: int) -> int:
+        return max(num_tokens - 1, 0) // self.grid_tokens * self.grid_tokens
+
+    def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
+        """Return the match without its snapshot, whose window the request would need in addition to its own."""
+        return AT_SNAPSHOTS.without_copy(match, upper, data)
+
+    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
+        if match.position == resumable_end(data, self.last(len(data) // TOKEN_BYTES), self.grid_tokens):
+            return Reason.REPEATED
+        return AT_SNAPSHOTS.why_not_deeper(match, data)
+
+
+@dataclass(frozen=True, slots=True)
 class BehindWindows:
     """For models that keep states and whose attention all has windows: ``Windows`` frees the blocks before them.
 
@@ -80,6 +120,7 @@ class BehindWindows:
     """Tokens that a token sees, itself among them: the most of any layer."""
 
     needs_slots: ClassVar[bool] = True
+    needs_snapshots: ClassVar[bool] = True
 
     def match(self, root: Run, data: bytearray) -> Match:
         found = AT_SNAPSHOTS.match(root, data)
@@ -113,7 +154,7 @@ def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1, window_tokens: int | N
         window_tokens: free the blocks before a window of this size; None: free no blocks.
     """
     if not spec.has_states:
-        return AtTokens(grid_tokens)
+        return AtWindowEnds(grid_tokens) if spec.has_window_blocks else AtTokens(grid_tokens)
     return AT_SNAPSHOTS if window_tokens is None else BehindWindows(window_tokens)
 
 
@@ -123,8 +164,11 @@ def _outside_pictures(end: Walk, data: bytearray) -> Walk:
     The first tokens of two pictures may be the same by chance, and what the index holds may end inside a picture.
     """
     position = resumable_end(data, end.kv_tokens)
-    if position == end.kv_tokens:
-        return end
+    return end if position == end.kv_tokens else _ending_at(end, position)
+
+
+def _ending_at(end: Walk, position: int) -> Walk:
+    """Return a walk that ends at an earlier position."""
     num_blocks, num_partial = divmod(position, BLOCK_TOKENS)
     if num_blocks == end.num_blocks:
         return end._replace(partial_run=end.partial_run if num_partial else None, partial_tokens=num_partial)

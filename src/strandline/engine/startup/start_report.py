@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.binding import Fallback
 from strandline.specs import ModelSpec
 
@@ -23,14 +24,17 @@ def describe_sizes(spec: ModelSpec) -> list[str]:
     if spec.has_window_blocks:
         lines.append(f"windows: layers with windows store the last {spec.max_window_tokens:,} tokens of a request")
     elif spec.mixes_windows:
-        reason = "as the model keeps no recurrent state"
-        if spec.has_states:
-            reason = "as a drafter with layers requires"
-        lines.append(f"windows: layers with windows store all tokens of a request, {reason}")
+        reason = "a drafter with layers requires"
+        if not spec.has_states:
+            reason = "--host-memory, --disk-cache, --kv-transfer-config and drafters with layers require"
+        lines.append(f"windows: layers with windows store all tokens of a request, as {reason}")
     return lines
 
 
 def _describe_snapshots(spec: ModelSpec) -> str:
+    if not spec.has_states and spec.has_window_blocks:
+        num_blocks = -(-spec.max_window_tokens // BLOCK_TOKENS)
+        return f"snapshot: {num_blocks * spec.window_block_bytes / 2**10:,.0f} KiB, the layers' windows without a state"
     if not spec.has_states:
         return "no snapshots are needed, as the model keeps no recurrent state"
     return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"
