@@ -219,7 +219,7 @@ class ModelSpec:
         return len({layer.window_tokens is None for layer in self.layers if layer.streams}) == 2
 
     def can_have_window_blocks(self, *, leaves_device: bool) -> bool:
-        """Return whether layers with windows can have blocks of their own. Snapshots leave the device in slots alone."""
+        """Return whether layers with windows can have their own blocks. Snapshots without slots never leave."""
         return self.mixes_windows and (self.has_states or not leaves_device)
 
     @property

@@ -15,8 +15,8 @@ print(json.dumps(files))
 """
 
 MAX_LINES = {
-    "strandline.cache": 4400,
-    "strandline.cache.core": 4400,
+    "strandline.cache": 4350,
+    "strandline.cache.core": 4350,
     "strandline.routing.snapshot_router": 3000,
     "strandline.routing.names": 3000,
     "strandline.records.plan": 3000,

@@ -18,7 +18,6 @@ resumes wherever keys and values are cached, and its last, partly filled block i
 """
 
 from dataclasses import replace
-from functools import partial
 
 from strandline.cache.announcements import Announces
 from strandline.cache.below import Below
@@ -43,7 +42,6 @@ from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import UseHistory, interarrival_bin
 from strandline.cache.walk import Walk
 from strandline.cache.window import Window
-from strandline.cache.windows import Windows
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, BlockId, RequestId, SlotId
 from strandline.records.account import UNCOUNTED, Account, Reason, SnapshotKind
@@ -93,9 +91,8 @@ class PrefixCache:
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
         self._below: Below | None = None
         self._reasons = MissReasons(self._index, self._leases.values(), rule)
-        self._windows = Windows(self._memory, self._leases.values, rule.window_tokens)
         kept = placement if enabled else None
-        self._states = OwnStates(self._memory, self._publisher, self._windows, kept, needs_slots=rule.needs_slots)
+        self._states = OwnStates(self._memory, self._publisher, kept, needs_slots=rule.needs_slots)
         self._leaders = Leaders(self._index, self._leases, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
@@ -257,7 +254,7 @@ class PrefixCache:
         record_use(lease, None if self._rule.needs_snapshots else match.copied_run, self._memory, self._reuse)
         if match.copied_run is not None:
             self._copy_partial(lease, match.copied_run)
-        self._windows.advance(lease)
+        self._memory.gaps.advance(lease)
 
     def _resume_window(self, snapshot: Snapshot | None, position: int) -> Window:
         """Return the window blocks of a request that resumes from a snapshot; None: it starts from the first token."""
@@ -292,9 +289,9 @@ class PrefixCache:
         num_window_blocks = memory.windows.num_missing(lease.window, end)
         if not missing and not num_window_blocks:
             return True
-        make_room, states = partial(self._windows.make_room, missing, num_window_blocks), self._states
-        if not (make_room() or (states.drop_fallbacks(self._leases.values()) and make_room())):
-            return False
+        while not memory.can_take(missing, 0, num_window_blocks):
+            if not memory.gaps.free_more() and not self._states.drop_fallbacks(self._leases.values()):
+                return False
         lease.table += memory.take_promised_blocks(missing)
         memory.windows.extend(lease.window, memory.take_promised_window_blocks(num_window_blocks))
         return True
@@ -371,7 +368,7 @@ class PrefixCache:
             self._publisher.publish_cuts(lease)
         elif lease.planned_cuts and not self._rule.needs_snapshots:
             self._publisher.publish_for_followers(lease)
-        self._windows.advance(lease)
+        self._memory.gaps.advance(lease)
         if self._memory.windows.are_kept:
             self._memory.windows.advance(lease.window, computed)
 

@@ -11,6 +11,7 @@ from typing import Final
 from strandline.cache.announcements import Announces
 from strandline.cache.below import FirstTier
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue, can_evict, resolve
+from strandline.cache.gaps import Gaps, NoGaps
 from strandline.cache.last_blocks import demote_blocks, demote_snapshot, run_of_last_block, stubs_that_need
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.owners import BlockOwners
@@ -60,10 +61,7 @@ class CacheMemory:
         self.windows = WindowBlocks(own, window_tokens, self.issue)
         self.announcer = announcer
         self.actions: list[Action] = []
-        self.on_dropped: Callable[[Snapshot], None] = lambda _: None
-        """Called with each snapshot that was removed from the index."""
-        self.on_ended: Callable[[Lease], None] = lambda _: None
-        """Called with each lease that was taken back."""
+        self.gaps: Gaps = NoGaps()
         self.lower: FirstTier | None = None
         """The tier that evicted entries are offered to; None: they are dropped."""
         self.num_evictable_blocks = 0
@@ -321,7 +319,7 @@ class CacheMemory:
             self.remove_user(tail)
         self.unpin_run(lease.run)
         self.windows.release(lease.window)
-        self.on_ended(lease)
+        self.gaps.end(lease)
 
     def touch(self, *runs: Run | None) -> None:
         """Count a use of these runs."""
@@ -410,7 +408,7 @@ class CacheMemory:
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= snapshot.num_slots
             self._free_snapshot(snapshot)
-        self.on_dropped(snapshot)
+        self.gaps.leave(snapshot)
 
     def _trim(self, run: Run, num_blocks: int) -> None:
         """Evict the last block of a childless, unused run, and the snapshots that need it.

@@ -17,7 +17,6 @@ from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
 from strandline.cache.tree import Home, find_home, snapshot_at
-from strandline.cache.windows import Windows
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import FoldLog
@@ -36,14 +35,12 @@ class OwnStates:
         self,
         memory: CacheMemory,
         publisher: Publisher,
-        windows: Windows,
         placement: Placement | None,
         *,
         needs_slots: bool,
     ) -> None:
         self._memory = memory
         self._publisher = publisher
-        self._windows = windows
         self._placement = placement
         self._needs_slots = needs_slots
 
@@ -134,11 +131,11 @@ class OwnStates:
         """Return the last state up to a position, if its keys and values are there; else the very last one, if any."""
         fallback, has_own = lease.fallback, self.has_own_state(lease)
         is_there = not self._needs_slots or end == lease.computed or (lease.holds_drafts and lease.folded <= end)
-        has_window = self._windows.has_window(lease, end) and self._memory.windows.covers(lease.window, end)
+        has_window = self._memory.gaps.has_window(lease, end) and self._memory.windows.covers(lease.window, end)
         if has_own and is_there and has_window:
             return Cut(end, lease.dst, kind)
         if fallback is not None:
-            is_before = fallback.position <= end and self._windows.has_window(lease, fallback.position)
+            is_before = fallback.position <= end and self._memory.gaps.has_window(lease, fallback.position)
             if is_before or not has_own:
                 fallback.kind = kind
                 return fallback

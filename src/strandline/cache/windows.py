@@ -6,7 +6,6 @@ freed at once. Its run retains its tokens, with the null block instead: a *gap*.
 after it, and branches.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -22,28 +21,17 @@ class Windows:
 
     Args:
         leases: all of them, whose tables name the blocks that they read.
-        window_tokens: tokens that a token sees, itself among them: the most of any layer. None: there are no windows,
-            and nothing is freed.
+        window_tokens: tokens that a token sees, itself among them: the most of any layer.
     """
 
-    def __init__(self, memory: CacheMemory, leases: Callable[[], Iterable[Lease]], window_tokens: int | None) -> None:
-        self._window_tokens: Final = window_tokens or sys.maxsize
+    def __init__(self, memory: CacheMemory, leases: Callable[[], Iterable[Lease]], window_tokens: int) -> None:
+        self._window_tokens: Final = window_tokens
         self._memory = memory
         self._leases = leases
-        if window_tokens is not None:
-            memory.on_dropped = self.leave
-            memory.on_ended = self.end
 
-    def make_room(self, num_blocks: int, num_window_blocks: int) -> bool:
-        """Return whether this many blocks and window blocks can be allocated.
-
-        Evicting a snapshot may free blocks of a path that is in use, which ``can_take`` does not count: with windows,
-        entries are evicted until there is room.
-        """
-        while not self._memory.can_take(num_blocks, 0, num_window_blocks):
-            if self._window_tokens == sys.maxsize or not self._memory.evict():
-                return False
-        return True
+    def free_more(self) -> bool:
+        """Evict an entry: evicting a snapshot may free blocks of a path that is in use, which no count includes."""
+        return self._memory.evict()
 
     def advance(self, lease: Lease) -> None:
         """Free the blocks that a lease's window has passed, unless something else needs them."""
