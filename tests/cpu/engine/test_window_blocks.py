@@ -19,6 +19,7 @@ from tests.cpu.engine.test_disk_cache import disk_of, serve
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.engine.test_hand_over import NUM_TOKENS, Node, config_of, decode, prefill
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, tier_stats
+from tests.cpu.engine.test_speculation import SPECULATION, force, record
 from tests.cpu.models import families
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -175,3 +176,26 @@ def test_start_says_what_windows_save(
     found = [text for text in llm.engine.describe() if text.startswith("windows:")]
     assert len(found) == (line is not None)
     assert all(line in text for text in found if line is not None)
+
+
+def test_windows_without_states_serve_bursts_drafts_and_preempted_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_llm = llm_maker(families.save("gpt_oss", tmp_path), monkeypatch, device="cpu", memory="16MiB")
+    cold, llm = make_llm(enable_prefix_caching=False), make_llm(max_num_batched_tokens=50)
+    shared = tokens(150)
+    burst = [*([*shared, *tokens(7, seed=seed)] for seed in range(5)), *[shared] * 3]
+    assert answers(llm, burst) == answers(cold, burst)
+    assert llm.engine.cache.stats().hit_tokens == 4 * 150 + 3 * 149
+    params = SamplingParams(temperature=0, max_tokens=120)
+    prompts = [tokens(60, seed=seed) for seed in range(5)]
+    expected = answers(cold, prompts, params)
+    undrafted = make_llm(speculative_config=SPECULATION)
+    recorder = record(undrafted)
+    assert answers(undrafted, prompts, params) == expected
+    drafting = force(make_llm(speculative_config=SPECULATION), recorder.known, [3, 1, 2, 0])
+    assert answers(drafting, prompts, params) == expected
+    spec = llm.engine.core.spec
+    small = make_llm(memory=(slabs_for(spec, 190) + 3) * spec.slab_bytes, max_model_len=190)
+    assert answers(small, prompts, params) == expected
+    assert small.engine.scheduler.num_preemptions > 0
