@@ -150,7 +150,8 @@ class CacheMemory:
         allocator = self.windows.allocator
         taken = allocator.take_blocks(num_blocks)
         while len(taken) < num_blocks:
-            self.empty_slabs(1)
+            if not self._empty_slab():  # an evicted snapshot may leave window blocks, but no slab
+                raise CacheInvariantError(ALLOCATION_FAILED)
             taken += allocator.take_blocks(num_blocks - len(taken))
         return taken
 

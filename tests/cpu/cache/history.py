@@ -334,7 +334,7 @@ class History:
         """Allocate and free memory, and check that ``can_take`` is exact."""
         memory = self.cache.internals().memory
         granted = memory.can_take(num_blocks, num_slots)
-        blocks, slots = list[BlockId](), list[SlotId]()
+        blocks, slots = self._follow_moves([]), list[SlotId]()  # earlier moves are of other blocks
         for wants_slot in _allocations(num_blocks, num_slots, order):
             if wants_slot and (slot := memory.take_slot()):
                 slots.append(slot)
@@ -354,9 +354,10 @@ class History:
         memory = self.cache.internals().memory
         actions, memory.actions = memory.actions, []
         self.driver.device.apply(actions)
-        moved = [action for action in actions if isinstance(action, MoveBlock) and action.lifetime is Lifetime.PATH]
-        moves = {action.src: action.dst for action in moved}
-        return [moves.get(block, block) for block in blocks]
+        for action in actions:  # in order: a block may be moved twice, or to where another one was
+            if isinstance(action, MoveBlock) and action.lifetime is Lifetime.PATH:
+                blocks = [action.dst if block == action.src else block for block in blocks]
+        return blocks
 
     # What must hold after each of them
 

@@ -64,6 +64,7 @@ class HandOver:
             copies,
             lambda: executor.carry_out(cache.take_actions()),
             blocks_per_slab=blocks_per_slab,
+            window_blocks_per_slab=facts.spec.window_blocks_per_slab,
             lease_s=config.lease_s,
         )
         self._store = PeerStore(copies, executor.stores.completions)

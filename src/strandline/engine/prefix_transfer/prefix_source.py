@@ -72,6 +72,7 @@ class PrefixSource:
         carry_out: Callable[[], None],
         *,
         blocks_per_slab: int,
+        window_blocks_per_slab: int,
         lease_s: float,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -80,7 +81,7 @@ class PrefixSource:
         self._copies = copies
         self._carry_out = carry_out
         self._blocks_per_slab = blocks_per_slab
-        self._windows_per_slab = cache.internals().memory.windows.allocator.blocks_per_slab
+        self._window_blocks_per_slab = window_blocks_per_slab
         self._lease_s = lease_s
         self._clock = clock
         self._kept: dict[str, Kept] = {}
@@ -204,11 +205,11 @@ class PrefixSource:
 
     def _kept_slabs(self) -> float:
         """Return how much memory leases keep, counting what several share several times."""
-        size, windows_per_slab = self._blocks_per_slab, self._windows_per_slab
         snapshots = [snapshot for kept in self._kept.values() for snapshot in kept.hold.held or ()]
         num_window_blocks = sum(len(snapshot.window.held) for snapshot in snapshots)
         num_blocks = sum(_num_blocks(kept.hold) for kept in self._kept.values())
-        return num_blocks / size + len(snapshots) + num_window_blocks / windows_per_slab
+        num_window_slabs = num_window_blocks / self._window_blocks_per_slab if num_window_blocks else 0.0
+        return num_blocks / self._blocks_per_slab + len(snapshots) + num_window_slabs
 
 
 def _num_blocks(hold: Lease) -> int:
