@@ -9,13 +9,14 @@ is how much longer a step takes for each of them. So a token of a sequence takes
 the time of a step of decodes alone, ``c`` the surcharge for a prompt's token, and ``p`` the number of these that come
 with each token of a sequence. Where all steps hold prompts, it takes ``t / E`` with the time of such steps.
 
-Times are kept for numbers of sequences within a factor of two. A depth is tried first where it has no times. Later the
+Times are kept for numbers of sequences within a factor of two. A depth is tried first where it has no times, and the
+largest until its last draft has been verified several times: shallower steps learn nothing of that draft. Later the
 neighbours of the best depth, and depth 0, are tried now and then: times change, and nothing is learned of drafts at
 depth 0. How long the best one is kept in between follows from what a trial costs. Of the newest times the least counts,
 for a few slow steps are no reason to leave a depth: prompts may have joined that were cached whole. Where few sequences
 have drafts (n-grams), steps of a depth may never come about; its time is that of the depth below, then.
 
-A draft layer drafts behind one step what the next one verifies. So the first step of another depth verifies as many as
+A draft layer drafts after one step what the next one verifies. So the first step of another depth verifies as many as
 the one before drafted: its time belongs to neither. A trial is two steps.
 """
 
