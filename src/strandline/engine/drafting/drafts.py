@@ -103,7 +103,8 @@ class Drafts:
         if not self.computes_ahead(request, lease, end):
             return None
         drafts = NO_DRAFTS
-        if end - start == 1 and request.output_ids:
+        # A preempted request may compute a single token that is not its last one.
+        if end - start == 1 and end == request.num_tokens and request.output_ids:
             drafts = self._propose(request, lease, budget)
         return request, lease, start, end + len(drafts), drafts
 
