@@ -1,11 +1,7 @@
 """What the engine's tests share: a tiny model on disk, and engines around it."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ from strandline.device import uni_executor
 from strandline.engine.workers import worker_link
 from strandline.env import DEBUG_CACHE
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.server.forked import ForkedProcess, templates
+from tests.cpu.server.forked import fork_workers, templates
 
 MakeLLM = Callable[..., LLM]
 
@@ -50,20 +46,6 @@ def make_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
 @pytest.fixture(scope="module")
 def forked_workers() -> Iterator[None]:
     """Fork worker processes from one that has done their imports. ``test_executors.py`` starts true ones."""
-
-    def fork(command: list[str], *, pass_fds: tuple[int, ...], stdin: int, stderr: int) -> ForkedProcess:
-        assert command[:4] == [sys.executable, "-X", "faulthandler", "-m"]
-        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.PIPE)
-        reader, writer = os.pipe()
-        try:
-            descriptors = {1: 1, 2: writer, **{fd: fd for fd in pass_fds}}
-            process = ForkedProcess(templates().engines, command[4], command[5:], descriptors)
-        finally:
-            os.close(writer)
-        process.stderr = os.fdopen(reader, "rb", buffering=0)
-        return process
-
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "TimeoutExpired")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_link, "subprocess", SimpleNamespace(Popen=fork, **names))
+        patch.setattr(worker_link, "subprocess", fork_workers(templates().engines))
         yield

@@ -91,6 +91,7 @@ def test_level_two_reads_the_last_weights_again(llm: LLM, models: tuple[str, str
     llm.update_weights_from_disk(models[0])
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_ranks_sleep_and_change_weights_together(models: tuple[str, str]) -> None:
     options: dict[str, Any] = {"memory": "16MiB", "device": "cpu", "skip_tokenizer_init": True}
     with LLM(models[1], **options) as other:

@@ -156,6 +156,7 @@ def test_failed_output_ends_alone(
     assert not llm.engine.has_unfinished
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_output_that_fails_in_a_worker_ends_alone(
     chat_dir: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,8 @@ from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.tiny import greedy_tokens, save_tiny_model
 from tests.cpu.models import adapters, fp8
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = [[(7 * seed + place) % 97 for place in range(90)] for seed in range(4)]
 MakeLLM = Callable[..., LLM]

@@ -29,6 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return base, adapters.write(directory / "adapter", factors), merged
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("options", [{}, {"distributed_executor_backend": "mp"}], ids=["uni", "mp"])
 def test_answers_are_those_of_merged_weights(models: tuple[Path, Path, Path], options: dict[str, str]) -> None:
     base, adapter, merged = models

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[3]
@@ -116,6 +117,25 @@ class ForkedProcess:
     def kill(self) -> None:
         """Kill it."""
         self.send_signal(signal.SIGKILL)
+
+
+def fork_workers(template: str) -> Any:
+    """Return what stands for ``subprocess`` where worker processes are started: a template forks them."""
+
+    def fork(command: list[str], *, pass_fds: tuple[int, ...], stdin: int, stderr: int) -> ForkedProcess:
+        assert command[:4] == [sys.executable, "-X", "faulthandler", "-m"]
+        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.PIPE)
+        reader, writer = os.pipe()
+        try:
+            descriptors = {1: 1, 2: writer, **{fd: fd for fd in pass_fds}}
+            process = ForkedProcess(template, command[4], command[5:], descriptors)
+        finally:
+            os.close(writer)
+        process.stderr = os.fdopen(reader, "rb", buffering=0)
+        return process
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "TimeoutExpired")}
+    return SimpleNamespace(Popen=fork, **names)
 
 
 def asked_for(template: str, asker: int) -> list[int]:

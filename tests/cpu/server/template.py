@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from tests.cpu.server.forked import MAX_MESSAGE, ForkedProcess, Question, Wanted
+from tests.cpu.server.forked import MAX_MESSAGE, ForkedProcess, Question, Wanted, fork_workers
 
 MAX_DESCRIPTORS: Final = 16
 
@@ -143,9 +143,10 @@ def become(wanted: Wanted, descriptors: list[int]) -> None:
     runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
 
 
-def prepare_engine() -> None:
-    """Import what an engine's process imports."""
+def prepare_engine(address: str) -> None:
+    """Import what an engine's process imports. It has its workers forked, by this template at its address."""
     from strandline.engine.processes import core_process, worker
+    from strandline.engine.workers import worker_link
     from strandline.kernels import runtime_numba
 
     package = Path(runtime_numba.__file__).parent
@@ -154,6 +155,8 @@ def prepare_engine() -> None:
     assert import_module("transformers").PreTrainedTokenizerFast
     for module in (core_process, worker):  # they are run, not imported
         del sys.modules[module.__name__]
+    patched: Any = worker_link
+    patched.subprocess = fork_workers(address)
 
 
 def prepare_front_end(engines: str) -> None:
@@ -180,7 +183,7 @@ def main() -> None:
     if engines:
         prepare_front_end(engines[0])
     else:
-        prepare_engine()
+        prepare_engine(address)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with several threads cannot be forked"
     gc.collect()
     gc.freeze()
