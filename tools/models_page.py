@@ -404,8 +404,8 @@ def kept_by(kind: str, architecture: str) -> tuple[str, ...]:
     is_attention = kind.endswith("attention") and kind not in RECURRENCES.values()
     layer = next(x for x in spec.layers if (x.streams if is_attention else x.states))
     streams = KEPT_OF_TOKENS[tuple(stream.name for stream in layer.streams)]
-    if is_attention and spec.window_tokens is not None:
-        streams += ", until they lie behind every window"
+    if is_attention and layer.window_tokens is not None:
+        streams += " of its window"
     log = "" if not layer.states else f"{layer.log.num_tokens} tokens" if layer.log else "none"
     return (
         kind,

@@ -214,13 +214,13 @@ class ModelSpec:
     them; else all streams are in the same blocks."""
 
     @property
-    def mixes_windows(self) -> bool:
-        """Whether some layers' streams have windows and others' do not."""
-        return len({layer.window_tokens is None for layer in self.layers if layer.streams}) == 2
+    def has_windows(self) -> bool:
+        """Whether the streams of a layer have a window."""
+        return any(layer.streams and layer.window_tokens is not None for layer in self.layers)
 
     def can_have_window_blocks(self, *, leaves_device: bool) -> bool:
         """Return whether layers with windows can have their own blocks. Snapshots without slots never leave."""
-        return self.mixes_windows and (self.has_states or not leaves_device)
+        return self.has_windows and (self.has_states or not leaves_device)
 
     @property
     def needs_snapshots(self) -> bool:
@@ -237,7 +237,7 @@ class ModelSpec:
 
     @cached_property
     def raw_block_bytes(self) -> int:
-        """Bytes of one block: stream after stream, layer after layer."""
+        """Bytes of one block: stream after stream, layer after layer; the least that is addressed if it holds none."""
         return max(self._block_bytes_of(Lifetime.PATH), ALIGN_BYTES)
 
     @cached_property
@@ -270,16 +270,6 @@ class ModelSpec:
     def has_states(self) -> bool:
         """Whether a layer keeps states, so that a prefix is resumed from a slot and not from blocks alone."""
         return any(layer.states for layer in self.layers)
-
-    @cached_property
-    def window_tokens(self) -> int | None:
-        """Number of last tokens whose streams any layer reads; None: a layer reads all tokens, or no layer has streams.
-
-        Blocks are shared by all layers, so a layer without a window keeps the blocks of the others too.
-        """
-        windows = [layer.window_tokens for layer in self.layers if layer.streams]
-        found = [window for window in windows if window is not None]
-        return max(found) if found and len(found) == len(windows) else None
 
     @cached_property
     def blocks_per_slab(self) -> int:

@@ -34,7 +34,6 @@ class FirstTier(Protocol):
         Args:
             data: the tokens of the path to the end of the blocks, encoded.
             first: the index of the first block in the path.
-            blocks: null blocks stand for those that stay on the device or are not there.
             use, is_shared: those of the run that they belong to.
         """
 

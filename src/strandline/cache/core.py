@@ -194,7 +194,7 @@ class PrefixCache:
         root = self._index.root(salt)
         is_asked = read and self.is_enabled
         match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
-        upper = self._index.split_at(match.shared)
+        upper = self._index.split_at(match.end)
         account = self._reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
         account = account.blaming(Reason.LOAD_FAILED, load_failed_end)
         if not is_counted:
@@ -203,7 +203,7 @@ class PrefixCache:
             if not match.position or self._leases:
                 return None
             match = self._rule.without_copy(match, upper, tokens.data)
-            upper = match.shared.run
+            upper = match.end.run
             account = account.without_room(match.position)
             if not self._try_pin(upper, match, tokens, step_tokens):
                 return None
@@ -227,7 +227,7 @@ class PrefixCache:
 
     def _try_pin(self, upper: Run, match: Match, tokens: TokenBuffer, step_tokens: int) -> bool:
         """Pin what the match uses if the remaining blocks and a slot can be allocated."""
-        whole = match.shared.num_blocks
+        whole = match.end.num_blocks
         last = min(max(match.position + step_tokens, whole * BLOCK_TOKENS), max(len(tokens), 1))
         num_blocks = max(-(-last // BLOCK_TOKENS) - whole, 0)
         end = min(match.position + step_tokens, max(len(tokens), 1))
@@ -254,7 +254,6 @@ class PrefixCache:
         record_use(lease, None if self._rule.needs_snapshots else match.copied_run, self._memory, self._reuse)
         if match.copied_run is not None:
             self._copy_partial(lease, match.copied_run)
-        self._memory.gaps.advance(lease)
 
     def _resume_window(self, snapshot: Snapshot | None, position: int) -> Window:
         """Return the window blocks of a request that resumes from a snapshot; None: it starts from the first token."""
@@ -290,7 +289,7 @@ class PrefixCache:
         if not missing and not num_window_blocks:
             return True
         while not memory.can_take(missing, 0, num_window_blocks):
-            if not memory.gaps.free_more() and not self._states.drop_fallbacks(self._leases.values()):
+            if not self._states.drop_fallbacks(self._leases.values()):
                 return False
         lease.table += memory.take_promised_blocks(missing)
         memory.windows.extend(lease.window, memory.take_promised_window_blocks(num_window_blocks))
@@ -368,7 +367,6 @@ class PrefixCache:
             self._publisher.publish_cuts(lease)
         elif lease.planned_cuts and not self._rule.needs_snapshots:
             self._publisher.publish_for_followers(lease)
-        self._memory.gaps.advance(lease)
         if self._memory.windows.are_kept:
             self._memory.windows.advance(lease.window, computed)
 

@@ -62,7 +62,7 @@ class Holds:
         lease.num_published = len(lease.table)
         for snapshot in snapshots:
             self._memory.pin_snapshot(snapshot)
-        if match.shared.partial_run is not None and not self._copy_partial(lease, match.shared):
+        if match.end.partial_run is not None and not self._copy_partial(lease, match.end):
             for snapshot in snapshots:
                 self._memory.unpin_snapshot(snapshot)
             self._memory.unpin_run(lease.run)
@@ -90,11 +90,10 @@ class Holds:
         return lease
 
     def _enter(self, lease: Lease, snapshots: tuple[Snapshot, ...]) -> None:
-        blocks = self._holds[lease.request_id] = array("i", filter(None, lease.table))
+        blocks = self._holds[lease.request_id] = lease.table[:]
         self._memory.allocator.hold(blocks)
         for snapshot in snapshots:
             self._memory.windows.allocator.hold(snapshot.window.held)
-        lease.num_left = lease.num_published
         lease.held = snapshots
         lease.computed = lease.folded = len(lease.tokens)
         self._leases[lease.request_id] = lease
@@ -108,7 +107,7 @@ class Holds:
         has_room = memory.can_take(1, 0)
         if has_room:
             copy = memory.take_promised_blocks(1)
-            lease.table = path_blocks(lease.run) + copy  # what was evicted for it may have left gaps
+            lease.table = path_blocks(lease.run) + copy  # blocks may have been moved for it
             source = BlockId(run.blocks[lease.num_published - run.start_block])
             memory.actions.append(CopyTokens(source, BlockId(lease.table[-1]), end.partial_tokens))
         memory.remove_user(run)

@@ -1,9 +1,9 @@
 """Which runs hold the last blocks that snapshots need, where several may begin with the same tokens; and demotion."""
 
 from strandline.cache.below import FirstTier
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, held_child, path_to
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, path_to
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import TOKEN_BYTES
 
 
@@ -12,7 +12,7 @@ def stubs_that_need(run: Run) -> list[Snapshot]:
     parent, key = run.parent, run.first_key
     if parent is None or not parent.stubs:
         return []
-    others = [other for other, child in parent.children.items() if child is not run and child.blocks[0] != NULL_BLOCK]
+    others = [other for other, child in parent.children.items() if child is not run]
     return [
         stub
         for stub_key, stub in parent.stubs.items()
@@ -23,7 +23,7 @@ def stubs_that_need(run: Run) -> list[Snapshot]:
 def run_of_last_block(snapshot: Snapshot) -> Run | None:
     """Return a run that holds the last block that a snapshot needs."""
     home, key = snapshot.home, snapshot.stub_key
-    return home if key is None else held_child(home, key) or child_with_prefix(home, key)
+    return home if key is None else child_with_prefix(home, key)
 
 
 def demote_snapshot(lower: FirstTier, snapshot: Snapshot) -> None:

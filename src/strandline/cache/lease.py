@@ -2,10 +2,9 @@
 
 import sys
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import NO_INTERARRIVAL
@@ -13,8 +12,6 @@ from strandline.cache.window import NO_WINDOW, Window
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
 from strandline.records.account import Account, SnapshotKind
 from strandline.records.tokens import TokenBuffer
-
-NO_FILLS: Final[Mapping[int, int]] = {}
 
 
 @dataclass(slots=True)
@@ -74,7 +71,6 @@ class Lease:
         "cuts",
         "dst",
         "fallback",
-        "fills",
         "folded",
         "held",
         "holds_drafts",
@@ -82,7 +78,6 @@ class Lease:
         "is_active",
         "kv_start",
         "log",
-        "num_left",
         "num_published",
         "planned_cuts",
         "request_id",
@@ -116,11 +111,6 @@ class Lease:
         self.window = NO_WINDOW
         """Its window blocks; of a load, a hold, or where there are no such blocks: none."""
         self.num_published = 0
-        self.num_left = 0
-        """Blocks at the start of the table that its window has passed: the null block stands for those freed since.
-
-        Of a load or a hold, any published block may have been freed that nothing needs.
-        """
         self.computed = 0
         """Tokens that have been computed and committed."""
         self.kv_start = 0
@@ -147,8 +137,6 @@ class Lease:
         """Tokens that are folded into the state; those up to ``computed`` are in the log."""
         self.holds_drafts = False
         """Whether the tokens in the log are drafts that were accepted; else they are decoded tokens."""
-        self.fills: Mapping[int, int] = NO_FILLS
-        """Blocks that a load brings for gaps of its published path, by their index in the table."""
         self.transfer: TransferId | None = None
         """The transfer that fills it: no request runs, its blocks and snapshots are being loaded. None: one runs."""
 

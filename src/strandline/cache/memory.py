@@ -11,7 +11,6 @@ from typing import Final
 from strandline.cache.announcements import Announces
 from strandline.cache.below import FirstTier
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue, can_evict, resolve
-from strandline.cache.gaps import Gaps, NoGaps
 from strandline.cache.last_blocks import demote_blocks, demote_snapshot, run_of_last_block, stubs_that_need
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.owners import BlockOwners
@@ -21,16 +20,15 @@ from strandline.cache.stats import MemoryUse
 from strandline.cache.tree import (
     Run,
     Snapshot,
+    child_with_prefix,
     detach_snapshot,
     first_unneeded_block,
-    held_child,
-    path_to,
     remove_child,
     snapshot_above,
 )
 from strandline.cache.window_blocks import WindowBlocks
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -61,7 +59,6 @@ class CacheMemory:
         self.windows = WindowBlocks(own, window_tokens, self.issue)
         self.announcer = announcer
         self.actions: list[Action] = []
-        self.gaps: Gaps = NoGaps()
         self.lower: FirstTier | None = None
         """The tier that evicted entries are offered to; None: they are dropped."""
         self.num_evictable_blocks = 0
@@ -110,8 +107,7 @@ class CacheMemory:
     def can_take(self, num_blocks: int, num_slots: int, num_window_blocks: int = 0) -> bool:
         """Return whether this many blocks, slots and window blocks can be allocated, by eviction if needed.
 
-        Exact, since blocks can be moved to empty a slab, unless some in it are held. Slab 0 never becomes a slot. With
-        windows, eviction may free more: blocks of paths in use that only an evicted snapshot needed.
+        Exact, since blocks can be moved to empty a slab, unless some in it are held. Slab 0 never becomes a slot.
         """
         allocator = self.allocator
         size = allocator.blocks_per_slab
@@ -238,7 +234,7 @@ class CacheMemory:
         while node is not None:
             node.num_users += 1
             if node.num_users == 1:
-                self.num_evictable_blocks -= node.num_held
+                self.num_evictable_blocks -= len(node.blocks)
             node = node.parent
 
     def unpin_run(self, run: Run) -> None:
@@ -247,7 +243,7 @@ class CacheMemory:
         while node is not None:
             node.num_users -= 1
             if node.num_users == 0:
-                self.num_evictable_blocks += node.num_held
+                self.num_evictable_blocks += len(node.blocks)
                 if not node.children:
                     self.offer(node)
             node = node.parent
@@ -276,13 +272,13 @@ class CacheMemory:
         """Add a user to this run alone: one that is a user of all above it already."""
         run.num_users += 1
         if run.num_users == 1:
-            self.num_evictable_blocks -= run.num_held
+            self.num_evictable_blocks -= len(run.blocks)
 
     def remove_user(self, run: Run) -> None:
         """Remove a user from this run alone."""
         run.num_users -= 1
         if run.num_users == 0:
-            self.num_evictable_blocks += run.num_held
+            self.num_evictable_blocks += len(run.blocks)
             self.offer(run)
 
     def pin_snapshot(self, snapshot: Snapshot) -> None:
@@ -314,13 +310,12 @@ class CacheMemory:
         tail = lease.tail
         kept = tail.blocks[0] if tail is not None else None
         own = lease.table[lease.num_published :]
-        self.free_blocks([block for block in own if block not in (kept, NULL_BLOCK)])
+        self.free_blocks([block for block in own if block != kept])
         if tail is not None:
             tail.is_live = False
             self.remove_user(tail)
         self.unpin_run(lease.run)
         self.windows.release(lease.window)
-        self.gaps.end(lease)
 
     def touch(self, *runs: Run | None) -> None:
         """Count a use of these runs."""
@@ -409,7 +404,6 @@ class CacheMemory:
         if snapshot.num_readers == 0:
             self.num_evictable_slots -= snapshot.num_slots
             self._free_snapshot(snapshot)
-        self.gaps.leave(snapshot)
 
     def _trim(self, run: Run, num_blocks: int) -> None:
         """Evict the last block of a childless, unused run, and the snapshots that need it.
@@ -439,7 +433,6 @@ class CacheMemory:
         if self.announcer is not None:
             self.announcer.remove_blocks(run, kept)
         del run.blocks[kept:], run.hashes[kept:]
-        run.num_gaps -= evicted.count(NULL_BLOCK)
         del run.tokens[kept * BLOCK_KEY_BYTES :]
         ghost_tokens = num_blocks * BLOCK_TOKENS + max(run.evicted_children.values(), default=0)
         run.evicted_children.clear()
@@ -460,38 +453,13 @@ class CacheMemory:
         if parent is None:
             return
         for stub_key in [k for k in parent.stubs if key.startswith(k)]:
-            if held_child(parent, stub_key) is None:
+            if child_with_prefix(parent, stub_key) is None:
                 self._drop_snapshot(parent.stubs[stub_key])
         self.offer(parent)
         if parent.positions:
             self.offer(parent.snapshots[parent.positions[-1]])
 
-    def open_gaps(self, run: Run, indices: Sequence[int]) -> None:
-        """Free these blocks of a run, in order; the run retains their tokens. The tier below may need the blocks."""
-        first = indices[0]
-        blocks = array("i", [NULL_BLOCK]) * (indices[-1] + 1 - first)
-        for index in indices:
-            own = index - run.start_block
-            blocks[index - first], run.blocks[own] = run.blocks[own], NULL_BLOCK
-        if self.lower is not None and not run.is_tail:
-            salt, data = path_to(run)
-            self.lower.demote_blocks(salt, data, first, blocks, use=run.use, is_shared=run.is_shared)
-        run.num_gaps += len(indices)
-        self.revision += 1
-        if run.num_users == 0:
-            self.num_evictable_blocks -= len(indices)
-        freed = array("i", filter(None, blocks))
-        self.disown(freed)
-        self.free_blocks(freed)
-
-    def fill_gap(self, run: Run, index: int, block: int) -> None:
-        """Put a lease's block into a gap of a run that is in use."""
-        run.blocks[index - run.start_block] = block
-        run.num_gaps -= 1
-        self.own(run, run.blocks[index - run.start_block :])
-
     def _free_indexed(self, blocks: "array[int]") -> None:
-        blocks = array("i", filter(None, blocks))
         self.revision += 1
         self.disown(blocks)
         self.num_evictable_blocks -= len(blocks)

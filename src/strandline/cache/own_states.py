@@ -131,12 +131,9 @@ class OwnStates:
         """Return the last state up to a position, if its keys and values are there; else the very last one, if any."""
         fallback, has_own = lease.fallback, self.has_own_state(lease)
         is_there = not self._needs_slots or end == lease.computed or (lease.holds_drafts and lease.folded <= end)
-        has_window = self._memory.gaps.has_window(lease, end) and self._memory.windows.covers(lease.window, end)
-        if has_own and is_there and has_window:
+        if has_own and is_there and self._memory.windows.covers(lease.window, end):
             return Cut(end, lease.dst, kind)
-        if fallback is not None:
-            is_before = fallback.position <= end and self._memory.gaps.has_window(lease, fallback.position)
-            if is_before or not has_own:
-                fallback.kind = kind
-                return fallback
+        if fallback is not None and (fallback.position <= end or not has_own):
+            fallback.kind = kind
+            return fallback
         return Cut(lease.computed, lease.dst, kind) if has_own else None

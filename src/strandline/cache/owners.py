@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from strandline.cache.lease import Lease
 from strandline.cache.tree import Run
-from strandline.ids import NULL_BLOCK, BlockId
+from strandline.ids import BlockId
 
 
 class BlockOwners:
@@ -23,9 +23,8 @@ class BlockOwners:
         """Record that these, the last blocks of ``run``, belong to it."""
         run_of, index_of = self._run_of, self._index_of
         for index, block in enumerate(blocks, run.end_block - len(blocks)):
-            if block != NULL_BLOCK:
-                run_of[block] = run
-                index_of[block] = index
+            run_of[block] = run
+            index_of[block] = index
 
     def disown(self, blocks: Iterable[int]) -> None:
         run_of = self._run_of

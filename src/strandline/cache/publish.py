@@ -21,14 +21,13 @@ from strandline.cache.tree import (
     attach_snapshot,
     child_with_prefix,
     find_home,
-    held_child,
     remove_child,
     snapshot_at,
     split,
     tail_that_begins,
 )
 from strandline.cache.use import Use, UseHistory
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -68,36 +67,38 @@ class Publisher:
     def _append(self, lease: Lease, key: bytes, blocks: "array[int]") -> None:
         """Add blocks after the lease's run: to the run itself when nothing else continues it, else as a child."""
         run, first_key = lease.run, key[:BLOCK_KEY_BYTES]
-        is_subsuming = blocks[0] != NULL_BLOCK and tail_that_begins(run, first_key) is not None
+        is_subsuming = tail_that_begins(run, first_key) is not None
         has_rivals = len(run.children) > is_subsuming
         if run.parent is None or run.num_users > 1 or has_rivals:
             child = Run(run, run.end_block, key, blocks)
             child.last_tick = run.last_tick
             child.num_users = 1
             add_child(run, child)
-            self._subsume_tails(run, first_key, blocks[0])
+            self._subsume_tail(run, first_key, blocks[0])
             lease.run = child
         else:
             absorb_stubs(run, first_key)
-            self._subsume_tails(run, first_key, blocks[0])
+            self._subsume_tail(run, first_key, blocks[0])
             run.append(key, blocks)
         self._memory.own(lease.run, blocks)
         if self._memory.announcer is not None:
             self._memory.announcer.store_blocks(lease.run, lease.salt)
         lease.num_published += len(blocks)
 
-    def _subsume_tails(self, parent: Run, key: bytes, block: int) -> None:
-        """Remove the tails that ``key`` continues, if ``block`` holds it. Blocks that leases use are kept."""
-        while block != NULL_BLOCK and (tail := tail_that_begins(parent, key)) is not None:
-            if not tail.is_live:
-                self._memory.remove_run(tail)
-                continue
-            remove_child(tail, ghost_tokens=0)
-            for lease in self._leases():
-                if lease.tail is tail:
-                    lease.tail = None
-            if tail.blocks[0] != block:
-                self._memory.disown(tail.blocks)
+    def _subsume_tail(self, parent: Run, key: bytes, block: int) -> None:
+        """Remove the tail that ``key`` continues, which ``block`` contains. A block that a lease uses is retained."""
+        tail = tail_that_begins(parent, key)
+        if tail is None:
+            return
+        if not tail.is_live:
+            self._memory.remove_run(tail)
+            return
+        remove_child(tail, ghost_tokens=0)
+        for lease in self._leases():
+            if lease.tail is tail:
+                lease.tail = None
+        if tail.blocks[0] != block:
+            self._memory.disown(tail.blocks)
 
     def _adopt(self, lease: Lease, existing: Run, key: bytes) -> None:
         """Use blocks that another request has published, and free the lease's copies of them."""
@@ -112,29 +113,9 @@ class Publisher:
             self._memory.own(existing, existing.blocks)
         self._memory.add_user(existing)
         first, lease.num_published = lease.num_published, lease.num_published + num_same
-        copies = lease.table[first : lease.num_published]
-        if existing.num_gaps:
-            copies = self._fill_gaps(existing, copies)
-        self._memory.free_blocks(array("i", filter(None, copies)))
+        self._memory.free_blocks(lease.table[first : lease.num_published])
         lease.table[first : lease.num_published] = existing.blocks
         lease.run = existing
-
-    def _fill_gaps(self, run: Run, blocks: "array[int]") -> "array[int]":
-        """Put a lease's blocks into the gaps among a run's; return the others."""
-        others = array("i")
-        for index, block in enumerate(blocks, run.start_block):
-            if block == NULL_BLOCK or not self._fill_gap(run, index, block):
-                others.append(block)
-        return others
-
-    def _fill_gap(self, run: Run, index: int, block: int) -> bool:
-        """Put a lease's block into a run, unless there is one."""
-        if run.blocks[index - run.start_block] != NULL_BLOCK:
-            return False
-        self._memory.fill_gap(run, index, block)
-        if index == run.start_block and run.parent is not None:
-            self._subsume_tails(run.parent, run.first_key, block)
-        return True
 
     def publish_partial_block(self, lease: Lease) -> None:
         """Publish the computed tokens of the block that the lease is filling, or count a use of those in the index."""
@@ -156,12 +137,6 @@ class Publisher:
 
     def publish_loaded(self, lease: Lease) -> None:
         """Publish all that a load has brought."""
-        run = lease.run
-        for index, block in sorted(lease.fills.items(), reverse=True):
-            while index < run.start_block and run.parent is not None:
-                run = run.parent
-            if not self._fill_gap(run, index, block):
-                self._memory.free_blocks((block,))
         self.publish_blocks(lease)
         if lease.cuts:
             self.publish_cuts(lease)
@@ -191,7 +166,7 @@ class Publisher:
         if kind is SnapshotKind.PROBE and lease.transfer is not None:
             kind = SnapshotKind.BRANCH  # a prompt that needs it has proven it
         run, stub_key = home
-        if stub_key is not None and held_child(run, stub_key) is None:
+        if stub_key is not None and child_with_prefix(run, stub_key) is None:
             self._publish_tail(lease, stub_key)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         is_shared = is_on_cached_path and not lease.is_return
@@ -215,14 +190,12 @@ class Publisher:
     def _publish_tail(self, lease: Lease, key: bytes) -> None:
         """Publish the first tokens of the block that the lease is filling, as a tail."""
         run = lease.run
-        if (same := run.children.get(key)) is not None:
-            self._memory.remove_run(same)  # a tail whose block was freed
         blocks = lease.table[lease.num_published : lease.num_published + 1]
         tail = Run(run, run.end_block, key, blocks)
         tail.is_live = True
         tail.num_users = 1
         tail.last_tick = self._memory.tick
         add_child(run, tail)
-        self._subsume_tails(run, key, blocks[0])
+        self._subsume_tail(run, key, blocks[0])
         self._memory.own(tail, blocks)
         lease.tail = tail

@@ -17,25 +17,18 @@ class Match(NamedTuple):
     """The tokens before it are hit."""
     snapshot: Snapshot | None
     """The snapshot that the prompt resumes from; None: nothing is hit, or prompts resume without snapshots."""
-    held: Walk | None = None
-    """The part of ``end`` whose blocks the request shares, where it reaches less far; None: all."""
-
-    @property
-    def shared(self) -> Walk:
-        """What the request shares of the tree."""
-        return self.held or self.end
 
     @property
     def copied_run(self) -> Run | None:
         """The run whose block a request copies in part, because it resumes inside that block; None: it does not."""
-        return self.shared.partial_run if self.position > self.shared.num_blocks * BLOCK_TOKENS else None
+        return self.end.partial_run if self.position > self.end.num_blocks * BLOCK_TOKENS else None
 
     @property
     def source(self) -> Snapshot | Run | None:
         """What the request resumes from: the snapshot, or, without snapshots, the deepest run; None: nothing is hit."""
         if self.position == 0:
             return None
-        return self.snapshot or self.copied_run or self.shared.run
+        return self.snapshot or self.copied_run or self.end.run
 
 
 NO_MATCH: Final = Match(Walk(Run(None, 0, b"", array("i")), 0, None, 0), 0, None)
@@ -44,10 +37,6 @@ NO_MATCH: Final = Match(Walk(Run(None, 0, b"", array("i")), 0, None, 0), 0, None
 
 class ResumeRule(Protocol):
     """Finds where prompts resume."""
-
-    @property
-    def window_tokens(self) -> int | None:
-        """Size of the window, before which blocks are freed unless snapshots need them; None: blocks are not freed."""
 
     @property
     def needs_slots(self) -> bool:
@@ -72,8 +61,3 @@ class ResumeRule(Protocol):
 
     def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
         """Return why tokens whose KV is cached are not hit."""
-
-
-def first_block_seen(position: int, window_tokens: int) -> int:
-    """Return the first block that computing from a position on reads."""
-    return max(position - window_tokens + 1, 0) // BLOCK_TOKENS

@@ -2,8 +2,7 @@
 
 A *run* is a sequence of 64-token blocks without a branch. Its children begin where it ends, each with a different
 first block. A *tail* is a childless run of one block with fewer than 64 known tokens. It is removed when a longer run
-with the same beginning is added, unless that run's first block is a gap: no tail's key is a proper prefix of that of a
-sibling which holds its first block.
+with the same beginning is added: no tail's key is a proper prefix of that of a sibling.
 
 A snapshot at a position ``p`` with ``p % 64 == 0`` belongs to the run of the block that ends there. Any other ``p``
 is inside a block. If that block is the first of its run, sibling runs may share the tokens up to ``p``, so the
@@ -21,7 +20,7 @@ from typing import TypeVar
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.cache.window import NO_WINDOW, Window
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
@@ -156,7 +155,6 @@ class Run:
         "last_push",
         "last_tick",
         "num_announced",
-        "num_gaps",
         "num_users",
         "num_waiters",
         "parent",
@@ -177,9 +175,6 @@ class Run:
         self.start_block = start_block
         self.tokens = bytearray(tokens)
         self.blocks = blocks
-        """The null block stands for one that was freed because all windows have passed it (``Windows``)."""
-        self.num_gaps = blocks.count(NULL_BLOCK)
-        """How many of its blocks were."""
         self.children: dict[bytes, Run] = {}
         self.child_keys: list[bytes] = []
         """The children's keys, sorted."""
@@ -217,11 +212,6 @@ class Run:
         return self.start_block + len(self.blocks)
 
     @property
-    def num_held(self) -> int:
-        """How many of its blocks take memory."""
-        return len(self.blocks) - self.num_gaps
-
-    @property
     def end_tokens(self) -> int:
         """Position after the run's last token; for whole blocks, where children begin."""
         return self.start_block * BLOCK_TOKENS + len(self.tokens) // TOKEN_BYTES
@@ -238,7 +228,6 @@ class Run:
         """Append whole blocks to a run without children."""
         self.tokens += tokens
         self.blocks += blocks
-        self.num_gaps += blocks.count(NULL_BLOCK)
         self.evicted_children.clear()
 
     def ancestry(self) -> "Iterator[Run]":
@@ -328,7 +317,6 @@ def split(run: Run, at_block: int) -> Run:
     upper = Run(run.parent, run.start_block, b"", run.blocks[:count])
     upper.tokens, run.tokens = run.tokens, run.tokens[count * BLOCK_KEY_BYTES :]
     del run.blocks[:count], upper.tokens[count * BLOCK_KEY_BYTES :]
-    run.num_gaps -= upper.num_gaps
     upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
     upper.num_announced = min(run.num_announced, count)
     run.num_announced -= upper.num_announced
@@ -451,19 +439,8 @@ def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
     return None
 
 
-def held_child(run: Run, prefix: bytes) -> Run | None:
-    """Return a child whose first block begins with ``prefix`` and takes memory, or None."""
-    index = bisect_left(run.child_keys, prefix)
-    while index < len(run.child_keys) and run.child_keys[index].startswith(prefix):
-        child = run.children[run.child_keys[index]]
-        if child.blocks[0] != NULL_BLOCK:
-            return child
-        index += 1
-    return None
-
-
 def path_blocks(run: Run) -> "array[int]":
-    """Return the blocks of the path to the end of a run, with null blocks for gaps."""
+    """Return the blocks of the path to the end of a run."""
     blocks = array("i")
     for node in list(run.ancestry())[::-1]:
         blocks += node.blocks
@@ -471,10 +448,7 @@ def path_blocks(run: Run) -> "array[int]":
 
 
 def tail_that_begins(run: Run, key: bytes) -> Run | None:
-    """Return the longest tail under ``run`` that is a proper prefix of ``key``, or None.
-
-    There is at most one, unless the others' blocks or those of longer runs are gaps.
-    """
+    """Return the tail under ``run`` that is a proper prefix of ``key``, or None: there is at most one."""
     end = bisect_left(run.child_keys, key)
     while end:
         before = run.child_keys[end - 1]

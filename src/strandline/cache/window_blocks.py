@@ -1,4 +1,4 @@
-"""Window blocks: keys and values of the layers with windows, where other layers attend to all tokens.
+"""Window blocks: keys and values of the layers with windows.
 
 To go on at position ``p``, those layers read the tokens of ``[p - window_tokens + 1, p)`` alone. So these blocks are
 no part of the index: a running request has a *window* of them, and so has every snapshot, whose slot and window are
@@ -10,7 +10,6 @@ Invariants: the tokens of a window are not written again; what evicting snapshot
 from array import array
 from collections.abc import Callable, Iterable
 
-from strandline.cache.resume import first_block_seen
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.window import NO_WINDOW, Window
 from strandline.errors import CacheInvariantError
@@ -64,7 +63,7 @@ class WindowBlocks:
 
     def first_seen(self, position: int) -> int:
         """Return the first block that computing from a position on reads."""
-        return first_block_seen(position, self._window_tokens)
+        return max(position - self._window_tokens + 1, 0) // BLOCK_TOKENS
 
     # Windows
 

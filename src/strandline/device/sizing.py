@@ -292,7 +292,7 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
 
 
 def choose_window_blocks(config: EngineConfig, model: LanguageModel) -> ModelSpec:
-    """Return a model's spec, with window blocks where layers have windows and others do not.
+    """Return a model's spec, with window blocks where layers have windows.
 
     Not where a drafter has layers of its own, or prefixes without states leave the device: all layers' streams are in
     the same blocks.

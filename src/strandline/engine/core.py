@@ -437,7 +437,7 @@ def new_scheduler(
     """
     chosen = placement(config.mamba_cache_mode, config.mamba_block_size)
     grid_tokens = BLOCK_TOKENS if config.deterministic else 1
-    rule = resume_rule(facts.spec, grid_tokens=grid_tokens, window_tokens=facts.spec.window_tokens)
+    rule = resume_rule(facts.spec, grid_tokens=grid_tokens)
     announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
     num_logs = config.max_num_seqs if facts.log_tokens or facts.draft_tokens else 0
     cache = new_cache(

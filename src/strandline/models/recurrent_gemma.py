@@ -1,6 +1,6 @@
 """RecurrentGemma: two layers of gated linear recurrent units, then one of sliding-window attention, and so on.
 
-All attention has the same window, so that the cache frees the keys and values behind it.
+All attention has the same window: no layer reads the keys and values of whole paths.
 
 Source: ``transformers`` (``recurrent_gemma``).
 """

@@ -107,10 +107,8 @@ class StoredPath:
     """Names the salt: a keyed hash of it."""
     data: bytes
     """The tokens before the snapshot, encoded."""
-    blocks: tuple[StoredBlocks, ...]
-    """What is stored of the whole blocks before it: the store has the others, or they are not needed (``has_gaps``)."""
-    has_gaps: bool
-    """Whether the snapshot needs the blocks of its window alone: all tokens before it are stored with it."""
+    blocks: StoredBlocks | None
+    """The last ones of the whole blocks before it, which are stored: the store has the others. None: it has all."""
     slot: int
     """The address of the snapshot's slot; 0: the model keeps no states."""
     tail: int
@@ -122,7 +120,7 @@ class StoredPath:
     @property
     def addresses(self) -> dict[int, int]:
         """The addresses of the blocks, by their indices, in order."""
-        return {index: address for some in self.blocks for index, address in enumerate(some.addresses, some.first)}
+        return {} if self.blocks is None else dict(enumerate(self.blocks.addresses, self.blocks.first))
 
 
 @dataclass(frozen=True, slots=True)

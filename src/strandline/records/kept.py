@@ -31,9 +31,9 @@ class KeptSnapshot(NamedTuple):
 
     tree: str
     before: bytes
-    """Hash of whole blocks before it: of all, or of none where attention has windows."""
+    """Hash of the whole blocks before it."""
     key: bytes
-    """The tokens from there to its position, encoded."""
+    """The tokens from there to its position, encoded: fewer than a block."""
     slot: int
     tail: int
     """Address of the block that contains its position; 0: its position is at a block's end."""

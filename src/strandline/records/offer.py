@@ -26,10 +26,7 @@ class Offer:
     first_block: int
     """The first block that is offered, counted from the prompt's beginning; the last is that of ``position - 1``."""
     blocks: tuple[int, ...]
-    """The address of each block; 0: it is not offered. Of the last one, only the tokens before ``position`` count.
-
-    Where there are windows, those of the snapshots' windows suffice.
-    """
+    """The address of each block; 0: it is not offered. Of the last one, only the tokens before ``position`` count."""
     snapshots: tuple[OfferedSnapshot, ...] = ()
     """By position; the last one is at ``position``. Empty for models that keep no states."""
 

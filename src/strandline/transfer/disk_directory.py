@@ -184,9 +184,8 @@ class DiskDirectory:
             tokens = path.data[blocks.first * BLOCK_KEY_BYTES : blocks.end * BLOCK_KEY_BYTES]
             before = hashes[blocks.first]
         else:
-            first = 0 if path.has_gaps else len(hashes) - 1
-            tokens = path.data[first * BLOCK_KEY_BYTES :]
-            before = hashes[first]
+            tokens = path.data[(len(hashes) - 1) * BLOCK_KEY_BYTES :]
+            before = hashes[-1]
         description = {
             "layout": self._layout,
             "key": self._key_id,
@@ -273,9 +272,9 @@ class DiskDirectory:
                 )
                 is_whole = num_items > 0 and header.sizes == (self._block_bytes,) * num_items
             else:
-                tail_sizes = (self._block_bytes,) * (len(header.tokens) % BLOCK_KEY_BYTES > 0)
+                tail_sizes = (self._block_bytes,) * (len(header.tokens) > 0)
                 is_whole = any(header.sizes == (size, *tail_sizes) for size in self._snapshot_sizes)
-                is_whole &= num_items == len(header.sizes)
+                is_whole &= num_items == len(header.sizes) and len(header.tokens) < BLOCK_KEY_BYTES
             if not is_whole:
                 raise DamagedFileError("they are torn")
             return StoredFile(name, header), max(now_s - os.fstat(file).st_mtime, 0.0)

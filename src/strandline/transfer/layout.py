@@ -40,7 +40,6 @@ def layout_of(
         "weights": weights,
         "layers": sha256(repr(layers).encode()).hexdigest(),
         "hidden state": f"{spec.hidden_size} of {spec.hidden_dtype}",
-        "window": "all tokens" if spec.window_tokens is None else f"{spec.window_tokens} tokens",
         "block": f"{BLOCK_TOKENS} tokens in {spec.raw_block_bytes} bytes",
         "slot": f"{spec.raw_slot_bytes} bytes",
         **_window_layout(spec),

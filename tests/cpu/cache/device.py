@@ -12,7 +12,6 @@ from typing import assert_never
 
 from strandline.cache import Lease, PrefixCache, StepGrant
 from strandline.cache.inspection.published import published_snapshots
-from strandline.cache.policy.resume_rules import BehindWindows
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tree import Run
 from strandline.cache.window import Window
@@ -220,7 +219,7 @@ class Device:
         assert lease.computed < end <= len(tokens)
         self._check_state(lease, tokens)
         writable = max(lease.kv_start, lease.computed)
-        for block, start, expected in _by_block(lease, tokens[:writable], cache):
+        for block, start, expected in _by_block(lease, tokens[:writable]):
             assert self._cells[block][: len(expected)] == list(expected), f"keys of tokens from {start} on are wrong"
         claimed = claimed_cells(cache)
         for position in range(writable, end):
@@ -344,11 +343,11 @@ class Device:
             if self._window_tokens and lease.is_request:
                 self._check_window(lease.window, lease.computed, tokens)
             ready = tokens[: max(lease.kv_start, lease.computed)]
-            for block, _, expected in _by_block(lease, ready, cache):
+            for block, _, expected in _by_block(lease, ready):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
         self._verify_tiers(tiers)
         for run in runs(cache):
-            for index, block in _held(run):
+            for index, block in enumerate(run.blocks):
                 known = decode(run.tokens[index * BLOCK_TOKENS * 4 : (index + 1) * BLOCK_TOKENS * 4])
                 assert self._cells[block][: len(known)] == known, f"the index's block {block} is wrong"
 
@@ -376,20 +375,10 @@ def tokens_of(data: bytes) -> Tokens:
     return tuple(decode(data))
 
 
-def _by_block(lease: Lease, tokens: Tokens, cache: PrefixCache) -> Iterator[tuple[BlockId, int, Tokens]]:
-    """Yield the lease's blocks with the position and the tokens that each should hold, but those behind its window."""
-    rule = cache.internals().rule
-    first = lease.computed - rule.window_tokens + 1 if isinstance(rule, BehindWindows) else 0
-    may_lack = isinstance(rule, BehindWindows) and (lease.transfer is not None or lease.held is not None)
+def _by_block(lease: Lease, tokens: Tokens) -> Iterator[tuple[BlockId, int, Tokens]]:
+    """Yield the lease's blocks with the position and the tokens that each should hold."""
     for start in range(0, len(tokens), BLOCK_TOKENS):
-        block = BlockId(lease.table[start // BLOCK_TOKENS])
-        if block != NULL_BLOCK or (start + BLOCK_TOKENS > first and not may_lack):
-            yield block, start, tokens[start : start + BLOCK_TOKENS]
-
-
-def _held(run: Run) -> Iterator[tuple[int, int]]:
-    """Yield the blocks of a run that take memory, with their index in it."""
-    return ((index, block) for index, block in enumerate(run.blocks) if block != NULL_BLOCK)
+        yield BlockId(lease.table[start // BLOCK_TOKENS]), start, tokens[start : start + BLOCK_TOKENS]
 
 
 def runs(cache: PrefixCache) -> list[Run]:
@@ -405,5 +394,5 @@ def claimed_cells(cache: PrefixCache) -> dict[BlockId, int]:
     return {
         BlockId(block): min(BLOCK_TOKENS, len(run.tokens) // 4 - index * BLOCK_TOKENS)
         for run in runs(cache)
-        for index, block in _held(run)
+        for index, block in enumerate(run.blocks)
     }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from strandline.cache import Lead, Lease
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
-from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
 from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, BlockId, Lifetime, RequestId, SlotId
@@ -342,7 +342,7 @@ class History:
                 blocks += map(BlockId, memory.take_blocks(1))
             blocks = self._follow_moves(blocks)
         is_taken = len(blocks) == num_blocks and len(slots) == num_slots
-        assert granted == is_taken or (is_taken and isinstance(self.rule, BehindWindows))
+        assert granted == is_taken
         memory.free_blocks(blocks)
         for slot in slots:
             memory.free_slot(slot)

@@ -1,6 +1,7 @@
 """Pictures in prompts: nothing is published, and nothing resumes, strictly inside of one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from strandline.cache import Placement
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy import AUTO, OnGrid
 from strandline.cache.policy.placements import Align, EveryBoundary
-from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, AtWindowEnds
 from strandline.cache.resume import ResumeRule
 from strandline.records.account import SnapshotKind
 from strandline.records.pictures import is_virtual, virtual_ids
@@ -28,7 +29,10 @@ PIECES = st.lists(
     max_size=4,
 )
 CHUNKS = st.lists(st.sampled_from([1, 7, 63, 64, 65, 100, 500]), min_size=1, max_size=6)
-RULES: list[ResumeRule] = [AT_SNAPSHOTS, AtTokens(), AtTokens(64), BehindWindows(100)]
+CACHES: list[dict[str, Any]] = [
+    *({"rule": rule} for rule in (AT_SNAPSHOTS, AtTokens(), AtTokens(64))),
+    *({"rule": rule, "window_tokens": 100, "windows_per_slab": 3} for rule in (AT_SNAPSHOTS, AtWindowEnds())),
+]
 PLACEMENTS: list[Placement] = [AUTO, Align(64), EveryBoundary(64), OnGrid(AUTO)]
 FEWER = settings(max_examples=max(settings().max_examples // 4, 10))
 
@@ -70,24 +74,25 @@ def serve(driver: Driver, prompt: Tokens, chunks: Sequence[int], stop_after: int
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("cache", CACHES, ids=str)
 @FEWER
 @given(pieces=PIECES, chunks=CHUNKS, stop_after=st.integers(0, 5), lower_blocks=st.sampled_from([0, 0, 200]))
 def test_nothing_is_published_or_resumed_inside_a_picture(
-    rule: ResumeRule,
+    cache: dict[str, Any],
     placement: Placement,
     pieces: list[tuple[str, int]],
     chunks: list[int],
     stop_after: int,
     lower_blocks: int,
 ) -> None:
-    driver = Driver(60, 5, rule=rule, placement=placement, lower_blocks=(lower_blocks,))
+    lower_blocks *= cache["rule"] != AtWindowEnds()
+    driver = Driver(60, 5, **cache, placement=placement, lower_blocks=(lower_blocks,))
     prompt = prompt_of(pieces)
     serve(driver, prompt, chunks, stop_after)
     serve(driver, (*prompt, 8), chunks, stop_after)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("cache", CACHES, ids=str)
 @FEWER
 @given(
     pieces=PIECES.filter(lambda pieces: any(kind != "text" for kind, _ in pieces)),
@@ -96,9 +101,9 @@ def test_nothing_is_published_or_resumed_inside_a_picture(
     num_alike=st.integers(0, 70),
 )
 def test_hit_never_reaches_beyond_the_start_of_a_replaced_picture(
-    rule: ResumeRule, pieces: list[tuple[str, int]], chunks: list[int], which: int, num_alike: int
+    cache: dict[str, Any], pieces: list[tuple[str, int]], chunks: list[int], which: int, num_alike: int
 ) -> None:
-    driver = Driver(60, 5, rule=rule)
+    driver = Driver(60, 5, **cache)
     prompt = prompt_of(pieces)
     serve(driver, prompt, chunks)
     starts = [p for p in range(1, len(prompt)) if is_virtual(prompt[p]) and not is_virtual(prompt[p - 1])]

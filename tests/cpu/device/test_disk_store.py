@@ -60,8 +60,8 @@ class Scene:
     def store(self, first: int = 10, *, is_final: bool = False) -> Completion:
         """Store three blocks, one of them from the device, and the slot with the block that it lies inside."""
         addresses = range(first, first + 5)
-        blocks = (StoredBlocks(0, tuple(addresses[:3])),)
-        path = StoredPath("t", DATA, blocks, False, addresses[3], addresses[4], SnapshotKind.MARK, 0, is_shared=False)
+        blocks = StoredBlocks(0, tuple(addresses[:3]))
+        path = StoredPath("t", DATA, blocks, addresses[3], addresses[4], SnapshotKind.MARK, 0, is_shared=False)
         stored = ((1, addresses[1]), (2, addresses[2]), (3, addresses[3]), (1, addresses[4]))
         blocks_out = ((BlockId(20), addresses[0]),)
         return self.begin(StoreOut(TransferId(2), DISK_STORE, blocks_out, (), stored, path, is_final=is_final))

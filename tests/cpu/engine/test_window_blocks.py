@@ -1,4 +1,4 @@
-"""Layers with windows beside layers without: memory follows the windows, hits and tokens stay the same.
+"""Layers with windows: memory follows the windows, hits and tokens stay the same.
 
 Freed memory is NaN here, so that a kernel that reads a block before a window changes the tokens.
 """
@@ -30,7 +30,16 @@ def num_window_blocks(llm: LLM) -> int:
     return llm.engine.cache.internals().memory.windows.allocator.num_blocks
 
 
-@pytest.mark.parametrize(("family", "max_num_batched_tokens"), [("lfm3", 65), ("lara_mini", 2048), ("inkling", 65)])
+@pytest.mark.parametrize(
+    ("family", "max_num_batched_tokens"),
+    [
+        ("lfm3", 65),
+        ("lara_mini", 2048),
+        ("inkling", 65),
+        ("recurrent_gemma-odd", 65),
+        ("recurrent_gemma-odd", 2048),
+    ],
+)
 def test_answers_and_hits_are_those_of_whole_paths(
     family: str, max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +48,7 @@ def test_answers_and_hits_are_those_of_whole_paths(
     for has_windows in (True, False):
         with monkeypatch.context() as patch:
             if not has_windows:
-                patch.setattr(ModelSpec, "mixes_windows", False)
+                patch.setattr(ModelSpec, "has_windows", False)
             llm = make_llm(memory="16MiB", max_num_batched_tokens=max_num_batched_tokens)
         spec = llm.engine.core.spec
         assert spec.has_window_blocks == has_windows
@@ -58,13 +67,13 @@ def test_answers_and_hits_are_those_of_whole_paths(
     ]
 
 
-@pytest.fixture(params=["lfm3", "inkling"])
+@pytest.fixture(params=["lfm3", "inkling", "recurrent_gemma-odd"])
 def make_small(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
     """Build LLMs whose device has room for few prompts."""
     make_llm = llm_maker(families.save(request.param, tmp_path), monkeypatch, device="cpu")
     spec = make_llm(memory="16MiB").engine.core.spec
     assert spec.has_window_blocks
-    num_slabs = 6 + slabs_for(spec, 400)
+    num_slabs = 3 + slabs_for(spec, 400)
     return partial(make_llm, memory=num_slabs * spec.slab_bytes, max_model_len=400)
 
 
@@ -104,7 +113,7 @@ def test_windows_come_back_from_files_after_a_restart(
     second.engine.core.close()
 
 
-@pytest.mark.parametrize("family", ["lfm3", "inkling"])
+@pytest.mark.parametrize("family", ["lfm3", "inkling", "recurrent_gemma-odd"])
 def test_windows_are_fetched_from_another_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = families.save(family, tmp_path)
     make_llm = llm_maker(directory, monkeypatch, device="cpu")

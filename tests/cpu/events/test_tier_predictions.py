@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import initialize, invariant
 
 from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.cache.evict_all import evict_all as evict_unused
-from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
@@ -24,7 +25,11 @@ from tests.cpu.cache.tiers.test_spills import end_spills, restarted, spilled
 from tests.cpu.events.reader import Reader, apply_all
 
 PROMPT = pattern(7, 400)
-RULES = [AT_SNAPSHOTS, AtTokens(), BehindWindows(150)]
+CACHES: list[dict[str, Any]] = [
+    {"rule": AT_SNAPSHOTS},
+    {"rule": AtTokens()},
+    {"rule": AT_SNAPSHOTS, "window_tokens": 150, "windows_per_slab": 3},
+]
 
 
 class TieredEventMachine(TieredCacheMachine):
@@ -32,9 +37,9 @@ class TieredEventMachine(TieredCacheMachine):
 
     reader: Reader
 
-    @initialize(rule=st.sampled_from(RULES), shape=st.sampled_from(SHAPES[::-1]), lower_blocks=tier_sizes(1, 3))
-    def start_with(self, rule: ResumeRule, shape: tuple[int, int], lower_blocks: Sequence[int]) -> None:
-        self.history = History(*shape, rule, emits_events=True, lower_blocks=lower_blocks)
+    @initialize(cache=st.sampled_from(CACHES), shape=st.sampled_from(SHAPES[::-1]), lower_blocks=tier_sizes(1, 3))
+    def start_with(self, cache: dict[str, Any], shape: tuple[int, int], lower_blocks: Sequence[int]) -> None:
+        self.history = History(*shape, **cache, emits_events=True, lower_blocks=lower_blocks)
         self.reader = Reader(self.history.cache)
 
     def start(
@@ -53,10 +58,10 @@ TestTieredEventMachine = TieredEventMachine.TestCase
 
 
 @pytest.mark.parametrize("lower_blocks", [(12,), (300,), (30, 40), (16, 400), (16, 20, 400)], ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_predictions_are_bounds_over_long_histories(rule: ResumeRule, lower_blocks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+def test_predictions_are_bounds_over_long_histories(cache: dict[str, Any], lower_blocks: tuple[int, ...]) -> None:
     choose = random.Random(str(lower_blocks))
-    history = History(9, 5, rule, emits_events=True, lower_blocks=lower_blocks)
+    history = History(9, 5, **cache, emits_events=True, lower_blocks=lower_blocks)
     reader = Reader(history.cache)
     for _ in range(250):
         event = choose.random()
@@ -130,14 +135,14 @@ def evicted(rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: int = 100, salt: str 
 
 
 @pytest.mark.parametrize("salt", SALTS)
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 def test_demotion_announces_nothing(rule: ResumeRule, salt: str) -> None:
     driver = evicted(rule, salt=salt)
     assert driver.cache.memory_use().num_blocks == 0
     assert take_events(driver.cache) == []
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 def test_return_to_the_device_announces_nothing(rule: ResumeRule) -> None:
     driver = evicted(rule)
     assert driver.bring_back([*PROMPT, 1])
@@ -185,7 +190,7 @@ def test_only_new_blocks_are_announced_beside_resting_ones() -> None:
     assert stored[0].before is not None
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 def test_restarted_cache_announces_its_disk(rule: ResumeRule) -> None:
     new = restarted(spilled(rule=rule), emits_events=True)
     assert Reader(new.cache).hit([*PROMPT, 1]) == (400 if rule.needs_slots else 384)

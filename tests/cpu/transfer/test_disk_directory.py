@@ -33,7 +33,7 @@ BLOCK_BYTES, SLOT_BYTES = 512, 3000
 LAYOUT = {"weights": "one", "block": "small"}
 DATA = encode(range(200))
 STORED = StoredBlocks(1, (5, 6))
-PATH = StoredPath("tree", DATA, (STORED,), False, 7, 8, SnapshotKind.PROMPT_END, 3, is_shared=True)
+PATH = StoredPath("tree", DATA, STORED, 7, 8, SnapshotKind.PROMPT_END, 3, is_shared=True)
 
 
 def opened(path: Path, layout: dict[str, str] = LAYOUT, rank: int = 0) -> DiskDirectory:
@@ -53,7 +53,7 @@ def sizes_of(path: StoredPath, blocks: StoredBlocks | None) -> tuple[int, ...]:
 def write(directory: DiskDirectory, path: StoredPath = PATH) -> list[str]:
     """Write a path's two files; return their names."""
     names = []
-    for blocks in (*path.blocks, None):
+    for blocks in (path.blocks, None):
         file = directory.new_file(path, blocks, sizes_of(path, blocks))
         items = [[content(size, seed)] for seed, size in enumerate(file.header.sizes)]
         write_file(directory.descriptor, file.name, file.header, items)
@@ -84,14 +84,6 @@ def test_files_are_found_again_with_all_that_they_say(directory: DiskDirectory) 
     assert (snapshot.before, snapshot.key, snapshot.kind) == (hashes[3], DATA[768:], SnapshotKind.PROMPT_END)
     assert (snapshot.interarrival_bin, snapshot.is_shared, snapshot.idle_s < 600) == (3, True, True)
     assert sorted(found.addresses) == sorted((*blocks.addresses, snapshot.slot, snapshot.tail))
-
-
-def test_snapshots_without_what_lies_behind_windows_have_all_tokens(directory: DiskDirectory) -> None:
-    write(directory, replace(PATH, has_gaps=True))
-    write(directory, replace(PATH, has_gaps=True, data=DATA[:768], tail=0))
-    _, snapshots = rescanned(directory).kept
-    found = sorted((len(snapshot.key), snapshot.before, snapshot.key, bool(snapshot.tail)) for snapshot in snapshots)
-    assert found == [(768, root_hash("tree"), DATA[:768], False), (800, root_hash("tree"), DATA, True)]
 
 
 def test_items_read_as_written(directory: DiskDirectory) -> None:

@@ -12,15 +12,13 @@ from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry, resolve
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Lease
-from strandline.cache.policy.resume_rules import BehindWindows, first_gap
 from strandline.cache.probation import max_probes
-from strandline.cache.resume import first_block_seen
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.spills import NOTHING_ON_ITS_WAY, OnTheirWay
 from strandline.cache.tiers.tier_tree import TierRun
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, held_child, path_blocks, tail_that_begins
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
@@ -51,11 +49,6 @@ def check(checked: PrefixCache) -> None:
         _check_lease(lease)
     _check_index(cache)
     _check_probes(cache, snapshots)
-    if isinstance(cache.rule, BehindWindows):
-        _check_windows(cache.rule, runs)
-        for lease in cache.leases.values():
-            _check_kept_window(cache.rule, lease)
-    _require(all(run.num_gaps == run.blocks.count(NULL_BLOCK) for run in runs), "gaps miscounted")
     if isinstance(cache.below, Loads):
         _check_tree(cache.below.tiers)
         arriving = [NOTHING_ON_ITS_WAY, *(spills.on_their_way() for spills in cache.below.spills)]
@@ -83,8 +76,8 @@ def _check_run(run: Run) -> None:
     if run.child_keys != sorted(run.children):
         raise _wrong(run, "children out of order")
     if len(set(map(len, run.child_keys))) > 1:  # a key can begin longer ones alone
-        for key, child in run.children.items():
-            if child.blocks[0] != NULL_BLOCK and tail_that_begins(run, key) is not None:
+        for key in run.children:
+            if tail_that_begins(run, key) is not None:
                 raise _wrong(run, "a child's key begins another's")
     for key, child in run.children.items():
         if child.parent is not run or child.first_key != key:
@@ -147,14 +140,12 @@ def _check_users(cache: Internals, runs: list[Run]) -> None:
 def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) -> None:
     slots, blocks = cache.allocator.used()
     block_owners = Counter(chain.from_iterable(run.blocks for run in runs if not run.is_live))
-    del block_owners[NULL_BLOCK]
     slot_owners = Counter(snapshot.slot for snapshot in snapshots)
     slot_owners.update(snapshot.slot for snapshot in _detached(cache))
     del slot_owners[NULL_SLOT]
     published = set(slot_owners)
     for lease in cache.leases.values():
-        block_owners.update(filter(None, lease.table[lease.num_published :]))
-        block_owners.update(lease.fills.values())
+        block_owners.update(lease.table[lease.num_published :])
         owners = set(map(cache.memory.owner, lease.table[lease.num_published :]))
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
         writes_slot = cache.rule.needs_slots and lease.is_request
@@ -172,7 +163,7 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
         counted == (len(slots), len(blocks)), f"{counted} slots and blocks counted, {len(slots)}, {len(blocks)} used"
     )
     for run in runs:
-        if not set(map(cache.memory.owner, filter(None, run.blocks))) <= {run}:
+        if not set(map(cache.memory.owner, run.blocks)) <= {run}:
             raise _wrong(run, "a block's owner is not recorded")
     doubles = [each for owners in (block_owners, slot_owners) for each, number in owners.items() if number > 1]
     _require(not doubles, f"owned twice: {doubles}")
@@ -191,7 +182,7 @@ def _read_by(lease: Lease) -> tuple[Snapshot, ...]:
 
 def _check_evictable(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) -> None:
     memory = cache.memory
-    num_blocks = sum(run.num_held for run in runs if run.num_users == 0)
+    num_blocks = sum(len(run.blocks) for run in runs if run.num_users == 0)
     _require(memory.num_evictable_blocks == num_blocks, f"{memory.num_evictable_blocks} evictable, not {num_blocks}")
     entries: list[Entry] = [*runs, *snapshots]
     if any(map(memory.is_missing_from_queue, entries)):
@@ -248,11 +239,7 @@ def _check_lease(lease: Lease) -> None:
     name = lease.request_id
     path = [block for run in reversed(list(lease.run.ancestry())) for block in run.blocks]
     table = lease.table[: lease.num_published]
-    differ = [index for index, (mine, block) in enumerate(zip(table, path, strict=True)) if mine != block]
-    are_left = all(index < lease.num_left and table[index] == NULL_BLOCK for index in differ)
-    _require(are_left, f"{name}: its table differs from its path")
-    are_held = not lease.is_request or NULL_BLOCK not in lease.table[lease.num_left :]
-    _require(are_held, f"{name}: a block in its window was freed")
+    _require(list(table) == path, f"{name}: its table differs from its path")
     data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
     _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")
     _require(0 <= lease.folded <= lease.computed, f"{name}: folded {lease.folded} of {lease.computed} tokens")
@@ -265,27 +252,6 @@ def _check_lease(lease: Lease) -> None:
         if lease.source.is_attached:
             home, key = find_home(lease.run, lease.tokens.data, lease.computed)
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
-
-
-def _check_windows(rule: BehindWindows, runs: list[Run]) -> None:
-    """Check that every snapshot can be resumed."""
-    for run in runs:
-        for snapshot in (*run.snapshots.values(), *run.stubs.values()):
-            first, key = first_block_seen(snapshot.position, rule.window_tokens), snapshot.stub_key
-            last = run.end_block if key is not None else -(-snapshot.position // BLOCK_TOKENS)
-            is_held = first_gap(run, last, first) == last and (key is None or held_child(run, key) is not None)
-            _require(is_held, f"a block that the snapshot at {snapshot.position} needs was freed")
-
-
-def _check_kept_window(rule: BehindWindows, lease: Lease) -> None:
-    """Check that a load or a hold has what it takes to resume at its end, and at the snapshots that it holds."""
-    ends = [snapshot.position for snapshot in lease.held or ()] + [cut.position for cut in lease.cuts]
-    if ends and (lease.transfer is not None or lease.held is not None):
-        path = path_blocks(lease.run)
-        for position in ends:
-            for index in range(first_block_seen(position, rule.window_tokens), -(-position // BLOCK_TOKENS)):
-                is_there = lease.table[index] or index in lease.fills or (lease.held is None and path[index])
-                _require(bool(is_there), f"{lease.request_id} lacks block {index} of the window at {position}")
 
 
 def _check_tree(tiers: tuple[LowerTier, ...]) -> None:
@@ -315,7 +281,7 @@ def _check_tier_run(run: TierRun, tiers: tuple[LowerTier, ...]) -> None:
     _require(len(run.hashes) in (0, num_known), f"{where}: {len(run.hashes)} hashes")
     for tier in tiers:
         part = tier.column.part(run)
-        _require(len(part.addresses) == len(part.num_needers) == num_known, f"{where}: its columns differ in length")
+        _require(len(part.addresses) == num_known, f"{where}: {len(part.addresses)} addresses")
         ends = [copy.snapshot.num_blocks - run.start_block for copy in tier.column.copies(run)]
         has_all = any(tier.column.part(child).num_blocks for child in run.children.values())
         num_blocks = num_known if has_all else max(ends, default=0)
@@ -349,13 +315,11 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
             for own, address in enumerate(column.part(run).addresses):
                 index = run.start_block + own
                 where = f"the demoted block {index}"
-                needers = [x for x in column.below(run, index + 1) if lower.first_needed(x.position) <= index]
-                is_counted = column.part(run).num_needers[own] == len(needers) * lower.has_windows
-                _require(is_counted, f"{where} is needed by {len(needers)} snapshots, another number is counted")
+                is_needed = any(True for _ in column.below(run, index + 1))
                 is_there = (run, own) in returning or (run, own) in on_their_way.blocks or address != NO_ADDRESS
-                if needers and not is_there and device is not None:
+                if is_needed and not is_there and device is not None:
                     is_there = _has_block(device, path[: (index + 1) * BLOCK_KEY_BYTES])
-                is_right = is_there if needers else address == NO_ADDRESS
+                is_right = is_there if is_needed else address == NO_ADDRESS
                 _require(
                     is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"
                 )
@@ -368,8 +332,7 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
 
 def _has_block(root: Run, path: bytes) -> bool:
     """Return whether the device holds the last block of a path."""
-    num_blocks, end = len(path) // BLOCK_KEY_BYTES, walk(root, bytearray(path))
-    return end.num_blocks == num_blocks and path_blocks(end.run)[num_blocks - 1] != NULL_BLOCK
+    return walk(root, bytearray(path)).num_blocks == len(path) // BLOCK_KEY_BYTES
 
 
 def _check_index(cache: Internals) -> None:

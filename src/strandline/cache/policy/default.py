@@ -10,7 +10,6 @@ from strandline.cache.policy.reuse import ReuseHistory
 from strandline.cache.policy.worth import ReuseRate, WorthPerByte
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import CacheSize
-from strandline.cache.windows import Windows
 from strandline.clock import Clock
 
 
@@ -35,7 +34,7 @@ def new_cache(
     if order is None:
         snapshot_blocks = size.snapshot_blocks(int(rule.needs_slots))
         order = WorthPerByte(snapshot_blocks, reuse) if rule.needs_snapshots else ReuseRate(reuse)
-    cache = PrefixCache(
+    return PrefixCache(
         size,
         placement=OutsidePictures(placement) if rule.needs_snapshots else WithoutStates(),
         order=order,
@@ -44,7 +43,3 @@ def new_cache(
         enabled=enabled,
         announcer=announcer,
     )
-    if rule.window_tokens is not None:
-        memory, leases = cache.internals().memory, cache.internals().leases
-        memory.gaps = Windows(memory, leases.values, rule.window_tokens)
-    return cache

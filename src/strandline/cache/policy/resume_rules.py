@@ -1,12 +1,12 @@
-"""Rules for where prompts may resume: at snapshots, at any token, or with sliding windows."""
+"""Rules for where prompts may resume: at snapshots, or at any token."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strandline.cache.resume import Match, ResumeRule, first_block_seen
-from strandline.cache.tree import Run, held_child
+from strandline.cache.resume import Match, ResumeRule
+from strandline.cache.tree import Run
 from strandline.cache.walk import Walk, deepest_snapshot, walk
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import Reason
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, resumable_end
 from strandline.specs import ModelSpec
@@ -18,7 +18,6 @@ class AtSnapshots:
 
     needs_slots: ClassVar[bool] = True
     needs_snapshots: ClassVar[bool] = True
-    window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
         end = _outside_pictures(walk(root, data), data)
@@ -51,7 +50,6 @@ class AtTokens:
 
     needs_slots: ClassVar[bool] = False
     needs_snapshots: ClassVar[bool] = False
-    window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
         end = _outside_pictures(walk(root, data), data)
@@ -84,7 +82,6 @@ class AtWindowEnds:
 
     needs_slots: ClassVar[bool] = False
     needs_snapshots: ClassVar[bool] = True
-    window_tokens: ClassVar[int | None] = None
 
     def match(self, root: Run, data: bytearray) -> Match:
         end = _outside_pictures(walk(root, data), data)
@@ -109,53 +106,15 @@ class AtWindowEnds:
         return AT_SNAPSHOTS.why_not_deeper(match, data)
 
 
-@dataclass(frozen=True, slots=True)
-class BehindWindows:
-    """For models that keep states and whose attention all has windows: ``Windows`` frees the blocks before them.
-
-    All blocks that a snapshot needs are held. A request shares those from its window on, up to the first gap.
-    """
-
-    window_tokens: int
-    """Tokens that a token sees, itself among them: the most of any layer."""
-
-    needs_slots: ClassVar[bool] = True
-    needs_snapshots: ClassVar[bool] = True
-
-    def match(self, root: Run, data: bytearray) -> Match:
-        found = AT_SNAPSHOTS.match(root, data)
-        shared, position = found.end, found.position
-        gap = first_gap(shared.run, shared.num_blocks, first_block_seen(position, self.window_tokens))
-        if gap < shared.num_blocks:
-            run = next(run for run in shared.run.ancestry() if run.start_block < gap or run.parent is None)
-            shared = Walk(run, gap, None, 0)
-        if position > shared.num_blocks * BLOCK_TOKENS and shared.num_blocks == shared.run.end_block:
-            # A stub: any child that begins with its tokens may hold them.
-            stub_key = bytes(data[shared.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES])
-            shared = shared._replace(partial_run=held_child(shared.run, stub_key))
-        return found if shared is found.end else found._replace(held=shared)
-
-    def last(self, num_tokens: int) -> int:
-        return num_tokens
-
-    def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
-        """Return a match of nothing: what the match shares begins at its window."""
-        return Match(match.end, 0, None, Walk(list(upper.ancestry())[-1], 0, None, 0))
-
-    def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
-        return AT_SNAPSHOTS.why_not_deeper(match, data)
-
-
-def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1, window_tokens: int | None = None) -> ResumeRule:
+def resume_rule(spec: ModelSpec, *, grid_tokens: int = 1) -> ResumeRule:
     """Return the rule for a model.
 
     Args:
         grid_tokens: resume at multiples of this only, where the model keeps no states.
-        window_tokens: free the blocks before a window of this size; None: free no blocks.
     """
-    if not spec.has_states:
-        return AtWindowEnds(grid_tokens) if spec.has_window_blocks else AtTokens(grid_tokens)
-    return AT_SNAPSHOTS if window_tokens is None else BehindWindows(window_tokens)
+    if spec.has_states:
+        return AT_SNAPSHOTS
+    return AtWindowEnds(grid_tokens) if spec.has_window_blocks else AtTokens(grid_tokens)
 
 
 def _outside_pictures(end: Walk, data: bytearray) -> Walk:
@@ -192,16 +151,3 @@ def _lost_snapshot(match: Match, data: bytearray) -> bool:
         if run.end_tokens <= hit:
             return False
     return False
-
-
-def first_gap(run: Run, num_blocks: int, first: int) -> int:
-    """Return the first block in ``[first, num_blocks)`` of the path to a run that is a gap; else ``num_blocks``."""
-    found = num_blocks
-    for node in run.ancestry():
-        if node.end_block <= first:
-            break
-        if node.num_gaps:
-            held = node.blocks[max(first - node.start_block, 0) : max(num_blocks - node.start_block, 0)]
-            if NULL_BLOCK in held:
-                found = max(first, node.start_block) + held.index(NULL_BLOCK)
-    return found

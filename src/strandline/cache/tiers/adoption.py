@@ -1,8 +1,7 @@
 """Adoption: rebuilds what a store has of the tree from the descriptions of files that an earlier process has written.
 
-Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs. Where attention has windows,
-snapshots need only the blocks of their windows, and have the tokens of the others. Uses are dated back by how long the
-files have not been used.
+Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs. Uses are dated back by how long
+the files have not been used.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
 class _Block(NamedTuple):
-    """A block that a store holds, or the tokens of one."""
+    """A block that a store holds."""
 
     before: bytes
     """The hash of the path before it."""
@@ -55,7 +54,7 @@ def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     sizes = _sizes(kept, tier.slot_blocks)
     tier.num_used = sum(sizes.values())
     known = _known_blocks(kept)
-    entries = _snapshots(tier, kept, known, reuse) if tier.slot_blocks else _ends(kept, known, reuse)
+    entries = _snapshots(kept, known, reuse) if tier.slot_blocks else _ends(kept, known, reuse)
     for demoted, tree, path in sorted(entries, key=lambda entry: entry[0].position):
         data = path.data + demoted.snapshot.key
         if tier.copy_of(tree, data, demoted.position) is None:
@@ -63,7 +62,7 @@ def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
             tier.enter(demoted, tree, data)
             for address in (demoted.address, demoted.tail_address):
                 sizes.pop(address, None)
-            for run, start, end in tier.needed_blocks(demoted.snapshot):
+            for run, start, end in demoted.snapshot.whole_blocks:
                 addresses = tier.column.part(run).addresses
                 for index in range(start, end):
                     addresses[index] = path.addresses[run.start_block + index]
@@ -82,9 +81,9 @@ def _sizes(kept: Kept, slot_blocks: int) -> dict[int, int]:
 
 
 def _known_blocks(kept: Kept) -> Known:
-    """Return all blocks, and those that only snapshots have the tokens of."""
+    """Return all blocks."""
     known: Known = {}
-    for blocks in (*kept.blocks, *map(_path_without_addresses, kept.snapshots)):
+    for blocks in kept.blocks:
         before = blocks.before
         for index, (path_hash, address) in enumerate(
             zip(block_hashes(before, blocks.tokens), blocks.addresses, strict=True)
@@ -107,25 +106,15 @@ def _path(known: Known, tree: str, path_hash: bytes) -> _Path | None:
     return _Path(b"".join([block.tokens for block in blocks[::-1]]), [block.address for block in blocks[::-1]])
 
 
-def _path_without_addresses(snapshot: KeptSnapshot) -> KeptBlocks:
-    """Return the whole blocks that a snapshot has the tokens of, without addresses."""
-    num_blocks = len(snapshot.key) // BLOCK_KEY_BYTES
-    tokens = snapshot.key[: num_blocks * BLOCK_KEY_BYTES]
-    return KeptBlocks(snapshot.tree, snapshot.before, tokens, (NO_ADDRESS,) * num_blocks, 0, 0.0, False)
-
-
-def _snapshots(tier: LowerTier, kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
+def _snapshots(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
     """Yield the snapshots that have all blocks that they need."""
     for snapshot in kept.snapshots:
-        before, inside = snapshot.before, len(snapshot.key) % BLOCK_KEY_BYTES
-        path = _path(known, snapshot.tree, [before, *block_hashes(before, snapshot.key)][-1])
-        if path is None or bool(snapshot.tail) != bool(inside):
+        path = _path(known, snapshot.tree, snapshot.before)
+        if path is None or bool(snapshot.tail) != bool(snapshot.key):
             continue
-        position = len(path.addresses) * BLOCK_TOKENS + inside // TOKEN_BYTES
-        if NO_ADDRESS in path.addresses[tier.first_needed(position) :]:
-            continue
-        key, use = snapshot.key[len(snapshot.key) - inside :], _use(snapshot, reuse)
-        demoted = Copy(TierSnapshot(position, key), snapshot.kind, use, position, is_shared=snapshot.is_shared)
+        position, use = len(path.addresses) * BLOCK_TOKENS + len(snapshot.key) // TOKEN_BYTES, _use(snapshot, reuse)
+        stored = TierSnapshot(position, snapshot.key)
+        demoted = Copy(stored, snapshot.kind, use, position, is_shared=snapshot.is_shared)
         demoted.address, demoted.tail_address = snapshot.slot, snapshot.tail
         yield demoted, snapshot.tree, path
 

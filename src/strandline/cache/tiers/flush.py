@@ -15,7 +15,7 @@ from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_SPILLS, DeviceEntry, Spills
 from strandline.cache.tiers.stored_windows import ids_of
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot, copy_of_device
-from strandline.cache.tree import Run, Snapshot, held_child, path_blocks, path_to
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, path_blocks, path_to
 from strandline.cache.window import NO_WINDOW
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId
 from strandline.records.account import SnapshotKind
@@ -105,7 +105,7 @@ def _device_entry(entry: Snapshot | Run) -> DeviceEntry:
         slot, window = entry.slot, entry.window
         if entry.stub_key is not None:
             data += entry.stub_key
-            child = held_child(run, entry.stub_key)
+            child = child_with_prefix(run, entry.stub_key)
             blocks += child.blocks[:1] if child is not None else array("i")
     data = data[: position * TOKEN_BYTES]
     demoted = _as_demoted(entry, data[whole * BLOCK_KEY_BYTES :])

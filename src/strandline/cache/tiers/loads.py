@@ -9,7 +9,7 @@ nothing of a load is published, and so nothing can be read, before all of it has
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.holds import Holds
-from strandline.cache.lease import NO_FILLS, Cut, Lead, Lease
+from strandline.cache.lease import Cut, Lead, Lease
 from strandline.cache.policy.worth import WorthPerByte
-from strandline.cache.resume import NO_MATCH, Match, first_block_seen
+from strandline.cache.resume import NO_MATCH, Match
 from strandline.cache.tiers.adoption import adopt, last_address
 from strandline.cache.tiers.flush import Flush
 from strandline.cache.tiers.lower_memory import LowerMemory
@@ -35,7 +35,7 @@ from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, RequestId, TransferId
+from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
 from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, SlotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
@@ -66,7 +66,6 @@ class Loads:
         self._leases = parts.leases
         self._num_slots = int(parts.rule.needs_slots)
         """Slots that a request needs in addition to those that are loaded for it."""
-        self._window_tokens = parts.rule.window_tokens
         self._loads: dict[RequestId, _Load] = {}
         """By the name of the lease."""
         self._load_of: dict[TransferId, _Load] = {}
@@ -119,15 +118,7 @@ class Loads:
         issue, next_transfer = self._memory.issue, self.next_transfer
         tree = TierTree(len(memories), next((memory.key for memory in memories if memory.key is not None), None))
         tiers = tuple(
-            LowerTier(
-                memory,
-                column,
-                WorthPerByte(memory.slot_blocks, reuse),
-                issue,
-                next_transfer,
-                addresses,
-                self._window_tokens,
-            )
+            LowerTier(memory, column, WorthPerByte(memory.slot_blocks, reuse), issue, next_transfer, addresses)
             for memory, column in zip(memories, tree.columns, strict=True)
         )
         for tier, memory in zip(tiers, memories, strict=True):
@@ -207,7 +198,7 @@ class Loads:
         """Return how many blocks and snapshots loading an offer brings; None: it is not lacking. Changes nothing."""
         data = tokens.data[: offer.position * TOKEN_BYTES]
         root = self._index.roots.get(salt) or Run(None, 0, b"", array("i"))
-        lacking = _lacking(root, data, offer, self._window_tokens)
+        lacking = _lacking(root, data, offer)
         return None if lacking is None else (len(lacking.addresses), len(lacking.snapshots))
 
     def find_shared(self, tokens: TokenBuffer, offer: Offer, salt: str = "", *, beyond: int = 0) -> Lead | None:
@@ -243,7 +234,7 @@ class Loads:
         num_spare_blocks = -(-last // BLOCK_TOKENS) - offer.position // BLOCK_TOKENS
         root = self._index.root(salt)
         data = tokens.data[: offer.position * TOKEN_BYTES]
-        lacking = _lacking(root, data, offer, self._window_tokens)
+        lacking = _lacking(root, data, offer)
         if lacking is None:
             return None
         end, addresses, missing = lacking
@@ -276,11 +267,7 @@ class Loads:
         if source is not None:
             source.finish_exchange()
             self._mark_held(load, num_actions)
-        block_at = dict(zip(addresses, load.blocks, strict=True))
-        past = -(-offer.position // BLOCK_TOKENS)
-        lease.table += array("i", [block_at.get(index, NULL_BLOCK) for index in range(lease.num_published, past)])
-        if any(index < lease.num_published for index in addresses):
-            lease.fills = {index: block for index, block in block_at.items() if index < lease.num_published}
+        lease.table += load.blocks
         return Lead(lease, offer.position)
 
     def _new_cut(self, snapshot: OfferedSnapshot) -> Cut:
@@ -326,7 +313,7 @@ class Loads:
         name = RequestId(f"load {self._num_transfers + 1}")
         lease = self._leases[name] = Lease(name, tokens, salt, root, upper, UNCOUNTED)
         lease.table = path_blocks(upper)
-        lease.num_published = lease.num_left = len(lease.table)
+        lease.num_published = len(lease.table)
         lease.kv_start = lease.num_published * BLOCK_TOKENS
         return lease
 
@@ -379,10 +366,9 @@ class Loads:
             self._publisher.publish_loaded(lease)
         else:
             counters.num_failed += 1
-            memory.free_blocks(tuple(lease.fills.values()))
         for cut in lease.cuts:
             memory.free_cut(cut)
-        lease.cuts, lease.fills = [], NO_FILLS
+        lease.cuts = []
         del self._leases[lease.request_id]
         lease.is_active = False
         if load.source is not None:
@@ -451,7 +437,7 @@ def _pieces(addresses: list[int], num_blocks: int | None) -> Iterator[list[int]]
         yield addresses[start : start + size]
 
 
-def _lacking(root: Run, data: bytearray, offer: Offer, window_tokens: int | None) -> _Lacking | None:
+def _lacking(root: Run, data: bytearray, offer: Offer) -> _Lacking | None:
     """Return what the device lacks of an offer; None if it can resume there, or if the offer is not enough for that.
 
     Args:
@@ -461,22 +447,9 @@ def _lacking(root: Run, data: bytearray, offer: Offer, window_tokens: int | None
     missing = [snapshot for snapshot in offer.snapshots if not _is_cached(end, data, snapshot.position)]
     if missing[-1:] != list(offer.snapshots[-1:]) or (not missing and end.kv_tokens >= offer.position):
         return None
-    if window_tokens is None:
-        indices: Iterable[int] = range(end.num_blocks, -(-offer.position // BLOCK_TOKENS))
-    else:
-        indices = _lacking_in_windows(end, [snapshot.position for snapshot in missing], window_tokens)
-    addresses = offer.addresses(indices)
+    addresses = offer.addresses(range(end.num_blocks, -(-offer.position // BLOCK_TOKENS)))
     is_enough = len(data) == offer.position * TOKEN_BYTES and all(addresses.values())
     return _Lacking(end, addresses, missing) if is_enough else None
-
-
-def _lacking_in_windows(end: Walk, positions: Iterable[int], window_tokens: int) -> list[int]:
-    """Return which blocks the device lacks of those that are read when resuming at some positions."""
-    held = path_blocks(end.run)[: end.num_blocks]
-    needed = set[int]()
-    for position in positions:
-        needed.update(range(first_block_seen(position, window_tokens), -(-position // BLOCK_TOKENS)))
-    return [index for index in sorted(needed) if index >= len(held) or held[index] == NULL_BLOCK]
 
 
 def _is_cached(end: Walk, data: bytearray, position: int) -> bool:

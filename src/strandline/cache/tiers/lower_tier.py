@@ -11,30 +11,25 @@ nothing else outlives the process, and retain what has returned to the device, a
 
 Memory is counted in blocks; a slot takes as many as its encoded bytes need. Neither has a static share.
 
-Where attention has windows, a snapshot needs only the blocks of its window, and the tier stores no others.
-
 All tiers share one tree (``tier_tree.py``).
 
 Invariants, held by ``cache/inspection/invariants.py``: every block that a demoted snapshot needs is in the tier, on the
 device or being loaded to it; in a persistent tier, it is in the tier or being written to it. Accounting is exact.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from strandline.cache.eviction import EvictionQueue
-from strandline.cache.policy.resume_rules import first_gap
 from strandline.cache.policy.worth import WorthPerByte
-from strandline.cache.resume import Match, first_block_seen
+from strandline.cache.resume import Match
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below, position_above
 from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.stored_windows import ids_of
 from strandline.cache.tiers.tier_tree import (
-    Blocks,
     Column,
     Copy,
     PathBlocks,
@@ -44,9 +39,9 @@ from strandline.cache.tiers.tier_tree import (
     copy_of_device,
     pieces,
 )
-from strandline.cache.tree import Snapshot, path_blocks
+from strandline.cache.tree import Snapshot
 from strandline.cache.use import Use
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, BlockId, TransferId
+from strandline.ids import BLOCK_TOKENS, BlockId, TransferId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import Action, Completion, DropStored, SlotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
@@ -71,7 +66,6 @@ class LowerTier:
         issue: takes actions.
         next_transfer: returns an unused transfer id.
         next_address: returns an unused address.
-        window_tokens: tokens before a snapshot that resuming there reads, itself among them; None: all.
     """
 
     def __init__(
@@ -82,7 +76,6 @@ class LowerTier:
         issue: Callable[[Action], None],
         next_transfer: Callable[[], TransferId],
         next_address: Callable[[], int],
-        window_tokens: int | None = None,
     ) -> None:
         self.store = memory.store
         self.num_blocks = memory.num_blocks
@@ -102,8 +95,6 @@ class LowerTier:
         self.num_loads = 0
         self.num_loaded_bytes = 0
         self.num_failed_loads = 0
-        self.has_windows = window_tokens is not None
-        self._window_tokens = window_tokens or sys.maxsize
         self._worth = worth
         self._issue = issue
         self._next_transfer = next_transfer
@@ -118,18 +109,9 @@ class LowerTier:
 
     # What is needed
 
-    def first_needed(self, position: int) -> int:
-        """Return the first block that resuming at a position reads."""
-        return first_block_seen(position, self._window_tokens)
-
-    def needed_blocks(self, demoted: TierSnapshot) -> list[Blocks]:
-        """Return the whole blocks that a snapshot needs, in order."""
-        return demoted.last_blocks(demoted.num_blocks - self.first_needed(demoted.position))
-
     def is_needed(self, run: TierRun, index: int) -> bool:
         """Whether a snapshot of the tier needs a block of a run, given by its index in the run."""
-        part = self.column.part(run)
-        return index < part.num_blocks and (not self.has_windows or part.num_needers[index] > 0)
+        return index < self.column.part(run).num_blocks
 
     def is_lacking(self, run: TierRun, index: int) -> bool:
         """Whether a snapshot of the tier needs a block that is not stored."""
@@ -137,8 +119,9 @@ class LowerTier:
 
     def is_stored(self, demoted: TierSnapshot) -> bool:
         """Whether all blocks that a snapshot needs are stored."""
-        needed = self.needed_blocks(demoted)
-        return all(NO_ADDRESS not in self.column.part(run).addresses[start:end] for run, start, end in needed)
+        return all(
+            NO_ADDRESS not in self.column.part(run).addresses[start:end] for run, start, end in demoted.whole_blocks
+        )
 
     # Demoting
 
@@ -184,7 +167,6 @@ class LowerTier:
         Args:
             data: the tokens of the path to the end of the blocks, encoded.
             first: the index of the first one in the path.
-            blocks: null blocks stand for those that stay on the device or are not there.
             use, is_shared: those of the run that they belong to.
         """
         tree = self.tree.open(salt)
@@ -193,14 +175,14 @@ class LowerTier:
             if last is None or self.column.last_on_path(last) != last:
                 end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
                 self.enter(Copy(end, SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared), tree, data)
-        missing = self._missing(tree, data, first, blocks)
+        missing = self._missing(tree, data, first)
         if not missing:
             return
         num_evicted = self.num_snapshots_evicted
         self.make_room(len(missing), ANY_WORTH)
         if self.num_snapshots_evicted > num_evicted:
             # Some may not be needed any more.
-            missing = self._missing(tree, data, first, blocks)
+            missing = self._missing(tree, data, first)
         num_free = self.num_blocks - self.num_used
         for index, run, _ in missing[num_free:]:
             self.cut_off(run, first + index + 1)
@@ -221,18 +203,18 @@ class LowerTier:
         snapshot = None if end is None else end[0].snapshots.get(key)
         return None if snapshot is None else snapshot.copies[self.column.index]
 
-    def _missing(self, tree: str, data: bytes, first: int, blocks: Sequence[int]) -> list[tuple[int, TierRun, int]]:
-        """Return those of these blocks that are needed and not in the tier.
+    def _missing(self, tree: str, data: bytes, first: int) -> list[tuple[int, TierRun, int]]:
+        """Return the blocks of a path from ``first`` on that are needed and not in the tier.
 
         Returns:
-            The index in ``blocks``, the run and the index in the run of each.
+            The number of blocks from ``first`` to each, its run and its index in the run.
         """
-        end = self.tree.walk(tree, data, first + len(blocks))
+        end = self.tree.walk(tree, data, len(data) // BLOCK_KEY_BYTES)
         return [
             (run.start_block + own - first, run, own)
             for run, start, stop in (pieces(end, first) if end is not None else ())
             for own in range(start, stop)
-            if blocks[run.start_block + own - first] != NULL_BLOCK and self.is_lacking(run, own)
+            if self.is_lacking(run, own)
         ]
 
     def enter(self, demoted: Copy, tree: str, data: bytes) -> None:
@@ -244,30 +226,17 @@ class LowerTier:
         """
         snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot, tree, data)
         self.column.enter(demoted)
-        if self.has_windows:
-            self._count_needers(snapshot, 1)
         for below in next_below(self.column, snapshot):
             below.saved_tokens = min(below.saved_tokens, below.position - demoted.position)
         self.num_snapshots += 1
         self._queue.push(demoted)
 
-    def _count_needers(self, snapshot: TierSnapshot, change: int) -> list[Blocks]:
-        """Count a snapshot more or less that needs its blocks; return those that none needs, one by one."""
-        unneeded = list[Blocks]()
-        for run, start, end in self.needed_blocks(snapshot):
-            num_needers = self.column.part(run).num_needers
-            for index in range(start, end):
-                num_needers[index] += change
-                if not num_needers[index]:
-                    unneeded.append(Blocks(run, index, index + 1))
-        return unneeded
-
     def is_whole(self, demoted: TierSnapshot) -> bool:
         """Whether all blocks that a snapshot needs are in the tier or, unless it is persistent, on the device."""
         if self.is_persistent:
             return self.is_stored(demoted)
-        needed = self.needed_blocks(demoted) if self.returning else ()
         returning = self.returning_blocks()
+        needed = demoted.whole_blocks if returning else ()
         return not any((run, index) in returning for run, start, end in needed for index in range(start, end))
 
     def returning_blocks(self) -> set[tuple[TierRun, int]]:
@@ -318,8 +287,7 @@ class LowerTier:
             num_blocks: number of blocks of the path up to and including the lost one.
         """
         for copy in list(self.column.below(run, num_blocks)):
-            if self.first_needed(copy.position) < num_blocks:
-                self.evict(copy)
+            self.evict(copy)
 
     def remove(self, demoted: Copy, *, is_elsewhere: bool = False) -> None:
         """Remove a copy of a snapshot, and the blocks that it alone needs.
@@ -330,13 +298,12 @@ class LowerTier:
         if demoted.column is None:
             return
         freed = {demoted.address: self.slot_blocks, demoted.tail_address: 1}
-        gone = self._count_needers(snapshot, -1) if self.has_windows else []
         alone = column.blocks_for(demoted)
         left = column.leave(demoted, alone)
         self.num_snapshots -= 1
         if not is_elsewhere:
             self.pass_savings(demoted)
-        for run, start, end in (*gone, *alone):
+        for run, start, end in alone:
             addresses = column.part(run).addresses
             for index in range(end - 1, start - 1, -1):
                 freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
@@ -391,18 +358,14 @@ class LowerTier:
         if found is None:
             return None
         copy, position = found
-        whole, first_needed = position // BLOCK_TOKENS, self.first_needed(position)
-        held = min(match.end.num_blocks, whole)
-        first = max(first_needed, first_gap(match.end.run, held, first_needed))
+        whole = position // BLOCK_TOKENS
+        first = min(match.end.num_blocks, whole)
         num_blocks = whole - first
         if copy is not None:
             num_blocks += self.slot_blocks + copy.snapshot.has_tail
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
-        addresses = self.column.addresses(end, first)[: max(whole - first, 0)].tolist()
-        for index, block in enumerate(path_blocks(match.end.run)[first:held] if first < held else ()):
-            if block != NULL_BLOCK:
-                addresses[index] = NO_ADDRESS
+        addresses = self.column.addresses(end, first)[: whole - first].tolist()
         offered: tuple[OfferedSnapshot, ...] = ()
         if copy is not None:
             offered = (OfferedSnapshot(position, copy.address, copy.kind),)
@@ -426,7 +389,7 @@ class LowerTier:
         for found in self._ends_on(end, data, match):
             num_blocks = found.position // BLOCK_TOKENS
             # In the first tier, what it needs and the tier does not have is on the device, up to the last block.
-            first = max(self.first_needed(found.position), 0 if self.is_persistent else num_blocks - 1)
+            first = 0 if self.is_persistent else max(num_blocks - 1, 0)
             if first <= lacking < num_blocks:
                 continue
             lacking = first_lacking(addresses, match, first, num_blocks)
@@ -489,10 +452,8 @@ class LowerTier:
 def first_lacking(addresses: Sequence[int], match: Match, first: int, end: int) -> int:
     """Return the first block in ``[first, end)`` that has no address and is not on the device; else ``end``."""
     for index, address in enumerate(addresses[first:end], first):
-        if address == NO_ADDRESS:
-            num_held = min(match.end.num_blocks, index + 1)
-            if first_gap(match.end.run, num_held, index) <= index:
-                return index
+        if address == NO_ADDRESS and index >= match.end.num_blocks:
+            return index
     return end
 
 

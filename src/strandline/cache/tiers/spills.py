@@ -8,7 +8,7 @@ to compute is not stored.
 Invariants: nothing can be loaded before it has been written; a spill that fails leaves nothing in the tier.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -28,8 +28,6 @@ SPARE_SLABS: Final = 6
 steps, and those for which there is no memory are dropped."""
 MAX_SPILLS: Final = 32
 """Most spills at once."""
-MAX_TOGETHER: Final = 8
-"""Where attention has windows, most blocks that are stored together: they are not needed equally long."""
 MAX_BEGUN: Final = 2
 """Most snapshots that are spilled or dropped between two steps: each takes time in proportion to its path."""
 
@@ -59,7 +57,7 @@ class DeviceEntry(NamedTuple):
     data: bytes
     """The tokens before it, encoded."""
     blocks: tuple[BlockId, ...]
-    """The whole blocks before it, with null blocks for gaps that it does not need."""
+    """The whole blocks before it."""
     slot: SlotId
     window: tuple[BlockId, ...]
     tail: BlockId
@@ -200,8 +198,8 @@ class Spills:
 
     def _pays(self, snapshot: TierSnapshot) -> bool:
         """Return whether loading a snapshot would pay."""
-        lower, whole = self._lower, snapshot.num_blocks
-        num_blocks = lower.slot_blocks + whole - lower.first_needed(snapshot.position) + snapshot.has_tail
+        lower = self._lower
+        num_blocks = lower.slot_blocks + snapshot.num_blocks + snapshot.has_tail
         return lower.costs.pays(num_blocks * lower.block_bytes, snapshot.position)
 
     def _refuse(self, leaving: Copy) -> None:
@@ -209,7 +207,7 @@ class Spills:
         if leaving.column is not None:
             self._upper.evict(leaving)
 
-    def _make_room(self, leaving: Copy) -> Sequence[int] | None:
+    def _make_room(self, leaving: Copy) -> range | None:
         """Evict what is worth less than a snapshot and the blocks that it needs.
 
         Returns:
@@ -225,22 +223,13 @@ class Spills:
             if not lower.make_room(num_blocks, lower.worth(leaving)):
                 return None
 
-    def _missing(self, snapshot: TierSnapshot) -> Sequence[int]:
+    def _missing(self, snapshot: TierSnapshot) -> range:
         """Return which blocks a snapshot needs that the persistent tier neither has nor is getting."""
-        lower, whole = self._lower, snapshot.num_blocks
         if snapshot.end is None:
-            return ()
-        if not lower.has_windows:
-            return range(lower.column.last_on_path(snapshot.end).depth, whole)
-        needed = lower.needed_blocks(snapshot)
-        return [
-            run.start_block + index
-            for run, start, end in needed
-            for index in range(start, end)
-            if not lower.is_needed(run, index)
-        ]
+            return range(0)
+        return range(self._lower.column.last_on_path(snapshot.end).depth, snapshot.num_blocks)
 
-    def _begin(self, leaving: Copy, entry: DeviceEntry | None, missing: Sequence[int]) -> None:
+    def _begin(self, leaving: Copy, entry: DeviceEntry | None, missing: range) -> None:
         """Put a snapshot and blocks into the persistent tier, and begin to copy them there."""
         lower, upper, snapshot = self._lower, self._upper, leaving.snapshot
         data = snapshot.path()
@@ -259,15 +248,13 @@ class Spills:
         blocks, slots, stored, _ = sources
         self._issue(StoreOut(transfer, lower.store, blocks, slots, stored, path, is_final=self.is_final))
 
-    def _new_path(self, leaving: Copy, data: bytes, missing: Sequence[int]) -> StoredPath:
+    def _new_path(self, leaving: Copy, data: bytes, missing: range) -> StoredPath:
         """Allocate memory for a snapshot and the blocks that are lacking."""
         lower = self._lower
-        most = MAX_TOGETHER if lower.has_windows else len(missing)
         return StoredPath(
             leaving.snapshot.tree,
             data,
-            _together([(index, lower.take(1)) for index in missing], most),
-            lower.has_windows,
+            StoredBlocks(missing.start, tuple([lower.take(1) for _ in missing])) if missing else None,
             lower.take(lower.slot_blocks) if lower.slot_blocks else NO_ADDRESS,
             lower.take(1) if leaving.snapshot.has_tail else NO_ADDRESS,
             leaving.kind,
@@ -293,12 +280,9 @@ class Spills:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
         upper, snapshot, column = self._upper, leaving.snapshot, self._upper.column
         num_blocks = upper.slot_blocks + snapshot.has_tail
-        alone = upper.needed_blocks(snapshot) if upper.has_windows else column.blocks_for(leaving)
-        for run, start, end in alone:
-            part = column.part(run)
-            for index in range(start, end):
-                is_alone = not upper.has_windows or part.num_needers[index] == 1
-                num_blocks += is_alone and part.addresses[index] != NO_ADDRESS
+        for run, start, end in column.blocks_for(leaving):
+            addresses = column.part(run).addresses[start:end]
+            num_blocks += len(addresses) - addresses.count(NO_ADDRESS)
         return num_blocks
 
     def complete(self, completion: Completion) -> bool:
@@ -359,13 +343,3 @@ class Spills:
         sizes = dict.fromkeys(path.addresses.values(), 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
         sizes.pop(NO_ADDRESS, None)
         return sizes
-
-
-def _together(addresses: Sequence[tuple[int, int]], most: int) -> tuple[StoredBlocks, ...]:
-    """Group blocks, each given by its index and its address, into consecutive ones, at most ``most`` together."""
-    groups = list[list[tuple[int, int]]]()
-    for index, address in addresses:
-        if not groups or index != groups[-1][-1][0] + 1 or len(groups[-1]) == most:
-            groups.append([])
-        groups[-1].append((index, address))
-    return tuple(StoredBlocks(group[0][0], tuple(address for _, address in group)) for group in groups)

@@ -6,9 +6,6 @@ blocks without a branch; for each tier, it has a ``Part`` with the addresses of 
 *has* each whole block on the path of a snapshot that it stores, and no others: of a run, the first ones. In the first
 tier, one without an address is on the device. A block that no tier has is removed, unless a load under way brings it to
 the device, as requests wait for that. The block that contains a snapshot's position is stored with the snapshot.
-
-Where attention has windows, a block is stored only if it is in the window of a demoted snapshot. Of other blocks there
-are only the tokens.
 """
 
 from array import array
@@ -325,7 +322,7 @@ class TierTree:
             gone += run.hashes[count:][::-1]
             del run.hashes[count:], run.tokens[count * BLOCK_KEY_BYTES :]
             for part in run.parts:
-                del part.addresses[count:], part.num_needers[count:]
+                del part.addresses[count:]
             if count:
                 break
             run = parent
@@ -383,9 +380,10 @@ class TierSnapshot:
         """Yield the runs before it, the root last."""
         return iter(()) if self.run is None else self.run.ancestry()
 
-    def last_blocks(self, num_blocks: int) -> list[Blocks]:
-        """Return the last ones of the whole blocks before it, in order."""
-        return [] if self.end is None else pieces(self.end, self.num_blocks - num_blocks)
+    @property
+    def whole_blocks(self) -> list[Blocks]:
+        """The whole blocks before it, which it needs, in order."""
+        return [] if self.end is None else pieces(self.end)
 
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""

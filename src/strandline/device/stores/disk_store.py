@@ -292,9 +292,9 @@ class DiskStore:
 
     def _write(self, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""
-        parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = [
-            (blocks, blocks.addresses) for blocks in path.blocks
-        ]
+        parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = []
+        if path.blocks is not None:
+            parts.append((path.blocks, path.blocks.addresses))
         if path.slot:
             parts.append((None, (path.slot, *[path.tail] * bool(path.tail))))
         addresses = dict[int, Located]()

@@ -19,7 +19,7 @@ from strandline.cache.tiers import LoadCosts
 from strandline.device.stores.peer_store import PEERS, PeerStore
 from strandline.engine.requests.request import Request, Status
 from strandline.engine.scheduling.scheduler import Scheduler
-from strandline.ids import BLOCK_TOKENS, RequestId
+from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.transfer_params import TransferParams
@@ -191,14 +191,9 @@ class PrefixPulls:
             self._scheduler.add(request)
 
     def _offer(self, found: messages.Offer, first_address: int) -> Offer:
-        memory, window_tokens = self._cache.memory_use(), self._spec.window_tokens
-        num_wanted = found.num_blocks
-        if window_tokens is not None:
-            num_wanted = min(num_wanted, -(-window_tokens // BLOCK_TOKENS) + 1)
-        wanted_slabs = num_wanted // self._blocks_per_slab
+        memory = self._cache.memory_use()
+        wanted_slabs = found.num_blocks // self._blocks_per_slab
         num_spare = memory.num_free_slabs - wanted_slabs - int(RESERVE_SHARE * memory.num_slabs)
-        if window_tokens is not None:
-            num_spare //= 1 + wanted_slabs  # each snapshot comes with its window
         if self._spec.has_window_blocks:
             num_spare //= 1 + -(-self._spec.snapshot_window_blocks // self._spec.window_blocks_per_slab)
         kinds = {position: SnapshotKind(kind) for position, kind in found.snapshots}

@@ -23,7 +23,7 @@ def describe_sizes(spec: ModelSpec) -> list[str]:
     lines = [f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}"]
     if spec.has_window_blocks:
         lines.append(f"windows: layers with windows store the last {spec.max_window_tokens:,} tokens of a request")
-    elif spec.mixes_windows:
+    elif spec.has_windows:
         reason = "a drafter with layers requires"
         if not spec.has_states:
             reason = "--host-memory, --disk-cache, --kv-transfer-config and drafters with layers require"

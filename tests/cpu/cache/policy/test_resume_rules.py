@@ -3,18 +3,16 @@
 from array import array
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.inspection.explanation import explain_prompt
 from strandline.cache.policy.placements import NoSnapshots
-from strandline.cache.policy.resume_rules import AtSnapshots, AtTokens, first_gap, resume_rule
+from strandline.cache.policy.resume_rules import AtSnapshots, AtTokens, resume_rule
 from strandline.cache.policy.reuse import ReuseHistory
 from strandline.cache.policy.worth import CERTAIN_RATE, LeastRecentlyUsed, ReuseRate
-from strandline.cache.tree import Run, path_blocks
+from strandline.cache.tree import Run
 from strandline.cache.use import NO_INTERARRIVAL, Use
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, RequestId
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT, RequestId
 from strandline.records.account import Miss, Reason, SnapshotKind
 from strandline.records.actions import CopyTokens
 from strandline.records.tokens import TokenBuffer
@@ -266,20 +264,3 @@ def test_disabled_cache_keeps_nothing() -> None:
     driver.serve(prompt(100), generated=[1, 2])
     assert driver.serve(prompt(100)).hit == 0
     assert driver.cache.memory_use().num_blocks == 0
-
-
-@given(
-    runs=st.lists(st.lists(st.booleans(), min_size=1, max_size=3), max_size=4),
-    num_blocks=st.integers(0, 12),
-    first=st.integers(0, 12),
-)
-def test_first_gap_is_found_in_the_part_asked_for(runs: list[list[bool]], num_blocks: int, first: int) -> None:
-    run = Run(None, 0, b"", array("i"))
-    for are_held in runs:
-        blocks = array("i", [7 if is_held else NULL_BLOCK for is_held in are_held])
-        run = Run(run, run.end_block, b"", blocks)
-    path = path_blocks(run)
-    num_blocks = min(num_blocks, len(path))
-    first = min(first, num_blocks)
-    gaps = [index for index in range(first, num_blocks) if path[index] == NULL_BLOCK]
-    assert first_gap(run, num_blocks, first) == min(gaps, default=num_blocks)

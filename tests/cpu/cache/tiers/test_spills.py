@@ -5,7 +5,7 @@ from typing import NoReturn
 import pytest
 
 from strandline.cache.inspection.published import published_snapshots
-from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, BehindWindows
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import NO_MATCH, ResumeRule
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.lower_tier import LowerTier
@@ -64,8 +64,8 @@ def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> D
     for tree, root in disk.tree.roots.items():
         waiting = [(root, b"", [root_hash(tree)])]
         while waiting:
-            run, before, hashes = waiting.pop()
-            path, addresses = before + run.tokens, disk.column.part(run).addresses
+            run, data, hashes = waiting.pop()
+            path, addresses = data + run.tokens, disk.column.part(run).addresses
             hashes = [*hashes, *block_hashes(hashes[-1], bytes(run.tokens))]
             for depth, address in enumerate(addresses, run.start_block + 1):
                 if depth != lose and address:
@@ -73,11 +73,10 @@ def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> D
                     blocks.append(KeptBlocks(tree, hashes[depth - 1], key, (address,), 0, 0.0, False))
             waiting += [(child, path, hashes) for child in run.children.values()]
             for found in disk.column.copies(run):
-                whole, path_hash = found.snapshot, hashes[found.snapshot.num_blocks]
-                start, key = (hashes[0], whole.path()) if disk.has_windows else (path_hash, whole.key)
+                before, key = hashes[found.snapshot.num_blocks], found.snapshot.key
                 if found.address:
                     snapshots.append(
-                        KeptSnapshot(tree, start, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
+                        KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
                     )
     rule = driver.cache.internals().rule
     kept, num_blocks = Kept(tuple(blocks), tuple(snapshots)), disk.num_blocks
@@ -100,7 +99,7 @@ def test_what_leaves_host_memory_returns_from_the_persistent_tier(rule: ResumeRu
     assert (disk.num_loads, disk.num_loaded_bytes, host.num_loads) == (1, disk.num_used, 0)
 
 
-@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens(), BehindWindows(100)], ids=repr)
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 @pytest.mark.parametrize("salt", ["", "tenant"])
 def test_what_leaves_a_persistent_tier_returns_from_the_next(rule: ResumeRule, salt: str) -> None:
     driver = Driver(lower_blocks=(13, 60, 100), rule=rule)
@@ -219,9 +218,8 @@ def test_failed_spills_leave_nothing_behind() -> None:
     assert driver.loads.tier_offer(TokenBuffer(PROMPT)) is None
 
 
-@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, BehindWindows(1000)], ids=repr)
-def test_failed_spills_spare_what_another_spill_brings(rule: ResumeRule) -> None:
-    driver = Driver(lower_blocks=(60, 100), rule=rule)
+def test_failed_spills_spare_what_another_spill_brings() -> None:
+    driver = Driver(lower_blocks=(60, 100))
     host, disk = tiers(driver)
     host.num_spare_blocks = 0
     for prompt in (PROMPT, NEXT_TURN):
@@ -493,26 +491,3 @@ def test_salts_hold_after_a_restart() -> None:
     assert Reason.DEMOTED not in {miss.reason for miss in driver.lookup(PROMPT, "other").misses}
     assert driver.bring_back(PROMPT, "tenant")
     assert driver.lookup(PROMPT, "tenant").hit == 400
-
-
-@pytest.mark.parametrize(("lose", "is_kept"), [(0, True), (4, True), (5, False), (6, False)])
-def test_a_restart_needs_the_blocks_of_a_window_alone(lose: int, is_kept: bool) -> None:
-    first = spilled(rule=BehindWindows(100))
-    new = restarted(first, lose=lose)
-    _, disk = tiers(new)
-    assert (positions(disk), disk.num_used) == (([400], 2 + 1 + 5) if is_kept else ([], 0))
-    assert new.bring_back([*PROMPT, 1]) == is_kept
-    assert new.serve([*PROMPT, 1]).hit == 400 * is_kept
-
-
-def test_blocks_of_a_window_are_stored_eight_together_at_most() -> None:
-    driver = Driver(100, lower_blocks=(60, 100), rule=BehindWindows(700))
-    driver.loads.tiers[0].num_spare_blocks = 60
-    driver.serve(pattern(3, 1200))
-    evict_all(driver)
-    driver.flush()
-    paths = [spill.path for spill in driver.device.spilling.values() if spill.path is not None]
-    assert max(len(some.addresses) for path in paths for some in path.blocks) == 8
-    assert all(path.has_gaps for path in paths)
-    end_spills(driver)
-    assert driver.bring_back(pattern(3, 1200))
