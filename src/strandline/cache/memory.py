@@ -72,7 +72,7 @@ class CacheMemory:
             allocator.blocks_per_slab, allocator.num_slabs * allocator.blocks_per_slab // MAX_TRIM_SHARE
         )
         """How many blocks that no snapshot needs are evicted at once, even if fewer would do."""
-        self._owners = BlockOwners(allocator.num_slabs * allocator.blocks_per_slab)
+        self._owners = BlockOwners()
         self.revision = 0
         """Number of changes to the index: to its runs' tokens and children, and to its snapshots."""
         self.tick = 0

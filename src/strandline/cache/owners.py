@@ -1,7 +1,7 @@
 """Which run of the index each block belongs to, so that blocks can be moved."""
 
-from array import array
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from strandline.cache.lease import Lease
 from strandline.cache.tree import Run
@@ -11,38 +11,35 @@ from strandline.ids import BlockId
 class BlockOwners:
     """Finds the run of a block. Blocks that only a lease holds have no owner."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._run_of: list[Run | None] = [None] * num_blocks
-        self._index_of = array("i", bytes(4 * num_blocks))
+    def __init__(self) -> None:
+        self._run_of: dict[int, Run] = {}
+        self._index_of: dict[int, int] = {}
         """By block of a run: its index in the path from the root."""
 
     def owner(self, block: int) -> Run | None:
-        return self._run_of[block]
+        return self._run_of.get(block)
 
     def own(self, run: Run, blocks: Sequence[int]) -> None:
         """Record that these, the last blocks of ``run``, belong to it."""
-        run_of, index_of = self._run_of, self._index_of
-        for index, block in enumerate(blocks, run.end_block - len(blocks)):
-            run_of[block] = run
-            index_of[block] = index
+        self._run_of.update(zip(blocks, repeat(run), strict=False))
+        self._index_of.update(zip(blocks, range(run.end_block - len(blocks), run.end_block), strict=True))
 
     def disown(self, blocks: Iterable[int]) -> None:
-        run_of = self._run_of
         for block in blocks:
-            run_of[block] = None
+            del self._run_of[block], self._index_of[block]
 
     def move(self, moves: Iterable[tuple[BlockId, BlockId]], leases: Iterable[Lease]) -> None:
         """Write the new ids ``(from, to)`` of moved blocks into their runs and into the tables of all leases."""
         own = dict[int, int]()
         shared = list[tuple[int, BlockId, BlockId]]()
         for src, dst in moves:
-            run = self._run_of[src]
+            run = self._run_of.pop(src, None)
             if run is None or run.is_live:
                 own[src] = dst
             if run is not None:
-                index = self._index_of[dst] = self._index_of[src]
+                index = self._index_of[dst] = self._index_of.pop(src)
                 run.blocks[index - run.start_block] = dst
-                self._run_of[src], self._run_of[dst] = None, run
+                self._run_of[dst] = run
                 shared.append((index, src, dst))
         for lease in leases:
             table = lease.table
