@@ -15,8 +15,8 @@ print(json.dumps(files))
 """
 
 MAX_LINES = {
-    "strandline.cache": 4350,
-    "strandline.cache.core": 4350,
+    "strandline.cache": 4000,
+    "strandline.cache.core": 4000,
     "strandline.routing.snapshot_router": 3000,
     "strandline.routing.names": 3000,
     "strandline.records.plan": 3000,

@@ -66,7 +66,8 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
     },
     "cache": {
         "": frozenset(),
-        "policy": frozenset({""}),
+        "states": frozenset({""}),
+        "policy": frozenset({"", "states"}),
         "announcing": frozenset({""}),
         "tiers": frozenset({"", "policy", "announcing"}),
         "inspection": frozenset({"", "policy", "announcing", "tiers"}),

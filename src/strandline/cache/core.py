@@ -12,9 +12,8 @@ A request that resumes at ``p`` reads the shared snapshot at ``p`` in place and 
 match, including those beyond ``p``, where it recomputes the state but not the keys and values. When ``p`` is
 inside a block, the request gets its own copy of that block's first ``p % 64`` tokens.
 
-A model that keeps no states has no slots but the null slot. With ``AtTokens``, there are no snapshots: a request
-resumes wherever keys and values are cached, and its last, partly filled block is published as well. With
-``AtWindowEnds``, a snapshot is a window without a slot, and no step emits it: it is a part of its lease's window.
+What requests and snapshots have besides, slots or windows, and when snapshots are published, is for ``RequestStates``
+to say. A model that keeps no states has no slots but the null slot.
 """
 
 from dataclasses import replace
@@ -23,30 +22,28 @@ from strandline.cache.announcements import Announces
 from strandline.cache.below import Below
 from strandline.cache.counters import CacheCounters
 from strandline.cache.eviction import Entry, EvictionOrder
-from strandline.cache.hits import record_hit, record_use
 from strandline.cache.index import PrefixIndex
 from strandline.cache.internals import Internals
 from strandline.cache.leaders import Leaders
-from strandline.cache.lease import Cut, Lead, Lease, LogUse, StepGrant
+from strandline.cache.lease import Lead, Lease, LogUse, StepGrant
 from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.miss_reasons import MissReasons
-from strandline.cache.own_states import OwnStates
 from strandline.cache.placement import RESERVE_SHARE, Admission, Placement
 from strandline.cache.publish import Publisher
+from strandline.cache.request_states import NewStates
 from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.size import CacheSize
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import CacheStats, MemoryUse
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run
 from strandline.cache.use import UseHistory, interarrival_bin
 from strandline.cache.walk import Walk
-from strandline.cache.window import Window
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_LOG, BlockId, RequestId
 from strandline.records.account import UNCOUNTED, Account, Reason, SnapshotKind
 from strandline.records.actions import Action, CopyTokens
-from strandline.records.tokens import TokenBuffer, resumable_end
+from strandline.records.tokens import TokenBuffer
 
 _new_grant = tuple.__new__
 """Makes a ``StepGrant`` in half the time of its constructor, which counts per sequence and step."""
@@ -60,6 +57,7 @@ class PrefixCache:
         order: ranks what to evict.
         reuse: records uses, and learns from them how likely others are.
         rule: where prompts resume.
+        states: makes what running requests are resumed from, and takes snapshots of it.
         enabled: when False, requests get blocks and slots, but nothing is cached.
         announcer: collects events; None: events are off.
     """
@@ -72,6 +70,7 @@ class PrefixCache:
         order: EvictionOrder,
         reuse: UseHistory,
         rule: ResumeRule,
+        states: NewStates,
         enabled: bool = True,
         announcer: Announces | None = None,
     ) -> None:
@@ -91,14 +90,13 @@ class PrefixCache:
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
         self._below: Below | None = None
         self._reasons = MissReasons(self._index, self._leases.values(), rule)
-        kept = placement if enabled else None
-        self._states = OwnStates(self._memory, self._publisher, kept, needs_slots=rule.needs_slots)
+        self._states = states(self._memory, self._publisher, placement if enabled else None)
         self._leaders = Leaders(self._index, self._leases, placement, rule)
         self._expected: dict[RequestId, Entry] = {}
         self._is_stepwise = enabled and placement.is_stepwise
         self._logs = LogPool(size.num_logs)
         self._num_reserved_slabs = int(RESERVE_SHARE * size.num_slabs)
-        self._snapshot_blocks = size.snapshot_blocks(int(rule.needs_slots)) or size.blocks_per_slab
+        self._snapshot_blocks = size.snapshot_blocks(self._states.num_slots) or size.blocks_per_slab
         self._log_tokens = size.log_tokens
 
     def attach(self, below: Below) -> None:
@@ -232,7 +230,7 @@ class PrefixCache:
         num_blocks = max(-(-last // BLOCK_TOKENS) - whole, 0)
         end = min(match.position + step_tokens, max(len(tokens), 1))
         num_window_blocks = self._memory.windows.num_to_resume(match.position, end)
-        return self._memory.try_pin(upper, match, num_blocks, int(self._rule.needs_slots), num_window_blocks)
+        return self._memory.try_pin(upper, match, num_blocks, self._states.num_slots, num_window_blocks)
 
     def _fill_lease(self, lease: Lease, match: Match) -> None:
         for run in reversed(list(lease.run.ancestry())):
@@ -241,27 +239,9 @@ class PrefixCache:
         lease.computed = lease.folded = match.position
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
-        if self._rule.needs_slots:
-            lease.dst = self._memory.take_promised_slot()
-        if self._memory.windows.are_kept:
-            lease.window = self._resume_window(match.snapshot, match.position)
-        if match.snapshot is not None:
-            record_hit(lease, match.snapshot, self._memory, self._reuse)
-            if self._rule.needs_slots:
-                lease.source, lease.src = match.snapshot, match.snapshot.slot
-            else:
-                self._memory.unpin_snapshot(match.snapshot)
-        record_use(lease, None if self._rule.needs_snapshots else match.copied_run, self._memory, self._reuse)
+        self._states.begin(lease, match)
         if match.copied_run is not None:
             self._copy_partial(lease, match.copied_run)
-
-    def _resume_window(self, snapshot: Snapshot | None, position: int) -> Window:
-        """Return the window blocks of a request that resumes from a snapshot; None: it starts from the first token."""
-        if snapshot is None:
-            return Window()
-        windows = self._memory.windows
-        own = self._memory.take_promised_window_blocks(windows.num_to_resume(position, position))
-        return windows.resumed(snapshot.window, position, own)
 
     def _plan_snapshots(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement at which positions the lease leaves snapshots."""
@@ -289,7 +269,8 @@ class PrefixCache:
         if not missing and not num_window_blocks:
             return True
         while not memory.can_take(missing, 0, num_window_blocks):
-            if not self._states.drop_fallbacks(self._leases.values()):
+            dropped = [self._states.drop_fallback(each) for each in self._leases.values()]
+            if not any(dropped):
                 return False
         lease.table += memory.take_promised_blocks(missing)
         memory.windows.extend(lease.window, memory.take_promised_window_blocks(num_window_blocks))
@@ -304,7 +285,7 @@ class PrefixCache:
         """
         computed, src, dst = lease.computed, lease.src, lease.dst
         may_cut = (lease.planned_cuts or self._is_stepwise) and computed < lease.shared_end
-        cuts = self._reserve_cuts(lease, end) if may_cut else ()
+        cuts = self._states.reserve(lease, end) if may_cut else ()
         is_fit = use is LogUse.DRAFTS or (use is LogUse.DECODED and self._log_tokens and end - computed == 1)
         if not (is_fit and lease.log) or cuts:
             self._states.fold(lease)
@@ -320,28 +301,6 @@ class PrefixCache:
         """Whether a step that computes the tokens up to ``end`` may emit a snapshot."""
         is_due = lease.has_planned_cut(end) or self._placement.in_step(lease.computed, end) is not None
         return is_due and self.is_enabled and lease.computed < lease.shared_end
-
-    def _reserve_cuts(self, lease: Lease, end: int) -> tuple[tuple[int, SlotId], ...]:
-        """Allocate slots for the snapshots that the step to ``end`` emits; omit those for which there is no memory.
-
-        Snapshots without slots are not emitted: they are published once their tokens are computed.
-        """
-        if not self.is_enabled or not self._rule.needs_snapshots:
-            return ()
-        due = {position: kind for position, kind in lease.planned_cuts.items() if lease.computed < position <= end}
-        boundary = self._placement.in_step(lease.computed, end)
-        if boundary is not None and resumable_end(lease.tokens.data, boundary) == boundary:
-            due.setdefault(boundary, SnapshotKind.BOUNDARY)
-        lease.planned_cuts = {position: kind for position, kind in lease.planned_cuts.items() if position > end}
-        self._publisher.probation.make_room(sum(kind is SnapshotKind.PROBE for kind in due.values()))
-        if not self._rule.needs_slots:
-            lease.cuts += [Cut(position, NULL_SLOT, due[position]) for position in sorted(due)]
-            return ()
-        for position in sorted(due):
-            slot = self._memory.take_slot() if self._memory.can_take(0, 1) else None
-            if slot is not None:
-                lease.cuts.append(Cut(position, slot, due[position]))
-        return tuple((cut.position, cut.slot) for cut in lease.cuts)
 
     # Publishing
 
@@ -363,10 +322,8 @@ class PrefixCache:
             self._move_to_own_slot(lease)
         if computed >= (lease.num_published + 1) * BLOCK_TOKENS and self.is_enabled:
             self._publisher.publish_blocks(lease)
-        if lease.cuts:
-            self._publisher.publish_cuts(lease)
-        elif lease.planned_cuts and not self._rule.needs_snapshots:
-            self._publisher.publish_for_followers(lease)
+        if lease.cuts or lease.planned_cuts:
+            self._states.commit(lease)
         if self._memory.windows.are_kept:
             self._memory.windows.advance(lease.window, computed)
 
@@ -386,25 +343,7 @@ class PrefixCache:
         Returns:
             False when that snapshot exists already, or no slot can be allocated; the lease keeps its slot.
         """
-        self._publish_partial_block(lease)
-        home = self._states.home_for(lease, kind, lease.computed) if self._states.has_own_state(lease) else None
-        if home is None:
-            return False
-        cut = Cut(lease.computed, lease.dst, kind)
-        if not self._rule.needs_slots:
-            self._publisher.publish(lease, cut, home)
-            return True
-        slot = self._states.take_slot_before_step(lease)
-        if slot is None:
-            return False
-        self._states.fold(lease)
-        snapshot = self._publisher.publish(lease, cut, home, num_readers=1)
-        lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
-        return True
-
-    def _publish_partial_block(self, lease: Lease) -> None:
-        if self.is_enabled and not self._rule.needs_snapshots:
-            self._publisher.publish_partial_block(lease)
+        return self._states.leave(lease, kind)
 
     def keep_fallback(self, lease: Lease, position: int) -> None:
         """Keep the state at a position, if that is the lease's last one: the request may end with what comes after."""
@@ -439,8 +378,7 @@ class PrefixCache:
             memory.unpin_snapshot(lease.source)
         for cut in lease.cuts:
             memory.free_cut(cut)
-        self._publish_partial_block(lease)
-        self._states.leave_last(lease, kind, lease.computed if end is None else end)
+        self._states.end(lease, kind, lease.computed if end is None else end)
         memory.take_back(lease)
         self._logs.free(lease.log)
 

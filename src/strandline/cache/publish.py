@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from strandline.cache.counters import CacheCounters
-from strandline.cache.hits import record_departure
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.probation import Probation
@@ -43,7 +42,7 @@ class Publisher:
         leases: Callable[[], Iterable[Lease]],
     ) -> None:
         self._memory = memory
-        self._reuse = reuse
+        self.reuse = reuse
         self._counters = counters
         self._leases = leases
         self.probation = Probation(memory)
@@ -117,24 +116,6 @@ class Publisher:
         lease.table[first : lease.num_published] = existing.blocks
         lease.run = existing
 
-    def publish_partial_block(self, lease: Lease) -> None:
-        """Publish the computed tokens of the block that the lease is filling, or count a use of those in the index."""
-        key = lease.tokens.slice(lease.num_published * BLOCK_TOKENS, lease.computed)
-        if key and lease.computed < lease.shared_end:
-            existing = child_with_prefix(lease.run, key)
-            if existing is None:
-                self._publish_tail(lease, key)
-            else:
-                self._memory.touch(existing)
-                existing.use = Use(self._reuse.now, lease.interarrival_bin)
-        record_departure(lease, self._reuse)
-
-    def publish_for_followers(self, lease: Lease) -> None:
-        """Publish the tokens that waiting requests share, once they are computed."""
-        if min(lease.planned_cuts) <= lease.computed:
-            self.publish_partial_block(lease)
-            lease.planned_cuts = {p: kind for p, kind in lease.planned_cuts.items() if p > lease.computed}
-
     def publish_loaded(self, lease: Lease) -> None:
         """Publish all that a load has brought."""
         self.publish_blocks(lease)
@@ -143,7 +124,7 @@ class Publisher:
         else:
             key = lease.tokens.slice(lease.num_published * BLOCK_TOKENS, lease.computed)
             if key and child_with_prefix(lease.run, key) is None:
-                self._publish_tail(lease, key)
+                self.publish_tail(lease, key)
 
     def publish_cuts(self, lease: Lease) -> None:
         reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
@@ -167,10 +148,10 @@ class Publisher:
             kind = SnapshotKind.BRANCH  # a prompt that needs it has proven it
         run, stub_key = home
         if stub_key is not None and child_with_prefix(run, stub_key) is None:
-            self._publish_tail(lease, stub_key)
+            self.publish_tail(lease, stub_key)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         is_shared = is_on_cached_path and not lease.is_return
-        use = Use(self._reuse.now, lease.interarrival_bin)
+        use = Use(self.reuse.now, lease.interarrival_bin)
         window = cut.window or self._memory.windows.part_before(lease.window, position)
         snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared, window)
         attach_snapshot(run, snapshot, stub_key)
@@ -187,7 +168,7 @@ class Publisher:
             self.probation.enter(snapshot)
         return snapshot
 
-    def _publish_tail(self, lease: Lease, key: bytes) -> None:
+    def publish_tail(self, lease: Lease, key: bytes) -> None:
         """Publish the first tokens of the block that the lease is filling, as a tail."""
         run = lease.run
         blocks = lease.table[lease.num_published : lease.num_published + 1]

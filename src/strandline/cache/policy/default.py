@@ -10,6 +10,9 @@ from strandline.cache.policy.reuse import ReuseHistory
 from strandline.cache.policy.worth import ReuseRate, WorthPerByte
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import CacheSize
+from strandline.cache.states.blocks import NoStates
+from strandline.cache.states.slots import SlotStates
+from strandline.cache.states.windows import WindowStates
 from strandline.clock import Clock
 
 
@@ -40,6 +43,7 @@ def new_cache(
         order=order,
         reuse=reuse,
         rule=rule,
+        states=SlotStates if rule.needs_slots else WindowStates if rule.needs_snapshots else NoStates,
         enabled=enabled,
         announcer=announcer,
     )

@@ -1,4 +1,4 @@
-"""The states in requests' own slots that become snapshots: at the last token, or shortly before it.
+"""The states of a model that keeps states, in slots of their own: a snapshot is a slot, and the window before it.
 
 A request may end in tokens that no later prompt contains: those of a stop string, which the answer's text leaves out.
 The next turn then needs the state before them. While an output may be about to end in that way, its lease therefore
@@ -10,76 +10,76 @@ tokens that is not possible: the windows of convolutions, which have no log, and
 slot at every token.
 """
 
-from collections.abc import Iterable
-
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
-from strandline.cache.tree import Home, find_home, snapshot_at
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
+from strandline.cache.resume import Match
+from strandline.cache.states.snapshots import LeasedSnapshots
+from strandline.ids import BLOCK_TOKENS, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import FoldLog
-from strandline.records.tokens import resumable_end
 
 
-class OwnStates:
-    """Folds, keeps and publishes the states in leases' own slots.
+class SlotStates:
+    """Folds, keeps and publishes the states in leases' own slots. Arguments are those of ``NewStates``."""
 
-    Args:
-        placement: says which of them become snapshots; None: nothing is kept.
-        needs_slots: whether the model keeps states; else a state is what keys and values the windows contain.
-    """
+    num_slots = 1
 
-    def __init__(
-        self,
-        memory: CacheMemory,
-        publisher: Publisher,
-        placement: Placement | None,
-        *,
-        needs_slots: bool,
-    ) -> None:
+    def __init__(self, memory: CacheMemory, publisher: Publisher, placement: Placement | None) -> None:
         self._memory = memory
         self._publisher = publisher
-        self._placement = placement
-        self._needs_slots = needs_slots
+        self._snapshots = LeasedSnapshots(memory, publisher, placement)
 
-    def fold(self, lease: Lease, end: int | None = None) -> None:
-        """Fold what the lease's log holds into the state in ``lease.dst``, by an action.
+    def begin(self, lease: Lease, match: Match) -> None:
+        lease.dst = self._memory.take_promised_slot()
+        self._snapshots.resume(lease, match)
+        if match.snapshot is not None:
+            lease.source, lease.src = match.snapshot, match.snapshot.slot
+
+    def reserve(self, lease: Lease, end: int) -> tuple[tuple[int, SlotId], ...]:
+        for position, kind in self._snapshots.take_due(lease, end):
+            slot = self._memory.take_slot() if self._memory.can_take(0, 1) else None
+            if slot is not None:
+                lease.cuts.append(Cut(position, slot, kind))
+        return tuple((cut.position, cut.slot) for cut in lease.cuts)
+
+    def commit(self, lease: Lease) -> None:
+        self._snapshots.publish_due(lease)
+
+    def leave(self, lease: Lease, kind: SnapshotKind) -> bool:
+        """Publish the lease's slot, and give it a new one for the steps after."""
+        has_own = self._snapshots.has_own_state(lease)
+        home = self._snapshots.home_for(lease, kind, lease.computed) if has_own else None
+        slot = None if home is None else self._take_slot_before_step(lease)
+        if home is None or slot is None:
+            return False
+        self.fold(lease)
+        snapshot = self._publisher.publish(lease, Cut(lease.computed, lease.dst, kind), home, num_readers=1)
+        lease.source, lease.src, lease.dst = snapshot, snapshot.slot, slot
+        return True
+
+    def fold(self, lease: Lease) -> None:
+        self._fold_to(lease, lease.computed)
+
+    def _fold_to(self, lease: Lease, end: int) -> None:
+        """Fold the tokens in the lease's log into the state in ``lease.dst``, by an action.
 
         Args:
-            end: fold the drafts before this position alone, for a lease that ends; None: all tokens.
+            end: before ``lease.computed``, of drafts in the log of a lease that ends: the others are not folded.
         """
-        num_tokens = (lease.computed if end is None else end) - lease.folded
-        if num_tokens and self._needs_slots:
+        num_tokens = end - lease.folded
+        if num_tokens:
             self._memory.actions.append(FoldLog(lease.dst, lease.log, num_tokens, lease.holds_drafts))
-        lease.folded += num_tokens
-
-    def home_for(self, lease: Lease, kind: SnapshotKind, position: int) -> Home | None:
-        """Return the home of a new snapshot on the lease's path; None if it is unwanted, impossible or exists."""
-        if self._placement is None or position == 0 or not self._placement.keeps(kind):
-            return None
-        if resumable_end(lease.tokens.data, position) < position:
-            return None  # it is inside a picture, where nothing resumes
-        home = find_home(lease.run, lease.tokens.data, position)
-        return home if snapshot_at(home, position) is None else None
-
-    def has_own_state(self, lease: Lease) -> bool:
-        """Return whether the state at ``lease.computed`` can become a snapshot: it is the lease's, with its window.
-
-        A lease that resumed one token before a snapshot has no whole window until it has computed that token.
-        """
-        return lease.has_own_state and self._memory.windows.covers(lease.window, lease.computed)
+        lease.folded = end
 
     def keep_fallback(self, lease: Lease) -> None:
         """Keep the state at ``lease.computed`` in the lease's slot, and give the lease a new one for the steps after.
 
         Replaces the fallback that it has. Nothing changes if no slot can be allocated, or the state is in a snapshot.
         """
-        is_kept = self._placement is not None and self._placement.keeps(SnapshotKind.GENERATION_END)
-        if not is_kept or not self.has_own_state(lease):
-            return
-        slot = self.take_slot_before_step(lease) if self._needs_slots else NULL_SLOT
+        is_kept = self._snapshots.keeps(SnapshotKind.GENERATION_END) and self._snapshots.has_own_state(lease)
+        slot = self._take_slot_before_step(lease) if is_kept else None
         if slot is None:
             return
         self.fold(lease)
@@ -88,7 +88,7 @@ class OwnStates:
         lease.fallback = Cut(lease.computed, lease.dst, SnapshotKind.GENERATION_END, window)
         lease.dst = slot
 
-    def take_slot_before_step(self, lease: Lease) -> SlotId | None:
+    def _take_slot_before_step(self, lease: Lease) -> SlotId | None:
         """Allocate a slot for the state after the next step, if there is memory for that step's token, too.
 
         What the state before it is in is not evicted until that step has read it.
@@ -99,41 +99,28 @@ class OwnStates:
         return memory.take_slot() if can_take else None
 
     def drop_fallback(self, lease: Lease) -> bool:
-        """Free a lease's fallback, unless its next step reads it; return whether there was one."""
-        fallback = lease.fallback
-        if fallback is None or (self._needs_slots and lease.src == fallback.slot):
-            return False
-        self._memory.free_cut(fallback)
-        lease.fallback = None
-        return True
+        is_read = lease.fallback is not None and lease.src == lease.fallback.slot
+        return not is_read and self._snapshots.drop_fallback(lease)
 
-    def drop_fallbacks(self, leases: Iterable[Lease]) -> bool:
-        """Free all fallbacks, for lack of memory; return whether there were any."""
-        return sum(map(self.drop_fallback, leases)) > 0
-
-    def leave_last(self, lease: Lease, kind: SnapshotKind, end: int) -> None:
+    def end(self, lease: Lease, kind: SnapshotKind, end: int) -> None:
         """Publish the last state of a lease that ends, or the last one up to a position, and free its other slots."""
         state = self._last_state(lease, min(end, lease.computed), kind)
-        home = None if state is None else self.home_for(lease, kind, state.position)
+        home = None if state is None else self._snapshots.home_for(lease, kind, state.position)
         left = None
         if state is not None and home is not None:
             if state is not lease.fallback:
-                self.fold(lease, state.position)
+                self._fold_to(lease, state.position)
             self._publisher.publish(lease, state, home)
             left = state
         if left is None or left is lease.fallback:
             self._memory.free_slot(lease.dst)
-        if lease.fallback is not None and left is not lease.fallback:
-            self._memory.free_cut(lease.fallback)
+        if left is not lease.fallback:
+            self._snapshots.drop_fallback(lease)
         lease.fallback = None
 
     def _last_state(self, lease: Lease, end: int, kind: SnapshotKind) -> Cut | None:
         """Return the last state up to a position, if its keys and values are there; else the very last one, if any."""
-        fallback, has_own = lease.fallback, self.has_own_state(lease)
-        is_there = not self._needs_slots or end == lease.computed or (lease.holds_drafts and lease.folded <= end)
-        if has_own and is_there and self._memory.windows.covers(lease.window, end):
+        is_there = end == lease.computed or (lease.holds_drafts and lease.folded <= end)
+        if is_there and self._snapshots.has_own_state(lease) and self._snapshots.has_window(lease, end):
             return Cut(end, lease.dst, kind)
-        if fallback is not None and (fallback.position <= end or not has_own):
-            fallback.kind = kind
-            return fallback
-        return Cut(lease.computed, lease.dst, kind) if has_own else None
+        return self._snapshots.fallback_before(lease, kind, end)
