@@ -22,18 +22,21 @@ from strandline.kernels.gemm.launches import (
     MAX_ROWS_FEW,
     MAX_ROWS_LOGITS,
     MAX_ROWS_PAIR,
+    MIN_ROWS_LOGITS_TILES,
     Kernel,
     Plan,
     choose,
     choose_adapted,
 )
 from strandline.kernels.gemm.library_triton import multiply_in_library
+from strandline.kernels.gemm.logits_triton import logits_of_many
 from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.gemm.low_rank_triton import add_low_rank, shrink_rows, shrink_tiles
 from strandline.kernels.gemm.rows_triton import Second, launch_rows
 from strandline.kernels.gemm.skinny_triton import launch_skinny
 from strandline.kernels.gemm.tiles_triton import launch_heads, launch_tiles
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, new_output, plain_rows, shaped
@@ -102,33 +105,54 @@ def head_linear(x_THI: Tensor, weight_HOI: Tensor, *, launches: Launches = Launc
     return out_THO
 
 
+def logits(x: Rows, router: DenseWeight, dtype: torch.dtype, *, launches: Launches = Launches.MEASURED) -> Tensor:
+    """Triton version of :func:`strandline.kernels.gemm.linear.logits`; the router is contiguous.
+
+    Our kernels convert x as they read it, where torch takes three launches.
+    """
+    x_TI = flat_rows(plain_rows(x))
+    if launches is Launches.FIXED:
+        return linear(x_TI.to(dtype), router, launches=launches)
+    if 0 < len(x_TI) <= MAX_ROWS_LOGITS:
+        logits_TE = _new_logits(x_TI, router, dtype)
+        launch_rows(logits_TE, x_TI, router, None, LOGITS)
+        return logits_TE
+    if len(x_TI) >= MIN_ROWS_LOGITS_TILES and (x_TI.dtype, dtype) == (torch.bfloat16, torch.float32):
+        return logits_of_many(x_TI, router.values_OI)
+    return F.linear(x_TI.to(dtype), router.values_OI)
+
+
 def linear_and_logits(
-    x_TI: Tensor,
-    weight_OI: Tensor,
+    x: Rows,
+    weight: Weight,
     bias_O: Tensor | None,
-    router_EI: Tensor,
+    router: DenseWeight,
+    dtype: torch.dtype,
     *,
     launches: Launches = Launches.MEASURED,
 ) -> tuple[Tensor, Tensor]:
-    """Triton version of :func:`strandline.kernels.gemm.linear.linear_and_logits`; weights are contiguous.
+    """Triton version of :func:`strandline.kernels.gemm.linear.linear_and_logits`: one launch, if rows are few."""
+    rows = flat_rows(x)
+    launch = _pair_launch(rows, weight, router, launches)
+    if launch is None:
+        return linear(x, weight, bias_O, launches=launches), logits(x, router, dtype, launches=launches)
+    out_TO, logits_TE = new_output(rows, weight.shape[0]), _new_logits(rows, router, dtype)
+    launch_rows(out_TO, rows, weight, bias_O, launch, second=Second(router, logits_TE))
+    return shaped(out_TO, x), logits_TE
 
-    Up to ``MAX_ROWS_FEW`` rows take one launch. Up to ``MAX_ROWS_LOGITS``, the router's product converts x as it reads
-    it, where torch takes three launches.
-    """
-    x_TI = flat_rows(x_TI)
-    weight, router = DenseWeight(weight_OI), DenseWeight(router_EI)
-    if launches is Launches.FIXED:
-        out_TO = linear(x_TI, weight, bias_O, launches=launches)
-        return out_TO, linear(x_TI.to(router_EI.dtype), router, launches=launches)
-    if not 0 < len(x_TI) <= MAX_ROWS_LOGITS:
-        return linear(x_TI, weight, bias_O), F.linear(x_TI.to(router_EI.dtype), router_EI)
-    logits_TE = torch.empty((len(x_TI), len(router_EI)), dtype=router_EI.dtype, device=x_TI.device)
-    if len(x_TI) > MAX_ROWS_FEW:
-        launch_rows(logits_TE, x_TI, router, None, LOGITS)
-        return linear(x_TI, weight, bias_O), logits_TE
-    out_TO = new_output(x_TI, len(weight_OI))
-    launch_rows(out_TO, x_TI, weight, bias_O, LOGITS_PAIR, second=Second(router, logits_TE))
-    return out_TO, logits_TE
+
+def _pair_launch(rows: Rows, weight: Weight, router: DenseWeight, launches: Launches) -> Launch | None:
+    """Return the launch of both products; None: they take two."""
+    if launches is Launches.FIXED or not len(rows) or isinstance(weight, StackedWeight):
+        return None
+    if isinstance(weight, DenseWeight):
+        return LOGITS_PAIR if len(rows) <= MAX_ROWS_FEW else None
+    kernel, launch = choose(rows, weight, launches, num_second=router.shape[0])
+    return launch if kernel is Kernel.ROWS else None
+
+
+def _new_logits(rows: Rows, router: DenseWeight, dtype: torch.dtype) -> Tensor:
+    return torch.empty((len(rows), router.shape[0]), dtype=dtype, device=router.values_OI.device)
 
 
 def multiply_into(

@@ -236,6 +236,9 @@ threads."""
 
 MAX_ROWS_LOGITS: Final = 64
 
+MIN_ROWS_LOGITS_TILES: Final = 1024
+"""From this many rows on, a router's product is computed in tiles; of fewer, by torch, which divides the inputs."""
+
 
 def choose(
     rows: Rows,

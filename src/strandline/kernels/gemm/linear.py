@@ -103,11 +103,17 @@ def head_linear(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
 
 
 @operation(triton("gemm.gemms_triton", takes_launches=True))
+def logits(x: Rows, router: Weight, dtype: torch.dtype) -> Tensor:
+    """Return ``x router^T`` in the router's dtype, of rows before they were quantised."""
+    return _product(plain_rows(x).to(dtype), router, None)
+
+
+@operation(triton("gemm.gemms_triton", takes_launches=True))
 def linear_and_logits(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, router_EI: Tensor
+    x: Rows, weight: Weight, bias_O: Tensor | None, router: Weight, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x weight^T + bias``, and ``x router^T`` computed in the router's dtype."""
-    return F.linear(x_TI, weight_OI, bias_O), F.linear(x_TI.to(router_EI.dtype), router_EI)
+    """Return ``x weight^T + bias`` as ``linear`` does, and the logits of a router in a dtype of its own."""
+    return _product(x, weight, bias_O), logits.reference(x, router, dtype)
 
 
 LINEAR_OPERATIONS: Final = (linear, gated_linear, gated_linear_quantized)
@@ -124,15 +130,18 @@ def bind_linear(
     return lambda x: multiply(x, weight, bias_O, adapters.term)
 
 
+def bind_logits(kernels: Kernels, router: Weight, dtype: torch.dtype) -> Linear:
+    """Return the logits of a router, which takes inputs in a dtype of its own."""
+    score = kernels[logits]
+    return lambda x: score(x, router, dtype)
+
+
 def bind_linear_and_logits(
-    kernels: Kernels, weight: Weight, bias_O: Tensor | None, router: Weight, router_dtype: torch.dtype
+    kernels: Kernels, weight: Weight, bias_O: Tensor | None, router: Weight, dtype: torch.dtype
 ) -> Callable[[Rows], tuple[Tensor, Tensor]]:
-    """Return the products with a weight and with a router's, which takes inputs in a dtype of its own."""
-    if isinstance(weight, DenseWeight) and isinstance(router, DenseWeight):
-        both, values_OI, router_EI = kernels[linear_and_logits], weight.values_OI, router.values_OI
-        return lambda x: both(plain_rows(x), values_OI, bias_O, router_EI)
-    multiply, score = bind_linear(kernels, weight, bias_O), bind_linear(kernels, router)
-    return lambda x: (multiply(x), score(plain_rows(x).to(router_dtype)))
+    """Return the products with a weight and with a router's."""
+    both = kernels[linear_and_logits]
+    return lambda x: both(x, weight, bias_O, router, dtype)
 
 
 def bind_gated_linear(kernels: Kernels, weight: Weight, adapters: Adapters | None = None) -> Gated:

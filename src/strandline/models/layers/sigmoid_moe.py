@@ -14,7 +14,13 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.moe import SWIGLU, SharedExpert, SharedOutput
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_linear_and_logits, linear_and_logits
+from strandline.kernels.gemm.linear import (
+    LINEAR_OPERATIONS,
+    bind_linear_and_logits,
+    bind_logits,
+    linear_and_logits,
+    logits,
+)
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -96,7 +102,7 @@ class SigmoidMoe(nn.Module):
     Experts are divided among shards, and so are the shared expert's channels; all route every token.
     """
 
-    operations = (linear_and_logits, *LINEAR_OPERATIONS)
+    operations = (logits, linear_and_logits, *LINEAR_OPERATIONS)
 
     def __init__(self, config: SigmoidMoeConfig, site: Site) -> None:
         super().__init__()
@@ -118,11 +124,11 @@ class SigmoidMoe(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._project, shared = None, self.shared
+        router = (self.router.weight, self.router_dtype)
+        self._score, self._project, shared = bind_logits(kernels, *router), None, self.shared
         # In FP8 the norm has quantised what the shared expert reads, but not what the router does.
         if shared is not None and not shared.takes_quantized:
-            shared_and_router = (shared.gate_up.weight, None, self.router.weight, self.router_dtype)
-            self._project = bind_linear_and_logits(kernels, *shared_and_router)
+            self._project = bind_linear_and_logits(kernels, shared.gate_up.weight, None, *router)
 
     def forward(self, hidden_TE: Rows) -> Summand:
         plain_TE, shared = plain_rows(hidden_TE), self.shared
@@ -130,7 +136,10 @@ class SigmoidMoe(nn.Module):
             shared_TO, logits_TX = self._project(plain_TE)
             before = SharedExpert(shared_TO, shared.down.weight, None, shared.down.term)
             return self.experts.mix(hidden_TE, logits_TX, self.bias_X, before)
-        logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
+        if self.router.term is None:
+            logits_TX = self._score(plain_TE)
+        else:
+            logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
         if shared is None:
             return self.experts.mix(hidden_TE, logits_TX, self.bias_X)
         output = SharedOutput(shared(hidden_TE if shared.takes_quantized else plain_TE))

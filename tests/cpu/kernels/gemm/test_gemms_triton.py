@@ -50,6 +50,7 @@ pytest.importorskip("triton")
 
 from strandline.kernels.gemm import gemms_triton, launches, library_triton
 from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose, rows_launch
+from strandline.kernels.gemm.logits_triton import logits_of_many
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
 WORSE = 1.02
@@ -202,20 +203,32 @@ def check_quantized_inputs(
 
 
 def check_linear_and_logits(
-    num_rows: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str, *, has_bias: bool
+    case: Case, num_rows: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str, *, has_bias: bool
 ) -> None:
     """Check a product and logits, which are as near as float32 gets; sizes are inputs, outputs and experts."""
     num_inputs, num_outputs, num_experts = sizes
-    case = DENSE["dense"]
     x = case.make_x(num_rows, num_inputs, dtype, device)
     weight = case.weight(num_outputs, num_inputs, dtype=dtype, device=device)
-    router = case.weight(num_experts, num_inputs, device=device)
+    dense = DENSE["dense"]
+    router = dense.weight(num_experts, num_inputs, device=device)
     bias = torch.randn(num_outputs, device=device, dtype=dtype) if has_bias else None
     for chosen in Launches:
         with poisoned_memory():
-            out, logits = gemms_triton.linear_and_logits(x, weight.values_OI, bias, router.values_OI, launches=chosen)
+            out, logits = gemms_triton.linear_and_logits(x, weight, bias, router, torch.float32, launches=chosen)
         check(case, out, x, weight, bias)
-        check(case, logits, x.float(), router)
+        check(dense, logits, x.float(), router)
+
+
+def check_logits_of_many(num_rows: int, num_inputs: int, num_experts: int, device: str) -> None:
+    """Check logits in tensor cores, of rows that lie apart and a router whose numbers have all the bits of float32."""
+    x = torch.randn(num_rows, num_inputs + 8, device=device).bfloat16()[:, :num_inputs]
+    router = torch.randn(num_experts, num_inputs, device=device)
+    with poisoned_memory():
+        found = logits_of_many(x, router)
+    assert found.dtype == torch.float32
+    expected = x.double() @ router.double().t()
+    theirs = x.float() @ router.t()
+    assert error(found, expected) <= 4 * error(theirs, expected) + 1e-7
 
 
 def check_heads(num_rows: int, num_heads: int, num_outputs: int, num_inputs: int, device: str) -> None:
@@ -342,7 +355,18 @@ def test_quantised_rows_give_the_same_bits(num_rows: int, dtype: torch.dtype) ->
     ("num_rows", "sizes"), [(1, (40, 3, 5)), (3, (130, 33, 7)), (4, (64, 16, 1)), (21, (300, 4, 3)), (70, (20, 4, 3))]
 )
 def test_logits_are_computed_in_float32(num_rows: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    check_linear_and_logits(num_rows, sizes, dtype, "cpu", has_bias=num_rows == 3)
+    check_linear_and_logits(DENSE["dense"], num_rows, sizes, dtype, "cpu", has_bias=num_rows == 3)
+
+
+@of_quantized_formats
+@pytest.mark.parametrize("num_rows", [1, 3, 18, 70])
+def test_logits_beside_quantised_products_are_those_of_plain_rows(case: Case, num_rows: int) -> None:
+    check_linear_and_logits(case, num_rows, (256, 40, 5), torch.float32, "cpu", has_bias=num_rows == 3)
+
+
+@pytest.mark.parametrize(("num_rows", "sizes"), [(1, (64, 5)), (70, (20, 4)), (130, (200, 130))])
+def test_logits_of_many_rows_are_as_near_as_float32_gets(num_rows: int, sizes: tuple[int, int]) -> None:
+    check_logits_of_many(num_rows, *sizes, "cpu")
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 20, 12), (70, 3, 64, 16)], ids=str)

@@ -31,6 +31,7 @@ from tests.cpu.kernels.gemm.test_gemms_triton import (
     check_heads,
     check_linear,
     check_linear_and_logits,
+    check_logits_of_many,
     check_parts,
     check_plan,
     check_quantized_inputs,
@@ -177,7 +178,18 @@ def test_quantised_rows_give_the_same_bits(num_rows: int) -> None:
 @pytest.mark.parametrize("sizes", [(2688, 3712, 128), (2304, 2048, 256), (1000, 70, 12)])
 def test_logits_are_computed_in_float32(num_rows: int, sizes: tuple[int, int, int]) -> None:
     for dtype in DTYPES:
-        check_linear_and_logits(num_rows, sizes, dtype, "cuda", has_bias=num_rows == 2)
+        check_linear_and_logits(DENSE["dense"], num_rows, sizes, dtype, "cuda", has_bias=num_rows == 2)
+
+
+@of_quantized_formats
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 16, 64, 300])
+def test_logits_beside_quantised_products_are_those_of_plain_rows(case: Case, num_rows: int) -> None:
+    check_linear_and_logits(case, num_rows, (2688, 3712, 128), torch.bfloat16, "cuda", has_bias=num_rows == 2)
+
+
+@pytest.mark.parametrize("sizes", [(2688, 128), (4096, 288), (1000, 12)])
+def test_logits_of_many_rows_are_as_near_as_float32_gets(sizes: tuple[int, int]) -> None:
+    check_logits_of_many(2100, *sizes, "cuda")
 
 
 @pytest.mark.parametrize("shape", [(32, 512, 128), (32, 128, 512), (3, 20, 12)], ids=str)
