@@ -38,7 +38,7 @@ settings.register_profile("long", database=None, deadline=None, max_examples=100
 SHARE_SERVERS = re.compile(
     r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(anthropic|bad_bodies|cache_page|cache_page_browser"
     r"|client_tools|clients|docs|fuzz|grammar_trials|host_check|http|http_process|listener|no_token|openai|responses"
-    r"|slow_client_timeout|tools).py"
+    r"|slow_clients|tools).py"
 )
 """Files whose tests ask the servers that session fixtures start; a second worker would start them again."""
 

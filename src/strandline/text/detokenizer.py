@@ -89,8 +89,10 @@ class Detokenizer:
             is_undecided = self._think is not None and self._think.may_open
             end = start if is_undecided else max(end - self._held_back, start)
         self._num_taken = end
-        marks = tuple(mark - start for mark in self._marks if mark < end)
-        self._marks = [mark for mark in self._marks if mark >= end]
+        marks: tuple[int, ...] = ()
+        if self._marks:
+            marks = tuple(mark - start for mark in self._marks if mark < end)
+            self._marks = [mark for mark in self._marks if mark >= end]
         return TakenText(self._text[start:end], marks)
 
     def append(self, token: int, *, may_stop: bool) -> str | None:

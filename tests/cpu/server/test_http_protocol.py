@@ -1,7 +1,7 @@
 """Connections whose clients neither send a complete request nor read a complete response."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import Final
@@ -35,6 +35,20 @@ async def long(scope: Scope, receive: Receive, send: Send) -> None:
 async def slow(scope: Scope, receive: Receive, send: Send) -> None:
     await asyncio.sleep(3 * CLIENT_TIMEOUT_S)
     await short(scope, receive, send)
+
+
+async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+    """Stream until the client leaves."""
+    await send({"type": "http.response.start", "status": 200})
+    leaving = asyncio.ensure_future(receive_disconnect(receive))
+    while not leaving.done():
+        await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+        await asyncio.sleep(0)
+
+
+async def receive_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Clients:
@@ -73,6 +87,11 @@ async def clients_of(app: ASGIApp) -> AsyncIterator[Clients]:
                 writer.close()
             server.should_exit = True
             await asyncio.wait_for(running, TIMEOUT_S)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
 
 
 async def seconds_until_closed(reader: asyncio.StreamReader) -> float:
@@ -159,9 +178,46 @@ def test_connection_that_leaves_response_unread_is_closed() -> None:
         async with clients_of(long) as clients:
             _, writer = await clients.connect()
             writer.write(REQUEST)
-            while clients.num_served == 0:
-                await asyncio.sleep(0)
-            while clients.num_served > 0:
-                await asyncio.sleep(0.01)
+            await until(lambda: clients.num_served == 1)
+            await until(lambda: clients.num_served == 0)
+
+    asyncio.run(run())
+
+
+def test_unread_stream_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with clients_of(endless) as clients:
+            _, writer = await clients.connect()
+            writer.write(REQUEST)
+            await until(lambda: clients.num_served == 1)
+            await until(lambda: clients.num_served == 0)
+
+    asyncio.run(run())
+    assert f"read nothing for {CLIENT_TIMEOUT_S:g} s" in caplog.text
+
+
+def test_client_that_reads_now_and_then_is_served_on() -> None:
+    async def run() -> None:
+        async with clients_of(endless) as clients:
+            reader, writer = await clients.connect()
+            writer.write(REQUEST)
+            started_s = monotonic()
+            while monotonic() < started_s + 4 * CLIENT_TIMEOUT_S:
+                await reader.readexactly(MORE_THAN_BUFFERS_HOLD // 4)
+                await asyncio.sleep(CLIENT_TIMEOUT_S / 4)
+            assert clients.num_served == 1
+
+    asyncio.run(run())
+
+
+def test_request_behind_an_unread_response_is_aborted() -> None:
+    async def run() -> None:
+        async with clients_of(long) as clients:
+            _, writer = await clients.connect()
+            writer.write(REQUEST)
+            await until(lambda: clients.num_served == 1)
+            await asyncio.sleep(CLIENT_TIMEOUT_S / 2)  # the response is complete, and unread
+            writer.write(REQUEST)
+            await until(lambda: clients.num_served == 0)
 
     asyncio.run(run())

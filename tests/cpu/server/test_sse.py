@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from strandline.errors import EngineError
 from strandline.server import launch
-from strandline.server.http.sse import EventStream, named_events, plain_events
+from strandline.server.http.sse import DONE, EventStream, named_events, plain_events
 
 
 class WatchedJob:
@@ -44,11 +44,28 @@ def test_client_disconnecting_before_first_event_ends_job() -> None:
 
 
 @pytest.mark.parametrize("encode", [plain_events, named_events])
+def test_bodies_that_come_at_once_are_one_part(encode: Callable[..., AsyncIterator[bytes]]) -> None:
+    async def bursts() -> AsyncIterator[list[Any]]:
+        yield [{"type": "a"}, {"type": "b"}]
+        yield []  # tokens without a text of their own
+        yield [{"type": "c"}]
+
+    async def collect() -> list[bytes]:
+        return [part async for part in encode("/v1/completions", bursts()) if part != DONE]
+
+    parts = asyncio.run(collect())
+    assert [part.count(b"data: ") for part in parts] == [2, 1]
+    assert [json.loads(line[6:])["type"] for line in b"".join(parts).splitlines() if line.startswith(b"data: ")] == [
+        *"abc"
+    ]
+
+
+@pytest.mark.parametrize("encode", [plain_events, named_events])
 def test_events_have_no_line_ends_of_unicode(encode: Callable[..., AsyncIterator[bytes]]) -> None:
     text = "a\u2028b\u2029c\x85d\u2027e"
 
     async def bodies() -> AsyncIterator[Any]:
-        yield {"type": text, "text": text} if encode is plain_events else {"type": "x", "text": text}
+        yield [{"type": text, "text": text} if encode is plain_events else {"type": "x", "text": text}]
         raise EngineError(text)
 
     async def collect() -> bytes:

@@ -91,22 +91,30 @@ class Chat:
             tail["prompt_logprobs"] = prompt_logprobs(self.job.streams[0], self._num_prompt_top)
         return {**self._head, "choices": choices, "usage": self._usage(), **tail}
 
-    async def chunks(self) -> AsyncIterator[Json]:
-        """Yield the response as it is generated."""
+    async def chunks(self) -> AsyncIterator[list[Json]]:
+        """Yield the response as it is generated: the chunks of what has come at once."""
         is_begun = False
-        async for _, delta in self.job.deltas():
+        async for [(_, delta)] in self.job.bursts():
             # Not before the first token: load generators measure the time to the first event.
-            for output in () if is_begun else delta.outputs:
-                opening = {"role": "assistant", "content": ""}
-                choice = {"index": output.index, "delta": opening, "logprobs": None, "finish_reason": None}
-                usage = self._usage_so_far(delta, output)
-                yield {**self._head, "choices": [choice], **self._prompt_ids(), **usage}
+            opening = [] if is_begun else self._opening(delta)
             is_begun = True
-            for output, parser in zip(delta.outputs, self._parsers, strict=True):
-                for choice in self._choices(output, parser):
-                    yield {**self._head, "choices": [choice], **self._usage_so_far(delta, output)}
+            yield opening + [
+                {**self._head, "choices": [choice], **self._usage_so_far(delta, output)}
+                for output, parser in zip(delta.outputs, self._parsers, strict=True)
+                for choice in self._choices(output, parser)
+            ]
         if self._body.wants_usage():
-            yield {**self._head, "choices": [], "usage": self._usage()}
+            yield [{**self._head, "choices": [], "usage": self._usage()}]
+
+    def _opening(self, delta: RequestDelta) -> list[Json]:
+        """Return the first chunk of each output, with the role."""
+        chunks = []
+        for output in delta.outputs:
+            opening = {"role": "assistant", "content": ""}
+            choice = {"index": output.index, "delta": opening, "logprobs": None, "finish_reason": None}
+            usage = self._usage_so_far(delta, output)
+            chunks.append({**self._head, "choices": [choice], **self._prompt_ids(), **usage})
+        return chunks
 
     def _choices(self, output: OutputDelta, parser: OutputParser) -> list[Json]:
         """Return a delta of one output as choices, one per part; the last has the finish reason, if any."""

@@ -79,24 +79,31 @@ class Completion:
         choices = [self._choice(place, output) for place, delta in enumerate(deltas) for output in delta.outputs]
         return {**self._head, "choices": choices, "usage": self._usage(), **handed_over(self.job.streams)}
 
-    async def chunks(self) -> AsyncIterator[Json]:
-        """Yield the response as it is generated."""
+    async def chunks(self) -> AsyncIterator[list[Json]]:
+        """Yield the response as it is generated: the chunks of what has come at once."""
         shown = [[_Shown() for _ in range(self._num_outputs)] for _ in self.job.streams]
-        async for place, delta in self.job.deltas():
-            for output in delta.outputs:
-                state = shown[place][output.index]
-                state.token_ids += output.token_ids
-                if not output.is_visible:
-                    continue
-                part = self._part(place, output, self._body.echo and state.is_empty, state.num_characters)
-                if self._body.return_token_ids:
-                    part["prompt_token_ids"] = list(self.job.streams[place].prompt_ids) if state.is_empty else None
-                    part["token_ids"] = state.token_ids
-                state.is_empty, state.token_ids = False, []
-                state.num_characters += len(output.text)
-                yield {**self._head, "choices": [part], **self._usage_so_far(place, delta, output)}
+        async for burst in self.job.bursts():
+            yield [
+                {**self._head, "choices": [part], **self._usage_so_far(place, delta, output)}
+                for place, delta in burst
+                for output in delta.outputs
+                for part in self._next_parts(place, output, shown[place][output.index])
+            ]
         if self._body.wants_usage():
-            yield {**self._head, "choices": [], "usage": self._usage()}
+            yield [{**self._head, "choices": [], "usage": self._usage()}]
+
+    def _next_parts(self, place: int, output: OutputDelta, state: _Shown) -> list[Json]:
+        """Return what is new of an output as a choice; nothing if there is nothing to show."""
+        state.token_ids += output.token_ids
+        if not output.is_visible:
+            return []
+        part = self._part(place, output, self._body.echo and state.is_empty, state.num_characters)
+        if self._body.return_token_ids:
+            part["prompt_token_ids"] = list(self.job.streams[place].prompt_ids) if state.is_empty else None
+            part["token_ids"] = state.token_ids
+        state.is_empty, state.token_ids = False, []
+        state.num_characters += len(output.text)
+        return [part]
 
     def _choice(self, place: int, output: OutputDelta) -> Json:
         choice = self._part(place, output, self._body.echo, 0)

@@ -34,11 +34,13 @@ class Job:
         """One per prompt."""
         self._close = close
         self._places = {stream.request_id: place for place, stream in enumerate(streams)}
-        self._changed = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
         self._dirty: dict[str, None] = {}
-        self._failure: str | None = None
-        self._timeout_s = timeout_s
-        self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        self._failure: EngineError | None = None
+        # One timer per job: a time limit on each wait would cost more than what arrives.
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -46,20 +48,22 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._close(self)
 
     def note(self, request_id: str) -> None:
         """Record that a request has new output."""
         self._dirty[request_id] = None
-        self._changed.set()
+        self._wake()
 
     def fail(self, reason: str) -> None:
         """Fail the job: an engine that runs a part of it has exited."""
-        self._failure = reason
-        self._changed.set()
+        self._failure = EngineDeadError(reason)
+        self._wake()
 
-    async def deltas(self) -> AsyncIterator[tuple[int, RequestDelta]]:
-        """Yield each prompt's index and the new output of its sequences, as it arrives, until all are finished.
+    async def bursts(self) -> AsyncIterator[list[tuple[int, RequestDelta]]]:
+        """Yield the new outputs that have arrived, each with its prompt's index, until all are finished.
 
         Raises:
             EngineDeadError: the engine has exited.
@@ -71,16 +75,19 @@ class Job:
         while num_unfinished:
             await self._wait()
             dirty, self._dirty = self._dirty, {}
+            burst = []
             for request_id in dirty:
                 place = self._places[request_id]
                 delta = _checked(self.streams[place].take())
                 num_unfinished -= delta.finished
-                yield place, delta
+                burst.append((place, delta))
+            yield burst
 
     async def whole(self) -> list[RequestDelta]:
-        """Wait for all outputs and return them, one delta per prompt. Raises as ``deltas``."""
+        """Wait for all outputs and return them, one delta per prompt. Raises as ``bursts``."""
         while not self.is_finished:
             await self._wait()
+            self._dirty.clear()
         return [_checked(stream.take()) for stream in self.streams]
 
     @property
@@ -88,16 +95,24 @@ class Job:
         return all(stream.is_finished for stream in self.streams)
 
     async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                await self._changed.wait()
-        except TimeoutError as error:
-            raise RequestTimeoutError(
-                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or raise --request-timeout-s"
-            ) from error
-        self._changed.clear()
+        """Wait until there is new output, or the job has failed."""
+        if not self._dirty and self._failure is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         if self._failure is not None:
-            raise EngineDeadError(self._failure)
+            raise self._failure
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _time_out(self, timeout_s: float) -> None:
+        if self.is_finished:  # its last output is on its way to the client
+            return
+        self._failure = RequestTimeoutError(
+            f"the request took longer than {timeout_s:g} s; ask for fewer tokens or raise --request-timeout-s"
+        )
+        self._wake()
 
 
 def _checked(delta: RequestDelta) -> RequestDelta:

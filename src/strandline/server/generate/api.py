@@ -152,17 +152,19 @@ class Generation:
             **handed_over(self.job.streams),
         }
 
-    async def chunks(self) -> AsyncIterator[Json]:
-        """Yield the response as it is generated."""
+    async def chunks(self) -> AsyncIterator[list[Json]]:
+        """Yield the response as it is generated: the chunks of what has come at once."""
         [stream] = self.job.streams
         options = self._body.stream_options or StreamOptions()
-        async for _, delta in self.job.deltas():
+        async for [(_, delta)] in self.job.bursts():
+            chunks = []
             for output in delta.outputs:
                 if output.token_ids or output.finish_reason is not None:
                     so_far = {"usage": usage_so_far(stream, delta, output)} if options.continuous_usage_stats else {}
-                    yield {**self._head, "choices": [self._choice(output)], **so_far}
+                    chunks.append({**self._head, "choices": [self._choice(output)], **so_far})
+            yield chunks
         if options.include_usage or self._body.include_cache_account:
-            yield {**self._head, "choices": [], "usage": self._usage()}
+            yield [{**self._head, "choices": [], "usage": self._usage()}]
 
     def _choice(self, output: OutputDelta) -> Json:
         wants_logprobs = self._body.sampling_params.logprobs is not None or self._wants_given

@@ -42,16 +42,18 @@ class EventStream(StreamingResponse):
 
 def _data(body: bytes) -> bytes:
     """Return JSON as an event's data, in one line also for clients that split lines as Unicode does."""
-    for character, escape in _LINE_ENDS:
-        body = body.replace(character, escape)
+    if not body.isascii():
+        for character, escape in _LINE_ENDS:
+            body = body.replace(character, escape)
     return b"data: " + body + b"\n\n"
 
 
-async def plain_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Yield bodies as OpenAI's events, followed by ``[DONE]``."""
+async def plain_events(path: str, bursts: AsyncIterator[list[Any]]) -> AsyncIterator[bytes]:
+    """Yield bodies as OpenAI's events, those that come at once together, followed by ``[DONE]``."""
     try:
-        async for body in bodies:
-            yield _data(_JSON.encode(body))
+        async for bodies in bursts:
+            if bodies:
+                yield b"".join([_data(_JSON.encode(body)) for body in bodies])
     except (RequestError, EngineError) as error:
         # The status has been sent: the error is an event, which OpenAI's clients raise.
         status, code = status_of(error)
@@ -59,14 +61,19 @@ async def plain_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[b
     yield DONE
 
 
-async def named_events(path: str, bodies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Yield bodies as events named by their types, in Anthropic's format."""
+async def named_events(path: str, bursts: AsyncIterator[list[Any]]) -> AsyncIterator[bytes]:
+    """Yield bodies as events named by their types, in Anthropic's format, those that come at once together."""
     try:
-        async for body in bodies:
-            yield b"event: " + body["type"].encode() + b"\n" + _data(_JSON.encode(body))
+        async for bodies in bursts:
+            if bodies:
+                yield b"".join([_named(body["type"], _data(_JSON.encode(body))) for body in bodies])
     except (RequestError, EngineError) as error:
         status, code = status_of(error)
-        yield b"event: error\n" + _data(error_body(path, status, str(error), code=code))
+        yield _named("error", _data(error_body(path, status, str(error), code=code)))
+
+
+def _named(name: str, data: bytes) -> bytes:
+    return b"event: " + name.encode() + b"\n" + data
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -44,6 +44,7 @@ class _PingedResponse:
 
     def __init__(self, send: Send, ping: bytes, interval_s: float) -> None:
         self._send = send
+        self._loop = asyncio.get_running_loop()
         self._ping = ping
         self._interval_s = interval_s
         self._is_sending = False
@@ -59,7 +60,7 @@ class _PingedResponse:
             await self._send(message)
         finally:
             self._is_sending = False
-            self._last_s = asyncio.get_running_loop().time()
+            self._last_s = self._loop.time()
         if message["type"] == "http.response.start" and _is_event_stream(message):
             self._pinging = asyncio.ensure_future(self._ping_when_silent())
 
@@ -69,9 +70,8 @@ class _PingedResponse:
             self._pinging.cancel()
 
     async def _ping_when_silent(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            silent_s = loop.time() - self._last_s
+            silent_s = self._loop.time() - self._last_s
             if self._is_sending:  # a client that does not read gets no pings in addition
                 await asyncio.sleep(self._interval_s)
             elif silent_s < self._interval_s:
@@ -81,7 +81,7 @@ class _PingedResponse:
                     await self._send({"type": "http.response.body", "body": self._ping, "more_body": True})
                 except OSError:  # the client has left, as the response's own next part will find
                     return
-                self._last_s = loop.time()
+                self._last_s = self._loop.time()
 
 
 def _is_event_stream(message: Message) -> bool:

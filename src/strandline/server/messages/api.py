@@ -196,24 +196,25 @@ class Message:
         end = {**self._end(output), "usage": self._usage(delta), **self._prompt_ids(), **self._output_ids()}
         return {**self._head, "content": self._blocks.blocks, **end}
 
-    async def events(self) -> AsyncIterator[Json]:
-        """Yield the response as it is generated."""
+    async def events(self) -> AsyncIterator[list[Json]]:
+        """Yield the response as it is generated: the events of what has come at once."""
         is_started = False
-        async for _, delta in self.job.deltas():
+        async for [(_, delta)] in self.job.bursts():
             [output] = delta.outputs
             self._token_ids += output.token_ids
+            events: list[Json] = []
             if not is_started:
                 is_started = True
                 empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, **self._prompt_ids()}
-                yield {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
-            for event in self._blocks.append(self._parser.feed(output.text, output.call_marks)):
-                yield event
+                events.append(
+                    {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
+                )
+            events += self._blocks.append(self._parser.feed(output.text, output.call_marks))
             if delta.finished:
-                for event in self._blocks.append(self._parser.finish()) + self._blocks.finish():
-                    yield event
+                events += self._blocks.append(self._parser.finish()) + self._blocks.finish()
                 end = {"delta": self._end(output), "usage": self._usage(delta), **self._output_ids()}
-                yield {"type": "message_delta", **end}
-                yield {"type": "message_stop"}
+                events += [{"type": "message_delta", **end}, {"type": "message_stop"}]
+            yield events
 
     def _prompt_ids(self) -> Json:
         """Return the prompt's tokens, if they are asked for."""

@@ -245,32 +245,30 @@ class ModelResponse:
         self._items.finish(_status(output))
         return self._finish(output)
 
-    async def events(self) -> AsyncIterator[Json]:
-        """Yield the response as it is generated."""
+    async def events(self) -> AsyncIterator[list[Json]]:
+        """Yield the response as it is generated: the events of what has come at once."""
         numbers = count()
         try:
-            async for event in self._events():
-                yield {**event, "sequence_number": next(numbers)}
+            async for events in self._events():
+                yield [{**event, "sequence_number": next(numbers)} for event in events]
         except (RequestError, EngineError) as error:
             fault = {"code": status_of(error)[1] or "server_error", "message": str(error)}
             failed = {**self._head, "status": "failed", "error": fault, "incomplete_details": None, "usage": None}
             event = {"type": "response.failed", "response": {**failed, "output": self._items.items}}
-            yield {**event, "sequence_number": next(numbers)}
+            yield [{**event, "sequence_number": next(numbers)}]
             raise
 
-    async def _events(self) -> AsyncIterator[Json]:
+    async def _events(self) -> AsyncIterator[list[Json]]:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
-        async for _, delta in self.job.deltas():
+        yield [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+        async for [(_, delta)] in self.job.bursts():
             [output] = delta.outputs
             self._note_tokens(output)
-            for event in self._items.append(self._parser.feed(output.text, output.call_marks), self._logprobs(output)):
-                yield event
+            events = self._items.append(self._parser.feed(output.text, output.call_marks), self._logprobs(output))
             if delta.finished:
-                for event in self._items.append(self._parser.finish()) + self._items.finish(_status(output)):
-                    yield event
-                yield {"type": f"response.{_status(output)}", "response": self._finish(output)}
+                events += self._items.append(self._parser.finish()) + self._items.finish(_status(output))
+                events.append({"type": f"response.{_status(output)}", "response": self._finish(output)})
+            yield events
 
     def _logprobs(self, output: OutputDelta) -> list[Json]:
         entries: list[Json] = chat_logprobs(output.logprobs or (), self._body.top_logprobs or 0)["content"]

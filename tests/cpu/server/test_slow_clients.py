@@ -5,58 +5,13 @@ import json
 import socket
 from typing import Any
 
-import pytest
 from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
+from strandline.server.http.body_timeout import BodyTimeout
 from strandline.server.http.error_responses import add_error_handlers
-from strandline.server.http.slow_client_timeout import SlowClientTimeout
 from strandline.server.requests.request_bodies import DetokenizeBody
 from tests.cpu.server.process import ServerProcess
-
-HTTP: Scope = {"type": "http"}
-
-
-class Connection:
-    """A connection whose peer reads nothing after the first piece."""
-
-    def __init__(self) -> None:
-        self.taken: list[Message] = []
-        self.is_aborted = False
-        self.transport = self
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-    async def send(self, message: Message) -> None:
-        if self.taken and not self.is_aborted:
-            await asyncio.get_running_loop().create_future()
-        self.taken.append(message)
-
-
-async def two_pieces(scope: Scope, receive: Receive, send: Send) -> None:
-    await send({"n": 1})
-    await send({"n": 2})
-
-
-async def nothing() -> Message:
-    return {}
-
-
-def test_connection_of_unread_response_is_aborted() -> None:
-    connection = Connection()
-    asyncio.run(SlowClientTimeout(two_pieces, 0.01)(HTTP, nothing, connection.send))
-    assert connection.is_aborted
-
-
-def test_without_a_transport_the_request_fails() -> None:
-    connection = Connection()
-
-    async def send(message: Message) -> None:
-        await connection.send(message)
-
-    with pytest.raises(ConnectionAbortedError):
-        asyncio.run(SlowClientTimeout(two_pieces, 0.01)(HTTP, nothing, send))
 
 
 def test_stalled_body_gets_error_in_shape_of_its_path() -> None:
@@ -86,7 +41,7 @@ def test_stalled_body_gets_error_in_shape_of_its_path() -> None:
         "server": ("x", 1),
         "scheme": "http",
     }
-    asyncio.run(SlowClientTimeout(app, 0.01)(scope, receive, send))
+    asyncio.run(BodyTimeout(app, 0.01)(scope, receive, send))
     start, body = sent
     assert start["status"] == 408
     assert (b"connection", b"close") in start["headers"]
