@@ -61,6 +61,7 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "experts": frozenset({"", "rowwise", "gemm"}),
         "attention": frozenset({"", "rowwise", "gemm"}),
         "recurrences": frozenset({"", "rowwise"}),
+        "streams": frozenset({"", "rowwise"}),
         "sampling": frozenset({""}),
         "collectives": frozenset({"", "rowwise"}),
     },
