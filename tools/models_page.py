@@ -22,7 +22,6 @@ from strandline.model_config import parse_model_config
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.ngram_features import TOKENS
 from strandline.models.layers.site import Site
-from strandline.models.layers.streams import StreamsEnds
 from strandline.models.registry import ARCHITECTURES
 from strandline.specs import E4M3, TensorSpec
 
@@ -319,16 +318,14 @@ def row(architecture: str, published: Model) -> tuple[str, ...]:
         versions("Numba", by_state),
         speculation(model),
         in_fp8(architecture, published),
-        deterministic_on(model),
+        is_deterministic(model),
     )
 
 
-def deterministic_on(model: CausalLM) -> str:
-    """Return whether a model can run deterministically, or where."""
+def is_deterministic(model: CausalLM) -> str:
+    """Return whether a model can run deterministically."""
     states = (state for layer in model.spec.layers for state in layer.states)
-    if any(state.is_recurrent and state.dtype != "float32" for state in states):
-        return "no"
-    return "on CPUs" if isinstance(model.decoder.ends, StreamsEnds) else "yes"
+    return "no" if any(state.is_recurrent and state.dtype != "float32" for state in states) else "yes"
 
 
 def versions(backend: str, operations: Sequence[Operation[..., Any]]) -> str:

@@ -3,9 +3,6 @@
 from strandline.models.registry import ARCHITECTURES
 from tools.models_page import FAMILIES, FURTHER, HEADER, KINDS, MODELS, PAGE, RECURRENCES, build, page, row
 
-ON_CPUS = {"Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM"}
-"""Mix residual streams in torch, whose sums depend on the number of rows on GPUs."""
-
 
 def test_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run: PYTHONPATH=src python tools/models_page.py"
@@ -27,8 +24,6 @@ def test_every_recurrence_has_a_row() -> None:
 
 
 def test_every_model_can_be_deterministic() -> None:
-    """``test_deterministic_families.py`` runs all families, and on GPUs expects these exceptions."""
+    """``test_deterministic_families.py`` runs all families, on CPUs and on GPUs."""
     column = HEADER.index("determ.")
-    found = {name: row(name, model)[column] for name, model in (*MODELS.items(), *FURTHER.items())}
-    assert {name for name, value in found.items() if value != "yes"} == ON_CPUS
-    assert {found[name] for name in ON_CPUS} == {"on CPUs"}
+    assert {row(name, model)[column] for name, model in (*MODELS.items(), *FURTHER.items())} == {"yes"}

@@ -20,13 +20,8 @@ __all__ = [
     "test_bits_do_not_depend_on_how_prompts_are_split",
 ]
 
-REFUSED = ("glm5_next", "qwen4_exp")
-"""Mix residual streams in torch."""
 
-SUPPORTED = [case for case in CASES if not str(case.values[0][0]).startswith(REFUSED)]
-
-
-@pytest.fixture(scope="module", params=SUPPORTED, ids="-".join)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     name, dtype = request.param
     return name, dtype

@@ -3,8 +3,6 @@
 Of every token a gate per channel weighs the normalised streams, whose mean is a part's input; a gate per stream weighs
 the part's output, which is added to it.
 
-Source: ``transformers`` (``qwen4_exp``, its hyper-connections and its per-layer embedding).
-
 Shape suffixes: T tokens of the step, S streams, E hidden size, O all streams side by side, R rank of the gates.
 """
 

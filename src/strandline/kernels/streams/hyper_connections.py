@@ -4,9 +4,10 @@ Of every token, the normalised streams give three mixes: shares of the streams i
 output in each stream, and shares of the streams in those after the part. The last ones are made doubly stochastic by
 some iterations of Sinkhorn's algorithm.
 
-The reference implementation computes mixes in float64, for the reason in ``recurrences/kda.py``.
+The reference implementation computes mixes in float64: torch rounds a float32 ``exp`` differently at a tensor's end,
+where it does not fill a vector, so that the bits of one token would depend on the batch around it.
 
-Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections"; ``transformers`` (``glm5_next``).
+Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections".
 
 Shape suffixes: T tokens of the step, S streams, E hidden size, I all streams side by side, O the mixes of a token side
 by side.

@@ -13,15 +13,15 @@ Shape suffixes: T tokens of the step, S streams, E hidden size, R rank of the ga
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.config_fields import Fields, read_eps
-from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
+from strandline.kernels.binding import Kernels
+from strandline.kernels.streams.gates import add_gated_norm, mix_gated, silu_of_share
 from strandline.models.layers.moe import PROJECTION_ROWS
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
-from strandline.models.layers.streams import MAX_STREAMS, Mixed
+from strandline.models.layers.streams import MAX_STREAMS, Streams
 from strandline.models.layers.targets import NamedTargets, whole
 
 
@@ -48,6 +48,8 @@ class GatedMix(nn.Module):
         is_last: whether nothing is added to the streams behind it.
     """
 
+    operations = (add_gated_norm, silu_of_share, mix_gated)
+
     def __init__(self, config: GatedStreamsConfig, site: Site, *, is_last: bool = False) -> None:
         super().__init__()
         self.config, self.is_last = config, is_last
@@ -60,14 +62,18 @@ class GatedMix(nn.Module):
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
         self.gate_proj = Projection(width, config.rank, site)
 
-    def forward(self, stream_TSE: Tensor) -> Mixed:
-        """Return the mix, the streams as they are, and weights of what is added to them."""
-        num_streams = self.config.num_streams
-        normed_TSE = rms_norm_heads_zero_centered(stream_TSE, self.norm_SE, self.config.eps)
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._add_gated_norm = kernels[add_gated_norm]
+        self._silu_of_share, self._mix_gated = kernels[silu_of_share], kernels[mix_gated]
+
+    def forward(self, stream: Streams) -> tuple[Tensor, Streams]:
+        """Return the mix, and the streams with the output of the part before it."""
+        config = self.config
+        normed_TSE, stream_TSE = self._add_gated_norm(*stream, self.norm_SE, config.eps)
         low_TR, added_TS, _ = self.in_proj.multiply(normed_TSE.flatten(1)).split(self.sizes, dim=-1)
-        gate_TO = self.gate_proj.multiply(F.silu(low_TR / num_streams))
-        mixed_TE = gate_TO.sigmoid_().view_as(normed_TSE).mul_(normed_TSE).mean(dim=1)
-        return Mixed(mixed_TE, stream_TSE, (added_TS / num_streams).sigmoid_().mul_(2).unsqueeze(-1))
+        gate_TO = self.gate_proj.multiply(self._silu_of_share(low_TR, config.num_streams))
+        return self._mix_gated(gate_TO, normed_TSE), Streams(stream_TSE, added_TS)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
@@ -86,8 +92,8 @@ class LastGatedMix(nn.Module):
         super().__init__()
         self.mix = GatedMix(config, site, is_last=True)
 
-    def forward(self, stream_TSE: Tensor) -> Tensor:
-        mixed_TE: Tensor = self.mix(stream_TSE).mixed_TE
+    def forward(self, stream: Streams) -> Tensor:
+        mixed_TE: Tensor = self.mix(stream)[0]
         return mixed_TE
 
     def targets(self, prefix: str) -> NamedTargets:

@@ -1,14 +1,8 @@
-"""Hyper-connections between several residual streams (``streams.py``), whose mixes are nearly doubly stochastic.
-
-Of every token, the normalised streams give three mixes: one of the streams, which is the input of a part of a layer;
-one of its output, which is added to each stream; and one of the streams that it is added to. The last one is made
-doubly stochastic by some iterations of Sinkhorn's.
-
-Mixes are computed in float64, for the reason in ``kernels/recurrences/kda.py``; torch runs them on all devices.
+"""Hyper-connections between several residual streams (``streams.py``), computed by ``kernels/streams``.
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections"; ``transformers`` (``glm5_next``).
 
-Shape suffixes: T tokens of the step, S streams, E hidden size, O the mixes of a token side by side.
+Shape suffixes: as in ``hyper_connections.py``.
 """
 
 from dataclasses import dataclass
@@ -19,10 +13,9 @@ from torch import Tensor, nn
 
 from strandline.config_fields import MIN_EPS, Fields, read_eps
 from strandline.kernels.binding import Kernels
-from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.projection import Projection
+from strandline.kernels.streams.hyper_connections import HyperWeights, average_streams, connect_part
 from strandline.models.layers.site import Site
-from strandline.models.layers.streams import MAX_STREAMS, Mixed
+from strandline.models.layers.streams import MAX_STREAMS, Streams
 from strandline.models.layers.targets import NamedTargets, whole
 
 MAX_ITERATIONS: Final = 1024
@@ -55,48 +48,36 @@ class HyperConnectionsConfig:
 class HyperConnection(nn.Module):
     """The mixes around a part of a layer, and the norm before that part."""
 
-    operations = (rms_norm,)
+    operations = (connect_part,)
 
     def __init__(self, config: HyperConnectionsConfig, site: Site) -> None:
         super().__init__()
         self.config, num_streams = config, config.num_streams
-        self.sizes = [num_streams, num_streams, num_streams**2]
-        self.mix_proj = Projection(sum(self.sizes), num_streams * config.hidden_size, site.in_dtype(torch.float32))
-        """Rows: mixes of the input, of the output, and of the streams."""
-        self.bias_O = site.parameter(sum(self.sizes), dtype=torch.float32)
+        num_mixes = num_streams * (num_streams + 2)
+        self.mix_OI = site.parameter(num_mixes, num_streams * config.hidden_size, dtype=torch.float32)
+        self.bias_O = site.parameter(num_mixes, dtype=torch.float32)
         self.scale_3 = site.parameter(3, dtype=torch.float32)
         self.norm_E = site.gain(config.hidden_size)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm = kernels[rms_norm]
+        config = self.config
+        self._connect_part = kernels[connect_part]
+        self._weights = HyperWeights(
+            *(self.mix_OI, self.bias_O, self.scale_3, self.norm_E),
+            num_iterations=config.num_iterations,
+            eps=config.eps,
+            mix_eps=config.mix_eps,
+        )
 
-    def forward(self, stream_TSE: Tensor) -> Mixed:
-        """Return the normalised input of the part, the mixed streams, and weights of what is added to them."""
-        input_TS, output_TS, stream_TSS = self._mixes(stream_TSE)
-        mixed_TE = (input_TS.unsqueeze(-1) * stream_TSE).sum(dim=1).to(stream_TSE.dtype)
-        normed_TE = self._rms_norm(mixed_TE, self.norm_E, self.config.eps)
-        dtype = stream_TSE.dtype
-        return Mixed(normed_TE, stream_TSS.to(dtype).mT @ stream_TSE, output_TS.to(dtype).unsqueeze(-1))
-
-    def _mixes(self, stream_TSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mixes in float32; of those of the streams, each column makes one stream."""
-        num_streams, eps = self.config.num_streams, self.config.mix_eps
-        flat_TO = stream_TSE.flatten(1).float()
-        normed_TO = flat_TO * torch.rsqrt(flat_TO.square().mean(-1, keepdim=True) + self.config.eps)
-        parts = (x.split(self.sizes, dim=-1) for x in (self.mix_proj.multiply(normed_TO).double(), self.bias_O))
-        logits = (x * scale + bias for x, bias, scale in zip(*parts, self.scale_3, strict=True))
-        input_TO, output_TO, stream_TO = logits
-        mix_TSS = stream_TO.unflatten(-1, (num_streams, num_streams)).softmax(-1) + eps
-        mix_TSS = mix_TSS / (mix_TSS.sum(-2, keepdim=True) + eps)
-        for _ in range(self.config.num_iterations - 1):
-            mix_TSS = mix_TSS / (mix_TSS.sum(-1, keepdim=True) + eps)
-            mix_TSS = mix_TSS / (mix_TSS.sum(-2, keepdim=True) + eps)
-        return (input_TO.sigmoid() + eps).float(), (2 * output_TO.sigmoid()).float(), mix_TSS.float()
+    def forward(self, stream: Streams) -> tuple[Tensor, Streams]:
+        """Return the normalised input of the part, and the streams after the part before it."""
+        input_TE, stream_TSE, mixes = self._connect_part(*stream, self._weights)
+        return input_TE, Streams(stream_TSE, mixes)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors, except the norm's."""
-        yield f"{prefix}fn", whole(self.mix_proj.weight_OI)
+        yield f"{prefix}fn", whole(self.mix_OI)
         yield f"{prefix}base", whole(self.bias_O)
         yield f"{prefix}scale", whole(self.scale_3)
 
@@ -104,7 +85,7 @@ class HyperConnection(nn.Module):
 class StreamMean(nn.Module):
     """The mean of the streams, normalised."""
 
-    operations = (rms_norm,)
+    operations = (average_streams,)
 
     def __init__(self, config: HyperConnectionsConfig, site: Site) -> None:
         super().__init__()
@@ -113,7 +94,7 @@ class StreamMean(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._rms_norm = kernels[rms_norm]
+        self._average_streams = kernels[average_streams]
 
-    def forward(self, stream_TSE: Tensor) -> Tensor:
-        return self._rms_norm(stream_TSE.mean(dim=1), self.norm_E, self.eps)
+    def forward(self, stream: Streams) -> Tensor:
+        return self._average_streams(*stream, self.norm_E, self.eps)

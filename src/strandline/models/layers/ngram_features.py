@@ -30,7 +30,7 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.replay import ReplayLog
-from strandline.kernels.rowwise.norm import rms_norm_heads_zero_centered
+from strandline.kernels.streams.gates import FeatureNorms, gate_features
 from strandline.models.layers.convolution import ComposedConvolution
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
@@ -249,6 +249,8 @@ class NgramFeatures(nn.Module):
         site: the shard divides the table's rows; all else is computed on every rank.
     """
 
+    operations = (gate_features,)
+
     def __init__(self, config: NgramFeaturesConfig, site: Site) -> None:
         super().__init__()
         self.config, num_streams, hidden_size = config, config.num_streams, config.hidden_size
@@ -262,6 +264,11 @@ class NgramFeatures(nn.Module):
             site.parameter(num_streams, hidden_size) for _ in range(3)
         )
         self.conv = DilatedConvolution(width, config.num_taps, config.max_ngram, site)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._gate_features = kernels[gate_features]
+        self._norms = FeatureNorms(self.key_norm_SE, self.stream_norm_SE, self.conv_norm_SE)
 
     def added_to(self, spec: LayerSpec) -> LayerSpec:
         """Return the spec of a layer that keeps the windows as well."""
@@ -287,14 +294,8 @@ class NgramFeatures(nn.Module):
         """Return what is added to the streams, ``[T, S, E]``."""
         features_TO = self.table(self._ngrams(batch, memory))
         key_TO, value_TE = self.in_proj.multiply(features_TO).split(self.sizes, dim=-1)
-        key_TSE = self._norm(key_TO.unflatten(-1, (self.config.num_streams, -1)), self.key_norm_SE)
-        score_TS1 = (key_TSE * self._norm(stream_TSE, self.stream_norm_SE)).sum(-1, keepdim=True)
-        score_TS1 = score_TS1 / math.sqrt(self.config.hidden_size)
-        gate_TS1 = (score_TS1.abs().clamp_min(1e-6).sqrt() * score_TS1.sign()).sigmoid_()
-        gated_TSE: Tensor = gate_TS1 * value_TE.unsqueeze(1)
-        convolved_TC = self.conv.convolve(
-            self._norm(gated_TSE, self.conv_norm_SE).flatten(1), batch, memory.window_SRC, memory.window_log
-        )
+        gated_TSE, normed_TSE = self._gate_features(key_TO, value_TE, stream_TSE, self._norms, self.config.eps)
+        convolved_TC = self.conv.convolve(normed_TSE.flatten(1), batch, memory.window_SRC, memory.window_log)
         return gated_TSE + F.silu(convolved_TC).view_as(gated_TSE)
 
     def _ngrams(self, batch: StepBatch, memory: NgramFeaturesMemory) -> Tensor:
@@ -305,9 +306,6 @@ class NgramFeatures(nn.Module):
         delayed_TC = self.delays.convolve(repeated_TC, batch, memory.tokens_SRC, memory.tokens_log)
         is_within_TC = (delayed_TC != 0).cumprod(dim=-1)
         return torch.cat((from_end_T.unsqueeze(-1), delayed_TC * is_within_TC), dim=-1).long() + end_token
-
-    def _norm(self, x_TSE: Tensor, weight_SE: Tensor) -> Tensor:
-        return rms_norm_heads_zero_centered(x_TSE, weight_SE, self.config.eps)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""

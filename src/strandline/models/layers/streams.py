@@ -11,56 +11,48 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from strandline.errors import ConfigError
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.operation import Operation
+from strandline.kernels.streams.gates import add_gated
 from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, MixerT_co
 from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesMemory
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec
 
-MAX_STREAMS: Final = 64
+MAX_STREAMS: Final = 8
+"""Published models have 4. A kernel holds all mixes of a token in registers: S² and more."""
 
 
-class Mixed(NamedTuple):
-    """What is made of the streams before a part of a layer."""
+class Streams(NamedTuple):
+    """The streams within a step, to which the last part's output is not yet added."""
 
-    mixed_TE: Tensor
-    """Input of the part."""
     stream_TSE: Tensor
-    """What its output is added to."""
-    weight_TS1: Tensor
-    """What its output is multiplied with, for each stream."""
+    mixes: Any = None
+    """How the family's mix adds that output; None: no part has read a mix of the streams."""
+    output: Summand | None = None
+    """That output, summed over all ranks."""
 
 
 class StreamMix(Protocol):
     """What mixes the streams before a part of a layer; a module."""
 
-    def __call__(self, stream_TSE: Tensor) -> Mixed:
-        """Mix them."""
+    def __call__(self, stream: Streams) -> tuple[Tensor, Streams]:
+        """Return the input of the part, and the streams with the output of the part before it."""
 
 
 class LastMix(Protocol):
     """What mixes the streams before the output head; a module."""
 
-    def __call__(self, stream_TSE: Tensor) -> Tensor:
+    def __call__(self, stream: Streams) -> Tensor:
         """Return the final hidden state ``[T, E]``."""
 
 
-class Streams(NamedTuple):
-    """The streams within a step."""
-
-    stream_TSE: Tensor
-    weight_TS1: Tensor | None = None
-    """What the output of the part that reads a mix of them is multiplied with, for each stream; None: no part does."""
-
-
 class StreamsResidual(nn.Module):
-    """A residual whose part reads a mix of the streams, and adds to each of them.
+    """A residual whose part reads a mix of the streams; the next mix adds its output to each of them.
 
     Args:
         mix: normalises the streams, too.
@@ -77,18 +69,16 @@ class StreamsResidual(nn.Module):
     def connect(self, kernels: Kernels, part: object) -> None:
         """Compute with these kernels from now on."""
         del part
-        self._sum = kernels.ranks.sum
+        self._ranks = kernels.ranks
 
     def enter(self, stream: Streams) -> tuple[Tensor, Streams]:
         """Return the part's input, and the streams."""
-        mixed_TE, stream_TSE, weight_TS1 = self.mix(stream.stream_TSE)
-        return mixed_TE, Streams(stream_TSE, weight_TS1)
+        entered: tuple[Tensor, Streams] = self.mix(stream)
+        return entered
 
     def add(self, out: Summand, stream: Streams) -> Streams:
         """Return the streams with the part's output, a summand of this rank."""
-        stream_TSE, weight_TS1 = stream
-        assert weight_TS1 is not None
-        return Streams(stream_TSE + self._sum(out).unsqueeze(1) * weight_TS1)
+        return stream._replace(output=out if self._ranks.size == 1 else self._ranks.sum(out))
 
 
 def mixes_of(layer: DecoderLayer[Any, Any]) -> tuple[StreamMix, StreamMix]:
@@ -115,24 +105,16 @@ class StreamsEnds(nn.Module):
         return ()
 
     def connect(self, kernels: Kernels, part: None = None) -> None:
-        """Look up nothing: a mix looks up its operations itself.
-
-        Raises:
-            ConfigError: kernels have to be batch-invariant on a GPU, and the mixes are torch's.
-        """
-        if kernels.workload.is_deterministic and kernels.workload.device_type == "cuda":
-            raise ConfigError(
-                "--deterministic needs Triton kernels on a GPU: mixes of several residual streams run in torch, whose "
-                "sums depend on the number of rows"
-            )
+        """Look up nothing: a mix looks up its operations itself."""
+        del kernels, part
 
     def begin(self, embedded_TE: Tensor) -> Streams:
         """Return the streams before the first layer."""
-        return Streams(embedded_TE.unsqueeze(1).repeat(1, self.num_streams, 1))
+        return Streams(embedded_TE.unsqueeze(1).expand(-1, self.num_streams, -1))
 
     def leave(self, stream: Streams) -> Tensor:
         """Return the final, normalised hidden state."""
-        return self.last_mix(stream.stream_TSE)
+        return self.last_mix(stream)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield nothing: names of the last mix are the family's."""
@@ -149,7 +131,7 @@ class FeaturesLayerMemory:
 
 
 class FeaturesLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
-    """A layer that first adds features of n-grams to the streams."""
+    """A layer that first adds features of n-grams to streams, which gates mix."""
 
     def __init__(
         self,
@@ -160,6 +142,15 @@ class FeaturesLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
     ) -> None:
         super().__init__(mixer, mlp, *residuals)
         self.features = features
+
+    @property
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        return (*super().operations, add_gated)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        self._add_gated = kernels[add_gated]
 
     @property
     def spec(self) -> LayerSpec:
@@ -176,6 +167,7 @@ class FeaturesLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
 
     def forward(self, stream: Streams, step: Step, memory: FeaturesLayerMemory) -> Streams:
         """Return the streams after the layer."""
-        stream_TSE = stream.stream_TSE + self.features(stream.stream_TSE, step.batch, memory.features)
+        stream_TSE = self._add_gated(*stream)
+        stream_TSE = stream_TSE + self.features(stream_TSE, step.batch, memory.features)
         after: Streams = super().forward(Streams(stream_TSE), step, memory.mixer)
         return after
