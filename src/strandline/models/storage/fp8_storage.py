@@ -96,7 +96,7 @@ class Fp8Rows:
 
     def fill_randomly(self, generator: torch.Generator | None, std: float, matrix_rows: int) -> None:
         """See ``StoredRows``; scales cover what the configuration says, so that kernels run as for published ones."""
-        for rows in self.values_RI.split(max(1, 2**26 // self.values_RI.shape[-1])):
+        for rows in self.values_RI.split(max(1, 2**26 // self.values_RI.shape[-1])) if generator is not None else ():
             noise = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device).normal_(generator=generator)
             rows.copy_(noise.mul_(RANDOM_SCALE).clamp_(-448, 448))
         num_rows, num_groups = self.scales_RX.shape

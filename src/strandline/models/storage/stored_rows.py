@@ -14,6 +14,7 @@ Shape suffixes: X experts, R rows of all matrices of a parameter, I inputs.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Protocol
 
 import torch
@@ -91,45 +92,57 @@ class Matrix:
     def of(cls, owner: nn.Module, attribute: str, parameter: Tensor) -> "Matrix":
         return cls(owner, attribute, parameter, torch.zeros(parameter.shape[:-1].numel(), dtype=torch.uint8))
 
+    @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """The number of each run of rows of one format, and its length; from when all formats have been noted."""
+        numbers, counts = self.format_R.unique_consecutive(return_counts=True)
+        return list(zip(numbers.tolist(), counts.tolist(), strict=True))
+
     @property
     def formats(self) -> list[int]:
         """Return the numbers of the formats that rows have, of those that are not quantised too."""
-        numbers: list[int] = self.format_R.unique().tolist()
-        return numbers
+        return sorted({number for number, _ in self._runs})
 
     def num_rows(self, number: int) -> int:
         """Return how many rows have a format."""
-        return int((self.format_R == number).sum())
+        return sum(count for each, count in self._runs if each == number)
 
     @property
     def runs(self) -> Iterator[tuple[int, slice]]:
         """Yield the runs of rows: their format's number, and which rows of that format they are."""
         starts = dict.fromkeys(self.formats, 0)
-        numbers, counts = self.format_R.unique_consecutive(return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        for number, count in self._runs:
             yield number, slice(starts[number], starts[number] + count)
             starts[number] += count
 
     @property
     def num_runs(self) -> int:
         """Return how many runs of rows there are."""
-        return len(self.format_R.unique_consecutive())
+        return len(self._runs)
 
     @property
     def is_quantized(self) -> bool:
         """Whether some rows are quantised."""
-        return bool(self.format_R.any())
+        return self.formats != [0]
 
     @property
     def format_of_experts(self) -> tuple[int, ...] | None:
         """Return the number of each expert's format; None: the rows of one have several."""
-        format_XR = self.format_R.view(len(self.parameter), -1)
-        numbers: list[int] = format_XR[:, 0].tolist()
-        return tuple(numbers) if bool((format_XR == format_XR[:, :1]).all()) else None
+        rows_of_expert, numbers = self.parameter.shape[1:-1].numel(), list[int]()
+        for number, count in self._runs:
+            if count % rows_of_expert:
+                return None
+            numbers += [number] * (count // rows_of_expert)
+        return tuple(numbers)
 
-    @property
-    def index_R(self) -> Tensor:
-        """Return which row of its format each row is."""
+    def index_of(self, rows: Rows) -> Tensor:
+        """Return which row of its format each of some rows is."""
+        if self.num_runs > 1:
+            return self._index_R[rows]
+        return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+    @cached_property
+    def _index_R(self) -> Tensor:
         index_R = torch.zeros(len(self.format_R), dtype=torch.int64)
         for number in self.formats:
             has_format_R = self.format_R == number
@@ -261,10 +274,9 @@ class QuantizedStorage:
         matrix = self._matrices.kept_of(target)
         assert matrix is not None
         memory = self._memory[matrix]
-        whole_index_R = matrix.index_R
         for piece in target.pieces:
             rows_R, source_R = rows_and_sources(piece, target.shape, len(matrix.format_R))
-            index_R = whole_index_R[rows_R]
+            index_R = matrix.index_of(rows_R)
             if name in self._stored:
                 memory.stored[self._stored[name] + 1].fill(weight, target, piece, index_R, source_R)
                 continue
@@ -276,12 +288,13 @@ class QuantizedStorage:
         """Draw random weights."""
         for index, (matrix, memory) in enumerate(self._memory.items()):
             device = memory.dense_RI.device
-            # There are no generators for a device without memory, which is filled with nothing.
+            # A device without memory has no generators, and what is drawn there takes seconds for nothing.
             generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed + index)
             std = matrix.parameter.shape[-1] ** -0.5
             for rows in memory.stored.values():
                 rows.fill_randomly(generator, std, matrix.boundary or matrix.parameter.shape[-2])
-            memory.dense_RI.normal_(generator=generator).mul_(std)
+            if generator is not None:
+                memory.dense_RI.normal_(generator=generator).mul_(std)
 
     def finish(self) -> None:
         """Give the filled weights to their layers."""
