@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler.compiler import make_backend
 from triton.knobs import cache as compiled_files
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from strandline.kernels.gpu import Gpu, standing_for
@@ -65,15 +68,44 @@ def target_of(gpu: Gpu) -> GPUTarget:
     return GPUTarget("cuda", int(gpu.architecture.removeprefix("sm_")), 32)
 
 
+def read_compiler(gpu: Gpu) -> None:
+    """Take digests of the compiler and its tools, a second of work that processes forked afterwards need not repeat."""
+    triton_key()
+    make_backend(target_of(gpu)).hash()
+
+
+def can_build_launchers() -> bool:
+    """Return whether this machine has NVIDIA's driver, and launchers have to be built."""
+    if not hasattr(nvidia, "make_launcher"):  # later versions launch all kernels by one function
+        return False
+    try:
+        return bool(nvidia.libcuda_dirs())
+    except (AssertionError, OSError):
+        return False
+
+
+def build_driver() -> None:
+    """Build the module by which Triton loads kernels, which it does before its first launch."""
+    nvidia.CudaUtils()
+
+
+def build_launcher(kernel: Any) -> None:
+    """Build the module that launches kernels of this one's signature.
+
+    Triton does so before the first launch, a fifth of a second for each signature.
+    """
+    nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
 def cache_directory() -> Path:
     """Return the directory where Triton stores what it has compiled."""
     return Path(compiled_files.dir)
 
 
 @contextmanager
-def recording(gpu: Gpu) -> Iterator[list[Variant]]:
-    """Record each variant that is launched once, for a GPU that the device ``meta`` stands for; launch nothing."""
-    found, seen = list[Variant](), set()
+def recording(gpu: Gpu, take: Callable[[Variant], None]) -> Iterator[None]:
+    """Pass on each variant once that is launched on a GPU that the device ``meta`` stands for; launch nothing."""
+    seen = set()
     run = JITFunction.run
 
     def record(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -96,13 +128,13 @@ def recording(gpu: Gpu) -> Iterator[list[Variant]]:
             return function.compile(source, target=target, options=options.__dict__)
 
         name = f"{function.__module__.removeprefix('strandline.kernels.')}.{function.__name__}"
-        found.append(Variant(name, kwargs, compile))
+        take(Variant(name, kwargs, compile))
 
     JITFunction.run = record
     driver.set_active(_NoDevice(gpu))
     try:
         with standing_for(gpu):
-            yield found
+            yield
     finally:
         JITFunction.run = run
         driver.set_active(None)  # the machine's own, if it has one, from the next use on

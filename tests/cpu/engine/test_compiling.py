@@ -2,12 +2,12 @@
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from strandline.env import COMPILE_AHEAD
 from strandline.kernels.gpu import GPUS, Gpu
 
 pytest.importorskip("triton")
+from triton.backends.nvidia import driver as nvidia
+
 from strandline.engine.processes import kernel_compiler
 from strandline.kernels import recording_triton
 
@@ -32,7 +34,7 @@ MODEL = str(ROOT / "benchmarks" / "configs" / "tiny-qwen3.5")
 
 @pytest.mark.parametrize(("num_ranks", "num_engines", "num_cores"), [(1, 1, 1), (1, 1, 8), (2, 2, 9), (4, 1, 2)])
 def test_shares_of_all_ranks_and_engines_are_all_kernels(num_ranks: int, num_engines: int, num_cores: int) -> None:
-    found, steps = list[int](), set[int]()
+    found, counts, num_processes = list[int](), set[int](), 0
     for engine in range(num_engines):
         config = EngineConfig(
             model=MODEL,
@@ -42,11 +44,12 @@ def test_shares_of_all_ranks_and_engines_are_all_kernels(num_ranks: int, num_eng
         )
         for rank in range(num_ranks):
             share = share_of(config, GPUS["sm_90"], rank, num_cores)
-            found += range(share.first, share.first + share.num_processes)
-            steps.add(share.step)
-    (step,) = steps
-    assert sorted(found) == list(range(step))
-    assert len(found) <= max(num_ranks * num_engines, num_cores - 1)
+            found.append(share.number)
+            counts.add(share.num_shares)
+            num_processes += share.num_processes
+    (count,) = counts
+    assert sorted(found) == list(range(count))
+    assert num_processes <= max(num_ranks * num_engines, num_cores - 1)
 
 
 class Machine:
@@ -161,41 +164,61 @@ def test_nothing_is_compiled_on_cpus(machine: Machine) -> None:
     assert not machine.processes
 
 
+DRIVER_FUNCTIONS = (
+    *("cuCtxGetCurrent", "cuCtxGetLimit", "cuCtxSetCurrent", "cuCtxSetLimit", "cuDeviceGet", "cuDeviceGetAttribute"),
+    *("cuDevicePrimaryCtxRetain", "cuFuncGetAttribute", "cuFuncSetAttribute", "cuFuncSetCacheConfig"),
+    *("cuGetErrorString", "cuLaunchKernelEx", "cuModuleGetFunction", "cuModuleLoadData"),
+    *("cuOccupancyMaxActiveClusters", "cuPointerGetAttribute", "cuTensorMapEncodeTiled"),
+)
+"""Of NVIDIA's driver: what modules that launch kernels are linked with."""
+
+
 def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
+    cache, has_launchers = tmp_path / "cache", hasattr(nvidia, "make_launcher") and shutil.which("gcc") is not None
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
-    share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 2, 3, 50)
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT / "src")}
+    if has_launchers:  # functions that do nothing are enough to link and load them
+        functions = "".join(f"int {name}(void) {{ return 0; }}" for name in DRIVER_FUNCTIONS)
+        command = ["gcc", "-shared", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+        subprocess.run(command, input=functions, text=True, check=True)
+        environment |= {"LD_LIBRARY_PATH": str(tmp_path)}
+    share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 2, 0, 50)
     command = [sys.executable, "-m", "strandline.engine.processes.kernel_compiler"]
     run = subprocess.run(command, input=pickle.dumps(share), env=environment, capture_output=True, check=False)
     assert run.returncode == 0, run.stderr.decode()
-    assert len(list(tmp_path.glob("*/*.cubin"))) >= 2
+    assert len(list(cache.glob("*/*.cubin"))) >= 1
+    assert bool(list(cache.glob("*/__triton_launcher*.so"))) == has_launchers
+    assert bool(list(cache.glob("*/cuda_utils*.so"))) == has_launchers
 
 
 def test_kernels_found_before_a_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[Any]()
 
     class Found:
-        def compile(self, gpu: Gpu) -> None:
+        def compile(self, gpu: Gpu) -> tuple[None, None]:
             found.append(gpu)
+            return None, None
 
     class InThisProcess:
-        exitcode = 0
+        exitcode = sentinel = 0
 
-        def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-            self.start = partial(target, *args)
-
-        def join(self) -> None: ...
+        def __init__(self, target: Callable[..., None]) -> None:
+            self.start = target
 
     @contextmanager
-    def recording(_: Gpu) -> Iterator[list[Any]]:
-        yield [Found(), Found(), Found()]
+    def recording(_: Gpu, take: Callable[[Any], None]) -> Iterator[None]:
+        for _each in range(3):
+            take(Found())
+        yield
 
     def fail(_: EngineConfig) -> None:
         raise NotImplementedError("no such operation")
 
+    monkeypatch.setattr(kernel_compiler, "can_build_launchers", lambda: False)
+    monkeypatch.setattr(kernel_compiler, "wait", lambda _: None)
     monkeypatch.setattr(kernel_compiler, "recording", recording)
     monkeypatch.setattr(kernel_compiler, "run_start", fail)
     monkeypatch.setattr(kernel_compiler, "get_context", lambda _: SimpleNamespace(Process=InThisProcess))
     with pytest.raises(NotImplementedError):
-        kernel_compiler.compile_share(Share(EngineConfig(model=MODEL), GPUS["sm_90"], 2, 0, 2))
+        kernel_compiler.compile_share(Share(EngineConfig(model=MODEL), GPUS["sm_90"], 2, 0, 1))
     assert found == [GPUS["sm_90"]] * 3

@@ -47,7 +47,8 @@ def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
     Raises:
         ConfigError: no engine can be built so.
     """
-    with recording(gpu) as variants:
+    variants = list[Variant]()
+    with recording(gpu, variants.append):
         run_start(config)
     return variants
 

@@ -1,9 +1,9 @@
 """Compilation of an engine's kernels by several processes, while its weights load.
 
 Triton compiles a kernel when it is first launched, one after the other: a minute or two for a model. Here a process
-finds out by a dry run (``dry_run.py``) which kernels will be launched, and divides into several which compile a share
-each into Triton's cache on disk, from where the engine's warm-up requests take them. What is missing there is compiled
-at its first launch, as without this: a process that fails or hangs costs time and nothing else.
+finds out by a dry run (``dry_run.py``) which kernels will be launched, and begins others that compile one each, from
+when it is found, into Triton's cache on disk, from where the engine's warm-up requests take them. What is missing there
+is compiled at its first launch, as without this: a process that fails or hangs costs time and nothing else.
 
 When all have been compiled, a file in that cache says so, by a digest of what the kernels depend on; the next start
 then begins no process.
@@ -50,10 +50,11 @@ class Share(NamedTuple):
     config: EngineConfig
     gpu: Gpu
     num_processes: int
-    first: int
-    """A kernel's number, the one of the first process; that of the next process is the next."""
-    step: int
-    """Each process compiles every ``step``-th kernel from its first."""
+    """As many compile at once."""
+    number: int
+    """Among the shares of the engines that start together."""
+    num_shares: int
+    """Each has every ``num_shares``-th kernel, from that with its number."""
 
 
 @dataclass
@@ -70,14 +71,16 @@ def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iter
     found, done = Compilation(), None
     if device.type == "cuda" and not env.is_compiling_late() and why_unavailable("Triton", device.type) is None:
         compiler = import_module("strandline.kernels.recording_triton")
-        digest = _digest(repr((config, gpu_of(device), compiler.VERSION, torch.__version__)), config.model)
+        digest = _digest(repr((config, rank, gpu_of(device), compiler.VERSION, torch.__version__)), config.model)
         done = compiler.cache_directory() / f"strandline-{digest}"
     if done is None or done.exists():
         yield found
         return
     share = share_of(config, gpu_of(device), rank, num_cores())
     process = _start(share)
-    LOGGER.info("kernels: compiled by %d processes while weights load, once for this configuration", share.step)
+    LOGGER.info(
+        "kernels: compiled by %d processes while weights load, once for this configuration", share.num_processes
+    )
     try:
         yield found
         begun_s = SYSTEM_CLOCK()
@@ -101,9 +104,8 @@ def share_of(config: EngineConfig, gpu: Gpu, rank: int, cores: int) -> Share:
     A core is left for the weights.
     """
     num_ranks = config.tensor_parallel_size * config.data_parallel_size
-    count = max(1, min(MAX_PROCESSES, cores - 1) // num_ranks)
-    first = (config.data_parallel_rank * config.tensor_parallel_size + rank) * count
-    return Share(config, gpu, count, first, num_ranks * count)
+    num_processes = max(1, min(MAX_PROCESSES, cores - 1) // num_ranks)
+    return Share(config, gpu, num_processes, config.data_parallel_rank * config.tensor_parallel_size + rank, num_ranks)
 
 
 def _start(share: Share) -> subprocess.Popen[bytes]:
