@@ -5,7 +5,7 @@ is captured on a GPU runs without the host (``without_host.py``), but for what t
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from strandline.device.batches.padded_step import StepSize, single_rows
 from strandline.device.batches.prompt_room import MAX_PROMPTS, PromptRoom
 from strandline.device.drafters.block_drafts import padded_blocks
 from strandline.device.runner import Runner
-from strandline.device.steps.graphs import CapturedStep, StepGraphs
+from strandline.device.steps.graphs import CapturedStep, Graph, StepGraphs
 from strandline.engine.drafting.drafts import Drafts
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
@@ -56,8 +56,8 @@ class EagerGraphs(StepGraphs):
         """Steps that verify drafts and compute prompts."""
         super().__init__(*args, **options)
 
-    def _captured(self, run: Callable[[], None]) -> Rerun:
-        return Rerun(run, self._kernels)
+    def _captured(self, parts: Sequence[Callable[[], None]]) -> list[Graph]:
+        return [Rerun(run, self._kernels) for run in parts]
 
     def replay(self, step: CapturedStep, *args: Any) -> None:
         super().replay(step, *args)

@@ -71,8 +71,6 @@ def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode(kernels)):
         run()
-    # What is captured next may read what this one writes.
-    graph.replay()
     return graph
 
 
@@ -169,24 +167,28 @@ class StepGraphs:
             self._bring(step, None)
             if not size.has_filler:
                 step.named["token_address"].fill_(pending.last.tokens_P.data_ptr())
-            step.graph = self._captured(partial(self._step, step))
+            tails = list[Callable[[], None]]()
             if size.has_drafts:
-                step.tail = self._captured(partial(self._verify, step))
+                tails.append(partial(self._verify, step))
             elif drafter is not None and drafter.keeps_decoded and not size.num_prompts:
-                step.tail = self._captured(partial(self._keep, step, drafter))
+                tails.append(partial(self._keep, step, drafter))
+            step.graph, *graphs = self._captured([partial(self._step, step), *tails])
+            step.tail = next(iter(graphs), None)
         self._plain = [step for step in captured[::-1] if not step.padded.size.has_drafts]
         self._with_drafts = [step for step in captured[::-1] if step.padded.size.has_drafts]
 
-    def _captured(self, run: Callable[[], None]) -> Graph:
-        """Return what does the same as a function, as often as it is replayed."""
+    def _captured(self, parts: Sequence[Callable[[], None]]) -> list[Graph]:
+        """Return what does the same as functions, of which each may read what those before it write."""
         if self._arena.bytes.is_meta:
-            run()  # its kernels are not launched but recorded
-            return _NoGraph()
+            for run in parts:
+                run()  # its kernels are not launched but recorded
+            return [_NoGraph() for _ in parts]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with self._model.computing_distinct_layers():
-            run()  # loads kernels, and lets libraries allocate, which cannot be captured
-        return capture(run, self._pool, self._kernels)
+            for run in parts:
+                run()  # loads kernels, and lets libraries allocate, which cannot be captured
+        return [capture(run, self._pool, self._kernels) for run in parts]
 
     def _table(self, size: StepSize, lifetime: Lifetime) -> UploadedTable:
         """Return a block table. Steps of decodes share one; so do all in which fillers, whose rows stay zero, have the
