@@ -170,7 +170,7 @@ DRIVER_FUNCTIONS = (
     *("cuGetErrorString", "cuLaunchKernelEx", "cuModuleGetFunction", "cuModuleLoadData"),
     *("cuOccupancyMaxActiveClusters", "cuPointerGetAttribute", "cuTensorMapEncodeTiled"),
 )
-"""Of NVIDIA's driver: what modules that launch kernels are linked with."""
+"""Functions of NVIDIA's driver that modules which launch kernels call."""
 
 
 def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:

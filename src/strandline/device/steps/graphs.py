@@ -178,7 +178,7 @@ class StepGraphs:
         self._with_drafts = [step for step in captured[::-1] if step.padded.size.has_drafts]
 
     def _captured(self, parts: Sequence[Callable[[], None]]) -> list[Graph]:
-        """Return what does the same as functions, of which each may read what those before it write."""
+        """Return what does the same as functions; each may read what those before it write."""
         if self._arena.bytes.is_meta:
             for run in parts:
                 run()  # its kernels are not launched but recorded
