@@ -41,6 +41,7 @@ from tests.cpu.models import families
 
 NUM_DRAFTS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
+SHORT = SamplingParams(temperature=0, max_tokens=9)
 SYNTHETIC = {
     "rejection_sample_method": "synthetic",
     "synthetic_acceptance_rates": [0.8, 0.6, 0.5, 0.4, 0.3],
@@ -72,15 +73,23 @@ def reference(model: Path, drafter: Path) -> Reference:
 
 
 @pytest.fixture
-def make(model: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
+def make_with(model: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
     """Build LLMs on the tiny model; every step checks the cache."""
     monkeypatch.setenv(DEBUG_CACHE, "1")
 
-    def make(speculation: dict[str, object] | None = None, **options: object) -> LLM:
-        default = speculation_of(drafter)
+    def make(speculation: dict[str, object], **options: object) -> LLM:
         settings = {"memory": "32MiB", "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
-        config = {**default, **(speculation or {})}
-        return LLM(str(model), **{"speculative_config": config, **settings, **options})
+        return LLM(str(model), **{"speculative_config": speculation, **settings, **options})
+
+    return make
+
+
+@pytest.fixture
+def make(make_with: MakeLLM, drafter: Path) -> MakeLLM:
+    """Build LLMs with each kind of drafter."""
+
+    def make(speculation: dict[str, object] | None = None, **options: object) -> LLM:
+        return make_with({**speculation_of(drafter), **(speculation or {})}, **options)
 
     return make
 
@@ -115,8 +124,11 @@ def check_drafts(reference: Reference | EagleReference, drafted: Drafted) -> Non
             assert list(drafts) == reference.drafts(features, whole[:count], len(drafts)), count
 
 
-@pytest.mark.parametrize("speculation", [{}, SYNTHETIC], ids=["standard", "synthetic"])
-@pytest.mark.parametrize("step_tokens", [7, 65, 4096])
+@pytest.mark.parametrize(
+    ("speculation", "step_tokens"),
+    [({}, 7), ({}, 65), ({}, 4096), (SYNTHETIC, 65)],
+    ids=["small steps", "steps", "whole", "synthetic"],
+)
 def test_drafts_are_those_of_the_reference(
     make: MakeLLM, reference: Reference, speculation: dict[str, object], step_tokens: int
 ) -> None:
@@ -172,7 +184,7 @@ def test_drafts_of_captured_steps_are_those_of_the_reference(
 def test_drafts_after_hits_equal_the_reference(make: MakeLLM, reference: Reference) -> None:
     llm, cold = make(max_num_batched_tokens=100), make(enable_prefix_caching=False)
     prompt = tokens(150)
-    [expected] = answers(cold, [prompt], GREEDY)
+    [expected] = answers(cold, [prompt], SHORT)
     positions = [1, 20, 63, 64, 65, 128, 149]
     prefixes: list[Any] = [{"prompt_token_ids": prompt[:count], "cache_salt": str(count)} for count in positions]
     llm.generate(prefixes, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
@@ -180,7 +192,7 @@ def test_drafts_after_hits_equal_the_reference(make: MakeLLM, reference: Referen
     for count in [*positions, *positions]:
         # The second time, nothing is left to compute but tokens of the answer.
         whole: Any = {"prompt_token_ids": prompt, "cache_salt": str(count)}
-        [output] = llm.generate(whole, GREEDY, use_tqdm=False)
+        [output] = llm.generate(whole, SHORT, use_tqdm=False)
         assert output.outputs[0].token_ids == expected
         assert output.num_cached_tokens >= count
     check_drafts(reference, drafted)
@@ -188,10 +200,10 @@ def test_drafts_after_hits_equal_the_reference(make: MakeLLM, reference: Referen
 
 def test_drafts_of_forked_and_preempted_requests_equal_the_reference(make: MakeLLM, reference: Reference) -> None:
     spec = make().engine.core.spec
-    llm = make(memory=(slabs_for(spec, 140) + 2) * spec.slab_bytes, max_model_len=140)
+    llm = make(memory=(slabs_for(spec, 90) + 2) * spec.slab_bytes, max_model_len=90)
     drafted = note_drafts(llm)
     prompts = [tokens(60, seed=seed) for seed in range(3)]
-    answers(llm, prompts, SamplingParams(temperature=0, max_tokens=70))
+    answers(llm, prompts, SamplingParams(temperature=0, max_tokens=25))
     assert llm.engine.scheduler.num_preemptions > 0
     [forked] = llm.generate([prompts[0]], SamplingParams(n=3, seed=11, max_tokens=12), use_tqdm=False)
     plain = make(speculative_config=None)
@@ -206,13 +218,13 @@ def test_drafts_after_loads_from_tiers_equal_the_reference(make: MakeLLM, refere
     tiers = {"host_memory": "8MiB", "disk_cache": str(tmp_path), "disk_cache_size": "64MiB"}
     options: dict[str, Any] = {"memory": 14 * slab_bytes, "max_model_len": 512, **tiers}
     llm = make(**options)
-    expected = [answers(llm, [prompt], GREEDY) for prompt in prompts]
+    expected = [answers(llm, [prompt], SHORT) for prompt in prompts]
     for is_restarted in (False, True):
         if is_restarted:
             llm.close()
             llm = make(**options)
         drafted = note_drafts(llm)
-        assert [answers(llm, [prompt], GREEDY) for prompt in prompts] == expected
+        assert [answers(llm, [prompt], SHORT) for prompt in prompts] == expected
         check_drafts(reference, drafted)
         assert llm.engine.core.cache.stats().loads.num_done > 0
     llm.close()
@@ -228,7 +240,9 @@ def test_other_drafters_do_not_reuse_a_disk_cache(make: MakeLLM, drafter: Path, 
             assert output.num_cached_tokens == num_cached
 
 
-@pytest.mark.parametrize("kind", BLOCK_DRAFTERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "dflash" else pytest.mark.long) for kind in BLOCK_DRAFTERS]
+)
 @pytest.mark.parametrize("name", families.REPRESENTATIVES)
 def test_every_family_drafts_what_the_reference_does(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,7 +277,7 @@ def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: R
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 @pytest.mark.parametrize("num_drafted", [None, 40])
 def test_files_of_the_library_speculators_draft_what_others_do(
-    make: MakeLLM, model: Path, tmp_path: Path, num_drafted: int | None, kind: str
+    make_with: MakeLLM, model: Path, tmp_path: Path, num_drafted: int | None, kind: str
 ) -> None:
     changes = {} if num_drafted is None else {"draft_vocab_size": num_drafted}
     plain = save_drafter(tmp_path / "plain", **BLOCK_DRAFTERS[kind], **changes)
@@ -275,7 +289,7 @@ def test_files_of_the_library_speculators_draft_what_others_do(
     published = save_as_speculators(tmp_path / "published", plain, copies)
     reference, prompts = Reference(oracle, plain), [tokens(count, seed=count) for count in (1, 64, 100)]
     for drafter in (plain, published):
-        llm = make({"method": kind, "model": str(drafter)})
+        llm = make_with({**speculation_of(plain), "model": str(drafter)})
         drafted = note_drafts(llm)
         answers(llm, prompts, GREEDY)
         check_drafts(reference, drafted)

@@ -14,7 +14,14 @@ from strandline import LLM, SamplingParams
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, WeightsError
 from tests.cpu.engine.conftest import llm_maker
-from tests.cpu.engine.test_block_drafter import MIXED, SEVERAL_STREAMS, check_captured_steps, check_drafts, note_drafts
+from tests.cpu.engine.test_block_drafter import (
+    MIXED,
+    SEVERAL_STREAMS,
+    SHORT,
+    check_captured_steps,
+    check_drafts,
+    note_drafts,
+)
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_ranks import making
 from tests.cpu.engine.tiny import save_tiny_model
@@ -62,8 +69,9 @@ def make(model: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM
     return make
 
 
-@pytest.mark.parametrize("speculation", [{}, SYNTHETIC], ids=["standard", "synthetic"])
-@pytest.mark.parametrize("step_tokens", [7, 4096])
+@pytest.mark.parametrize(
+    ("speculation", "step_tokens"), [({}, 7), ({}, 4096), (SYNTHETIC, 7)], ids=["small steps", "whole", "synthetic"]
+)
 def test_drafts_are_those_of_the_reference(
     make: MakeLLM, reference: EagleReference, speculation: dict[str, object], step_tokens: int
 ) -> None:
@@ -98,14 +106,14 @@ def test_drafts_of_captured_steps_are_those_of_the_reference(
 def test_drafts_after_hits_are_those_of_the_reference(make: MakeLLM, reference: EagleReference) -> None:
     llm, cold = make(max_num_batched_tokens=100), make(enable_prefix_caching=False)
     prompt = tokens(150)
-    [expected] = answers(cold, [prompt], GREEDY)
+    [expected] = answers(cold, [prompt], SHORT)
     positions = [1, 20, 63, 65, 149]
     prefixes: list[Any] = [{"prompt_token_ids": prompt[:count], "cache_salt": str(count)} for count in positions]
     llm.generate(prefixes, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     drafted = note_drafts(llm)
     for count in [*positions, *positions]:
         whole: Any = {"prompt_token_ids": prompt, "cache_salt": str(count)}
-        [output] = llm.generate(whole, GREEDY, use_tqdm=False)
+        [output] = llm.generate(whole, SHORT, use_tqdm=False)
         assert output.outputs[0].token_ids == expected
         assert output.num_cached_tokens >= count
     check_drafts(reference, drafted)

@@ -1,7 +1,7 @@
 """Random drafters in the published layouts, and a reference implementation of what they draft, in float32.
 
 The references compute everything anew for each block or token, from the outputs of the model's layers as transformers
-returns them: no memory, one sequence, one head at a time.
+returns them: no memory, one sequence at a time.
 """
 
 import json
@@ -241,15 +241,13 @@ class Layers:
         q = self.heads(rows, f"{prefix}self_attn.q", positions[start:])
         k = self.heads(context, f"{prefix}self_attn.k", positions)
         v = self.linear(context, f"{prefix}self_attn.v_proj").unflatten(1, (config["num_key_value_heads"], -1))
-        group = heads // config["num_key_value_heads"]
-        found = []
+        k_HCD, v_HCD = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in (k, v))
+        hidden = torch.ones(len(rows), len(context), dtype=torch.bool)
         for row, keys in enumerate(seen):
-            parts = []
-            for head in range(heads):
-                scores = k[keys, head // group] @ q[row, head] * config["head_dim"] ** -0.5
-                parts.append(scores.softmax(0) @ v[keys, head // group])
-            found.append(torch.cat(parts))
-        return self.linear(torch.stack(found), f"{prefix}self_attn.o_proj")
+            hidden[row, keys] = False
+        scores = q.transpose(0, 1) @ k_HCD.transpose(1, 2) * config["head_dim"] ** -0.5
+        found = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v_HCD
+        return self.linear(found.transpose(0, 1).flatten(1), f"{prefix}self_attn.o_proj")
 
     def heads(self, rows: Tensor, name: str, positions: Tensor) -> Tensor:
         """Return projected, normalised and rotated heads."""
