@@ -65,7 +65,7 @@ def serve(make_llm: MakeLLM, seed: int, *, async_scheduling: bool, **options: ob
     return answers
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3, 4))])
 def test_overlapped_steps_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
     expected = serve(make_llm, seed, async_scheduling=False)
     assert len(expected) == 24
@@ -73,7 +73,7 @@ def test_overlapped_steps_give_the_same_answers(make_llm: MakeLLM, seed: int) ->
     assert serve(make_llm, seed, async_scheduling=True) == expected
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_launch_bound_steps_give_the_same_answers(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -89,7 +89,7 @@ def test_launch_bound_steps_give_the_same_answers(
     assert serve(make_llm, seed, async_scheduling=True) == expected
 
 
-@pytest.mark.parametrize("seed", [5, 6, 7])
+@pytest.mark.parametrize("seed", [5, 6, pytest.param(7, marks=pytest.mark.long)])
 def test_overlapped_steps_with_preemptions_give_the_same_answers(make_llm: MakeLLM, seed: int) -> None:
     slab = make_llm().engine.core.spec.slab_bytes
     little = {"memory": 14 * slab, "max_model_len": 256, "max_num_batched_tokens": 100}
@@ -123,7 +123,7 @@ def test_stopped_answer_leaves_a_snapshot_before_its_stop_token(make_llm: MakeLL
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS, ids=["ngram", "suffix"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))])
 def test_steps_with_drafts_and_late_events_give_the_same_answers(
     make_llm: MakeLLM, seed: int, lookup: dict[str, Any]
 ) -> None:

@@ -45,7 +45,13 @@ def largest_differences(rows: list[dict[int, float]], others: list[dict[int, flo
     return sorted(max(abs(row[token] - other[token]) for token in row.keys() & other.keys()) for row, other in pairs)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(x, marks=[] if x in ("bamba", *families.REPRESENTATIVES) else pytest.mark.long)
+        for x in families.FAMILIES
+    ],
+)
 def test_logits_after_a_return_from_the_host_are_near(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

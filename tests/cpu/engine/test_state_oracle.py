@@ -31,7 +31,7 @@ def contents(llm: LLM, slot: SlotId) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def live_through_much(llm: LLM, seed: int, num_requests: int = 40) -> None:
+def live_through_much(llm: LLM, seed: int, num_requests: int = 40, max_tokens: int = 70) -> None:
     """Run prompts that share, diverge, fork, are aborted and preempt one another."""
     rng = random.Random(seed)
     seen: list[list[int]] = []
@@ -40,7 +40,7 @@ def live_through_much(llm: LLM, seed: int, num_requests: int = 40) -> None:
         prompt = head + rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 5, 63, 64, 65, 130]))
         seen.append(prompt)
         forks = rng.choice([1, 1, 1, 3])
-        params = SamplingParams(n=forks, seed=index, max_tokens=rng.randint(1, 70))
+        params = SamplingParams(n=forks, seed=index, max_tokens=rng.randint(1, max_tokens))
         llm.engine.add_request(str(index), prompt, params)
         for _ in range(rng.randint(0, 6)):
             llm.engine.step()
