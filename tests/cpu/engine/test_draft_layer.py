@@ -254,7 +254,7 @@ def test_drafts_behind_preempted_requests_are_those_of_the_trained_layer(
     make: Callable[..., LLM], trained: demo_network.DemoModel
 ) -> None:
     slab = make().engine.core.spec.slab_bytes
-    llm = keeping(make(memory=5 * slab, max_model_len=256, max_num_seqs=6))
+    llm = keeping(make(memory=5 * slab, max_model_len=128, max_num_seqs=6))
     seen: dict[tuple[int, ...], Drafts] = {}
 
     class SpyOfMany(DraftLayerDrafter):
@@ -265,7 +265,7 @@ def test_drafts_behind_preempted_requests_are_those_of_the_trained_layer(
 
     llm.engine.scheduler.drafts.drafter = SpyOfMany()
     prompts = [ids(llm)[start : start + 20] for start in range(6)]
-    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     assert llm.engine.scheduler.num_preemptions > 0
     for prompt, output in zip(prompts, outputs, strict=True):

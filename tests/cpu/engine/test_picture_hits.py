@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strandline import LLM
@@ -43,6 +43,7 @@ def prompt_of(pieces: Pieces, seeds: list[int]) -> Prompt:
     return Prompt.of(*parts, text(5, 99))
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(st.data())
 def test_hits_end_before_a_picture_that_differs(engines: tuple[LLM, LLM], data: st.DataObject) -> None:
     warm, cold = engines

