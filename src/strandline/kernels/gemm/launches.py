@@ -236,7 +236,7 @@ threads."""
 
 MAX_ROWS_LOGITS: Final = 64
 
-MIN_ROWS_LOGITS_TILES: Final = 1024
+MIN_ROWS_LOGITS_TILES: Final = 2048
 """From this many rows on, a router's product is computed in tiles; of fewer, by torch, which divides the inputs."""
 
 
