@@ -27,8 +27,7 @@ from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.caching.memory_report import bytes_by_tenant
 from strandline.engine.caching.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.control import CoreControl
-from strandline.engine.drafting.drafting import new_draft_depth, new_drafter
-from strandline.engine.drafting.drafts import Drafts
+from strandline.engine.drafting.drafts import new_drafts
 from strandline.engine.prefix_transfer.hand_over import HandOver
 from strandline.engine.requests.admissions import Admissions
 from strandline.engine.requests.request import Request
@@ -452,20 +451,11 @@ def new_scheduler(
     threshold = config.long_prefill_token_threshold
     if threshold is None:
         threshold = max(max_num_batched_tokens // 4, BLOCK_TOKENS)
-    drafts = Drafts(
-        cache,
-        new_drafter(config.speculation),
-        facts.draft_tokens,
-        new_draft_depth(config.speculation),
-        () if config.speculation is None else config.speculation.methods,
-        tokens_kept_ahead=-1 if config.speculation is None else config.speculation.tokens_kept_ahead,
-        corrects_lengths=facts.corrects_lengths,
-        verified_prompts=facts.verified_prompts,
-    )
     fixed_step_tokens = 0 if fills_steps else choose_fixed_step_tokens(facts.device_type)
     sizes = (max_num_batched_tokens, threshold, fixed_step_tokens, choose_logged_from(facts.device_type))
     limits = StepLimits(config.max_num_seqs, *sizes, facts.encoder_tokens, config.max_loras)
     loads = Loads(cache, lower, announcer=announcer)
+    drafts = new_drafts(cache, facts, config.speculation)
     return Scheduler(cache, loads, limits, drafts, deterministic=config.deterministic, introduce=introduce)
 
 

@@ -96,11 +96,6 @@ class SequencePlan(NamedTuple):
         return not (self.num_drafts or self.next_drafts or (self.log and not self.is_decode))
 
     @property
-    def is_plain_decode(self) -> bool:
-        """Whether it decodes as if there were no drafts."""
-        return self.is_decode and self.is_sampled and not self.next_drafts
-
-    @property
     def is_verification(self) -> bool:
         """Whether it computes its certain token and drafts alone."""
         return self.end - self.start == 1 + self.num_drafts and not self.cuts and self.is_sampled

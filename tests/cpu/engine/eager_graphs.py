@@ -234,7 +234,8 @@ def _without_padding(blocks: StepBatch) -> StepBatch:
 
 def complete_on_device(drafts: Drafts) -> None:
     """Let an engine plan steps that replayed graphs complete."""
-    drafts.corrects_lengths, drafts.verified_prompts = True, PromptRoom(max(PROMPT_ROWS), MAX_PROMPTS)
+    room = PromptRoom(max(PROMPT_ROWS), MAX_PROMPTS)
+    drafts.limits = drafts.limits._replace(corrects_lengths=True, verified_prompts=room)
 
 
 def replay_eagerly(

@@ -186,7 +186,8 @@ def test_a_whole_hit_drafts_at_once(make: Callable[..., LLM]) -> None:
 
 def keeping(llm: LLM) -> LLM:
     """Let steps with prompts keep what the draft layer needs, and draft nothing, as where CUDA graphs exist."""
-    llm.engine.scheduler.drafts.corrects_lengths = True
+    drafts = llm.engine.scheduler.drafts
+    drafts.limits = drafts.limits._replace(corrects_lengths=True)
     return llm
 
 

@@ -22,8 +22,8 @@ from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.drafting.drafts import Drafts
-from strandline.engine.requests.spans import DraftPlan, Span
+from strandline.engine.drafting.step_drafts import StepDrafts
+from strandline.engine.requests.spans import Span
 from strandline.env import DEBUG_CACHE
 from strandline.errors import EngineError
 from strandline.ids import BLOCK_TOKENS
@@ -378,7 +378,8 @@ def test_no_step_waits_for_prompts_that_leave_no_room(
     options = {"max_num_seqs": 20, "max_num_batched_tokens": 128}
     expected = run(make(0, **options))
     llm, steps = make(2, **options), Steps(monkeypatch)
-    llm.engine.scheduler.drafts.verified_prompts = NO_PROMPTS
+    drafts = llm.engine.scheduler.drafts
+    drafts.limits = drafts.limits._replace(verified_prompts=NO_PROMPTS)
     monkeypatch.setattr(DraftLayer, "draft", fail)
     assert run(llm) == expected
     behind = [
@@ -570,12 +571,13 @@ def test_token_behind_unsettled_drafts_is_not_logged(make: Callable[..., LLM], m
         return [output.outputs[0].cumulative_logprob for output in again]
 
     assert next_logprobs("") == pytest.approx(next_logprobs("not cached"), abs=1e-4)
-    plan_step = Drafts.plan_step
+    close = StepDrafts.close
 
-    def plan_with_logs(drafts: Drafts, *args: Any) -> tuple[list[Span], list[DraftPlan]]:
-        spans, plans = plan_step(drafts, *args)
-        return spans, [x._replace(log=LogUse.DECODED) if x.log is LogUse.NONE else x for x in plans]
+    def close_with_logs(step: StepDrafts, spans: Sequence[Span], *args: Any) -> None:
+        close(step, spans, *args)
+        for span in spans:
+            span.log_use = LogUse.DECODED if span.log_use is LogUse.NONE else span.log_use
 
-    monkeypatch.setattr(Drafts, "plan_step", plan_with_logs)
+    monkeypatch.setattr(StepDrafts, "close", close_with_logs)
     with pytest.raises(EngineError, match="planned with a log of decoded tokens"):
         generate_behind_drafts(make(2, **options))

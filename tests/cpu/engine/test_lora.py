@@ -162,7 +162,8 @@ def test_graphs_with_adapters_give_the_tokens_of_eager_steps(
         assert isinstance(executor, UniExecutor)
         num_drafts = 0 if speculation is None else 2
         graphs = replay_eagerly(executor.runner, num_drafts, max_num_seqs=4, max_model_len=512, replays_plain=True)
-        llm.engine.scheduler.drafts.corrects_lengths = num_drafts > 0
+        drafts = llm.engine.scheduler.drafts
+        drafts.limits = drafts.limits._replace(corrects_lengths=num_drafts > 0)
         monkeypatch.setattr(executor.runner, "_run_eagerly", None)
         assert serve(llm) == expected
         assert all(graphs.num_replayed.values())

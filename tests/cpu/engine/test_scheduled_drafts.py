@@ -11,6 +11,7 @@ from strandline.cache.policy import new_cache
 from strandline.cache.size import CacheSize
 from strandline.cache.tiers import Loads
 from strandline.engine.drafting.drafts import Drafts
+from strandline.engine.drafting.step_drafts import DraftLimits
 from strandline.engine.requests.request import Request
 from strandline.engine.scheduling import long_prefills
 from strandline.engine.scheduling.scheduler import Scheduler
@@ -44,7 +45,9 @@ def _every_step_has_a_share_of_long_prefills(monkeypatch: pytest.MonkeyPatch) ->
 def scheduler_with_drafts(limits: StepLimits) -> Scheduler:
     """Return one that computes preempted requests again: nothing is cached."""
     cache = new_cache(CacheSize(96, 2, num_logs=limits.max_num_seqs), enabled=False)
-    return Scheduler(cache, Loads(cache), limits, Drafts(cache, Foreseeing(), MAX_DRAFTS, methods=["ngram"]))
+    return Scheduler(
+        cache, Loads(cache), limits, Drafts(cache, Foreseeing(), DraftLimits(MAX_DRAFTS), methods=["ngram"])
+    )
 
 
 def make_request(name: str, num_prompt_tokens: int, max_tokens: int) -> Request:

@@ -83,10 +83,8 @@ def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
     return None
 
 
-def new_drafter(config: SpeculativeConfig | None) -> Drafter | None:
-    """Return what makes drafts as configured; None: nothing does."""
-    if config is None:
-        return None
+def new_drafter(config: SpeculativeConfig) -> Drafter:
+    """Return what makes drafts as configured."""
     if config.lookup_method is None:
         return DraftLayerDrafter()
     lookup = _new_lookup(config)
@@ -105,8 +103,8 @@ def _new_lookup(config: SpeculativeConfig) -> Drafter:
     )
 
 
-def new_draft_depth(config: SpeculativeConfig | None) -> DraftDepth | None:
+def new_draft_depth(config: SpeculativeConfig) -> DraftDepth | None:
     """Return what chooses the number of drafts; None: it is fixed."""
-    if config is None or not config.adaptive:
+    if not config.adaptive:
         return None
     return DraftDepth(config.num_speculative_tokens, has_draft_layer=config.has_drafter)

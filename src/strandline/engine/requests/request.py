@@ -157,8 +157,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.is_audit = is_audit
         """Whether it repeats another request for the ``Auditor`` and has no sender."""
-        self.is_independent = False
-        """Whether the runner, once the request is registered, can choose its tokens together (``NewRequest``)."""
+        self.is_independent = new.is_independent and not is_audit
+        """Whether the runner can choose its tokens together (``NewRequest``), as far as it is known by now."""
         self.is_bound = False
         """Whether the budget of its reasoning may end within the next tokens, so that the host has to choose them."""
         self.is_introduced = False

@@ -1,25 +1,42 @@
 """What a sequence does in a step, from the scheduler's choice to the record in the plan."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from strandline.cache import Lease, LogUse, StepGrant
 from strandline.engine.requests.request import Request
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
 from strandline.records.plan import SequencePlan
 
-Span = tuple[Request, Lease, int, int, tuple[int, ...]]
-"""A request, its lease, the tokens ``[start, end)`` that it computes in the step, and the drafts at their end."""
-
 NO_DRAFTS: tuple[int, ...] = ()
 
 
-class DraftPlan(NamedTuple):
-    """What a sequence does about drafts in a step, beyond those that it verifies."""
+@dataclass(slots=True)
+class Span:
+    """What a sequence does in a step: it computes the tokens ``[start, end)`` of a request."""
 
-    num_next: int
+    request: Request
+    lease: Lease
+    start: int
+    end: int
+    drafts: tuple[int, ...] = NO_DRAFTS
+    """The last of these tokens that are drafts."""
+    next_drafts: int = 0
     """Drafts that the draft layer makes for the next step."""
-    log: LogUse
-    """What the step may use the sequence's log for."""
+    log_use: LogUse = LogUse.NONE
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_verification(self) -> bool:
+        """Whether it computes one token and drafts after it."""
+        return self.end - self.start == 1 + len(self.drafts)
+
+    def drop_drafts(self) -> None:
+        """Verify none."""
+        self.end -= len(self.drafts)
+        self.drafts = NO_DRAFTS
 
 
 def exact_end(request: Request, start: int, end: int) -> int:
@@ -40,10 +57,10 @@ def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
     return (*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])
 
 
-def sequence_plan(span: Span, plan: DraftPlan, grant: StepGrant) -> SequencePlan:
+def sequence_plan(span: Span, grant: StepGrant) -> SequencePlan:
     """Describe a sequence's part of the step. Nothing may be reserved for the step afterwards: blocks could move."""
-    request, lease, start, end, drafts = span
-    is_replayed = plan.log is LogUse.DRAFTS
+    request, lease, start, end, drafts = span.request, span.lease, span.start, span.end, span.drafts
+    is_replayed = span.log_use is LogUse.DRAFTS
     src, dst, cuts, log, num_logged, num_folded = grant
     pending = PendingToken.NONE
     if drafts:
@@ -83,11 +100,10 @@ def sequence_plan(span: Span, plan: DraftPlan, grant: StepGrant) -> SequencePlan
     )
 
 
-def with_next(sequence: SequencePlan, span: Span, plan: DraftPlan) -> SequencePlan:
+def with_next(sequence: SequencePlan, span: Span) -> SequencePlan:
     """Add what a draft layer needs: the token after the step's, if it is known, and how many to draft."""
-    request, _, _, end, _ = span
-    next_id = NO_TOKEN if sequence.is_sampled else _tokens_between(request, end, end + 1)[0]
-    return sequence._replace(next_id=next_id, next_drafts=plan.num_next)
+    next_id = NO_TOKEN if sequence.is_sampled else _tokens_between(span.request, span.end, span.end + 1)[0]
+    return sequence._replace(next_id=next_id, next_drafts=span.next_drafts)
 
 
 def as_exact(sequence: SequencePlan, request: Request) -> SequencePlan:

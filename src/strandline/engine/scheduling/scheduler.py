@@ -26,6 +26,7 @@ from operator import attrgetter
 from strandline.cache import Lead, Lease, PrefixCache
 from strandline.cache.tiers import Loads
 from strandline.engine.drafting.drafts import Drafts
+from strandline.engine.drafting.step_drafts import StepDrafts
 from strandline.engine.requests.request import Request, Status, introduce_all
 from strandline.engine.requests.spans import NO_DRAFTS, Span, as_exact, exact_end, sequence_plan, with_next
 from strandline.engine.scheduling.adapter_admission import AdapterAdmission
@@ -93,7 +94,7 @@ class Scheduler:
         self._introduce = introduce
         self._logged_from = limits.logged_from
         self.drafts = Drafts(cache) if drafts is None else drafts
-        self._host_tokens = HostTokens(self.drafts.draft_tokens)
+        self._host_tokens = HostTokens(self.drafts.limits.draft_tokens)
         self.pictures = PictureSteps(limits.encoder_tokens, looks_ahead=self.drafts.has_layer)
         self._stopped: list[Request] = []
         """Requests that have ended at a stop string, to be ended when the step under way is advanced."""
@@ -175,30 +176,29 @@ class Scheduler:
         """
         if not self._requests:
             return None
-        drafts_of = self.drafts
-        drafts_of.begin_step(self._planned[-1][0] if self._planned else None)
+        step = self.drafts.begin_step(self._planned[-1][0] if self._planned else None)
         spans: list[Span] = []
         num_preemptions = self.num_preemptions
         self._long_prefills.begin_step(self.running)
         self.pictures.begin_step()
-        budget = self._plan_running(spans)
-        if not spans and not drafts_of.follows_unsettled:
+        budget = self._plan_running(step, spans)
+        if not spans and not step.follows_unsettled:
             # Those that decoded have been preempted: long prefills need not wait for them.
             self._long_prefills.begin_step_alone()
-            budget = self._plan_running(spans)
+            budget = self._plan_running(step, spans)
         if self.num_preemptions == num_preemptions:
-            self._plan_waiting(spans, budget)
+            self._plan_waiting(step, spans, budget)
         self._long_prefills.end_step()
         self._look_ahead()
-        spans, plans = drafts_of.plan_step(spans, self._logged_from)
+        step.close(spans, self._logged_from)
         # All reservations come before the first record: one that needs a slot may move blocks of any sequence.
         reserve = self.cache.reserve_step
-        grants = [reserve(span[1], span[3], plan.log) for span, plan in zip(spans, plans, strict=True)]
-        sequences = list(map(sequence_plan, spans, plans, grants))
-        if drafts_of.has_layer:
-            sequences = list(map(with_next, sequences, spans, plans))
+        grants = [reserve(span.lease, span.end, span.log_use) for span in spans]
+        sequences = list(map(sequence_plan, spans, grants))
+        if self.drafts.has_layer:
+            sequences = list(map(with_next, sequences, spans))
         if self._is_exact:
-            sequences = [as_exact(sequence, span[0]) for sequence, span in zip(sequences, spans, strict=True)]
+            sequences = [as_exact(sequence, span.request) for sequence, span in zip(sequences, spans, strict=True)]
         sequences = self.pictures.complete(sequences)
         if not sequences:
             if self._planned or self.cache.holds_for_others or self.pictures.is_waiting:
@@ -208,13 +208,13 @@ class Scheduler:
                 f"{len(self.waiting)} requests wait, none can run: the cache has "
                 f"{memory.num_free_slabs} free slabs of {memory.num_slabs}"
             )
-        planned = [span[0] for span in spans]
+        planned = [span.request for span in spans]
         new = introduce_all(planned, self._introduce)
         gone, self._ended = self._ended, []
         actions, pictures = tuple(self.cache.take_actions()), self.pictures.take_new()
         plan = StepPlan(tuple(sequences), actions, tuple(new), tuple(gone), pictures)
         self._planned.append((plan, planned))
-        drafts_of.end_step(sequences, len(self.running))
+        self.drafts.end_step(step, sequences, len(self.running))
         return plan
 
     @property
@@ -222,11 +222,11 @@ class Scheduler:
         """Whether the next step computes a share of a long prompt beside decodes."""
         return self._long_prefills.is_due(self.running)
 
-    def _plan_running(self, spans: list[Span]) -> int:
+    def _plan_running(self, step: StepDrafts, spans: list[Span]) -> int:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
-        running, is_exact, has_drafter = self.running, self._is_exact, self.drafts.drafter is not None
-        index, is_ahead = 0, self.drafts.follows_unsettled
+        running, is_exact, is_ahead = self.running, self._is_exact, step.follows_unsettled
+        index = 0
         while index < len(running) and budget > 0:
             request = running[index]
             if request.num_tokens >= request.max_total:
@@ -238,7 +238,7 @@ class Scheduler:
             if is_ahead and self._long_prefills.is_held(end - start):
                 index += 1
                 continue
-            if start < request.num_prompt_tokens or (end - start > 1 and not is_ahead):
+            if start < request.num_prompt_tokens or end - start > 1:
                 end = start + self._long_prefills.allow(end - start, budget)
                 if request.pictures:
                     end = self.pictures.limit(request, start, end)
@@ -250,12 +250,9 @@ class Scheduler:
                     continue
             if not is_ahead and not lease.has_room(end) and not self._make_room(lease, end):
                 continue
-            span: Span | None = (request, lease, start, end, NO_DRAFTS)
-            if has_drafter:
-                span = self.drafts.join(request, lease, end, budget)
-            if span is not None:
+            if (span := step.join(request, lease, end, budget)) is not None:
                 spans.append(span)
-                budget -= span[3] - start
+                budget -= span.num_tokens
             index += 1
         return budget
 
@@ -294,7 +291,7 @@ class Scheduler:
             request.salt = renamed(request.salt)
             self.cache.expect(request.request_id, request.tokens, request.salt)
 
-    def _plan_waiting(self, spans: list[Span], budget: int) -> None:
+    def _plan_waiting(self, step: StepDrafts, spans: list[Span], budget: int) -> None:
         """Admit waiting requests, but for those that follow a leader or wait for a slot."""
         waiting = self.waiting
         waiting.requeue_unblocked()
@@ -307,7 +304,7 @@ class Scheduler:
             request = waiting.next()
             if self._adapters.try_hold(request):
                 continue
-            if not self.drafts.can_join_ahead(request):
+            if not step.admits(request):
                 break
             if self._try_follow(request) or (state := self.loading.try_load(request, budget)) is LoadState.BEGUN:
                 continue
@@ -322,10 +319,10 @@ class Scheduler:
                 end = self.pictures.limit(request, start, end)
             if self._is_exact:
                 end = exact_end(request, start, end)
-            if end == start < request.num_tokens or not self.drafts.computes_ahead(request, lease, end):
-                continue
-            spans.append((request, lease, start, end, NO_DRAFTS))
-            budget -= end - start
+            is_empty = end == start < request.num_tokens
+            if not is_empty and (span := step.join(request, lease, end, budget)) is not None:
+                spans.append(span)
+                budget -= span.num_tokens
 
     def _find_leader(self, request: Request) -> Lead | None:
         """Find a running request that is about to compute a prefix of a waiting request. Changes nothing.
