@@ -28,8 +28,8 @@ NUM_RANKS = {name: shards[0] for name in families.FAMILIES if (shards := familie
 NUM_RANKS |= {"llama": 4, "mamba2": 4}
 """Families with all kinds of layers, and how many ranks divide them."""
 
-PREEMPTED = ["kimi_linear", "nemotron_h", "qwen3_5", "zamba2"]
-"""Some of them: keys and values or latents beside states of different kinds."""
+PREEMPTED = ["gpt_oss", "kimi_linear", "nemotron_h", "qwen3_5", "zamba2"]
+"""Some of them: keys and values or latents with states of different kinds, or in window blocks."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 DRAFTING = {"speculative_config": SPECULATION, "memory": "32MiB"}

@@ -12,14 +12,12 @@ from strandline import LLM, SamplingParams
 from strandline.device.sizing import slabs_for
 from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
-from strandline.records.account import Reason
 from strandline.specs import ModelSpec
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_disk_cache import disk_of, serve
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.engine.test_hand_over import NUM_TOKENS, Node, config_of, decode, prefill
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, tier_stats
-from tests.cpu.engine.test_speculation import SPECULATION, force, record
 from tests.cpu.models import families
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -143,30 +141,6 @@ def serve_in_turn(llm: LLM) -> tuple[list[list[int]], list[int]]:
     return [list(each.outputs[0].token_ids) for each in outputs], [each.num_cached_tokens for each in outputs]
 
 
-@pytest.mark.parametrize(("family", "max_num_batched_tokens"), [("gemma3", 65), ("gpt_oss", 2048), ("gpt_oss", 65)])
-def test_windows_without_states_are_resumed_at_turns_and_branches(
-    family: str, max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_llm = llm_maker(families.save(family, tmp_path), monkeypatch, device="cpu", memory="16MiB")
-    llm = make_llm(max_num_batched_tokens=max_num_batched_tokens)
-    assert llm.engine.core.spec.has_window_blocks
-    first = tokens(300)
-    [output] = llm.generate([first], LONG, use_tqdm=False)
-    longer = [*first, *output.outputs[0].token_ids, *tokens(5, seed=1)]
-    others = [[*first[:200], *tokens(50, seed=seed)] for seed in (2, 3)]
-    prompts = [longer, longer, others[0], others[1], first]
-    outputs = [llm.generate([prompt], LONG, use_tqdm=False)[0] for prompt in prompts]
-    # The answer's last token was not computed; the first branch leaves a snapshot for the next one.
-    assert [each.num_cached_tokens for each in outputs] == [449, 454, 0, 200, 299]
-    assert [each.reason for each in outputs[2].cache_account.misses] == [Reason.NO_SNAPSHOT, Reason.DIVERGED]
-    most = llm.engine.cache.stats().num_snapshots * (llm.engine.core.spec.max_window_tokens // BLOCK_TOKENS + 2)
-    assert 0 < num_window_blocks(llm) <= most
-    uncached = make_llm(enable_prefix_caching=False)
-    for found, prompt in zip((output, *outputs), (first, *prompts), strict=True):
-        [expected] = uncached.generate([prompt], LONG, use_tqdm=False)
-        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-
-
 @pytest.mark.parametrize(
     ("family", "host_memory", "line"),
     [
@@ -185,26 +159,3 @@ def test_start_says_what_windows_save(
     found = [text for text in llm.engine.describe() if text.startswith("windows:")]
     assert len(found) == (line is not None)
     assert all(line in text for text in found if line is not None)
-
-
-def test_windows_without_states_serve_bursts_drafts_and_preempted_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_llm = llm_maker(families.save("gpt_oss", tmp_path), monkeypatch, device="cpu", memory="16MiB")
-    cold, llm = make_llm(enable_prefix_caching=False), make_llm(max_num_batched_tokens=50)
-    shared = tokens(150)
-    burst = [*([*shared, *tokens(7, seed=seed)] for seed in range(5)), *[shared] * 3]
-    assert answers(llm, burst) == answers(cold, burst)
-    assert llm.engine.cache.stats().hit_tokens == 4 * 150 + 3 * 149
-    params = SamplingParams(temperature=0, max_tokens=120)
-    prompts = [tokens(60, seed=seed) for seed in range(5)]
-    expected = answers(cold, prompts, params)
-    undrafted = make_llm(speculative_config=SPECULATION)
-    recorder = record(undrafted)
-    assert answers(undrafted, prompts, params) == expected
-    drafting = force(make_llm(speculative_config=SPECULATION), recorder.known, [3, 1, 2, 0])
-    assert answers(drafting, prompts, params) == expected
-    spec = llm.engine.core.spec
-    small = make_llm(memory=(slabs_for(spec, 190) + 3) * spec.slab_bytes, max_model_len=190)
-    assert answers(small, prompts, params) == expected
-    assert small.engine.scheduler.num_preemptions > 0
