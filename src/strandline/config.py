@@ -426,7 +426,7 @@ def blocks_below(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: st
     num_bytes = parse_bytes(size, name)
     least_bytes = (spec.resting_slot_blocks(snapshot_dtype) + 1) * spec.block_bytes
     if num_bytes < least_bytes:
-        kept = "a snapshot" if spec.has_states else "a block"
+        kept = "a snapshot" if spec.needs_snapshots else "a block"
         raise ConfigError(
             f"{name} of {num_bytes:,} bytes has no room for {kept} of this model; give at least {least_bytes:,} bytes"
         )

@@ -218,10 +218,6 @@ class ModelSpec:
         """Whether the streams of a layer have a window."""
         return any(layer.streams and layer.window_tokens is not None for layer in self.layers)
 
-    def can_have_window_blocks(self, *, leaves_device: bool) -> bool:
-        """Return whether layers with windows can have their own blocks. Snapshots without slots never leave."""
-        return self.has_windows and (self.has_states or not leaves_device)
-
     @property
     def needs_snapshots(self) -> bool:
         """Whether prefixes are resumed at snapshots: slots, windows or both."""
@@ -360,11 +356,13 @@ class ModelSpec:
     def stored_snapshot_sizes(self, dtype: str) -> tuple[int, ...]:
         """Return the sizes that a stored snapshot may have in bytes, ascending: its slot in this dtype, and its window.
 
+        Without states it has no slot. Where prompts resume without snapshots, there are no sizes.
         A window has fewer blocks where the tokens before it are fewer, or it begins and ends with a block.
         """
-        slot_bytes = self.at_rest(dtype).raw_slot_bytes
-        return tuple(slot_bytes + n * self.raw_window_block_bytes for n in range(self.snapshot_window_blocks + 1))
+        slot_bytes = self.at_rest(dtype).raw_slot_bytes if self.has_states else 0
+        nums = range(1 - self.has_states, self.snapshot_window_blocks + 1)
+        return tuple(slot_bytes + n * self.raw_window_block_bytes for n in nums)
 
     def resting_slot_blocks(self, dtype: str) -> int:
-        """Return the most blocks that a stored snapshot takes; 0: the model has no states."""
-        return -(-self.stored_snapshot_sizes(dtype)[-1] // self.block_bytes) if self.has_states else 0
+        """Return the most blocks that a stored snapshot takes; 0: prompts resume without snapshots."""
+        return -(-self.stored_snapshot_sizes(dtype)[-1] // self.block_bytes) if self.needs_snapshots else 0

@@ -103,8 +103,7 @@ class ReplaySetup:
             ConfigError: there is no such geometry, or a size is none or too small.
         """
         spec = geometry(self.geometry)
-        has_tiers = self.host_memory is not None or self.disk_cache_size is not None
-        spec = replace(spec, has_window_blocks=spec.can_have_window_blocks(leaves_device=has_tiers))
+        spec = replace(spec, has_window_blocks=spec.has_windows)
         memory_bytes = parse_bytes(memory)
         num_slots = memory_bytes // spec.slab_bytes
         if num_slots < MIN_SLOTS:

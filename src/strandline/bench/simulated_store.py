@@ -58,7 +58,8 @@ class SimulatedStores:
 
     def _num_bytes(self, num_blocks: int, num_slots: int, num_window_blocks: int) -> int:
         spec, num_bytes = self._spec, num_blocks * self._spec.block_bytes
-        return num_bytes + num_slots * spec.raw_slot_bytes + num_window_blocks * spec.raw_window_block_bytes
+        num_bytes += num_slots * spec.raw_slot_bytes * spec.has_states
+        return num_bytes + num_window_blocks * spec.raw_window_block_bytes
 
     def _begin(self, action: LoadIn | StoreOut, num_bytes: int, now_s: float) -> None:
         lane = action.store, type(action)

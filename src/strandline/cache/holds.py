@@ -48,7 +48,11 @@ class Holds:
         if name in self._leases:
             raise CacheInvariantError(f"{name} has a lease already")
         found = self._index.match(salt, tokens.data)
-        num_tokens = 0 if found is None else found.position if self._rule.needs_snapshots else found.end.kv_tokens
+        if found is None:
+            return None
+        num_tokens = found.end.kv_tokens
+        if self._rule.needs_snapshots:
+            num_tokens = 0 if found.snapshot is None else found.snapshot.position
         if not num_tokens:
             return None
         prefix = TokenBuffer()

@@ -52,6 +52,9 @@ class ResumeRule(Protocol):
     def last(self, num_tokens: int) -> int:
         """Return the deepest position at which a prompt of this many tokens could resume."""
 
+    def resumes_at(self, data: bytearray, position: int) -> int:
+        """Return where a prompt would resume if it were cached up to a position, with a snapshot there; 0: nowhere."""
+
     def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the deepest match that needs no memory but what is computed.
 

@@ -291,15 +291,12 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
     return peak - before
 
 
-def choose_window_blocks(config: EngineConfig, model: LanguageModel) -> ModelSpec:
+def choose_window_blocks(model: LanguageModel) -> ModelSpec:
     """Return a model's spec, with window blocks where layers have windows.
 
-    Not where a drafter has layers of its own, or prefixes without states leave the device: all layers' streams are in
-    the same blocks.
+    Not where a drafter has layers of its own: all layers' streams are in the same blocks.
     """
-    leaves = any(each is not None for each in (config.host_memory, config.disk_cache, config.kv_transfer))
-    can_have = model.drafter is None and model.spec.can_have_window_blocks(leaves_device=leaves)
-    return replace(model.spec, has_window_blocks=can_have)
+    return replace(model.spec, has_window_blocks=model.drafter is None and model.spec.has_windows)
 
 
 def slabs_for(spec: ModelSpec, num_tokens: int, step_tokens: int | None = None) -> int:

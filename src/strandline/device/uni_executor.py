@@ -78,7 +78,7 @@ class UniExecutor:
         loading_s: Mapping[str, float] = MappingProxyType({}),
         progress: bool = False,
     ) -> None:
-        model.spec = spec = choose_window_blocks(config, model)
+        model.spec = spec = choose_window_blocks(model)
         device_type = kind_of(device)
         self._config, self._ranks, self._constraints = config, ranks, constraints
         self._progress, self._warm_up = progress, ExitStack()

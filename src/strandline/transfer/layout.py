@@ -83,7 +83,7 @@ class Items(NamedTuple):
 def pieces_of(
     blocks: Iterable[tuple[int, int]], positions: Sequence[int], spec: ModelSpec, *, past: int
 ) -> Iterator[Items]:
-    """Yield the pieces in which ranges ``[start, end)`` of blocks travel, then those of the snapshots, then windows.
+    """Yield the pieces in which ranges ``[start, end)`` of blocks travel, then those of slots, then windows.
 
     None has two of these, so that all parts of a piece are of one size.
 
@@ -96,7 +96,7 @@ def pieces_of(
             end = min(start + blocks_per_piece, last)
             yield Items(start, end, (), (end - start) * spec.raw_block_bytes)
     slots_per_piece = max(PIECE_BYTES // spec.raw_slot_bytes, 1)
-    for start in range(0, len(positions), slots_per_piece):
+    for start in range(0, len(positions) if spec.has_states else 0, slots_per_piece):
         some = tuple(positions[start : start + slots_per_piece])
         yield Items(past, past, some, len(some) * spec.raw_slot_bytes)
     for position in positions if spec.has_window_blocks else ():

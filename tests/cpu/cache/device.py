@@ -32,16 +32,31 @@ from strandline.records.actions import (
 from strandline.records.tokens import BLOCK_KEY_BYTES, decode
 
 POISON = -1
+NO_STATE = (-2,)
+"""What a store has of the null slot."""
 
 Tokens = tuple[int, ...]
 
 
 class Device:
-    """Memory that checks the tokens of every read and write."""
+    """Memory that checks the tokens of every read and write.
 
-    def __init__(self, num_slabs: int, blocks_per_slab: int, window_tokens: int = 0, windows_per_slab: int = 0) -> None:
+    Args:
+        window_tokens: tokens that a token sees in layers with windows.
+        num_computed_again: how many tokens more a window stores, as the last ones before a snapshot are computed again.
+    """
+
+    def __init__(
+        self,
+        num_slabs: int,
+        blocks_per_slab: int,
+        window_tokens: int = 0,
+        windows_per_slab: int = 0,
+        num_computed_again: int = 0,
+    ) -> None:
         self._blocks_per_slab = blocks_per_slab
         self._window_tokens, self._windows_per_slab = window_tokens, windows_per_slab
+        self._stored_tokens = window_tokens + num_computed_again
         self._window_cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * windows_per_slab)]
         self._cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * blocks_per_slab)]
         self._states: list[Tokens | None] = [None] * num_slabs
@@ -70,13 +85,20 @@ class Device:
         """Return the tokens whose state the slot holds, or None when it is poisoned."""
         return () if slot == NULL_SLOT else self._states[slot]
 
+    def _stored_state(self, slot: SlotId) -> Tokens:
+        return NO_STATE if slot == NULL_SLOT else self.state(slot) or ()
+
+    def _slab(self, slot: SlotId) -> range:
+        """Return the blocks of a slot."""
+        size = self._blocks_per_slab
+        return range(slot * size, (slot + 1) * size if slot != NULL_SLOT else 0)
+
     def apply(self, actions: Sequence[Action]) -> None:
         """Apply actions in order."""
         self._apply(actions)
         assert not self._held, "what was not copied aside is not loaded over"
 
     def _apply(self, actions: Sequence[Action]) -> None:
-        size = self._blocks_per_slab
         for action in actions:
             match action:
                 case CopyTokens(src, dst, num_tokens, Lifetime.WINDOW):
@@ -119,7 +141,7 @@ class Device:
                     assert transfer not in self.loading
                     self.loading[transfer] = action
                     self._held -= {block for block, _ in action.blocks}
-                    self._held.difference_update(*(range(slot * size, (slot + 1) * size) for slot, *_ in action.slots))
+                    self._held.difference_update(*(self._slab(slot) for slot, *_ in action.slots))
                     self._loaded[transfer] = {address: self.stored[address] for address in action.addresses}
                     windows = {each.address: self.stored_windows.get(each.address, []) for each in action.slots}
                     self._loaded_windows[transfer] = windows
@@ -129,12 +151,12 @@ class Device:
                     self.storing.append(transfer)
                     if action.is_held:
                         self._held.update(block for block, _ in block_addresses)
-                        self._held.update(*(range(slot * size, (slot + 1) * size) for slot, *_ in slot_addresses))
+                        self._held.update(*(self._slab(slot) for slot, *_ in slot_addresses))
                     for block, address in block_addresses:
                         assert address not in self.stored, f"address {address} is used twice"
                         self.stored[address] = tuple(self._cells[block])
                     for each in slot_addresses:
-                        self.stored[each.address] = self.state(each.slot) or ()
+                        self.stored[each.address] = self._stored_state(each.slot)
                         self.stored_windows[each.address] = [list(self._window_cells[block]) for block in each.window]
                 case DropStored(store, addresses):
                     kept = [load for load in self.loading.values() if load.store == store != "host"]
@@ -157,7 +179,8 @@ class Device:
             self._write_cells(block, 0, (*tokens, *[POISON] * (BLOCK_TOKENS - len(tokens))))
         windows = self._loaded_windows.pop(transfer)
         for slot, address, window in action.slots:
-            self._write_state(slot, loaded[address])
+            if slot != NULL_SLOT:
+                self._write_state(slot, loaded[address])
             for block, cells in zip(window, windows[address], strict=True):
                 self._write_window_cells(block, 0, cells)
 
@@ -168,7 +191,8 @@ class Device:
         for block, _ in action.blocks:
             self._write_cells(block, 0, [POISON] * BLOCK_TOKENS)
         for slot, _, window in action.slots:
-            self._write_state(slot, (POISON,))
+            if slot != NULL_SLOT:
+                self._write_state(slot, (POISON,))
             for block in window:
                 self._write_window_cells(block, 0, [POISON] * BLOCK_TOKENS)
 
@@ -178,7 +202,7 @@ class Device:
         assert action.path is not None
         sources = {address: self.stored[source] for source, address in action.stored}
         sources |= {address: tuple(self._cells[block]) for block, address in action.blocks}
-        sources |= {address: self.state(slot) or () for slot, address, _ in action.slots}
+        sources |= {address: self._stored_state(slot) for slot, address, _ in action.slots}
         windows = {to: self.stored_windows[source] for source, to in action.stored if source in self.stored_windows}
         windows |= {each.address: [self._window_cells[block] for block in each.window] for each in action.slots}
         path = action.path
@@ -188,7 +212,7 @@ class Device:
         tokens = tuple(decode(path.data))
         for index, address in path.addresses.items():
             assert sources[address] == tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-        assert sources.get(path.slot, tokens) == tokens, "the slot that is stored is not that of its path"
+        assert sources.get(path.slot, tokens) in (NO_STATE, tokens), "the slot that is stored is not that of its path"
         inside = tokens[len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS :]
         assert sources.get(path.tail, inside)[: len(inside)] == inside
         if is_done:
@@ -211,7 +235,7 @@ class Device:
         slots = {each.slot for action in self.loading.values() for each in action.slots}
         if slot:
             return slot in slots or any(target // size == slot for target in blocks)
-        return block in blocks or block // size in slots
+        return block in blocks or block // size in slots - {NULL_SLOT}
 
     def run_step(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant) -> None:
         """Compute the lease's tokens up to ``end``, and check everything that this reads and writes."""
@@ -250,7 +274,7 @@ class Device:
 
     def put_window(self, address: int, tokens: Sequence[int]) -> None:
         """Store the window of a snapshot after these tokens."""
-        first = max(len(tokens) - self._window_tokens + 1, 0) // BLOCK_TOKENS if self._window_tokens else len(tokens)
+        first = max(len(tokens) - self._stored_tokens + 1, 0) // BLOCK_TOKENS if self._window_tokens else len(tokens)
         starts = range(first * BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
         cells = [list(tokens[start : start + BLOCK_TOKENS]) for start in starts]
         self.stored_windows[address] = [block + [POISON] * (BLOCK_TOKENS - len(block)) for block in cells]
@@ -258,8 +282,9 @@ class Device:
     def _check_stored_window(self, address: int, tokens: Tokens) -> None:
         """Check that a store has what computing after a snapshot reads."""
         cells, position = self.stored_windows[address], len(tokens)
-        first = max(position - self._window_tokens + 1, 0)
-        known = [cell for block in cells for cell in block][first % BLOCK_TOKENS :][: position - first]
+        first = max(position - self._stored_tokens + 1, 0)
+        start = (-(-position // BLOCK_TOKENS) - len(cells)) * BLOCK_TOKENS
+        known = [cell for block in cells for cell in block][first - start : position - start]
         assert known == list(tokens[first:]), f"the stored window before {position} is another"
 
     def _run_state(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant, tokens: Tokens) -> None:
@@ -357,7 +382,8 @@ class Device:
             for copy in tier.snapshots():
                 snapshot = copy.snapshot
                 if copy.address:
-                    assert self.stored[copy.address] == tokens_of(snapshot.path()), "a demoted snapshot is another"
+                    is_right = self.stored[copy.address] in (NO_STATE, tokens_of(snapshot.path()))
+                    assert is_right, "a demoted snapshot is another"
                     if self._window_tokens:
                         self._check_stored_window(copy.address, tokens_of(snapshot.path()))
                 if copy.tail_address:

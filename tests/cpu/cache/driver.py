@@ -63,11 +63,11 @@ class Driver:
             enabled=enabled,
             announcer=announcer,
         )
-        memories = tiers(lower_blocks, slot_blocks if rule.needs_slots else 0, kept)
+        memories = tiers(lower_blocks, slot_blocks if rule.needs_snapshots else 0, kept)
         self.loads = Loads(self.cache, memories, announcer=announcer)
         self.holds = Holds(self.cache)
-        num_computed_again = window_tokens > 0 and not rule.needs_slots
-        self.device = Device(num_slabs, blocks_per_slab, window_tokens - num_computed_again, windows_per_slab)
+        num_again = int(window_tokens > 0 and not rule.needs_slots)
+        self.device = Device(num_slabs, blocks_per_slab, window_tokens - num_again, windows_per_slab, num_again)
         self._num_requests = 0
 
     def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:

@@ -244,7 +244,7 @@ class History:
         self.prompts.append(tuple(tokens))
         addresses = random.Random(str((kept, num_more, len(self.prompts))))
         positions = {len(tokens), *(addresses.randint(1, len(tokens)) for _ in range(num_snapshots))}
-        offer = self.driver.offer(tokens, positions if self.rule.needs_slots else (), first_block=first_block)
+        offer = self.driver.offer(tokens, positions if self.rule.needs_snapshots else (), first_block=first_block)
         prompt = (*tokens, *pattern(pattern_seed, 3))
         before = fingerprint(self.driver)
         is_lacking = self.loads.is_lacking(TokenBuffer(prompt), offer, salt)
@@ -301,7 +301,7 @@ class History:
         if ended.is_done:
             account = self.driver.lookup(decode(lease.tokens.data), salt)
             assert account.kv_tokens == len(lease.tokens)
-            assert account.hit == (len(lease.tokens) if self.rule.needs_slots else account.hit)
+            assert account.hit == (self.rule.last(len(lease.tokens)) if self.rule.needs_snapshots else account.hit)
         assert not lease.is_active
 
     def end_spill(self, index: int, *, is_done: bool) -> None:

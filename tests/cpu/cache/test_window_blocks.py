@@ -33,47 +33,74 @@ SHAPES = [(4, 1, 1), (16, 1, 1), (16, 1, 3), (9, 5, 2), (9, 5, 7), (24, 2, 3), (
 """Slabs, blocks and window blocks in each."""
 
 
+RULES = [AT_SNAPSHOTS, AtWindowEnds()]
+
+
+def history(
+    shape: tuple[int, int, int],
+    window_tokens: int,
+    rule: ResumeRule = AT_SNAPSHOTS,
+    lower_blocks: Sequence[int] = (),
+) -> History:
+    """Return a history of a model whose tokens see a window; what is stored is longer where a token is computed again.
+
+    Args:
+        shape: slabs, and blocks and window blocks in each.
+    """
+    num_slabs, num_blocks, num_windows = shape
+    return History(
+        num_slabs,
+        num_blocks,
+        rule,
+        lower_blocks=lower_blocks,
+        window_tokens=window_tokens + (not rule.needs_slots),
+        windows_per_slab=num_windows,
+    )
+
+
 class WindowBlocksMachine(HungryCacheMachine):
     """The state machine of all caches, with window blocks."""
 
     @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS))
     def start(self, shape: tuple[int, int, int], window_tokens: int = 1) -> None:
-        num_slabs, num_blocks, num_windows = shape
-        self.history = History(num_slabs, num_blocks, window_tokens=window_tokens, windows_per_slab=num_windows)
+        self.history = history(shape, window_tokens)
 
 
 class LoadingWindowBlocksMachine(LoadingCacheMachine):
     """The same, with loads of snapshots and their windows."""
 
-    @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS))
-    def start(self, shape: tuple[int, int, int], window_tokens: int = 1) -> None:
-        num_slabs, num_blocks, num_windows = shape
-        self.history = History(num_slabs, num_blocks, window_tokens=window_tokens, windows_per_slab=num_windows)
+    @initialize(
+        shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS), rule=st.sampled_from(RULES)
+    )
+    def start(self, shape: tuple[int, int, int], window_tokens: int = 1, rule: ResumeRule = AT_SNAPSHOTS) -> None:
+        self.history = history(shape, window_tokens, rule)
 
 
 class TieredWindowBlocksMachine(TieredCacheMachine):
     """The same, with tiers below the device."""
 
     @initialize(
-        shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS), lower_blocks=tier_sizes(1, 3)
+        shape=st.sampled_from(SHAPES[::-1]),
+        window_tokens=st.sampled_from(WINDOWS),
+        rule=st.sampled_from(RULES),
+        lower_blocks=tier_sizes(1, 3),
     )
     def start(  # type: ignore[override]
-        self, shape: tuple[int, int, int], window_tokens: int = 1, lower_blocks: Sequence[int] = ()
+        self,
+        shape: tuple[int, int, int],
+        window_tokens: int = 1,
+        rule: ResumeRule = AT_SNAPSHOTS,
+        lower_blocks: Sequence[int] = (),
     ) -> None:
-        num_slabs, num_blocks, num_windows = shape
-        self.history = History(
-            num_slabs, num_blocks, lower_blocks=lower_blocks, window_tokens=window_tokens, windows_per_slab=num_windows
-        )
+        self.history = history(shape, window_tokens, rule, lower_blocks)
 
 
 class StatelessWindowBlocksMachine(HungryCacheMachine):
     """The same, of a model that keeps no states."""
 
-    @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS[1:]))
-    def start(self, shape: tuple[int, int, int], window_tokens: int = 2) -> None:
-        num_slabs, num_blocks, num_windows = shape
-        rule = AtWindowEnds()
-        self.history = History(num_slabs, num_blocks, rule, window_tokens=window_tokens, windows_per_slab=num_windows)
+    @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS))
+    def start(self, shape: tuple[int, int, int], window_tokens: int = 1) -> None:
+        self.history = history(shape, window_tokens, AtWindowEnds())
 
 
 MACHINES = (WindowBlocksMachine, StatelessWindowBlocksMachine, LoadingWindowBlocksMachine, TieredWindowBlocksMachine)
@@ -87,31 +114,27 @@ TestTieredWindowBlocksMachine = TieredWindowBlocksMachine.TestCase
 
 @pytest.mark.parametrize("lower_blocks", [(12,), (300,), (60, 400), (16, 20, 400)], ids=str)
 @pytest.mark.parametrize(("shape", "window_tokens"), [((16, 1, 3), 65), ((16, 5, 2), 1), ((18, 5, 7), 130)])
+@pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_long_histories_with_tiers_agree_with_the_dictionary(
-    shape: tuple[int, int, int], window_tokens: int, lower_blocks: tuple[int, ...]
+    shape: tuple[int, int, int], window_tokens: int, lower_blocks: tuple[int, ...], rule: ResumeRule
 ) -> None:
-    num_slabs, num_blocks, num_windows = shape
-    history = History(
-        num_slabs, num_blocks, lower_blocks=lower_blocks, window_tokens=window_tokens, windows_per_slab=num_windows
-    )
-    check_long_history_with_tiers(history, str(shape))
+    check_long_history_with_tiers(history(shape, window_tokens, rule, lower_blocks), str(shape))
 
 
-@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtWindowEnds()], ids=repr)
+@pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("window_tokens", WINDOWS)
 @pytest.mark.parametrize("shape", [(16, 1, 3), pytest.param((9, 5, 2), marks=pytest.mark.long), (60, 5, 2)])
 def test_long_histories_agree_with_the_dictionary(
     shape: tuple[int, int, int], window_tokens: int, rule: ResumeRule
 ) -> None:
     choose = random.Random(f"{shape} {window_tokens}")
-    stored_tokens = window_tokens + (not rule.needs_slots)
-    history = History(shape[0], shape[1], rule, window_tokens=stored_tokens, windows_per_slab=shape[2])
+    events = history(shape, window_tokens, rule)
     for _ in range(200):
-        random_event(history, choose)
+        random_event(events, choose)
         if choose.random() < 0.1:
-            history.take(choose.randrange(shape[0] * shape[1] // 2), choose.randrange(2), "by turns")
-        history.check()
-    history.driver.drain()
+            events.take(choose.randrange(shape[0] * shape[1] // 2), choose.randrange(2), "by turns")
+        events.check()
+    events.driver.drain()
 
 
 def driver(

@@ -1,6 +1,7 @@
 """Windows without recurrent layers: a snapshot is a window without a slot, and requests share its blocks.
 
-Freed memory is NaN here, so that a kernel that reads a block before a window changes the tokens.
+Freed memory is NaN here, and so is the null block, which stands for what a window has passed: a kernel that reads a
+block before a window changes the tokens.
 """
 
 import random
@@ -15,7 +16,8 @@ from strandline import LLM, SamplingParams
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.tree import Snapshot
 from strandline.device.sizing import slabs_for
-from strandline.ids import BLOCK_TOKENS, Lifetime
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, Lifetime
+from strandline.kernels.arena import NAN_BYTE
 from strandline.records.account import Reason
 from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
@@ -37,7 +39,15 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def make_llm(directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    return llm_maker(directory, monkeypatch, device="cpu", memory="16MiB")
+    make = llm_maker(directory, monkeypatch, device="cpu", memory="16MiB")
+
+    def make_poisoned(**options: Any) -> LLM:
+        llm = make(**options)
+        assert llm.engine.core.spec.has_window_blocks
+        llm.engine.core.executor.runner.arena.block(NULL_BLOCK, Lifetime.WINDOW).fill_(NAN_BYTE)
+        return llm
+
+    return make_poisoned
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [65, 2048])

@@ -27,6 +27,9 @@ class AtSnapshots:
     def last(self, num_tokens: int) -> int:
         return num_tokens
 
+    def resumes_at(self, data: bytearray, position: int) -> int:
+        return position
+
     def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the match without its snapshot, which would need memory in addition to the request's own state."""
         return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None)
@@ -58,6 +61,9 @@ class AtTokens:
 
     def last(self, num_tokens: int) -> int:
         return max(num_tokens - 1, 0) // self.grid_tokens * self.grid_tokens
+
+    def resumes_at(self, data: bytearray, position: int) -> int:
+        return resumable_end(data, min(position, self.last(len(data) // TOKEN_BYTES)), self.grid_tokens)
 
     def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the match of whole blocks alone, which the request shares."""
@@ -95,6 +101,11 @@ class AtWindowEnds:
 
     def last(self, num_tokens: int) -> int:
         return max(num_tokens - 1, 0) // self.grid_tokens * self.grid_tokens
+
+    def resumes_at(self, data: bytearray, position: int) -> int:
+        num_tokens = len(data) // TOKEN_BYTES
+        last = resumable_end(data, self.last(num_tokens), self.grid_tokens)
+        return min(position, last) if position <= last or last == num_tokens - 1 else 0
 
     def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the match without its snapshot, whose window the request would need in addition to its own."""

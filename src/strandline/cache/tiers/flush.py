@@ -39,7 +39,7 @@ class Flush:
         spills.is_final = True
         self._num_failed_before = spills.num_failed
         sources: list[tuple[float, Source]] = [(upper.worth(demoted), demoted) for demoted in upper.snapshots()]
-        for entry in _entries(index, has_states=upper.slot_blocks > 0):
+        for entry in _entries(index, has_snapshots=upper.slot_blocks > 0):
             sources.append((upper.worth(_as_demoted(entry)), entry))
         self._waiting = [source for _, source in sorted(sources, key=lambda pair: pair[0])]
         """By worth, the least first."""
@@ -70,13 +70,13 @@ class Flush:
                 self._spills.spill(source)
 
 
-def _entries(index: PrefixIndex, *, has_states: bool) -> Iterator[Snapshot | Run]:
-    """Yield the snapshots of the device or, without states, the runs of whole blocks that paths end with."""
+def _entries(index: PrefixIndex, *, has_snapshots: bool) -> Iterator[Snapshot | Run]:
+    """Yield the snapshots of the device or, without snapshots, the runs of whole blocks that paths end with."""
     waiting = list(index.roots.values())
     while waiting:
         run = waiting.pop()
         waiting.extend(run.children.values())
-        if has_states:
+        if has_snapshots:
             yield from (*run.snapshots.values(), *run.stubs.values())
         elif run.parent is not None and not run.is_tail and all(child.is_tail for child in run.children.values()):
             yield run

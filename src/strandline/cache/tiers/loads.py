@@ -35,7 +35,7 @@ from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, BlockId, RequestId, TransferId
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT, BlockId, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
 from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, SlotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
@@ -65,7 +65,8 @@ class Loads:
         self._counters = parts.counters.loads
         self._leases = parts.leases
         self._num_slots = int(parts.rule.needs_slots)
-        """Slots that a request needs in addition to those that are loaded for it."""
+        """Slots that a request needs, and a snapshot that is loaded for it."""
+        self._rule = parts.rule
         self._loads: dict[RequestId, _Load] = {}
         """By the name of the lease."""
         self._load_of: dict[TransferId, _Load] = {}
@@ -115,16 +116,16 @@ class Loads:
     ) -> tuple[LowerTier, ...]:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
         addresses = partial(next, count(1 + max((last_address(memory.kept) for memory in memories), default=0)))
-        issue, next_transfer = self._memory.issue, self.next_transfer
+        issue, next_transfer, rule = self._memory.issue, self.next_transfer, self._rule
         tree = TierTree(len(memories), next((memory.key for memory in memories if memory.key is not None), None))
         tiers = tuple(
-            LowerTier(memory, column, WorthPerByte(memory.slot_blocks, reuse), issue, next_transfer, addresses)
+            LowerTier(memory, column, WorthPerByte(memory.slot_blocks, reuse), issue, next_transfer, addresses, rule)
             for memory, column in zip(memories, tree.columns, strict=True)
         )
         for tier, memory in zip(tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
         if announcer is not None and tiers:
-            below = TierAnnouncer(announcer.emit, tree, needs_snapshots=self._num_slots > 0)
+            below = TierAnnouncer(announcer.emit, tree, needs_snapshots=self._rule.needs_snapshots)
             tree.on_entered, tree.on_left = below.enter, below.leave
             announcer.add(below)
         return tiers
@@ -137,7 +138,8 @@ class Loads:
         """Return the deepest position at which a prompt could resume after a load from each tier, by its store."""
         end = self._end_below(salt, data)
         found = {tier.store: tier.find(end, data, match) for tier in self.tiers} if end is not None else {}
-        return {store: where.position for store, where in found.items() if where is not None}
+        ends = {store: where.position for store, where in found.items() if where is not None}
+        return {store: self._rule.resumes_at(data, position) for store, position in ends.items()}
 
     def _end_below(self, salt: str, data: bytearray) -> PathEnd | None:
         """Return how much of a prompt the tiers have; None: they have nothing of its salt."""
@@ -230,8 +232,9 @@ class Loads:
         Returns:
             None when nothing is lacking (``is_lacking``) or memory does not suffice.
         """
-        last = min(len(tokens), offer.position + step_tokens)
-        num_spare_blocks = -(-last // BLOCK_TOKENS) - offer.position // BLOCK_TOKENS
+        resumed = self._rule.resumes_at(tokens.data, offer.position) or offer.position
+        last = min(len(tokens), resumed + step_tokens)
+        num_spare_blocks = -(-last // BLOCK_TOKENS) - resumed // BLOCK_TOKENS
         root = self._index.root(salt)
         data = tokens.data[: offer.position * TOKEN_BYTES]
         lacking = _lacking(root, data, offer)
@@ -241,9 +244,9 @@ class Loads:
         memory = self._memory
         upper = self._index.split_at(Walk(end.run, end.num_blocks, None, 0))
         memory.pin_run(upper)
-        num_slabs = sum(1 + num_slabs_for(memory.windows, each.position) for each in missing) + self._num_slots
-        num_window_blocks = memory.windows.num_to_resume(offer.position, last)
-        if not memory.can_take(len(addresses) + num_spare_blocks, num_slabs, num_window_blocks):
+        num_slabs = sum(self._num_slots + num_slabs_for(memory.windows, each.position) for each in missing)
+        num_window_blocks = memory.windows.num_to_resume(resumed, last)
+        if not memory.can_take(len(addresses) + num_spare_blocks, num_slabs + self._num_slots, num_window_blocks):
             memory.unpin_run(upper)
             return None
         # Before memory is allocated: what the device evicts for it may push out tier entries, also those to be loaded.
@@ -272,7 +275,7 @@ class Loads:
 
     def _new_cut(self, snapshot: OfferedSnapshot) -> Cut:
         """Allocate what a snapshot is loaded into."""
-        slot = self._memory.take_promised_slot()
+        slot = self._memory.take_promised_slot() if self._num_slots else NULL_SLOT
         return Cut(snapshot.position, slot, snapshot.kind, take_window(self._memory, snapshot.position))
 
     def _begin_piece(self, load: "_Load", store: str, addresses: Sequence[int], to_slots: tuple[SlotCopy, ...]) -> None:
@@ -293,7 +296,7 @@ class Loads:
     def _mark_held(self, load: "_Load", first: int) -> None:
         """Mark the stores among the actions from ``first`` on whose sources only the load will write."""
         actions, size = self._memory.actions, self._memory.allocator.blocks_per_slab
-        slots = {cut.slot for cut in load.lease.cuts}
+        slots = {cut.slot for cut in load.lease.cuts} - {NULL_SLOT}
         blocks = set(load.blocks).union(*(range(slot * size, (slot + 1) * size) for slot in slots))
         for index in range(len(actions) - 1, first - 1, -1):
             action = actions[index]
@@ -378,7 +381,7 @@ class Loads:
 
     def _end_in_tier(self, source: TierLoad, load: "_Load", completion: Completion) -> None:
         lease, snapshot = load.lease, None
-        if completion.is_done and self._num_slots:
+        if completion.is_done and self._rule.needs_snapshots:
             snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
         source.end(snapshot, completion, len(load.blocks))
         if snapshot is not None:

@@ -16,7 +16,7 @@ class LowerMemory:
     """Its size in blocks."""
     block_bytes: int
     slot_blocks: int
-    """The size of an encoded slot in blocks; 0 for models that keep no states."""
+    """The most that a stored snapshot takes, in blocks; 0: prompts resume without snapshots."""
     costs: LoadCosts
     num_spare_blocks: int = 0
     """Blocks to leave free, by spilling what is worth least to the tier below."""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from strandline.cache.eviction import EvictionQueue
 from strandline.cache.policy.worth import WorthPerByte
-from strandline.cache.resume import Match
+from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below, position_above
 from strandline.cache.tiers.part import NO_ADDRESS
@@ -45,7 +45,7 @@ from strandline.ids import BLOCK_TOKENS, BlockId, TransferId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import Action, Completion, DropStored, SlotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, resumable_end
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 ANY_WORTH = float("inf")
 
@@ -66,6 +66,7 @@ class LowerTier:
         issue: takes actions.
         next_transfer: returns an unused transfer id.
         next_address: returns an unused address.
+        rule: where prompts resume.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LowerTier:
         issue: Callable[[Action], None],
         next_transfer: Callable[[], TransferId],
         next_address: Callable[[], int],
+        rule: ResumeRule,
     ) -> None:
         self.store = memory.store
         self.num_blocks = memory.num_blocks
@@ -95,6 +97,7 @@ class LowerTier:
         self.num_loads = 0
         self.num_loaded_bytes = 0
         self.num_failed_loads = 0
+        self._rule = rule
         self._worth = worth
         self._issue = issue
         self._next_transfer = next_transfer
@@ -401,14 +404,14 @@ class LowerTier:
         """Yield where a prompt could resume, as far as that depends on snapshots alone, deepest first."""
         if self.slot_blocks:
             for copy in self.column.copies_on(end, data, beyond=match.position):
-                if copy.address:
+                if copy.address and self._rule.resumes_at(data, copy.position) > match.position:
                     yield TierEnd(copy, copy.position)
             return
         for num_blocks in range(end.depth, -1, -1):
             position = num_blocks * BLOCK_TOKENS
             if position <= match.end.kv_tokens:
                 return
-            if resumable_end(data, position) > match.end.kv_tokens:
+            if self._rule.resumes_at(data, position) > match.position:
                 yield TierEnd(None, position)
 
     def count_load(self, num_blocks: int, completion: Completion) -> None:

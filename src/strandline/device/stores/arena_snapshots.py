@@ -1,4 +1,4 @@
-"""Snapshots as stores have them: the slot, encoded, and then the window blocks, unchanged.
+"""Snapshots as stores have them: the slot, encoded, if there is one, and then the window blocks, unchanged.
 
 Shape suffixes: X bytes.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.stores.snapshot_encoding import AS_IS, Encoding
-from strandline.ids import BlockId, Lifetime, SlotId
+from strandline.ids import NULL_SLOT, BlockId, Lifetime, SlotId
 from strandline.kernels.arena import ArenaTensors
 
 
@@ -25,8 +25,9 @@ class ArenaSnapshots:
         self._slots = slots
 
     def parts(self, slot: SlotId, window: Sequence[BlockId]) -> Iterator[tuple[Tensor, Encoding]]:
-        """Yield the bytes of a snapshot in the arena, part by part, and the encoding of each."""
-        yield self._arena.slot(slot), self._slots
+        """Yield the bytes of a snapshot in the arena, part by part, and the encoding of each; none of the null slot."""
+        if slot != NULL_SLOT:
+            yield self._arena.slot(slot), self._slots
         for block in window:
             yield self._arena.block(block, Lifetime.WINDOW), AS_IS
 

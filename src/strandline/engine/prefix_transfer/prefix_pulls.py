@@ -152,7 +152,7 @@ class PrefixPulls:
 
     def _take(self, asked: Asked, found: messages.Offer) -> None:
         """Queue the requests of a pull with what the peer has offered."""
-        is_useful = found.num_tokens > 0 and bool(found.snapshots) == self._spec.has_states
+        is_useful = found.num_tokens > 0 and bool(found.snapshots) == self._spec.needs_snapshots
         if not asked.requests or not is_useful:
             asked.pull.enough()
             self._store.counters.count(NOT_NEEDED if found.num_tokens else NOTHING)
@@ -181,7 +181,8 @@ class PrefixPulls:
             self.costs.observe_load(counts.num_bytes - num_bytes, counts.seconds - seconds)
             self._observed = (counts.num_bytes, counts.seconds)
         spec = self._spec
-        snapshot_bytes = spec.raw_slot_bytes + spec.snapshot_window_blocks * spec.raw_window_block_bytes
+        snapshot_bytes = spec.raw_slot_bytes * spec.has_states
+        snapshot_bytes += spec.snapshot_window_blocks * spec.raw_window_block_bytes
         size = lacking[0] * spec.raw_block_bytes + lacking[1] * snapshot_bytes
         return self.costs.pays(size, offer.position - self._cache.hit_tokens(request.tokens, request.salt))
 
@@ -195,7 +196,8 @@ class PrefixPulls:
         wanted_slabs = found.num_blocks // self._blocks_per_slab
         num_spare = memory.num_free_slabs - wanted_slabs - int(RESERVE_SHARE * memory.num_slabs)
         if self._spec.has_window_blocks:
-            num_spare //= 1 + -(-self._spec.snapshot_window_blocks // self._spec.window_blocks_per_slab)
+            num_window_slabs = -(-self._spec.snapshot_window_blocks // self._spec.window_blocks_per_slab)
+            num_spare //= self._spec.has_states + num_window_slabs
         kinds = {position: SnapshotKind(kind) for position, kind in found.snapshots}
         positions = useful_positions(kinds, num_spare)
         blocks = range(first_address, first_address + found.num_blocks)

@@ -209,7 +209,8 @@ class PrefixSource:
         num_window_blocks = sum(len(snapshot.window.held) for snapshot in snapshots)
         num_blocks = sum(_num_blocks(kept.hold) for kept in self._kept.values())
         num_window_slabs = num_window_blocks / self._window_blocks_per_slab if num_window_blocks else 0.0
-        return num_blocks / self._blocks_per_slab + len(snapshots) + num_window_slabs
+        num_slots = sum(snapshot.num_slots for snapshot in snapshots)
+        return num_blocks / self._blocks_per_slab + num_slots + num_window_slabs
 
 
 def _num_blocks(hold: Lease) -> int:

@@ -24,10 +24,7 @@ def describe_sizes(spec: ModelSpec) -> list[str]:
     if spec.has_window_blocks:
         lines.append(f"windows: layers with windows store the last {spec.max_window_tokens:,} tokens of a request")
     elif spec.has_windows:
-        reason = "a drafter with layers requires"
-        if not spec.has_states:
-            reason = "--host-memory, --disk-cache, --kv-transfer-config and drafters with layers require"
-        lines.append(f"windows: layers with windows store all tokens of a request, as {reason}")
+        lines.append("windows: layers with windows store all tokens of a request, as a drafter with layers requires")
     return lines
 
 
