@@ -18,9 +18,6 @@ from torch import Tensor
 GROUP: Final = 128
 """Inputs that share a scale in FP8; of published weights also the outputs of a block."""
 
-ROW_OUTPUTS: Final = 8
-"""Rows of products are a multiple of this apart."""
-
 MAX_E4M3: Final = 448.0
 """The largest e4m3 number."""
 
@@ -70,10 +67,8 @@ def flat_rows(x: Rows) -> Rows:
 
 
 def new_output(rows: Rows, num_outputs: int) -> Tensor:
-    """Return the unfilled result of a product, whose rows start on 16 bytes, as torch's fastest kernels need."""
-    padded = -(-num_outputs // ROW_OUTPUTS) * ROW_OUTPUTS
-    out_TO = torch.empty((len(rows), padded), dtype=rows.dtype, device=rows.device)
-    return out_TO if padded == num_outputs else out_TO[:, :num_outputs]
+    """Return the unfilled result of a product."""
+    return torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
 
 
 def shaped(out_TO: Tensor, x: Rows) -> Tensor:

@@ -424,12 +424,3 @@ def test_kernels_depend_on_the_number_of_rows() -> None:
 def test_every_fixed_tile_has_64_rows_at_least(num_rows: int, num_outputs: int) -> None:
     for tiles in launches.FIXED.values():
         assert tiles.choose(num_rows, num_outputs, torch.bfloat16).block_m >= 64
-
-
-@pytest.mark.parametrize("num_rows", [2, 5, 200])
-@pytest.mark.parametrize("num_outputs", [1, 36, 64])
-def test_rows_of_products_start_on_16_bytes(num_rows: int, num_outputs: int) -> None:
-    x, weight = torch.randn(num_rows, 32).bfloat16(), torch.randn(num_outputs, 32).bfloat16()
-    found = gemms_triton.linear(x, DenseWeight(weight))
-    assert found.stride(0) * found.element_size() % 16 == 0
-    check(DENSE["dense"], found, x, DenseWeight(weight))
