@@ -9,7 +9,6 @@ import pytest
 
 from strandline import SamplingParams
 from strandline.device.uni_executor import UniExecutor, choose_kernels
-from strandline.errors import ConfigError
 from strandline.kernels import binding
 from strandline.models.weights import load_model
 from tests.cpu.engine.conftest import llm_maker
@@ -31,20 +30,6 @@ def test_every_operation_has_a_kernel_for_gpus(name: str, tmp_path: Path, monkey
     kernels = choose_kernels(load_model(families.save(name, tmp_path)), "cuda")
     assert kernels.fallbacks == ()
     assert kernels.is_compiled_on_gpu
-
-
-@pytest.mark.parametrize("name", ["glm5_next", "qwen4_exp"])
-def test_mixes_of_streams_are_not_deterministic_on_gpus(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
-    directory = families.save(name, tmp_path)
-    model = load_model(directory)
-    model.use_kernels(choose_kernels(model, "cpu", is_deterministic=True))
-    model = load_model(directory)
-    with pytest.raises(ConfigError, match="--deterministic needs Triton kernels on a GPU: mixes"):
-        model.use_kernels(choose_kernels(model, "cuda", is_deterministic=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
