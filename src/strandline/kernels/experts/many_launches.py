@@ -13,6 +13,9 @@ from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import GROUP
 
+CHOICES_PER_EXPERT_SEVERAL: Final = 8
+"""From how many choices per expert, on average, some experts have more than a tile of 16 rows."""
+
 CHOICES_PER_EXPERT_MIDDLE: Final = 16
 CHOICES_PER_EXPERT_PREFILL: Final = 64
 """From how many choices per expert, on average, the larger tiles pay."""
@@ -32,6 +35,8 @@ class Measured(NamedTuple):
     """Launches that add in one order, for the same three numbers of choices."""
     float32: Pair | None = None
     """Exact products, without tensor cores, for tests and small models; None: as in other dtypes."""
+    several: Pair | None = None
+    """As ``decode``, with taller tiles, so that no expert's weights are read twice; None: the same."""
     prefill_ungated: Pair | None = None
     """As ``prefill``, for experts without a gate, also where launches are fixed: their first product has half as many
     accumulators. None: the same."""
@@ -44,6 +49,7 @@ DENSE: Final = Measured(
     prefill=(prefill := (Launch(128, 128, 64, 8, 4, 4, is_halved=True), Launch(128, 256, 64, 8, 3, 2, is_halved=True))),
     fixed=(middle, middle, prefill),
     float32=(Launch(16, 32, 32, 4, 2), Launch(16, 32, 32, 4, 2)),
+    several=(Launch(32, 64, 128, 4, 3), Launch(32, 64, 128, 4, 3)),
     prefill_ungated=(Launch(128, 256, 64, 8, 4, 4, is_halved=True), Launch(128, 256, 64, 8, 3, 4, is_halved=True)),
 )
 
@@ -99,4 +105,7 @@ def choose_launches(
     decode, middle, prefill = measured.fixed if is_fixed else measured[:3]
     if choices_per_expert >= CHOICES_PER_EXPERT_PREFILL:
         return prefill if is_gated else measured.prefill_ungated or prefill
-    return middle if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE else decode
+    if choices_per_expert >= CHOICES_PER_EXPERT_MIDDLE:
+        return middle
+    has_several = choices_per_expert >= CHOICES_PER_EXPERT_SEVERAL and not is_fixed
+    return measured.several or decode if has_several else decode
