@@ -31,7 +31,7 @@ from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gat
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
-from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
 from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -115,8 +115,10 @@ class GatedDeltaNet(nn.Module):
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
+        self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), config.hidden_size, site)
-        """Rows: query, key, value, output gate (z), write strength (b), decay (a)."""
+        """Rows: query, key, value, output gate (z), write strength (b), decay (a), and zeros."""
+        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
         self.conv = CausalConvolution(self.sizes[0], config.num_taps, "silu", site, has_bias=False)
         self.A_log_H = site.parameter(self.num_heads, dtype=torch.float32)
         self.dt_bias_H = site.parameter(self.num_heads, dtype=torch.float32)
@@ -154,7 +156,7 @@ class GatedDeltaNet(nn.Module):
         self._prefill(no_x, no_heads, no_heads, batch, memory)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: GatedDeltaNetMemory) -> Tensor:
-        x_TC, z_TO, b_TH, a_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        x_TC, z_TO, b_TH, a_TH, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, a_TH, b_TH), step.batch)
         normed = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return self.out_proj.multiply(normed.flatten(1) if isinstance(normed, Tensor) else normed)

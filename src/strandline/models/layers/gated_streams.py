@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields, read_eps
 from strandline.kernels.binding import Kernels
 from strandline.kernels.streams.gates import add_gated_norm, mix_gated, silu_of_share
-from strandline.models.layers.moe import PROJECTION_ROWS
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import PROJECTION_ROWS, Projection
 from strandline.models.layers.site import Site
 from strandline.models.layers.streams import MAX_STREAMS, Streams
 from strandline.models.layers.targets import NamedTargets, whole

@@ -34,8 +34,7 @@ from strandline.kernels.attention.stored_tokens import store_tokens
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.binding import Kernels
 from strandline.models.layers.latent_attention import MAX_LATENT, LatentAttention, LatentAttentionConfig
-from strandline.models.layers.moe import PROJECTION_ROWS
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import PROJECTION_ROWS, Projection
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole

@@ -17,14 +17,11 @@ from strandline.kernels.experts.moe import SharedExpert
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
-from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 
 SHARED_CHANNELS: Final = "channels between the shared expert's projections"
-
-PROJECTION_ROWS = 8
-"""A fused projection's rows are a multiple of this, so that every row of what it returns starts on 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Shape suffixes: O outputs, I inputs.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -33,6 +33,9 @@ from strandline.kernels.rowwise.quantizing import QUANTIZED
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, stacked, unused, whole
+
+PROJECTION_ROWS: Final = 8
+"""A fused projection's rows are a multiple of this: others take cuBLAS's kernels of the generation before Hopper."""
 
 
 class Projection(nn.Module):
