@@ -130,13 +130,13 @@ def test_snapshots_taken_within_a_prompt_can_be_resumed(make_toy: MakeToy) -> No
 def test_forks_resume_from_one_snapshot_and_stay_apart(make_toy: MakeToy) -> None:
     toy, shared = make_toy(), tokens(90)
     prompts = [shared, *(shared + tokens(10, seed=seed) for seed in range(5))]
-    toy.add("0", prompts[0], max_tokens=40)
+    toy.add("0", prompts[0], max_tokens=20)
     [first] = toy.core.step().tokens
     for index, prompt in enumerate(prompts[1:], start=1):
-        toy.add(str(index), prompt, max_tokens=40)
+        toy.add(str(index), prompt, max_tokens=20)
     found = toy.finish_all()
     found["0"].insert(0, first.token_id)
-    assert [found[str(index)] for index in range(6)] == toy.expected(prompts, max_tokens=40)
+    assert [found[str(index)] for index in range(6)] == toy.expected(prompts, max_tokens=20)
     assert toy.core.stats().hit_tokens == 5 * len(shared)
 
 

@@ -60,9 +60,16 @@ def begin(server: ServerProcess, pool: ThreadPoolExecutor, **fields: Any) -> Any
     return future
 
 
+@pytest.fixture(scope="module")
+def long_answer(admin: ServerProcess) -> list[int]:
+    """The tokens of a long answer, of the weights that the server has started with."""
+    return tokens(generate(admin, LONG))
+
+
 @pytest.mark.parametrize("clear_cache", [True, False])
-def test_kept_requests_go_on_where_they_were(admin: ServerProcess, *, clear_cache: bool) -> None:
-    expected = tokens(generate(admin, LONG))
+def test_kept_requests_go_on_where_they_were(
+    admin: ServerProcess, long_answer: list[int], *, clear_cache: bool
+) -> None:
     with ThreadPoolExecutor(2) as pool:
         first = begin(admin, pool)
         paused = admin.post(f"/pause?mode=keep&clear_cache={clear_cache}")
@@ -72,19 +79,18 @@ def test_kept_requests_go_on_where_they_were(admin: ServerProcess, *, clear_cach
         assert not first.done()
         assert not second.done()
         assert admin.post("/resume").json() == {"status": "resumed"}
-        assert tokens(first.result()) == expected
-        assert tokens(second.result()) == expected[:6]
+        assert tokens(first.result()) == long_answer
+        assert tokens(second.result()) == long_answer[:6]
     assert admin.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_pause_aborts_and_refuses_by_default(admin: ServerProcess) -> None:
-    expected = tokens(generate(admin, LONG))
+def test_pause_aborts_and_refuses_by_default(admin: ServerProcess, long_answer: list[int]) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = begin(admin, pool)
         admin.post("/pause")
         ended = first.result()
     assert ended["choices"][0]["finish_reason"] == "abort"
-    assert tokens(ended) == expected[: len(tokens(ended))]
+    assert tokens(ended) == long_answer[: len(tokens(ended))]
     refused = admin.post(GENERATE, token_ids=PROMPT)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused")
     admin.post("/resume")
@@ -122,8 +128,8 @@ def test_stream_ends_with_its_abort(admin: ServerProcess) -> None:
     assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
 
 
-def test_cache_is_reset_while_nothing_runs(admin: ServerProcess) -> None:
-    expected = generate(admin, LONG)
+def test_cache_is_reset_while_nothing_runs(admin: ServerProcess, long_answer: list[int]) -> None:
+    generate(admin)
     assert num_hit(generate(admin)) > 0
     assert admin.post("/reset_prefix_cache").json() == {"success": True}
     assert num_hit(generate(admin)) == 0
@@ -131,7 +137,7 @@ def test_cache_is_reset_while_nothing_runs(admin: ServerProcess) -> None:
         first = begin(admin, pool)
         assert admin.post("/reset_prefix_cache").json() == {"success": False}
         assert admin.post("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
-        assert tokens(first.result()) == tokens(expected)
+        assert tokens(first.result()) == long_answer
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -149,8 +155,9 @@ def test_server_sleeps_and_wakes(admin: ServerProcess, level: int) -> None:
     assert tokens(generate(admin)) == expected
 
 
-def test_weights_change_while_a_request_runs(admin: ServerProcess, bytes_dir: Path, other_dir: Path) -> None:
-    old = tokens(generate(admin, LONG))
+def test_weights_change_while_a_request_runs(
+    admin: ServerProcess, long_answer: list[int], bytes_dir: Path, other_dir: Path
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = begin(admin, pool)
         update = admin.post("/update_weights_from_disk", model_path=str(other_dir), weight_version="step-1")
@@ -159,7 +166,7 @@ def test_weights_change_while_a_request_runs(admin: ServerProcess, bytes_dir: Pa
         assert admin.get("/weight_info").json() == {"weight_version": "step-1"}
         assert 'weight_version="step-1"} 1.0' in admin.get("/metrics").text
         mixed = tokens(first.result())
-    changed = next(place for place, (ours, theirs) in enumerate(zip(mixed, old, strict=True)) if ours != theirs)
+    changed = next(place for place, (ours, theirs) in enumerate(zip(mixed, long_answer, strict=True)) if ours != theirs)
     answer = generate(admin)
     assert (num_hit(answer), answer["weight_version"]) == (0, "step-1")
     # What follows is what the new weights answer to the prompt and the old ones' tokens.
@@ -168,7 +175,7 @@ def test_weights_change_while_a_request_runs(admin: ServerProcess, bytes_dir: Pa
     assert tokens(admin.post(GENERATE, token_ids=known, sampling_params=params).json()) == mixed[changed:]
     back = admin.post("/update_weights_from_disk", model_path=str(bytes_dir), abort_all_requests=True)
     assert back.json()["success"]
-    assert tokens(generate(admin, LONG)) == old
+    assert tokens(generate(admin, LONG)) == long_answer
     assert admin.post("/update_weight_version", new_version="default").json()["success"]
 
 
