@@ -191,6 +191,26 @@ def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
     assert bool(list(cache.glob("*/cuda_utils*.so"))) == has_launchers
 
 
+RECORD = """
+from strandline.config import EngineConfig
+from strandline.engine.processes.dry_run import record_start
+from strandline.kernels.gpu import GPUS
+
+config = EngineConfig(model={model!r}, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=1024)
+print(*(variant.name for variant in record_start(config, GPUS["sm_90"])))
+"""
+
+
+def test_sums_of_several_ranks_are_compiled_ahead() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", RECORD.format(model=MODEL)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    sums = {name for name in run.stdout.split() if name.startswith("collectives.")}
+    assert sums >= {"collectives.rank_sums_triton._sum_kernel", "collectives.rank_sums_triton._gather_kernel"}
+
+
 def test_kernels_found_before_a_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[Any]()
 

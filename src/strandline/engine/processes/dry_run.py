@@ -13,36 +13,48 @@ from strandline.config import EngineConfig
 from strandline.device.meta_device import META, zeros_from_meta
 from strandline.engine.core import new_warm_up
 from strandline.engine.loading import load_uni_executor
-from strandline.kernels.expert_choices import Summand, added_up
+from strandline.kernels.collectives import many_row_sums, rank_sums
+from strandline.kernels.collectives.connection import Connection
+from strandline.kernels.collectives.many_row_sums import ManyRowSums
+from strandline.kernels.collectives.rank_sums import FewRowSums
+from strandline.kernels.expert_choices import Summand, added_up, like
 from strandline.kernels.gpu import Gpu
 from strandline.kernels.ranks import ONE_RANK
 from strandline.kernels.recording_triton import Variant, recording
 
 
 class _OneOfSeveral:
-    """A rank for which the others answer as it would."""
-
-    few_rows, many_rows = None, None
+    """The first rank of several, whose sums go through symmetric memory as far as that has room."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
+        self.few_rows = FewRowSums(_connection(size, rank_sums.counter_shape(size)))
+        self.many_rows = ManyRowSums(_connection(size, many_row_sums.counter_shape(size)))
 
     def sum(self, x: Summand) -> Tensor:
-        """Return ``x``, added up."""
-        return added_up(x)
+        """Return what has the shape of a sum of several; as ``ProcessRanks.sum``."""
+        if self.few_rows.can_sum(like(x)):
+            return self.few_rows.sum(added_up(x))
+        x = x if self.many_rows.can_sum(x) else added_up(x)
+        return self.many_rows.sum(x) if self.many_rows.can_sum(x) else added_up(x)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return ``x``, as often as there are ranks."""
-        return torch.cat([x] * self.size, dim=1)
+        """Return what has the shape of several matrices side by side; as ``ProcessRanks.gather``."""
+        return self.few_rows.gather(x) if self.few_rows.can_gather(x) else torch.cat([x] * self.size, dim=1)
 
     def least(self, number: int) -> int:
         """Return ``number``."""
         return number
 
 
+def _connection(size: int, counter_shape: tuple[int, ...]) -> Connection:
+    addresses_N = torch.empty(size, dtype=torch.int64, device=META)
+    return Connection(0, addresses_N, torch.empty(counter_shape, dtype=torch.int32, device=META))
+
+
 def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
     """Return the kernels that an engine with this configuration compiles on a GPU; of several ranks, those of the first
-    one, without sums over ranks.
+    one.
 
     Raises:
         ConfigError: no engine can be built so.
