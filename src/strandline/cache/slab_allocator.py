@@ -50,9 +50,8 @@ class SlabAllocator:
         self._slots = set[int]()
         self._free_in: dict[int, array[int]] = {}
         """Free blocks of every slab that holds blocks and is not full; the last is allocated first."""
-        self._is_taken = bytearray(num_slabs * blocks_per_slab)
-        """By block."""
-        self._block_slabs = {0} if shares is None else set[int]()
+        self._taken_in = {0: bytearray(blocks_per_slab)} if shares is None else dict[int, bytearray]()
+        """By slab that holds blocks: whether each of its blocks is taken."""
         self.num_null_blocks = num_null_blocks if shares is None else 0
         first = array("i", range(blocks_per_slab - 1, num_null_blocks - 1, -1) if shares is None else ())
         if first:
@@ -79,7 +78,7 @@ class SlabAllocator:
     @property
     def num_blocks(self) -> int:
         """Allocated blocks."""
-        return len(self._block_slabs) * self.blocks_per_slab - self.num_free_blocks - self.num_null_blocks
+        return len(self._taken_in) * self.blocks_per_slab - self.num_free_blocks - self.num_null_blocks
 
     def take_slot(self) -> SlotId | None:
         """Allocate a slot; None when no slab is free."""
@@ -101,13 +100,14 @@ class SlabAllocator:
         while len(taken) < num_blocks and (self._free_in or self._open_slab()):
             slab, free = next(iter(self._free_in.items()))
             num_kept = max(len(free) - num_blocks + len(taken), 0)
-            taken += free[num_kept:][::-1]
+            part, is_taken, first = free[num_kept:][::-1], self._taken_in[slab], slab * self.blocks_per_slab
+            for block in part:
+                is_taken[block - first] = True
+            taken += part
             del free[num_kept:]
             if not free:
                 del self._free_in[slab]
         self.num_free_blocks -= len(taken)
-        for block in taken:
-            self._is_taken[block] = True
         return taken
 
     def take_in_free_slabs(self, num_blocks: int) -> "array[int]":
@@ -119,35 +119,37 @@ class SlabAllocator:
 
     def _open_slab(self) -> bool:
         """Use a free slab for blocks; return False if no slab is free."""
-        if not self._free_slabs or len(self._block_slabs) == self.max_block_slabs:
+        if not self._free_slabs or len(self._taken_in) == self.max_block_slabs:
             return False
         slab = self._free_slabs.pop()
         first = slab * self.blocks_per_slab
-        self._block_slabs.add(slab)
+        self._taken_in[slab] = bytearray(self.blocks_per_slab)
         self._free_in[slab] = array("i", range(first + self.blocks_per_slab - 1, first - 1, -1))
         self.num_free_blocks += self.blocks_per_slab
         return True
 
     def free_blocks(self, blocks: Iterable[int]) -> None:
         """Free blocks, in this order."""
-        is_taken, free_in, size = self._is_taken, self._free_in, self.blocks_per_slab
-        end = len(is_taken)
+        size, slab = self.blocks_per_slab, -1
+        is_taken: bytearray | None = None
+        free: array[int] | None = None
         for block in blocks:
-            if not 0 <= block < end or not is_taken[block]:
+            if block // size != slab:  # blocks of a slab often follow each other
+                slab = block // size
+                is_taken, free = self._taken_in.get(slab), self._free_in.get(slab)
+            if is_taken is None or not is_taken[block % size]:
                 raise CacheInvariantError(f"block {block} freed but not in use")
-            is_taken[block] = False
+            is_taken[block % size] = False
             self.num_free_blocks += 1
-            slab = block // size
-            free = free_in.get(slab)
             if free is None:
-                free = free_in[slab] = array("i")
+                free = self._free_in[slab] = array("i")
             free.append(block)
             if len(free) == size and slab:
                 self._close_slab(slab)
+                is_taken = None
 
     def _close_slab(self, slab: int) -> None:
-        del self._free_in[slab]
-        self._block_slabs.remove(slab)
+        del self._free_in[slab], self._taken_in[slab]
         self.num_free_blocks -= self.blocks_per_slab
         self._free_slabs.append(slab)
 
@@ -193,9 +195,7 @@ class SlabAllocator:
         targets = self.take_blocks(len(used))
         if len(targets) < len(used):
             raise CacheInvariantError(f"slab {slab} cannot be emptied: no room for its {len(used)} blocks")
-        for block in used:
-            self._is_taken[block] = False
-        self._block_slabs.remove(slab)
+        del self._taken_in[slab]
         self._free_slabs.append(slab)
         return [(BlockId(src), BlockId(dst)) for src, dst in zip(used, targets, strict=True)]
 
@@ -204,7 +204,7 @@ class SlabAllocator:
         candidates = [slab for slab in self._free_in if slab and slab not in held]
         if not candidates and held:
             # The free blocks share slabs with held ones: a full slab is emptied into them.
-            candidates = sorted(self._block_slabs - held.keys() - {0})[:1]
+            candidates = sorted(self._taken_in.keys() - held.keys() - {0})[:1]
         return max(candidates, key=self._num_free, default=None)
 
     def _num_free(self, slab: int) -> int:
@@ -216,6 +216,6 @@ class SlabAllocator:
     def used(self) -> tuple[set[SlotId], set[BlockId]]:
         """Return all allocated slots and blocks, for checks: linear in the size of the arena."""
         size = self.blocks_per_slab
-        blocks = set(chain.from_iterable(range(slab * size, (slab + 1) * size) for slab in self._block_slabs))
+        blocks = set(chain.from_iterable(range(slab * size, (slab + 1) * size) for slab in self._taken_in))
         blocks.difference_update(range(self.num_null_blocks), *self._free_in.values())
         return {SlotId(slot) for slot in self._slots}, cast(set[BlockId], blocks)
