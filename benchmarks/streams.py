@@ -8,6 +8,9 @@ are streams, each step gives every stream a random token, as the engine would sa
 as the stub can encode them, and the events hold several tokens. The client reads bytes and looks into none, so that it
 takes little of the machine. CPU times are of the kernel's scheduler, of all threads, from the first token of the last
 stream to the end; other processes lengthen them by what they displace from caches alone.
+
+With ``--load-generator`` the client is ``strandline bench serve``, and the CPU time is its own: what a run of all
+tokens takes more than a run of one token per stream.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import json
 import os
 import platform
 import re
+import resource
 import selectors
 import socket
 import subprocess
@@ -192,6 +196,17 @@ def load(pid: int, port: int, endpoint: str, num_streams: int, num_tokens: int) 
     return cpu_s(pid) - begun_s, num_bytes, num_events
 
 
+def load_generator_s(port: int, num_streams: int, num_tokens: int) -> float:
+    """Return the CPU time of ``strandline bench serve`` that asks for all streams at once."""
+    command = [sys.executable, "-m", "strandline", "bench", "serve", "--port", str(port), "--disable-tqdm"]
+    command += ["--dataset-name", "random", "--random-input-len", "2", "--random-output-len", str(num_tokens)]
+    command += ["--num-prompts", str(num_streams), "--num-warmups", "0", "--vocab-size", "3000", "--ignore-eos"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=1024)
@@ -199,6 +214,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=200.0)
     parser.add_argument("--endpoint", nargs="+", choices=BODIES, default=["completions", "chat"])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--load-generator", action="store_true")
     return parser.parse_args()
 
 
@@ -210,7 +226,11 @@ def measure() -> None:
         f"{options.step_ms:g} ms"
     )
     with serving(options.streams, options.step_ms / 1e3) as (pid, port, log):
-        for _ in range(options.rounds):
+        for _ in range(options.rounds if options.load_generator else 0):
+            most_s, least_s = (load_generator_s(port, options.streams, num) for num in (options.tokens, 1))
+            num_tokens = options.streams * (options.tokens - 1)
+            print(f"bench serve: {1e6 * (most_s - least_s) / num_tokens:.1f} us per token", flush=True)
+        for _ in range(0 if options.load_generator else options.rounds):
             for endpoint in options.endpoint:
                 used_s, num_bytes, num_events = load(pid, port, endpoint, options.streams, options.tokens)
                 num_tokens = options.streams * (options.tokens - 1)

@@ -95,6 +95,13 @@ def test_a_cache_warmed_by_another_run_is_pointed_out() -> None:
     assert any("--cache-salt random" in line for line in warnings(figures, 0))
 
 
+def test_busy_load_generator_is_pointed_out() -> None:
+    busy, idle = Run(duration_s=2.0, client_cpu_s=1.9), Run(duration_s=2.0, client_cpu_s=0.5)
+    assert any("used 95% of its one core" in line for line in warnings(figures_of(busy, Wanted()), 0))
+    assert warnings(figures_of(idle, Wanted()), 0) == []
+    assert "Load generator's CPU (% of a core):      25.0" in table(figures_of(idle, Wanted()), Pace(), Wanted())
+
+
 @pytest.mark.parametrize("flags", [(), ("--save-detailed",)], ids=["plain", "detailed"])
 def test_the_file_has_vllms_fields(tmp_path: Path, flags: tuple[str, ...]) -> None:
     flags = (*flags, "--result-dir", str(tmp_path / "new"), "--metadata", "gpu=none", "--goodput", "ttft:100")

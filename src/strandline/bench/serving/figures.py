@@ -42,6 +42,7 @@ def figures_of(run: Run, wanted: Wanted) -> Figures:
         "total_token_throughput": (num_input + num_output) / duration_s,
         "max_output_tokens_per_s": _peak_rate(good),
         "max_concurrent_requests": _peak_concurrency(good),
+        "client_cpu_share": run.client_cpu_s / duration_s,
         **cache_figures(good),
     }
     for name, values_s in times_of(good).items():

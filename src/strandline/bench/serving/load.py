@@ -24,6 +24,8 @@ class Run:
     answers: list[Answer] = field(default_factory=list)
     """Outcomes in the order in which requests ended."""
     duration_s: float = 0.0
+    client_cpu_s: float = 0.0
+    """CPU time of the load generator itself."""
     num_interrupted: int = 0
     """Requests that were in flight when the run was ended."""
     is_interrupted: bool = False
@@ -106,7 +108,7 @@ class Load:
         starts = [
             at_s if session.start_s is None else session.start_s for at_s, session in zip(times, sessions, strict=True)
         ]
-        self._begin_s = time.perf_counter()
+        self._begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         tasks: set[asyncio.Task[None]] = set()
         try:
             for start_s, session in sorted(zip(starts, sessions, strict=True), key=lambda pair: pair[0]):
@@ -126,6 +128,7 @@ class Load:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self.run.duration_s = time.perf_counter() - self._begin_s
+        self.run.client_cpu_s = time.process_time() - begin_cpu_s
         return self.run
 
     async def _talk(self, session: Session, start_s: float) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from strandline.bench.serving.options import Target
 from strandline.bench.serving.session import Answer, Ask
+from strandline.bench.serving.stream_transport import StreamTransport
 from strandline.errors import ConfigError
 
 TIMEOUT_S: Final = 6 * 3600.0
@@ -79,7 +80,7 @@ class ServerUnderLoad:
     """Sends requests over persistent connections. Use it as an async context.
 
     Args:
-        transport: what carries the requests; None: HTTP.
+        transport: what carries the requests; None: a ``StreamTransport``.
     """
 
     def __init__(
@@ -93,10 +94,9 @@ class ServerUnderLoad:
         # A proxy between would be measured too: the environment's is not used.
         self._http = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity", **target.headers},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,
-            transport=transport,
+            transport=transport or StreamTransport(),
         )
 
     async def __aenter__(self) -> Self:

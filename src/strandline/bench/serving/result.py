@@ -17,6 +17,8 @@ from strandline.version import VERSION
 
 WIDTH: Final = 50
 LABEL_WIDTH: Final = 40
+BUSY_SHARE: Final = 0.8
+"""Above this share of a core, the load generator itself delays what it measures."""
 
 
 def table(figures: Figures, pace: Pace, wanted: Wanted) -> list[str]:
@@ -36,6 +38,7 @@ def table(figures: Figures, pace: Pace, wanted: Wanted) -> list[str]:
         ("Peak output token throughput (tok/s):", f"{figures['max_output_tokens_per_s']:.2f}"),
         ("Peak concurrent requests:", f"{figures['max_concurrent_requests']:.2f}"),
         ("Total token throughput (tok/s):", f"{figures['total_token_throughput']:.2f}"),
+        ("Load generator's CPU (% of a core):", f"{100 * figures['client_cpu_share']:.1f}"),
     ]
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
     lines += [_row(label, text) for label, text in counts if text is not None]
@@ -79,6 +82,11 @@ def warnings(figures: Figures, num_skipped: int) -> list[str]:
         lines.append(f"{len(failures)} requests failed; the first error: {failures[0]}")
     if num_skipped:
         lines.append(f"{num_skipped} requests of the trace were left out: longer than the server's max_model_len")
+    if figures["client_cpu_share"] > BUSY_SHARE:
+        lines.append(
+            f"the load generator used {figures['client_cpu_share']:.0%} of its one core: it may have limited the "
+            "throughput and lengthened the latencies; divide the load between several commands"
+        )
     cached, ideal = figures["total_cached_tokens"], figures["total_ideal_cached_tokens"]
     if cached is not None and ideal is not None and cached > ideal:
         lines.append(
