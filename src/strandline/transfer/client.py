@@ -77,7 +77,7 @@ class Pull:
             raise TransferError(Cause.GONE, "nothing was offered")
         try:
             connection.send(want)
-            pieces = list(pieces_of(want.blocks, want.positions, self._spec, past=offer.num_blocks))
+            pieces = list(pieces_of(want.first_block, want.positions, self._spec, past=offer.num_blocks))
             return self._mover.take(connection, pieces, sink)
         finally:
             self.close()

@@ -1,13 +1,13 @@
 """What two engines must agree on before bytes of one mean anything to the other, and how the bytes are divided."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ModelSpec
 
-PROTOCOL: Final = "3"
+PROTOCOL: Final = "4"
 PIECE_BYTES: Final = 8 * 2**20
 """Pieces are about as large: reading or writing one takes an engine a few milliseconds at most."""
 CHUNK_BYTES: Final = 2 * 2**20
@@ -80,10 +80,8 @@ class Items(NamedTuple):
         return self.end_block - self.start_block + len(self.positions) + self.num_window_blocks
 
 
-def pieces_of(
-    blocks: Iterable[tuple[int, int]], positions: Sequence[int], spec: ModelSpec, *, past: int
-) -> Iterator[Items]:
-    """Yield the pieces in which ranges ``[start, end)`` of blocks travel, then those of slots, then windows.
+def pieces_of(first_block: int, positions: Sequence[int], spec: ModelSpec, *, past: int) -> Iterator[Items]:
+    """Yield the pieces in which blocks are sent, from one to a prefix's last, then those of slots, then windows.
 
     None has two of these, so that all parts of a piece are of one size.
 
@@ -91,10 +89,9 @@ def pieces_of(
         past: the index after a prefix's last block.
     """
     blocks_per_piece = max(PIECE_BYTES // spec.raw_block_bytes, 1)
-    for first, last in blocks:
-        for start in range(first, last, blocks_per_piece):
-            end = min(start + blocks_per_piece, last)
-            yield Items(start, end, (), (end - start) * spec.raw_block_bytes)
+    for start in range(first_block, past, blocks_per_piece):
+        end = min(start + blocks_per_piece, past)
+        yield Items(start, end, (), (end - start) * spec.raw_block_bytes)
     slots_per_piece = max(PIECE_BYTES // spec.raw_slot_bytes, 1)
     for start in range(0, len(positions) if spec.has_states else 0, slots_per_piece):
         some = tuple(positions[start : start + slots_per_piece])

@@ -58,15 +58,10 @@ class Offer(msgspec.Struct, tag=True):
 class Want(msgspec.Struct, tag=True):
     """What is missing of the prefix that was offered."""
 
-    blocks: list[tuple[int, int]]
-    """Ranges ``[start, end)`` of its blocks, in order."""
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    """All of its blocks from this one on are missing; as many as it has: none are."""
     positions: list[int]
     """Positions of snapshots."""
-
-    def is_consistent(self, num_blocks: int) -> bool:
-        """Whether the ranges lie in a prefix of this many blocks, apart and in order."""
-        bounds = [bound for some in self.blocks for bound in some]
-        return all(low <= high for low, high in pairwise([0, *bounds, num_blocks]))
 
 
 class Piece(msgspec.Struct, tag=True):

@@ -159,10 +159,10 @@ class PullServer:
 
     def _give(self, connection: Connection, source: Source[Hold], hold: Hold, offer: Offer, want: Want) -> None:
         offered = {position for position, _ in offer.snapshots}
-        if not (want.is_consistent(offer.num_blocks) and offered.issuperset(want.positions)):
+        if want.first_block > offer.num_blocks or not offered.issuperset(want.positions):
             raise TransferError(Cause.GARBLED, "more is wanted than was offered")
         start_s = SYSTEM_CLOCK()
-        pieces = list(pieces_of(want.blocks, want.positions, self._spec, past=offer.num_blocks))
+        pieces = list(pieces_of(want.first_block, want.positions, self._spec, past=offer.num_blocks))
         self._mover.give(connection, pieces, Content(partial(source.read, hold), partial(source.addresses, hold)))
         self.counters.count_done(sum(items.num_bytes for items in pieces), SYSTEM_CLOCK() - start_s)
 

@@ -578,7 +578,7 @@ def test_a_consumer_that_dies_leaves_the_lease(
     layout = layout_of(producer.core.spec, weights=fingerprint(model_dir), is_deterministic=False)
     ask = Ask(params.lease_id, "", bytes(TokenBuffer(prompt).data))
     with Connection.to(params.host, params.port, TIMEOUT_S) as connection:
-        for message in [Hello("dies", layout), ask, Want([(0, 5)], [300])][:num_messages]:
+        for message in [Hello("dies", layout), ask, Want(0, [300])][:num_messages]:
             connection.send(message)
         if num_messages > 1:
             run([producer], lambda: producer.cache.internals().leases != {} and _has_come(connection))
@@ -594,7 +594,7 @@ def test_a_killed_consumer_leaves_nothing_behind(make_node: MakeNode, model_dir:
     prompt = prompt_of(300)
     params = prefill(producer, prompt)
     layout = layout_of(producer.core.spec, weights=fingerprint(model_dir), is_deterministic=False)
-    ask, want = Ask(params.lease_id, "", bytes(TokenBuffer(prompt).data)), Want([(0, 5)], [300])
+    ask, want = Ask(params.lease_id, "", bytes(TokenBuffer(prompt).data)), Want(0, [300])
 
     def wait_until(is_done: Callable[[], bool]) -> None:
         run([producer], is_done)

@@ -22,7 +22,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, texts, st.dictionaries(texts, texts, max_size=4)),
     st.builds(Ask, texts, texts, st.binary(max_size=200)),
     st.builds(Offer, counts, st.lists(st.tuples(counts, texts), max_size=4)),
-    st.builds(Want, st.lists(st.tuples(counts, counts), max_size=4), st.lists(counts, max_size=4)),
+    st.builds(Want, counts, st.lists(counts, max_size=4)),
     st.builds(Piece, counts),
     st.builds(
         Placed,

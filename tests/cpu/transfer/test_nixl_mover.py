@@ -36,7 +36,7 @@ from tests.cpu.transfer.test_pull import (
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs strandline[nixl]")
 NOWHERE = Region(0, 0, None)
-WANT = Want([(0, 79)], [100, 4992, 5000])
+WANT = Want(0, [100, 4992, 5000])
 """Three pieces."""
 
 
@@ -138,7 +138,7 @@ def test_pulls_that_run_together_do_not_mix(producer: Producer, mover: NixlMover
             failures.append(failure)
             raise
 
-    threads = [Thread(target=run, args=[Want([(first, 79)], [100, 5000])]) for first in range(0, 60, 20)]
+    threads = [Thread(target=run, args=[Want(first, [100, 5000])]) for first in range(0, 60, 20)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -45,15 +45,14 @@ def content_of(start: int, end: int, positions: tuple[int, ...]) -> bytes:
 
 def wanted_content(want: Want) -> bytes:
     """Return all bytes of what is wanted, in order."""
-    return b"".join(content_of(*some, ()) for some in want.blocks) + content_of(0, 0, tuple(want.positions))
+    return content_of(want.first_block, OFFER.num_blocks, tuple(want.positions))
 
 
 WANTED = [
-    Want([(3, 79)], [100, 5000]),
-    Want([], [5000]),
-    Want([(0, 79)], []),
-    Want([(0, 79)], [100, 4992, 5000]),
-    Want([(0, 2), (70, 79)], [100, 5000]),
+    Want(3, [100, 5000]),
+    Want(79, [5000]),
+    Want(0, []),
+    Want(0, [100, 4992, 5000]),
 ]
 
 
@@ -62,7 +61,7 @@ class Memory:
     """An engine that has a prefix, and one that lacks it."""
 
     offered: Offer | None = OFFER
-    wanted: Want | None = field(default_factory=lambda: Want([(3, 79)], [100, 5000]))
+    wanted: Want | None = field(default_factory=lambda: Want(3, [100, 5000]))
     asks: list[Ask] = field(default_factory=list)
     ends: list[tuple[str, bool]] = field(default_factory=list)
     written: dict[tuple[int, int, tuple[int, ...]], bytes] = field(default_factory=dict)
@@ -192,9 +191,9 @@ def test_a_piece_with_a_wrong_byte_is_not_written(make_server: MakeServer, index
             flipper: Any = ByteFlipper(connection, index, start)
             super().give(flipper, pieces, content)
 
-    sink = Memory(wanted=Want([(0, 79)], [100, 5000]))
+    sink = Memory(wanted=Want(0, [100, 5000]))
     assert sink.wanted is not None
-    pieces = list(pieces_of(sink.wanted.blocks, sink.wanted.positions, SPEC, past=79))
+    pieces = list(pieces_of(sink.wanted.first_block, sink.wanted.positions, SPEC, past=79))
     assert start < pieces[index].num_bytes
     with pytest.raises(TransferError, match="another checksum") as failure:
         pull_from(make_server(Memory(), mover=FlippingMover()).port, sink)
@@ -220,7 +219,7 @@ def test_nothing_is_written_after_a_pull_has_failed(make_server: MakeServer) -> 
     pull = Pull(Peer("127.0.0.1", server.port, ""), Hello("consumer", LAYOUT), SPEC, SocketMover(), timeout_s=LONG_S)
     pull.ask(ASK)
     with pytest.raises(TransferError):
-        pull.fetch(Want([(0, 79)], [100, 4992, 5000]), sink_of(write))
+        pull.fetch(Want(0, [100, 4992, 5000]), sink_of(write))
     assert under_way == [0]
 
 
@@ -232,18 +231,18 @@ def test_a_write_that_fails_is_the_pulls_failure(make_server: MakeServer) -> Non
     pull = Pull(Peer("127.0.0.1", server.port, ""), Hello("consumer", LAYOUT), SPEC, SocketMover(), timeout_s=LONG_S)
     pull.ask(ASK)
     with pytest.raises(TransferError, match="rank 1") as failure:
-        pull.fetch(Want([(0, 79)], [100, 4992, 5000]), sink_of(write))
+        pull.fetch(Want(0, [100, 4992, 5000]), sink_of(write))
     assert failure.value.cause is Cause.NO_ROOM
 
 
 def test_pieces_are_cut_by_size() -> None:
-    pieces = list(pieces_of([(3, 79)], [100, 4992, 5000], SPEC, past=79))
+    pieces = list(pieces_of(3, [100, 4992, 5000], SPEC, past=79))
     assert len(pieces) == 3
     assert sum(piece.num_bytes for piece in pieces) == 76 * SPEC.raw_block_bytes + 3 * SPEC.raw_slot_bytes
     assert max(piece.num_bytes for piece in pieces) <= max(8 * 2**20, SPEC.raw_slot_bytes)
-    assert list(pieces_of([], [], SPEC, past=79)) == []
-    two = list(pieces_of([(3, 5), (70, 79)], [5000], SPEC, past=79))
-    assert [piece[:3] for piece in two] == [(3, 5, ()), (70, 79, ()), (79, 79, (5000,))]
+    assert list(pieces_of(79, [], SPEC, past=79)) == []
+    two = list(pieces_of(70, [5000], SPEC, past=79))
+    assert [piece[:3] for piece in two] == [(70, 79, ()), (79, 79, (5000,))]
 
 
 @pytest.mark.parametrize("source", [Memory(offered=None), Memory()])
@@ -286,12 +285,10 @@ def test_another_engine_in_a_peers_place_is_not_asked(make_server: MakeServer) -
 @pytest.mark.parametrize(
     "want",
     [
-        Want([(0, 80)], []),
-        Want([(-1, 79)], []),
-        Want([(5, 4)], []),
-        Want([(5, 9), (8, 10)], []),
-        Want([], [99]),
-        Want([(0, 79)], [5000, 5001]),
+        Want(80, []),
+        Want(-1, []),
+        Want(79, [99]),
+        Want(0, [5000, 5001]),
         Piece(0),
         Hello("", {}),
     ],
@@ -335,7 +332,7 @@ def test_a_consumer_that_dies_or_stalls_ends_its_hold(
 ) -> None:
     source = Memory()
     server = make_server(source, timeout_s=LONG_S if is_killed else SHORT_S)
-    sent = [Hello("consumer", LAYOUT), ASK, Want([(0, 79)], [5000])]
+    sent = [Hello("consumer", LAYOUT), ASK, Want(0, [5000])]
     with Connection.to("127.0.0.1", server.port, LONG_S) as connection:
         for message in sent[:num_messages]:
             connection.send(message)
@@ -352,7 +349,7 @@ def test_a_consumer_that_dies_or_stalls_ends_its_hold(
 @pytest.mark.parametrize("num_answers", range(4))
 @pytest.mark.parametrize("end", ["dies", "stalls", "garbles"])
 def test_a_producer_that_dies_stalls_or_garbles_is_an_error(num_answers: int, end: str) -> None:
-    piece = next(pieces_of([(3, OFFER.num_blocks)], [100, 5000], SPEC, past=OFFER.num_blocks))
+    piece = next(pieces_of(3, [100, 5000], SPEC, past=OFFER.num_blocks))
     answers: list[tuple[Any, bytes]] = [
         (Hello("producer", LAYOUT), b""),
         (OFFER, b""),

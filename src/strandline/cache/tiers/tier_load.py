@@ -15,7 +15,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.tier_tree import Copy, PathBlocks, PathEnd, TierSnapshot, pieces
-from strandline.cache.tree import Snapshot, path_blocks
+from strandline.cache.tree import Snapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.actions import Completion
 
@@ -163,12 +163,10 @@ class TierLoad:
         tier, end, freed = self._tier, self._end(), dict[int, int]()
         if end is None or tier.column.last_on_path(end) != end:
             return
-        held = path_blocks(self._lease.run)[: self._num_blocks]
         for run, start, stop in pieces(end)[::-1]:
             addresses = tier.column.part(run).addresses
             for index in range(stop - 1, start - 1, -1):
-                if held[run.start_block + index]:
-                    freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
+                freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         tier.free(freed)
         if not tier.slot_blocks:
             for copy in list(tier.column.copies_on(end, self._lease.tokens.data)):

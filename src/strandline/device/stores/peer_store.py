@@ -111,13 +111,5 @@ class PeerStore:
             window_blocks = state_at[items.window_of].window if items.num_window_blocks else ()
             self._copies.write(Entries(blocks, slots, window_blocks), data, fence)
 
-        return pull.fetch(Want(_ranges(sorted(block_at)), sorted(state_at)), Sink(self._copies.room, write))
-
-
-def _ranges(indices: Iterable[int]) -> list[tuple[int, int]]:
-    """Return ascending numbers as ranges ``[start, end)``."""
-    ranges = list[tuple[int, int]]()
-    for index in indices:
-        start = ranges.pop()[0] if ranges and ranges[-1][1] == index else index
-        ranges.append((start, index + 1))
-    return ranges
+        want = Want(min(block_at, default=pull.num_blocks), sorted(state_at))
+        return pull.fetch(want, Sink(self._copies.room, write))
