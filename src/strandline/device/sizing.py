@@ -292,11 +292,8 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
 
 
 def choose_window_blocks(model: LanguageModel) -> ModelSpec:
-    """Return a model's spec, with window blocks where layers have windows.
-
-    Not where a drafter has layers of its own: all layers' streams are in the same blocks.
-    """
-    return replace(model.spec, has_window_blocks=model.drafter is None and model.spec.has_windows)
+    """Return a model's spec, with window blocks where layers have windows. A drafter's layers do not use them."""
+    return replace(model.spec, has_window_blocks=model.spec.has_windows)
 
 
 def slabs_for(spec: ModelSpec, num_tokens: int, step_tokens: int | None = None) -> int:

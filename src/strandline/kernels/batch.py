@@ -176,6 +176,13 @@ class StepBatch:
     num_verified_rows: int = 0
 
     @property
+    def on_paths(self) -> "StepBatch":
+        """The step as layers take it that store all tokens, whatever their windows are: a drafter's."""
+        if self.attention.windowed is None:
+            return self
+        return replace(self, attention=replace(self.attention, windowed=None))
+
+    @property
     def parts(self) -> "tuple[StepBatch, StepBatch] | None":
         """Batches that layers with states compute one after the other; all but ``recurrent`` is the whole step's."""
         if self.verified is None:

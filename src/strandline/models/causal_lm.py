@@ -153,7 +153,8 @@ class CausalLM(nn.Module):
     def _whole_spec(self) -> ModelSpec:
         spec, drafter = self.decoder.spec, self.drafter
         num_features = drafter.hidden_size if isinstance(drafter, EagleDrafter) else 0
-        own = () if drafter is None else drafter.specs
+        # A drafter's layers store all tokens: drafts are computed without window blocks.
+        own = () if drafter is None else tuple(replace(layer, window_tokens=None) for layer in drafter.specs)
         routing = () if self.routing is None else (self.routing.spec,)
         return replace(spec, layers=(*spec.layers, *own, *routing), hidden_size=spec.hidden_size + num_features)
 
@@ -206,7 +207,7 @@ class CausalLM(nn.Module):
         if isinstance(drafter, EagleDrafter):
             return torch.cat((hidden_TE, drafter.features(outputs_TLE.flatten(1))), dim=1)
         if isinstance(drafter, BlockDrafter):
-            drafter.keep(outputs_TLE.flatten(1), batch, memory.draft)
+            drafter.keep(outputs_TLE.flatten(1), batch.on_paths, memory.draft)
         return hidden_TE
 
     @property
@@ -253,7 +254,7 @@ class CausalLM(nn.Module):
         self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory
     ) -> tuple[DraftLayer | EagleDrafter, tuple[Tensor, Tensor, Step]]:
         """Return what drafts from pairs, and the pairs as it takes them."""
-        drafter = self.drafter
+        drafter, batch = self.drafter, batch.on_paths
         if isinstance(drafter, DraftLayer):
             embedded_TE, step = self.decoder.embed(batch, memory)
             return drafter, (embedded_TE, hidden_TE, step)
@@ -275,7 +276,7 @@ class CausalLM(nn.Module):
         """
         if not isinstance(self.drafter, BlockDrafter):
             raise EngineError("the model has no drafter of blocks")
-        return self.drafter.draft(self.decoder.embedding(batch.token_ids_T), batch, memory.draft, rows_N)
+        return self.drafter.draft(self.decoder.embedding(batch.token_ids_T), batch.on_paths, memory.draft, rows_N)
 
     def use_kv_cache_dtype(self, dtype: str) -> None:
         """Keep keys and values in another dtype than that of activations; called before ``bind``.

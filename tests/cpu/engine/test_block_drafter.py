@@ -47,6 +47,8 @@ SYNTHETIC = {
     "synthetic_acceptance_rates": [0.8, 0.6, 0.5, 0.4, 0.3],
 }
 SEVERAL_STREAMS = ("glm5_next", "qwen4_exp")
+WINDOWED = ("gemma3", "lfm3")
+"""Families with windows in some layers, without and with states."""
 """Families whose layers pass on several residual streams."""
 MakeLLM = Callable[..., LLM]
 
@@ -243,7 +245,7 @@ def test_other_drafters_do_not_reuse_a_disk_cache(make: MakeLLM, drafter: Path, 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "dflash" else pytest.mark.long) for kind in BLOCK_DRAFTERS]
 )
-@pytest.mark.parametrize("name", families.REPRESENTATIVES)
+@pytest.mark.parametrize("name", [*families.REPRESENTATIVES, *WINDOWED])
 def test_every_family_drafts_what_the_reference_does(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,10 +260,15 @@ def test_every_family_drafts_what_the_reference_does(
         with pytest.raises(ConfigError, match="several outputs"):
             make(speculative_config=config)
         return
-    llm, params = make(speculative_config=config), MIXED[:3]
+    llm, cold, params = make(speculative_config=config), make(enable_prefix_caching=False), MIXED[:3]
+    assert llm.engine.core.spec.has_window_blocks == cold.engine.core.spec.has_window_blocks
     drafted = note_drafts(llm)
-    assert answers(llm, prompts, params) == answers(make(), prompts, params)
+    found = answers(llm, prompts, params)
+    assert found == answers(cold, prompts, params)
     check_drafts(Reference(families.oracle(name), drafter), drafted)
+    turns = [[*prompt, *answer, 1] for prompt, answer in zip(prompts, found, strict=True)]
+    assert answers(llm, turns, params) == answers(cold, turns, params)
+    assert llm.engine.cache.stats().hit_tokens > 0
 
 
 def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: Reference) -> None:

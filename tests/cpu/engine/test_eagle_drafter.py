@@ -18,6 +18,7 @@ from tests.cpu.engine.test_block_drafter import (
     MIXED,
     SEVERAL_STREAMS,
     SHORT,
+    WINDOWED,
     check_captured_steps,
     check_drafts,
     note_drafts,
@@ -142,7 +143,7 @@ def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: E
     check_drafts(reference, drafted)
 
 
-@pytest.mark.parametrize("name", [name for name in families.REPRESENTATIVES if name not in SEVERAL_STREAMS])
+@pytest.mark.parametrize("name", [*sorted({*families.REPRESENTATIVES} - {*SEVERAL_STREAMS}), *WINDOWED])
 def test_every_family_drafts_what_the_reference_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,10 +152,15 @@ def test_every_family_drafts_what_the_reference_does(
     drafter = save_eagle(tmp_path / "drafter", sizes.get("text_config", sizes)["hidden_size"])
     make = llm_maker(directory, monkeypatch, device="cpu", memory="32MiB")
     prompts, params = [tokens(count, seed=count) for count in (2, 64, 100)], MIXED[:3]
-    llm = make(speculative_config=config_of(drafter))
+    llm, cold = make(speculative_config=config_of(drafter)), make(enable_prefix_caching=False)
+    assert llm.engine.core.spec.has_window_blocks == cold.engine.core.spec.has_window_blocks
     drafted = note_drafts(llm)
-    assert answers(llm, prompts, params) == answers(make(), prompts, params)
+    found = answers(llm, prompts, params)
+    assert found == answers(cold, prompts, params)
     check_drafts(EagleReference(families.oracle(name), drafter), drafted)
+    turns = [[*prompt, *answer, 1] for prompt, answer in zip(prompts, found, strict=True)]
+    assert answers(llm, turns, params) == answers(cold, turns, params)
+    assert llm.engine.cache.stats().hit_tokens > 0
 
 
 @pytest.mark.parametrize(

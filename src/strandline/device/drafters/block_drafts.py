@@ -152,6 +152,7 @@ def _block_plan(sequence: SequencePlan, sampled: Sequence[int], block: DraftBloc
         num_logged=0,
         num_drafts=0,
         pictures=(),
+        window_blocks=b"",
     )
 
 

@@ -135,6 +135,7 @@ def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_s
         log=NULL_LOG,
         num_logged=0,
         num_drafts=0,
+        window_blocks=b"",
     )
 
 

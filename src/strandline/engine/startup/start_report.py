@@ -23,8 +23,6 @@ def describe_sizes(spec: ModelSpec) -> list[str]:
     lines = [f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}"]
     if spec.has_window_blocks:
         lines.append(f"windows: layers with windows store the last {spec.max_window_tokens:,} tokens of a request")
-    elif spec.has_windows:
-        lines.append("windows: layers with windows store all tokens of a request, as a drafter with layers requires")
     return lines
 
 
