@@ -121,7 +121,7 @@ def test_steps_run_ahead_until_lookups_gain(make: MakeLLM, monkeypatch: pytest.M
             return super().propose(request, max_tokens) if is_found else ()
 
     choosing = look_up(llm, FoundLate({3: answer}, lambda _: True))
-    choosing._choice._rates = [0.1, 0.9]  # of earlier requests
+    choosing._rates = [0.1, 0.9]  # of earlier requests
     steps = Steps(monkeypatch)
     [output] = llm.generate([prompt], PARAMS, use_tqdm=False)
     assert output.outputs[0].token_ids == answer

@@ -104,7 +104,7 @@ class Request:
         self.is_looked_up = False
         """Whether the drafts that it verifies were looked up in earlier text."""
         self.proposals: Proposals | None = None
-        """What was last drafted and looked up, to be compared with what follows (``DraftChoice``)."""
+        """What was last drafted and looked up, to be compared with what follows (``ChoosingDrafter``)."""
         self.draft_rates: list[float] | None = None
         """How often what was drafted agreed, and what was looked up; None before the first."""
         self.counted_drafts: DraftCounters | None = None
