@@ -149,7 +149,7 @@ class StepDrafts:
         Args:
             logged_from: the least number of decodes for which a step logs decoded tokens.
         """
-        num_single = [span.num_tokens for span in spans].count(1)
+        num_single = [span.end - span.start for span in spans].count(1)
         decodes = LogUse.DECODED if num_single >= logged_from else LogUse.NONE
         if self._propose is None:
             for span in spans:

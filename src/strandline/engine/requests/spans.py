@@ -25,10 +25,6 @@ class Span:
     log_use: LogUse = LogUse.NONE
 
     @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-    @property
     def is_verification(self) -> bool:
         """Whether it computes one token and drafts after it."""
         return self.end - self.start == 1 + len(self.drafts)

@@ -226,7 +226,7 @@ class Scheduler:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
         running, is_exact, is_ahead = self.running, self._is_exact, step.follows_unsettled
-        index = 0
+        index, has_drafter = 0, self.drafts.drafter is not None
         while index < len(running) and budget > 0:
             request = running[index]
             if request.num_tokens >= request.max_total:
@@ -250,9 +250,11 @@ class Scheduler:
                     continue
             if not is_ahead and not lease.has_room(end) and not self._make_room(lease, end):
                 continue
-            if (span := step.join(request, lease, end, budget)) is not None:
+            # Without drafts, the call would cost as much as the rest of the loop.
+            span = step.join(request, lease, end, budget) if has_drafter else Span(request, lease, start, end)
+            if span is not None:
                 spans.append(span)
-                budget -= span.num_tokens
+                budget -= span.end - start
             index += 1
         return budget
 
@@ -322,7 +324,7 @@ class Scheduler:
             is_empty = end == start < request.num_tokens
             if not is_empty and (span := step.join(request, lease, end, budget)) is not None:
                 spans.append(span)
-                budget -= span.num_tokens
+                budget -= span.end - start
 
     def _find_leader(self, request: Request) -> Lead | None:
         """Find a running request that is about to compute a prefix of a waiting request. Changes nothing.
