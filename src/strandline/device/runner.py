@@ -251,8 +251,6 @@ class Runner:
             if graphs is None or captured is None:
                 parts.append(self._run_eagerly(step.batch, launched))
             else:
-                if step.verification is not None:
-                    self._pending.accept_none()
                 graphs.replay(captured, step.batch, step.verdicts)
                 parts.append(captured.hidden_TE)
             if not step.is_decoding:
@@ -293,13 +291,10 @@ class Runner:
         if (verification := step.verification) is not None:
             verification.take(chosen)
             rows, sequences = step.padded_rows, step.sequences
-            self._pending.remember_compared(
-                {sequences[index].request_id: row for index, row in rows.items() if sequences[index].is_sampled}
-            )
-        elif step.is_plain:
-            self._pending.remember(chosen.tokens_R, chosen.request_ids)
+            sampled = {sequences[index].request_id: row for index, row in rows.items() if sequences[index].is_sampled}
+            self._pending.remember(sampled, None)
         else:
-            self._pending.forget()
+            self._pending.remember(chosen.row_of if step.is_plain else {}, chosen.tokens_R)
 
     def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen, launched: StepInFlight) -> None:
         """Fetch the tokens; let the drafter store what it needs, or draft for the next step."""
@@ -341,7 +336,7 @@ class Runner:
                     chosen[index] = self._choose(step, indices, hidden_XE)
         if chosen:
             together = Chosen.joined(chosen)
-            self._pending.remember(together.tokens_R, together.request_ids)
+            self._pending.remember(together.row_of, together.tokens_R)
             launched.take(together)
 
     def _run_part(self, part: SequencePlan, launched: StepInFlight) -> tuple[HostStep, StepIndices, Tensor]:

@@ -5,7 +5,7 @@ Invariant: a request with more than ``MAX_STOP_IDS`` stop tokens never has a pen
 Shape suffixes: N sequences, P rows of the last step, X sets of stop tokens, I stop tokens of a set.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -46,26 +46,20 @@ class PendingTokens:
         """Whether the last step has compared drafts on the device, so that it is unknown how many tokens it sampled."""
         self._set_of: dict[frozenset[int], int] = {}
 
-    def remember(self, tokens_P: Tensor, request_ids: Iterable[RequestId]) -> None:
-        """Store the tokens that a step samples, one for each request."""
-        tokens = self.last.tokens_P
-        if tokens_P.data_ptr() != tokens.data_ptr():
-            tokens[: len(tokens_P)].copy_(tokens_P)
-        self._row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        self.may_follow_drafts = False
+    def remember(self, row_of: dict[RequestId, int], tokens_P: Tensor | None) -> None:
+        """Note the rows of the last step of requests whose next tokens may be pending.
 
-    def remember_compared(self, row_of: dict[RequestId, int]) -> None:
-        """Note the requests of a step whose tokens a graph stores (``accept_drafts``), and the rows of these."""
-        self._row_of, self.may_follow_drafts = row_of, True
-
-    def forget(self) -> None:
-        """Take no token of the steps so far for pending any more."""
-        self._row_of, self.may_follow_drafts = {}, False
-
-    def accept_none(self) -> None:
-        """Let the next step continue after one token of the last step, unless that has compared drafts itself."""
-        if not self.may_follow_drafts:
-            self.last.num_accepted_P.zero_()
+        Args:
+            tokens_P: the tokens that it samples, to be stored; None: a graph stores them, and the numbers of drafts
+                accepted before them (``accept_drafts``).
+        """
+        if tokens_P is not None:
+            tokens = self.last.tokens_P[: len(row_of)]
+            if tokens_P.data_ptr() != tokens.data_ptr():
+                tokens.copy_(tokens_P[: len(row_of)])
+            if self.may_follow_drafts:
+                self.last.num_accepted_P.zero_()
+        self._row_of, self.may_follow_drafts = row_of, tokens_P is None
 
     def resolve(self, planned: PlannedStep, log_tokens: int = 0) -> VerificationTables | None:
         """Complete sequences on the device, as ``resolve_pending`` does."""

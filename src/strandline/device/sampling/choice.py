@@ -82,9 +82,9 @@ class Chosen:
     """For the next step, of all sequences of a padded step; more than are wanted. None: the device has made none."""
 
     @property
-    def request_ids(self) -> list[RequestId]:
-        """The request of each sequence."""
-        return [each.state.new.request_id for each in self.candidates]
+    def row_of(self) -> dict[RequestId, int]:
+        """The row of each request, if none has drafts."""
+        return {each.state.new.request_id: row for row, each in enumerate(self.candidates)}
 
     @classmethod
     def joined(cls, parts: Mapping[int, "Chosen"]) -> "Chosen":
