@@ -138,7 +138,7 @@ class Runner:
             self._pending,
             draft_tokens,
             synthetic_rates,
-            reads_stored=self._drafter is not None and self._drafter.reads_stored,
+            keeps_pairs=self._drafter is not None and self._drafter.keeps_pairs,
         )
 
     def use_model(self, model: LanguageModel) -> None:

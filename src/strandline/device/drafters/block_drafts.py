@@ -37,7 +37,7 @@ class BlockDrafts:
         last: takes what a step samples.
     """
 
-    reads_stored = keeps_decoded = False
+    keeps_pairs = False
 
     def __init__(self, model: DraftingModel, memory: ModelMemory, last: LastStep, kernels: Kernels) -> None:
         if model.drafter is None or model.drafter.block is None:

@@ -178,7 +178,7 @@ class DraftLayer:
     def __init__(self, model: DraftingModel, memory: ModelMemory, last: LastStep, kernels: Kernels) -> None:
         self._model, self._memory, self._last, self._kernels = model, memory, last, kernels
 
-    reads_stored = keeps_decoded = True
+    keeps_pairs = True
 
     def keep_resumed(self, rows: StepRows) -> None:
         """Store the pairs that end with the first tokens of sequences that resume."""

@@ -40,10 +40,9 @@ class Verified(NamedTuple):
 class StepDrafter(Protocol):
     """A drafter's part of every step."""
 
-    reads_stored: bool
-    """Whether it reads the stored hidden states of sequences that resume."""
-    keeps_decoded: bool
-    """Whether it stores something of a decode that depends on the token sampled after it."""
+    keeps_pairs: bool
+    """Whether what it stores of a token depends on the next one, too: of decodes, and of sequences that resume, whose
+    stored hidden states it reads."""
 
     def keep_resumed(self, rows: StepRows) -> None:
         """Store what depends on the first tokens of sequences that resume. Does not wait for the device."""

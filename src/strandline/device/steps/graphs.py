@@ -170,7 +170,7 @@ class StepGraphs:
             tails = list[Callable[[], None]]()
             if size.has_drafts:
                 tails.append(partial(self._verify, step))
-            elif drafter is not None and drafter.keeps_decoded and not size.num_prompts:
+            elif drafter is not None and drafter.keeps_pairs and not size.num_prompts:
                 tails.append(partial(self._keep, step, drafter))
             step.graph, *graphs = self._captured([partial(self._step, step), *tails])
             step.tail = next(iter(graphs), None)

@@ -168,7 +168,7 @@ class Layout:
         states: of its requests.
         adapters: are put into slots as steps need them.
         log_tokens: drafts that a log has room for.
-        reads_stored: whether stored hidden states of sequences that resume are read.
+        keeps_pairs: as of the ``StepDrafter``.
         synthetic_rates: as of ``draw_verdicts``.
     """
 
@@ -180,10 +180,10 @@ class Layout:
         log_tokens: int,
         synthetic_rates: Sequence[float] | None,
         *,
-        reads_stored: bool,
+        keeps_pairs: bool,
     ) -> None:
         self._states, self._adapters, self._pending, self._log_tokens = states, adapters, pending, log_tokens
-        self._synthetic_rates, self._reads_stored = synthetic_rates, reads_stored
+        self._synthetic_rates, self._keeps_pairs = synthetic_rates, keeps_pairs
 
     def lay_out_step(self, sequences: Sequence[SequencePlan], graphs: StepGraphs | None) -> HostStep:
         """Lay out a step.
@@ -217,7 +217,7 @@ class Layout:
             order,
             batch,
             captured,
-            stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._reads_stored and reads_stored(x))],
+            stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._keeps_pairs and reads_stored(x))],
             candidates=self._candidates(sequences, in_order, self._synthetic_rates if has_drafts else None),
             is_plain=is_plain,
         )
