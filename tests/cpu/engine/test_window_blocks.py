@@ -154,6 +154,7 @@ def serve_in_turn(llm: LLM) -> tuple[list[list[int]], list[int]]:
         ("lfm3", "8MiB", "store the last "),
         ("gemma3", None, "store the last "),
         ("gemma3", "8MiB", "store the last "),
+        ("recurrent_gemma-odd", None, "tokens of a request, and of a snapshot in at most "),
         ("qwen3_5", None, None),
     ],
 )
@@ -165,3 +166,5 @@ def test_start_says_what_windows_save(
     found = [text for text in llm.engine.describe() if text.startswith("windows:")]
     assert len(found) == (line is not None)
     assert all(line in text for text in found if line is not None)
+    [block] = [text for text in llm.engine.describe() if text.startswith("block:")]
+    assert block.startswith("block: 256 bytes for 64 tokens;") == family.startswith("recurrent_gemma")

@@ -20,16 +20,23 @@ def describe_fallbacks(fallbacks: Iterable[Fallback]) -> list[str]:
 
 def describe_sizes(spec: ModelSpec) -> list[str]:
     """Return lines about the memory that a block, a snapshot and layers with windows take."""
-    lines = [f"block: {spec.block_bytes / 2**10:,.0f} KiB for 64 tokens; {_describe_snapshots(spec)}"]
+    lines = [f"block: {_size(spec.block_bytes)} for 64 tokens; {_describe_snapshots(spec)}"]
     if spec.has_window_blocks:
-        lines.append(f"windows: layers with windows store the last {spec.max_window_tokens:,} tokens of a request")
+        most = _size(spec.snapshot_window_blocks * spec.window_block_bytes)
+        of_snapshots = f", and of a snapshot in at most {most} more" if spec.has_states else ""
+        num_tokens = f"{spec.max_window_tokens:,} tokens of a request"
+        lines.append(f"windows: layers with windows store the last {num_tokens}{of_snapshots}")
     return lines
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**10:,.0f} KiB" if num_bytes >= 2**10 else f"{num_bytes} bytes"
 
 
 def _describe_snapshots(spec: ModelSpec) -> str:
     if not spec.has_states and spec.has_window_blocks:
         num_blocks = -(-spec.max_window_tokens // BLOCK_TOKENS)
-        return f"snapshot: {num_blocks * spec.window_block_bytes / 2**10:,.0f} KiB, the layers' windows without a state"
+        return f"snapshot: {_size(num_blocks * spec.window_block_bytes)}, the layers' windows without a state"
     if not spec.has_states:
         return "no snapshots are needed, as the model keeps no recurrent state"
-    return f"snapshot: {spec.slab_bytes / 2**10:,.0f} KiB; a snapshot takes the room of {spec.blocks_per_slab} blocks"
+    return f"snapshot: {_size(spec.slab_bytes)}; a snapshot takes the room of {spec.blocks_per_slab} blocks"
