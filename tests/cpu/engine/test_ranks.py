@@ -33,8 +33,8 @@ PREEMPTED = ["gpt_oss", "kimi_linear", "nemotron_h", "qwen3_5", "zamba2"]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 DRAFTING = {"speculative_config": SPECULATION, "memory": "32MiB"}
-LONG = SamplingParams(temperature=0, max_tokens=80)
-LONGEST = 150
+LONG = SamplingParams(temperature=0, max_tokens=35)
+LONGEST = 100
 
 MakeLLM = Callable[..., LLM]
 
