@@ -99,6 +99,7 @@ class Ingress:
             Metrics(names[0]),
             max_unfinished=server.max_queue,
             timeout_s=server.request_timeout_s,
+            stream_interval=server.stream_interval,
         )
         self._receiving = asyncio.ensure_future(self._client.receive(self._client.engines[0]))
         service = make_service(self._client, engine, server, template, defaults)

@@ -75,6 +75,8 @@ class ServerConfig:
     request_timeout_s: float | None = None
     client_timeout_s: float = 60.0
     """Time limit for a client to send a request's head, a part of its body, or read a part of its response; 0: none."""
+    stream_interval: int = 1
+    """Tokens of an output that a stream sends together, after the first one; more take less CPU time."""
     stream_ping_interval_s: float = 5.0
     """Silence after which a stream gets a comment, or Anthropic's event ``ping``; 0: none."""
     allow_runtime_lora: str | None = None
@@ -118,6 +120,8 @@ class ServerConfig:
             raise ConfigError(f"--request-timeout-s must be above 0, got {self.request_timeout_s:g}")
         if not self.client_timeout_s >= 0:
             raise ConfigError(f"--client-timeout-s must be at least 0, got {self.client_timeout_s:g}")
+        if self.stream_interval < 1:
+            raise ConfigError(f"--stream-interval must be at least 1, got {self.stream_interval}")
         if not 0 <= self.stream_ping_interval_s < inf:
             raise ConfigError(f"--stream-ping-interval-s must be at least 0, got {self.stream_ping_interval_s:g}")
         self.cross_origin()

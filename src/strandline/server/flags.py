@@ -102,6 +102,8 @@ def _add_limit_flags(add: Any) -> None:
     add("--response-store", default="64MiB", metavar="SIZE", help=text)
     text = "time limit for a client to send or read a part of a message; 0: none (default: %(default)s)"
     add("--client-timeout-s", type=float, default=60.0, metavar="S", help=text)
+    text = "tokens of an output that a stream sends together, after its first one (default: %(default)s)"
+    add("--stream-interval", type=int, default=1, metavar="N", help=text)
     text = "silence after which a stream gets a comment, or Anthropic's event ping; 0: none (default: %(default)s)"
     add("--stream-ping-interval-s", type=float, default=5.0, metavar="S", help=text)
     add("--request-timeout-s", type=float, metavar="S", help="time limit of a request (default: none)")

@@ -347,6 +347,7 @@ def _new_client(
         Metrics(model_names(config, server)[0], len(engines)),
         max_unfinished=config.max_num_seqs * len(engines) + server.max_queue,
         timeout_s=server.request_timeout_s,
+        stream_interval=server.stream_interval,
         router=EngineRouter(range(len(engines)), has_cache=has_cache) if len(engines) > 1 else None,
         observers=observers,
     )

@@ -71,6 +71,11 @@ class OutputStream:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    def is_due(self, interval: int) -> bool:
+        """Whether there is a first token, as many tokens as the interval, or the end, that has not been taken."""
+        num_new = len(self._token_ids)
+        return num_new >= interval or num_new == self.num_tokens > 0 or (self.is_finished and not self._is_end_taken)
+
     @property
     def wants_logprobs(self) -> bool:
         return self._logprobs is not None
@@ -192,6 +197,10 @@ class RequestStream:
     @property
     def is_finished(self) -> bool:
         return self.num_unfinished == 0
+
+    def is_due(self, interval: int) -> bool:
+        """Whether an output has a first token, as many as the interval, or its end, that has not been taken."""
+        return interval == 1 or any(output.is_due(interval) for output in self.outputs)
 
     @property
     def num_output_tokens(self) -> int:

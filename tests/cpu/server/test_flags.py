@@ -28,7 +28,7 @@ FLAGS = [
     "--reasoning-field", "--reasoning-parser", "--remembered-answers", "--request-timeout-s", "--response-store",
     "--restart", "--salt-per-key", "--scheduling-policy", "--seed", "--served-model-name", "--snapshot-dtype",
     "--speculative-config", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile",
-    "--stream-ping-interval-s", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser",
+    "--stream-interval", "--stream-ping-interval-s", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser",
     "--weight-transfer-config", "-dp", "-tp",
 ]  # fmt: skip
 
@@ -47,7 +47,7 @@ OF_VLLM = {
     "--weight-transfer-config": '{"backend": "nccl"}',
     "--kv-transfer-config": '{"kv_connector": "SocketConnector", "kv_role": "kv_both", "kv_ip": "10.0.0.1"}',
     "--reasoning-config": '{"reasoning_start_str": "<think>", "reasoning_end_str": "So.</think>"}',
-    "--otlp-traces-endpoint": "http://127.0.0.1:4317",
+    "--otlp-traces-endpoint": "http://127.0.0.1:4317", "--stream-interval": "4",
     "--ssl-certfile": "cert.pem", "--ssl-keyfile": "key.pem", "--ssl-ca-certs": "ca.pem", "--ssl-cert-reqs": "2",
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}',
 }  # fmt: skip

@@ -19,15 +19,19 @@ class Stream:
         self.request_id = name
         self.is_finished = False
         self.num_taken = 0
+        self.num_new = 0
+
+    def is_due(self, interval: int) -> bool:
+        return self.is_finished or self.num_new % interval == 0
 
     def take(self) -> RequestDelta:
         self.num_taken += 1
         return RequestDelta([], self.is_finished, None)
 
 
-def new_job(*streams: Stream, timeout_s: float | None = None) -> Job:
+def new_job(*streams: Stream, timeout_s: float | None = None, stream_interval: int = 1) -> Job:
     given: Any = streams
-    return Job(lambda job: None, given, timeout_s)
+    return Job(lambda job: None, given, timeout_s, stream_interval)
 
 
 async def all_bursts(job: Job) -> list[list[int]]:

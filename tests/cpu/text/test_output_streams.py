@@ -29,8 +29,12 @@ def step_of(names: Sequence[RequestId], token: int, reason: FinishReason | None)
     return StepEvents([TokenEvent(name, token, logprobs, reason, None, None) for name in names])
 
 
-def run(tokens: Sequence[int], taken_after: set[int]) -> tuple[RequestOutput, list[RequestDelta]]:
-    """Return the output of two equal sequences, and the deltas that were taken after some of the steps."""
+def run(tokens: Sequence[int], taken_after: set[int], interval: int = 0) -> tuple[RequestOutput, list[RequestDelta]]:
+    """Return the output of two equal sequences, and the deltas that were taken after some of the steps.
+
+    Args:
+        interval: take also what is due at this interval; 0: nothing.
+    """
     frontend = Frontend(LIMITS, tokenizer=TOKENIZER, clock=lambda: 0.0)
     request = frontend.check([1, 2, 3], frontend.check_params(PARAMS))
     names = [submission.new.request_id for submission in frontend.open("r", request)]
@@ -38,7 +42,7 @@ def run(tokens: Sequence[int], taken_after: set[int]) -> tuple[RequestOutput, li
     output, deltas = stream.empty_output(), []
     for index, token in enumerate(tokens):
         frontend.take(step_of(names, token, FinishReason.LENGTH if index == len(tokens) - 1 else None))
-        if index in taken_after or stream.is_finished:
+        if index in taken_after or stream.is_finished or (interval and stream.is_due(interval)):
             deltas.append(stream.take())
             output.extend(deltas[-1])
         if stream.is_finished:
@@ -66,6 +70,14 @@ def test_delta_holds_only_what_is_new() -> None:
     assert [len(output.logprobs or ()) for output in firsts] == [1] * 8
     assert [output.num_tokens for output in firsts] == list(range(1, 9))
     assert "".join(output.text for output in firsts) == "abcdefgh"
+
+
+@pytest.mark.parametrize(
+    ("interval", "sizes"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (7, [1, 7]), (8, [1, 7]), (100, [1, 7])]
+)
+def test_first_token_and_end_are_due_at_once(interval: int, sizes: list[int]) -> None:
+    _, deltas = run(TOKENIZER.encode("abcdefgh"), set(), interval)
+    assert [len(delta.outputs[0].token_ids) for delta in deltas] == sizes
 
 
 def test_copied_output_grows_no_more() -> None:

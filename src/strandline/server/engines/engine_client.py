@@ -39,8 +39,6 @@ from strandline.text.prompts import check_text
 from strandline.text.remembered_answers import Recollection
 
 LOGGER: Final = logging.getLogger(__name__)
-
-
 FIRST_VERSION: Final = "default"
 """What the weights are called that the server has started with, as in SGLang."""
 MAX_PIXEL_BYTES: Final = 8 * 2**30
@@ -94,6 +92,7 @@ class EngineClient:
         frontend: turns requests into sequences and tokens into text.
         max_unfinished: maximum number of sequences that run or are queued; more are rejected.
         timeout_s: time limit of a job.
+        stream_interval: tokens of an output that a stream sends together.
         router: chooses among several engines; None: there is one.
         observers: follow all requests.
     """
@@ -106,6 +105,7 @@ class EngineClient:
         *,
         max_unfinished: int,
         timeout_s: float | None = None,
+        stream_interval: int = 1,
         router: EngineRouter | None = None,
         observers: Sequence[RequestObserver] = (),
     ) -> None:
@@ -117,7 +117,7 @@ class EngineClient:
         self._router = router
         self._observers = observers
         self._max_unfinished = max_unfinished
-        self._timeout_s = timeout_s
+        self._timeout_s, self._stream_interval = timeout_s, stream_interval
         self._requests: dict[str, _Request] = {}
         self._adapters = dict[str, LoadedAdapter]()
         """LoRA adapters that were loaded since the start, by their digests."""
@@ -183,11 +183,12 @@ class EngineClient:
                 self.frontend.close(request_id)
                 self._release(request_id)
             raise
-        job = Job(self.close, [self.frontend.requests[request_id] for request_id in names], self._timeout_s)
+        streams = [self.frontend.requests[request_id] for request_id in names]
+        job = Job(self.close, streams, self._timeout_s, self._stream_interval)
         for each, engine, prompt in zip(names, engines, prompts, strict=True):
             self._requests[each] = _Request(job, engine, tenant, prompt)
         for observer in self._observers:
-            for stream in job.streams:
+            for stream in streams:
                 observer.begin(stream)
         return job
 
@@ -334,8 +335,7 @@ class EngineClient:
         engine.fail(reason)
         if self._router is not None:
             self._router.remove(engine.number)
-        unfinished = self.frontend.requests
-        jobs = {x.job for name, x in self._requests.items() if x.engine is engine and name in unfinished}
+        jobs = {x.job for name, x in self._requests.items() if x.engine is engine and name in self.frontend.requests}
         self.num_jobs_failed += len(jobs)
         for job in jobs:
             job.fail(f"{engine.name} has stopped: {engine.failure}")
@@ -456,8 +456,8 @@ class EngineClient:
 
     def _send_pictures(self, engine: EngineLink, digests: Sequence[bytes]) -> None:
         """Send an engine pictures of its requests. Those of requests that have been closed are wanted no longer."""
-        prompts = [request.prompt for request in self._requests.values() if request.engine is engine]
-        held = {picture.digest: picture for prompt in prompts for _, picture in prompt.pictures}
+        requests = [request for request in self._requests.values() if request.engine is engine]
+        held = {picture.digest: picture for request in requests for _, picture in request.prompt.pictures}
         pictures = [held[digest] for digest in digests if digest in held]
         if pictures:
             engine.send(encode(SendPictures(pictures)))

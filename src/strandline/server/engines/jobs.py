@@ -25,14 +25,21 @@ class Job:
 
     Args:
         close: aborts what is unfinished.
+        timeout_s: None: no time limit.
+        stream_interval: a burst comes with an output's first token, with as many tokens as this, and with its end.
     """
 
     def __init__(
-        self, close: Callable[["Job"], None], streams: Sequence[RequestStream], timeout_s: float | None
+        self,
+        close: Callable[["Job"], None],
+        streams: Sequence[RequestStream],
+        timeout_s: float | None,
+        stream_interval: int = 1,
     ) -> None:
         self.streams = list(streams)
         """One per prompt."""
         self._close = close
+        self._stream_interval = stream_interval
         self._places = {stream.request_id: place for place, stream in enumerate(streams)}
         self._waiting: asyncio.Future[None] | None = None
         self._dirty: dict[str, None] = {}
@@ -54,8 +61,9 @@ class Job:
 
     def note(self, request_id: str) -> None:
         """Record that a request has new output."""
-        self._dirty[request_id] = None
-        self._wake()
+        if self.streams[self._places[request_id]].is_due(self._stream_interval):
+            self._dirty[request_id] = None
+            self._wake()
 
     def fail(self, reason: str) -> None:
         """Fail the job: an engine that runs a part of it has exited."""
