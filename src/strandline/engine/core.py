@@ -249,7 +249,7 @@ class EngineCore:
             return events
         self.watch.after_plan(plan)
         self._admissions.note(plan)
-        if not self.scheduler.can_launch_ahead:
+        if not self.scheduler.drafts.can_launch_ahead:
             # Prompts or drafts that could not be foreseen: they are sampled with the host's help.
             self._settle(events)
         launched_s = SYSTEM_CLOCK()
@@ -289,7 +289,7 @@ class EngineCore:
         if self.hand_over is not None:
             self.hand_over.observe_prefill(num_prefilled, seconds)
         self.scheduler.loading.complete(result.completions)
-        self.scheduler.observe(plan, self._settled_s - start_s)
+        self.scheduler.drafts.observe(plan, self._settled_s - start_s)
         advanced = self.scheduler.settle(plan, result)
         for request_id in result.failures:
             self._auditor.forget(request_id)

@@ -183,7 +183,7 @@ class Drafts:
         return sum(self.stats_by_method().values(), SpeculationStats())
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Take the time of a step."""
+        """Take the time of a step, from the result of the one before or, if that is later, from its planning on."""
         if self.chooser is not None:
             self.chooser.observe(plan, seconds)
 

@@ -164,11 +164,6 @@ class Scheduler:
         may_admit = len(self.running) < self.max_num_seqs and self.waiting.has_admissible
         return not self._host_tokens.are_needed and self.drafts.can_plan_ahead(self.running, may_admit=may_admit)
 
-    @property
-    def can_launch_ahead(self) -> bool:
-        """Whether the step that was just planned can be launched before the previous one is settled."""
-        return self.drafts.can_launch_ahead
-
     def plan(self) -> StepPlan | None:
         """Plan the next step; None when no request can run before a step, a load or a hold ends, or pixels come.
 
@@ -427,10 +422,6 @@ class Scheduler:
         if self._stopped:
             stopped, self._stopped = self._stopped, []
             self._sweep(stopped)
-
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Take the time of a step, from the result of the one before or, if that is later, from its planning on."""
-        self.drafts.observe(plan, seconds)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Append the tokens sampled by the oldest step in flight; end the requests that are finished.

@@ -206,7 +206,7 @@ class WarmUp:
             if plan is None:
                 self._settle()
                 continue
-            if not self._scheduler.can_launch_ahead:
+            if not self._scheduler.drafts.can_launch_ahead:
                 self._settle()
             launched = self._executor.launch(plan)
             self._settle()
