@@ -183,6 +183,20 @@ def test_drafts_of_captured_steps_are_those_of_the_reference(
     check_captured_steps(make, reference, monkeypatch, speculation)
 
 
+def test_captured_steps_draft_with_window_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without states; the drafter has a window as well."""
+    directory = families.save("gemma3", tmp_path / "model")
+    hidden_size = json.loads((directory / "config.json").read_text())["hidden_size"]
+    drafter = save_drafter(tmp_path / "drafter", hidden_size=hidden_size)
+    make_llm = llm_maker(directory, monkeypatch, device="cpu", memory="32MiB")
+
+    def make(changes: dict[str, object] | None = None, **options: Any) -> LLM:
+        return make_llm(**{"speculative_config": {**speculation_of(drafter), **(changes or {})}, **options})
+
+    assert make().engine.core.spec.has_window_blocks
+    check_captured_steps(make, Reference(families.oracle("gemma3"), drafter), monkeypatch, {})
+
+
 def test_drafts_after_hits_equal_the_reference(make: MakeLLM, reference: Reference) -> None:
     llm, cold = make(max_num_batched_tokens=100), make(enable_prefix_caching=False)
     prompt = tokens(150)

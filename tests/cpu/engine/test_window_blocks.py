@@ -136,6 +136,25 @@ def test_windows_are_fetched_from_another_engine(family: str, tmp_path: Path, mo
         node.core.hand_over.close()
 
 
+@pytest.mark.parametrize("make_small", ["gemma3"], indirect=True)
+def test_damaged_files_of_windows_cost_time_but_no_token(
+    make_small: MakeLLM, expected: list[list[int]], tmp_path: Path
+) -> None:
+    first = make_small(disk_cache=str(tmp_path / "cache"))
+    assert serve(first)[0] == expected
+    first.engine.core.close()
+    damaged = sorted((tmp_path / "cache").glob("*.snapshot"))
+    assert damaged
+    for path in damaged:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    second = make_small(disk_cache=str(tmp_path / "cache"))
+    assert serve(second) == (expected, [0] * len(PROMPTS))
+    assert disk_of(second).num_failed_loads > 0
+    second.engine.core.close()
+
+
 def whole_hits(llm: LLM) -> list[int]:
     """Return the hits of prompts that are cached whole: without states, the last token is computed."""
     return [length - (not llm.engine.core.spec.has_states) for length in LENGTHS]
