@@ -145,7 +145,7 @@ def check_travelled(producer: Node, consumer: Node, num_pulls: int) -> None:
         hand_over_stats(producer).given_bytes
         == fetched.fetched_bytes
         == loads.num_blocks * whole.raw_block_bytes
-        + loads.num_snapshots * whole.raw_slot_bytes
+        + loads.num_snapshots * whole.raw_slot_bytes * whole.has_states
         + num_window_blocks * whole.raw_window_block_bytes
     )
 
