@@ -6,7 +6,7 @@ and computes mixes and the part's input: a token's input and its other mixes in 
 algorithm takes as long as the rest.
 
 A float32 weight is multiplied with streams in bfloat16 as the sum of three weights in bfloat16, which have all of its
-bits. Mixes are computed in float32.
+bits. Mixes are computed in float32, and streams are rounded once.
 
 Invariant: a token's results depend on that token alone; with fixed launches, to the last bit, whatever the number of
 tokens.
@@ -159,8 +159,8 @@ def _add_output_kernel(
             else:
                 output_MC_ptr = output_ptr + (token_M * stride_output)[:, None] + channel_C[None, :]
                 output_MC = tl.load(output_MC_ptr, mask=mask_MC, other=0.0).to(tl.float32)
-            added_MSC = (output_MC[:, None, :] * output_mix_MS[:, :, None]).to(dtype).to(tl.float32)
-            next_MSC = (sum_MSC.to(dtype).to(tl.float32) + added_MSC).to(dtype)
+            # Rounded once: a product that is rounded before it is added may be contracted in some elements alone.
+            next_MSC = (sum_MSC + output_MC[:, None, :] * output_mix_MS[:, :, None]).to(dtype)
             row_MS = token_M[:, None] * (S * E) + (stream_S * E)[None, :]
             mask_MSC = mask_MC[:, None, :] & is_stream_S[None, :, None]
             tl.store(next_ptr + row_MS[:, :, None] + channel_C[None, None, :], next_MSC, mask=mask_MSC)
