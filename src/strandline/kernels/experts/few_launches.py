@@ -52,11 +52,11 @@ UP_ONE_RELU: Final = (4, 1024, 1)
 """Outputs, inputs at a time and warps of a program of the first product; for one token and all experts."""
 
 FEW: Final = {
-    ScaledWeight: (few_pair((4, 512, 1), 4, 4), few_pair((4, 512, 1), 8, 4)),
+    ScaledWeight: (few_pair((8, 1024, 4), 4, 4), few_pair((4, 512, 1), 8, 4)),
     FourBitWeight: (few_pair((8, 2048, 4), 4, 4), more := few_pair((8, 1024, 2), 4, 1)),
     Fp4Weight: (few_pair((8, 1024, 2), 8, 4), more),
 }
-"""For one token, and for more. In FP8 a program of one warp of the first product needs no barrier."""
+"""For one token, and for more, where in FP8 a program of one warp of the first product needs no barrier."""
 
 FEW_INPUTS: Final = 8 * 512
 """Inputs of an output of the second product, those of all choices of a token, for which ``FEW`` is measured."""
@@ -70,7 +70,7 @@ so that fewer outputs for each would cost more than the registers that they take
 def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Pair | None:
     """Return the launches; None: this way is no faster."""
     is_gated = experts.activation.is_gated
-    shared_size = 0 if shared is None else shared.projected_TS.shape[1] // (1 + is_gated)
+    shared_size = 0 if shared is None else shared.num_projected // (1 + is_gated)
     sizes = (top_k, experts.down.shape[2], shared_size)
     if not isinstance(experts.down, DenseWeight):
         up, down = FEW[type(experts.down)][num_tokens > 1]

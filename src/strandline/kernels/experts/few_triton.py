@@ -1,9 +1,10 @@
 """The experts of a few tokens on a GPU, in two launches, whatever the weights' format: every product is a GEMV.
 
 Both kernels take each token's experts from the router's logits by themselves, which costs less than a launch between
-would. The first also activates the shared expert's projections, in separate programs, and the second computes that
-expert's output. Where that has adapters, more programs of the first multiply features with first factors, activated
-again. The second reads weights before the first has ended: only the hidden features depend on that.
+would. The first also computes the shared expert's projections, as those of one more expert, or activates them where a
+launch before has computed them, in separate programs; the second computes that expert's output. Where that has
+adapters, more programs of the first multiply features with first factors, activated again. The second reads weights
+before the first has ended: only the hidden features depend on that.
 
 Invariants: as in ``moe_triton.py``.
 
@@ -33,7 +34,7 @@ from strandline.kernels.gemm.expansion_triton import (
 )
 from strandline.kernels.gemm.formats.few_rows_triton import multiply_few
 from strandline.kernels.gemm.formats.operand_triton import Operand, RowFunctions, operand, rows_operand
-from strandline.kernels.gemm.weights import Weight
+from strandline.kernels.gemm.weights import DenseWeight, Weight
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.quantized_rows import Rows
@@ -44,6 +45,7 @@ class _ProjectedArgument(NamedTuple):
     """A shared expert's projections, and where its hidden features go, as a runtime argument."""
 
     projected_ptr: Tensor
+    """Not read where the kernel computes them."""
     stride_projected: int
     hidden_ptr: Tensor
     size: int
@@ -163,6 +165,8 @@ def _few_up_kernel(
     LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
     ACTIVATE: tl.constexpr,
+    COMPUTES_SHARED: tl.constexpr,
+    LOADS_FIRST: tl.constexpr,
     BLOCK_SHARED: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
@@ -176,39 +180,53 @@ def _few_up_kernel(
     OVERLAPS: tl.constexpr,
 ):
     TOP_K: tl.constexpr = ROUTING.top_k
-    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     choice = tl.program_id(1)
     first_N = tl.program_id(0) * BLOCK_N
-    row_N = first_N + tl.arange(0, BLOCK_N)
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    if shared is not None:
+    if COMPUTES_SHARED:
         choice -= shared.num_tokens
-        if choice < 0:
-            _activate_shared(shared, tl.program_id(1).to(tl.int64), ACTIVATE, BLOCK_SHARED)
-            return
-    if BLOCK_RANKS > 0:
-        choice -= shared.num_tokens
-        if choice < 0:
-            _shrink_shared(shared, shrink, (choice + shared.num_tokens).to(tl.int64), ACTIVATE, BLOCK_RANKS)
-            return
-    token = (choice // TOP_K).to(tl.int64)
-    token_logits_ptr = logits_ptr + token * stride_logits
-    expert = choose_nth(token_logits_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
-    is_held = True
-    if IS_DIVIDED:
-        expert = expert - first_expert
-        is_held = (expert >= 0) & (expert < num_held)
-    if is_held:
-        token_M = token + tl.arange(0, 1)
-        is_token_M = tl.full([1], True, tl.int1)
+    if not LOADS_FIRST:
+        wait_for_previous(OVERLAPS)
+        release_next(OVERLAPS)
+    if COMPUTES_SHARED and choice < 0:
+        # The shared expert's weights come after those of experts that are held, and are known before the wait.
+        is_computed = True
+        token, expert = tl.program_id(1).to(tl.int64), tl.cast(num_held, tl.int64)
+        hidden_row_ptr = shared.hidden_ptr + token * F
+    else:
+        if LOADS_FIRST:
+            wait_for_previous(OVERLAPS)
+            release_next(OVERLAPS)
+        if shared is not None and not COMPUTES_SHARED:
+            choice -= shared.num_tokens
+            if choice < 0:
+                _activate_shared(shared, tl.program_id(1).to(tl.int64), ACTIVATE, BLOCK_SHARED)
+                return
+        if BLOCK_RANKS > 0:
+            choice -= shared.num_tokens
+            if choice < 0:
+                _shrink_shared(shared, shrink, (choice + shared.num_tokens).to(tl.int64), ACTIVATE, BLOCK_RANKS)
+                return
+        token = (choice // TOP_K).to(tl.int64)
+        hidden_row_ptr = hidden_ptr + choice.to(tl.int64) * F
+        logits_row_ptr = logits_ptr + token * stride_logits
+        expert = choose_nth(logits_row_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
+        is_computed = True
+        if IS_DIVIDED:
+            expert = expert - first_expert
+            is_computed = (expert >= 0) & (expert < num_held)
+    if is_computed:
+        row_N = first_N + tl.arange(0, BLOCK_N)
         expert_C = expert + tl.arange(0, 1)
         loaded = ROWS.load(weight, expert_C, first_N, 0, F, D, LAYOUT, ACTIVATE.is_gated, IS_EVEN, BLOCK_N, BLOCK_K)
+        if LOADS_FIRST:
+            wait_for_previous(OVERLAPS)
+            release_next(OVERLAPS)
         first_MN, up_MN = multiply_few(
             loaded,
             x,
-            token_M,
-            is_token_M,
+            None,
+            token + tl.arange(0, 1),
+            tl.full([1], True, tl.int1),
             weight,
             expert_C,
             first_N,
@@ -216,6 +234,7 @@ def _few_up_kernel(
             D,
             ROWS,
             LAYOUT,
+            None,
             ACTIVATE.is_gated,
             IS_EVEN,
             NUM_K,
@@ -224,9 +243,8 @@ def _few_up_kernel(
         )
         if up_bias_ptr is not None:
             first_MN, up_MN = add_biases(first_MN, up_MN, up_bias_ptr, expert_C, row_N, F, ACTIVATE.is_gated)
-        hidden_MN = activate(first_MN, up_MN, ACTIVATE, dtype)
-        hidden_MN_ptr = hidden_ptr + (choice.to(tl.int64) * F + row_N)[None, :]
-        tl.store(hidden_MN_ptr, hidden_MN, mask=(row_N < F)[None, :])
+        hidden_MN = activate(first_MN, up_MN, ACTIVATE, hidden_ptr.dtype.element_ty)
+        tl.store(hidden_row_ptr + row_N[None, :], hidden_MN, mask=(row_N < F)[None, :])
 
 
 @triton.jit
@@ -266,6 +284,7 @@ def _multiply_shared(
     out_1N, _ = multiply_few(
         loaded,
         shared.x,
+        None,
         token + tl.arange(0, 1),
         tl.full([1], True, tl.int1),
         shared.weight,
@@ -275,6 +294,7 @@ def _multiply_shared(
         shared.size,
         ROWS,
         LAYOUT,
+        None,
         False,
         False,
         1,
@@ -354,6 +374,7 @@ def _few_down_kernel(
         out_CN, _ = multiply_few(
             loaded,
             hidden,
+            None,
             choice_C,
             is_choice_C,
             weight,
@@ -363,6 +384,7 @@ def _few_down_kernel(
             F,
             ROWS,
             LAYOUT,
+            None,
             False,
             IS_EVEN,
             1,
@@ -405,18 +427,17 @@ def mixture_few(
     hidden_AF = torch.empty((num_choices, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty((num_tokens, num_channels), dtype=x_TD.dtype, device=x_TD.device)
     up_bias, down_bias = experts.biases or (None, None)
-    first_expert = 0 if experts.held is None else experts.held.start
-    sizes = (logits_TE.stride(0), num_channels, size, logits_TE.shape[1], first_expert, num_held)
+    held = (0 if experts.held is None else experts.held.start, num_held)
+    sizes = (logits_TE.stride(0), num_channels, size, logits_TE.shape[1], *held)
     options = {
         "IS_DIVIDED": experts.held is not None,
         **choice_options(routing, logits_TE.shape[1]),
         **overlap_options(logits_TE),
     }
-    weight, block_n, block_k = _fit(experts.up, up, num_channels)
+    (weight, shared_options), (_, block_n, block_k) = _up_weight(experts, shared), _fit(experts.up, up, num_channels)
     programs = cdiv(size, block_n)
-    projected, shrink = (None, None) if shared is None else _shared_features(shared, num_tokens)
-    num_shared = (projected is not None) + (shrink is not None)
-    _few_up_kernel[(programs, num_choices + num_shared * num_tokens)](
+    projected, shrink = (None, None) if shared is None else _shared_features(shared, x_TD)
+    _few_up_kernel[(programs, num_choices + ((projected is not None) + (shrink is not None)) * num_tokens)](
         rows_operand(x_TD),
         logits_TE,
         bias_E,
@@ -436,14 +457,14 @@ def mixture_few(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=up.warps,
+        **shared_options,
         **options,
     )
-    argument, constants = None, None
-    weight, block_n, block_k = _fit(experts.down, down, size)
+    (argument, constants), (weight, block_n, block_k) = (None, None), _fit(experts.down, down, size)
     if shared is not None:
         expansion = None if shrink is None else Expansion.of(shrink.out_TQ.unsqueeze(0), shared.term)
-        launch = down._replace(block_n=block_n)
-        argument, constants, block_n = _shared_arguments(shared, projected.hidden_ptr, expansion, launch)
+        of_shared = (shared, projected.hidden_ptr, expansion, down._replace(block_n=block_n))
+        argument, constants, block_n = _shared_arguments(*of_shared)
     rows_down = block_n * down.blocks
     _few_down_kernel[(cdiv(num_channels, rows_down), len(x_TD))](
         hidden_AF,
@@ -467,16 +488,27 @@ def mixture_few(
     return out_TD
 
 
+def _up_weight(experts: ExpertWeights, shared: SharedExpert | None) -> tuple[Operand, dict[str, bool]]:
+    """Return the first product's weight, with the shared expert's if it is computed, and what this compiles in."""
+    if shared is None or shared.up is None:
+        return operand(experts.up), {"COMPUTES_SHARED": False, "LOADS_FIRST": False}
+    # Of dense weights these take registers, and fewer programs run at once.
+    loads_first = not isinstance(experts.up, DenseWeight)
+    return operand(experts.up, shared.up), {"COMPUTES_SHARED": True, "LOADS_FIRST": loads_first}
+
+
 def _fit(weight: Weight, launch: Launch, num_inputs: int) -> tuple[Operand, int, int]:
     """Return a weight as an argument, and blocks of rows and inputs that its format allows."""
     argument, block_k = operand(weight), min(launch.block_k, next_power_of_2(num_inputs))
     return argument, argument.layout.fit_rows(launch.block_n), max(argument.format.min_block_k, block_k)
 
 
-def _shared_features(shared: SharedExpert, num_tokens: int) -> tuple[_ProjectedArgument, _ShrinkArgument | None]:
+def _shared_features(shared: SharedExpert, x_TD: Rows) -> tuple[_ProjectedArgument, _ShrinkArgument | None]:
     """Return a shared expert's projections and its adapters as arguments, with memory for what is made of them."""
-    projected_TS, size = shared.projected_TS, shared.down.shape[1]
-    hidden_TS = torch.empty((num_tokens, size), dtype=projected_TS.dtype, device=projected_TS.device)
+    num_tokens, size, projected_TS = len(x_TD), shared.down.shape[1], shared.projected_TS
+    hidden_TS = torch.empty((num_tokens, size), dtype=x_TD.dtype, device=x_TD.device)
+    if projected_TS is None:
+        projected_TS = hidden_TS
     projected = _ProjectedArgument(projected_TS, projected_TS.stride(0), hidden_TS, size, num_tokens)
     if shared.term is None:
         return projected, None

@@ -3,7 +3,7 @@
 The reference implementation, which also runs on CPUs. Experts that no token chose cost nothing.
 
 Shape suffixes: T tokens, D hidden size, E experts, F intermediate size of one expert, K experts per token, S
-intermediate size of the shared expert, A = T K assignments of a token to an expert,
+intermediate size of the shared expert, O outputs of projections, A = T K assignments of a token to an expert,
 sorted by expert.
 """
 
@@ -18,9 +18,10 @@ from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.linear import linear
 from strandline.kernels.gemm.low_rank import LowRankTerm
-from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, Weight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight, Weight
 from strandline.kernels.operation import Operation, operation, triton
 from strandline.kernels.rowwise.activation import relu_squared, swiglu
+from strandline.kernels.rowwise.normed_rows import NormedRows, settled
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 
 ExpertsWeight = DenseWeight | QuantizedWeight
@@ -73,16 +74,27 @@ class ExpertWeights(NamedTuple):
 
 
 class SharedExpert(NamedTuple):
-    """A shared expert before its activation."""
+    """A shared expert before its activation, or before its first product."""
 
-    projected_TS: Tensor
-    """Outputs of its first projections, ``[T, 2 S]``, or without a gate ``[T, S]``; may be overwritten."""
+    projected_TS: Tensor | None
+    """Outputs of its first projections, ``[T, 2 S]``, or without a gate ``[T, S]``; may be overwritten. None: they are
+    computed with ``up``, a weight of the size and format of the other experts'."""
     down: Weight
     """``[D, S]``."""
     gate_T1: Tensor | None = None
     """A sigmoid of it multiplies the shared expert's output; None: that is added as it is."""
     term: LowRankTerm | None = None
     """What adapters add to its second product."""
+    up: ExpertsWeight | None = None
+    """Its first projections, without adapters; None: these are computed."""
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of its first projections."""
+        if self.up is not None:
+            return self.up.shape[0]
+        assert self.projected_TS is not None
+        return self.projected_TS.shape[1]
 
 
 class SharedOutput(NamedTuple):
@@ -91,6 +103,30 @@ class SharedOutput(NamedTuple):
     out_TD: Tensor
     gate_T1: Tensor | None = None
     """As of ``SharedExpert``."""
+
+
+class MixtureProjection(NamedTuple):
+    """The first projections of a shared expert and a router, as one weight."""
+
+    weight: Weight
+    sizes: tuple[int, int, int, int]
+    """Rows of the shared expert, of the router, of the shared expert's gate (0 or 1), and to spare."""
+
+    def split(self, projected_TO: Tensor, down: Weight) -> tuple[Tensor, SharedExpert]:
+        """Return logits and a shared expert, given outputs."""
+        shared_TS, logits_TE, gate_T1, _ = projected_TO.split(self.sizes, dim=-1)
+        return logits_TE, SharedExpert(shared_TS, down, gate_T1 if self.sizes[2] else None)
+
+    @property
+    def parts(self) -> tuple[ExpertsWeight, DenseWeight] | None:
+        """The shared expert's rows and all others; None: they are not separate, or the others are quantised."""
+        num_shared = self.sizes[0]
+        match self.weight:
+            case DenseWeight(values_OI):
+                return DenseWeight(values_OI[:num_shared]), DenseWeight(values_OI[num_shared:])
+            case StackedWeight((shared, DenseWeight() as others)) if shared.shape[0] == num_shared:
+                return shared, others
+        return None
 
 
 class Router(NamedTuple):
@@ -118,9 +154,20 @@ def mixture(
         A tensor, or the choices of each token, for the next operation to add up.
     """
     if isinstance(shared, SharedExpert):
+        assert shared.projected_TS is not None
         hidden_TS = experts.activation.reference(shared.projected_TS)
         shared = SharedOutput(linear.reference(hidden_TS, shared.down, None, shared.term), shared.gate_T1)
     return sum_of_chosen(plain_rows(x_TD), experts, route.reference(*router), shared)
+
+
+@operation(triton("experts.moe_triton", takes_launches=True))
+def projected_mixture(
+    x_TD: Rows | NormedRows, experts: ExpertWeights, projection: MixtureProjection, routing: Routing, down: Weight
+) -> Summand:
+    """Return what ``mixture`` does, given the weight of the router and of the shared expert, and its second one."""
+    rows = settled(x_TD)
+    logits_TE, shared = projection.split(linear.reference(rows, projection.weight), down)
+    return mixture.reference(rows, experts, Router(logits_TE, None, routing), shared)
 
 
 def sum_of_chosen(

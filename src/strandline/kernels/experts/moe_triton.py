@@ -14,6 +14,9 @@ Shape suffixes: as in ``moe.py``.
 """
 # mypy: ignore-errors
 
+import torch
+from torch import Tensor
+
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_few
 from strandline.kernels.experts.few_triton import mixture_few
@@ -22,17 +25,22 @@ from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.experts.moe import (
     Activation,
     ExpertWeights,
+    MixtureProjection,
     Router,
     SharedExpert,
     SharedOutput,
     with_shared,
 )
+from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import route
 from strandline.kernels.gemm.formats.operand_triton import FORMATS, can_extend
 from strandline.kernels.gemm.gemms_triton import linear
-from strandline.kernels.gemm.weights import ScaledWeight
+from strandline.kernels.gemm.launches import ROUTER
+from strandline.kernels.gemm.rows_triton import launch_rows
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, Weight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import relu_squared, swiglu
+from strandline.kernels.rowwise.normed_rows import NormedRows, settled
 from strandline.kernels.rowwise.quantized_rows import Rows, flat_rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import swiglu_quantized
 
@@ -67,6 +75,43 @@ def mixture(
     is_gated = experts.activation.is_gated
     tiles = choose_launches(type(experts.up), x_TD.dtype, choices_per_expert, launches, is_gated=is_gated)
     return compute_choices(x_TD, experts, chosen, shared, tiles)
+
+
+def projected_mixture(
+    x_TD: Rows | NormedRows,
+    experts: ExpertWeights,
+    projection: MixtureProjection,
+    routing: Routing,
+    down: Weight,
+    *,
+    launches: Launches = Launches.MEASURED,
+) -> Summand:
+    """Triton version of :func:`strandline.kernels.experts.moe.projected_mixture`.
+
+    Of a few tokens, the router's product normalises them, and a shared expert of the others' size and format is
+    projected with those: its weights do not wait for the router.
+    """
+    parts = projection.parts
+    if launches is Launches.MEASURED and 0 < len(x_TD) <= MAX_TOKENS_FEW and parts is not None:
+        shared = SharedExpert(None, down, None, None, parts[0])
+        pair = choose_few(experts, shared, len(x_TD), routing.top_k)
+        if pair is not None and can_extend(experts.up, parts[0]):
+            rows, router_TO = score_few(x_TD, parts[1])
+            rows = flat_rows(rows if FORMATS[type(experts.up)].multiplies_fp8 else plain_rows(rows))
+            logits_TE, gate_T1, _ = router_TO.split(projection.sizes[1:], dim=-1)
+            shared = shared._replace(gate_T1=gate_T1 if projection.sizes[2] else None)
+            return mixture_few(rows, experts, shared, logits_TE, None, routing, pair)
+    rows = settled(x_TD)
+    logits_TE, shared = projection.split(linear(rows, projection.weight, launches=launches), down)
+    return mixture(rows, experts, Router(logits_TE, None, routing), shared, launches=launches)
+
+
+def score_few(x_TD: Rows | NormedRows, weight: DenseWeight) -> tuple[Rows, Tensor]:
+    """Return a few rows after their norm, and their products with a router's weight."""
+    rows = x_TD.rows if isinstance(x_TD, NormedRows) else x_TD
+    out_TO = torch.empty((len(rows), weight.shape[0]), dtype=rows.dtype, device=rows.device)
+    launch_rows(out_TO, x_TD if isinstance(x_TD, NormedRows) else plain_rows(x_TD), weight, None, ROUTER)
+    return rows, out_TO
 
 
 def can_join(experts: ExpertWeights, shared: SharedExpert) -> bool:

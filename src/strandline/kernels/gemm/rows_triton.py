@@ -3,6 +3,8 @@
 Every program multiplies the rows with a few of the weight's rows, whole, in float32. A launch may multiply them with a
 second weight, which is dense: programs of its own do that, and start first, since they read the most bytes. What
 adapters add comes from a launch before (``expansion_triton.py``), whose rows may each have another of several matrices.
+The rows may be those before a norm: every program computes their mean squares and normalises what it reads, and further
+programs write the normalised rows for other launches.
 
 Shape suffixes: as in ``linear.py``; in kernels M rows of x, N outputs, K the dimension that a matrix product sums over,
 C matrices, R ranks of adapters.
@@ -22,6 +24,8 @@ from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.activation_triton import silu_times
+from strandline.kernels.rowwise.norm_triton import NormLaunch, inverse_rms, norm_rows
+from strandline.kernels.rowwise.normed_rows import NormedRows
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -82,6 +86,7 @@ def _multiply(
     out_ptr,
     matrix_ptr,
     expansion,
+    norm,
     first_output,
     M,
     N,
@@ -90,6 +95,7 @@ def _multiply(
     ROWS: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXPANSION: tl.constexpr,
+    NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_TILED: tl.constexpr,
@@ -124,6 +130,9 @@ def _multiply(
     wait_for_previous(OVERLAPS)
     if matrix_ptr is None:
         release_next(OVERLAPS)
+    of_inputs = None
+    if NORM is not None:
+        of_inputs = (norm, inverse_rms(x, norm, row_M, row_M < M, NORM))
     if EXPANSION is not None:
         hidden_MNR = load_hidden(expansion, found, row_M, 0, EXPANSION)
         if IS_GATED:
@@ -131,6 +140,7 @@ def _multiply(
     out_MN, up_MN = multiply_few(
         loaded,
         x,
+        of_inputs,
         row_M,
         row_M < M,
         weight,
@@ -140,6 +150,7 @@ def _multiply(
         K,
         ROWS,
         LAYOUT,
+        NORM,
         IS_GATED,
         IS_EVEN,
         NUM_K,
@@ -168,6 +179,7 @@ def _gemv_kernel(
     second,
     matrix_ptr,
     expansion,
+    norm,
     M,
     N,
     K,
@@ -176,6 +188,7 @@ def _gemv_kernel(
     LAYOUT: tl.constexpr,
     SECOND: tl.constexpr,
     EXPANSION: tl.constexpr,
+    NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_TILED: tl.constexpr,
@@ -187,6 +200,12 @@ def _gemv_kernel(
 ):
     SECOND_PROGRAMS: tl.constexpr = 0 if SECOND is None else SECOND.programs
     program = tl.program_id(0)
+    if NORM is not None:
+        norm_programs = tl.cdiv(M, NORM.rows)
+        if program < norm_programs:
+            norm_rows(program, norm, M, NORM, OVERLAPS)
+            return
+        program -= norm_programs
     if SECOND_PROGRAMS > 0 and program < SECOND_PROGRAMS:
         SECOND_ROWS: tl.constexpr = SECOND.rows
         SECOND_LAYOUT: tl.constexpr = SECOND.layout
@@ -198,6 +217,7 @@ def _gemv_kernel(
             second.out_ptr,
             None,
             expansion,
+            norm,
             N,
             M,
             second.num_outputs,
@@ -206,6 +226,7 @@ def _gemv_kernel(
             SECOND_ROWS,
             SECOND_LAYOUT,
             EXPANSION,
+            NORM,
             False,
             SECOND.is_even,
             IS_TILED,
@@ -224,6 +245,7 @@ def _gemv_kernel(
             out_ptr,
             matrix_ptr,
             expansion,
+            norm,
             0,
             M,
             N,
@@ -232,6 +254,7 @@ def _gemv_kernel(
             ROWS,
             LAYOUT,
             EXPANSION,
+            NORM,
             IS_GATED,
             IS_EVEN,
             IS_TILED,
@@ -245,7 +268,7 @@ def _gemv_kernel(
 
 def launch_rows(
     out_MO: Tensor,
-    rows: Rows,
+    rows: Rows | NormedRows,
     weight: DenseWeight | QuantizedWeight | RowMatrices,
     bias_O: Tensor | None,
     launch: Launch,
@@ -257,8 +280,12 @@ def launch_rows(
     """Fill ``out_MO``, a matrix with dense rows, with the product of a few rows; gated, ``silu(gate x) * up x``.
 
     Args:
+        rows: where their norm is still to be computed, this launch does it; weights are dense then.
         expansion: is added to the outputs, and to those of the second product after them.
     """
+    norm: NormLaunch | None = None
+    if isinstance(rows, NormedRows):
+        rows, norm = rows.x_TD, rows.launch
     weight, matrix_T = weight if isinstance(weight, RowMatrices) else (weight, None)
     argument = operand(weight)
     taken = rows if argument.format.multiplies_fp8 else plain_rows(rows)
@@ -275,6 +302,8 @@ def launch_rows(
     # compiler loads inputs later, and needs fewer registers.
     is_tiled = num_rows > block_m or (second is None and isinstance(weight, DenseWeight))
     programs = cdiv(num_outputs, block_n) + (0 if constants is None else constants.programs)
+    if norm is not None:
+        programs += cdiv(num_rows, norm.constants.rows)
     _gemv_kernel[(programs, cdiv(num_rows, block_m))](
         rows_operand(taken),
         argument.data,
@@ -283,6 +312,7 @@ def launch_rows(
         second_argument,
         matrix_T,
         expansion,
+        None if norm is None else norm.argument,
         num_rows,
         num_outputs,
         num_inputs,
@@ -291,6 +321,7 @@ def launch_rows(
         LAYOUT=argument.layout,
         SECOND=constants,
         EXPANSION=None if expansion is None else expansion.constants,
+        NORM=None if norm is None else norm.constants,
         IS_GATED=is_gated,
         IS_EVEN=num_inputs % block_k == 0 and num_outputs % block_n == 0,
         IS_TILED=is_tiled,

@@ -20,14 +20,17 @@ from strandline.kernels.experts.moe import (
     ExpertBiases,
     ExpertsWeight,
     ExpertWeights,
+    MixtureProjection,
     Router,
     SharedExpert,
     SharedOutput,
     mixture,
+    projected_mixture,
 )
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, Weight
 from strandline.kernels.operation import Operation
+from strandline.kernels.rowwise.normed_rows import NormedRows
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, Piece, Target, spanned, unused, whole
@@ -129,7 +132,7 @@ class Experts(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (mixture,) if self.record is None else (mixture, route)
+        return (mixture, projected_mixture) if self.record is None else (mixture, projected_mixture, route)
 
     @property
     def share(self) -> float:
@@ -162,7 +165,7 @@ class Experts(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._mixture, self._parts = kernels[mixture], self.parts
+        self._mixture, self._projected_mixture, self._parts = kernels[mixture], kernels[projected_mixture], self.parts
         self._route = None if self.record is None else kernels[route]
 
     def mix(
@@ -179,17 +182,28 @@ class Experts(nn.Module):
             bias_X: as in ``route``.
             shared: is added.
         """
-        router = Router(logits_TX, bias_X, self.config.routing)
+        router, num_choices = Router(logits_TX, bias_X, self.config.routing), logits_TX.shape[-1]
         if self._route is not None and self.record is not None:
             self.record(self._route(*router)[1])
         *others, last = self._parts
         for part in others:
-            shared = SharedOutput(added_up(self._mixture(x_TE, self._weights(part, router), router, shared)))
-        return self._mixture(x_TE, self._weights(last, router), router, shared)
+            shared = SharedOutput(added_up(self._mixture(x_TE, self._weights(part, num_choices), router, shared)))
+        return self._mixture(x_TE, self._weights(last, num_choices), router, shared)
 
-    def _weights(self, part: ExpertsPart, router: Router) -> ExpertWeights:
+    @property
+    def can_project(self) -> bool:
+        """Whether ``mix_projected`` may be called: logits are needed by nothing else."""
+        return self._route is None and len(self._parts) == 1
+
+    def mix_projected(self, x_TE: Rows | NormedRows, projection: MixtureProjection, down: Weight) -> Summand:
+        """Return what ``mix`` does, given the weight of the router and of the shared expert, and its second one."""
+        (part,) = self._parts
+        experts = self._weights(part, projection.sizes[1])
+        return self._projected_mixture(x_TE, experts, projection, self.config.routing, down)
+
+    def _weights(self, part: ExpertsPart, num_choices: int) -> ExpertWeights:
         """Return the experts of a part. Tokens may choose others, also such that no rank holds."""
-        held = part.held if router.logits_TE.shape[-1] > len(part.held) else None
+        held = part.held if num_choices > len(part.held) else None
         return ExpertWeights(part.up, part.down, self.config.activation, held, self._biases(part.held))
 
     def _biases(self, experts: range) -> ExpertBiases | None:

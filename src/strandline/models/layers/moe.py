@@ -13,8 +13,9 @@ from torch import nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.experts.moe import SharedExpert
+from strandline.kernels.experts.moe import MixtureProjection, SharedExpert
 from strandline.kernels.experts.router import Routing
+from strandline.kernels.rowwise.normed_rows import NormedRows, settled
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
 from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
@@ -72,8 +73,8 @@ class SparseMoe(nn.Module):
         self.config, self.shard, hidden_size = config, site.shard, config.hidden_size
         is_shared = config.shared_size > 0
         shared_size = site.shard.part_of(config.shared_size, SHARED_CHANNELS) if is_shared else 0
-        self.sizes = [2 * shared_size, config.num_experts, int(is_shared and config.is_shared_gated)]
-        self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
+        sizes = (2 * shared_size, config.num_experts, int(is_shared and config.is_shared_gated))
+        self.sizes = (*sizes, -sum(sizes) % PROJECTION_ROWS)
         self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: the shared expert's gate and up projections, the router, the shared expert's gate if any, and zeros."""
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
@@ -86,13 +87,23 @@ class SparseMoe(nn.Module):
         """Whether it takes quantised rows."""
         return self.experts.takes_quantized or self.in_proj.takes_quantized
 
-    def forward(self, hidden_TE: Rows) -> Summand:
+    @property
+    def takes_normed(self) -> bool:
+        """Whether it takes rows whose norm has not been computed."""
+        return self.shared_down is not None
+
+    def forward(self, hidden_TE: Rows | NormedRows) -> Summand:
+        down = self.shared_down
+        if down is not None and self.experts.can_project and self.in_proj.term is down.term is None:
+            projection = MixtureProjection(self.in_proj.weight, self.sizes)
+            return self.experts.mix_projected(hidden_TE, projection, down.weight)
+        hidden_TE = settled(hidden_TE)
         in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
         shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
         shared = None
-        if self.shared_down is not None:
+        if down is not None:
             gate = gate_T1 if self.config.is_shared_gated else None
-            shared = SharedExpert(shared_TS, self.shared_down.weight, gate, self.shared_down.term)
+            shared = SharedExpert(shared_TS, down.weight, gate, down.term)
         return self.experts.mix(hidden_TE, logits_TX, None, shared)
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:

@@ -8,6 +8,7 @@ Shape suffixes: T tokens of the step, N rows that are wanted, E hidden size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +24,7 @@ from strandline.kernels.rowwise.norm import (
     rms_norm,
     rms_norm_zero_centered,
 )
+from strandline.kernels.rowwise.normed_rows import NormKind, deferred_add_norm
 from strandline.kernels.rowwise.quantizing import QUANTIZED, with_quantized
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
@@ -65,6 +67,20 @@ class ReadsQuantized(Protocol):
 def reads_quantized(part: object) -> bool:
     """Return whether a part of a layer takes quantised rows."""
     return isinstance(part, ReadsQuantized) and part.takes_quantized
+
+
+@runtime_checkable
+class ReadsNormed(Protocol):
+    """A part that can read rows whose norm has not been computed."""
+
+    @property
+    def takes_normed(self) -> bool:
+        """Whether it takes such rows."""
+
+
+def reads_normed(part: object) -> bool:
+    """Return whether a part of a layer takes rows whose norm has not been computed."""
+    return isinstance(part, ReadsNormed) and part.takes_normed
 
 
 class Residual(Protocol):
@@ -159,7 +175,7 @@ class PreNorm(NormedResidual):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return with_quantized(self.norm.norm, self.norm.add_norm)
+        return (deferred_add_norm, *with_quantized(self.norm.norm, self.norm.add_norm))
 
     def connect(self, kernels: Kernels, part: object = None) -> None:
         """Compute with these kernels from now on."""
@@ -169,6 +185,9 @@ class PreNorm(NormedResidual):
             norm, add_norm = QUANTIZED[norm], QUANTIZED[add_norm]
         self._norm, self._add_norm, self._sum = kernels[norm], kernels[add_norm], kernels.ranks.sum
         self._sum_add_norm = bind_sum_add_norm(kernels, add_norm)
+        if kernels.ranks.size == 1 and reads_normed(part):
+            kind = NormKind(self.norm.norm is rms_norm_zero_centered, reads_quantized(part))
+            self._add_norm = self._sum_add_norm = partial(kernels[deferred_add_norm], kind=kind)
 
     def enter(self, stream: Stream) -> tuple[Any, Stream]:
         """Return the part's input, quantised if the part takes that, and the stream."""

@@ -12,6 +12,7 @@ import triton.language as tl
 def multiply_few(
     loaded,
     x,
+    norm,
     row_M,
     is_row_M,
     weight,
@@ -21,6 +22,7 @@ def multiply_few(
     K,
     ROWS: tl.constexpr,
     LAYOUT: tl.constexpr,
+    NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -35,6 +37,7 @@ def multiply_few(
     acc, acc_up = ROWS.multiply(
         loaded,
         x,
+        norm,
         row_M,
         is_row_M,
         weight,
@@ -44,6 +47,7 @@ def multiply_few(
         N,
         K,
         LAYOUT,
+        NORM,
         IS_GATED,
         IS_EVEN,
         BLOCK_N,
@@ -54,7 +58,7 @@ def multiply_few(
         of_chunk = (weight, matrix_C, first_N)
         loaded = ROWS.load(*of_chunk, start, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K)
         more, more_up = ROWS.multiply(
-            loaded, x, row_M, is_row_M, *of_chunk, start, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K
+            loaded, x, norm, row_M, is_row_M, *of_chunk, start, N, K, LAYOUT, NORM, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K
         )
         acc += more
         if IS_GATED:

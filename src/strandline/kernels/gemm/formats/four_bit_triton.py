@@ -300,6 +300,7 @@ def _scaled_sums(
 def multiply_rows(
     loaded,
     x,
+    norm,
     row_M,
     is_row_M,
     weight,
@@ -309,12 +310,14 @@ def multiply_rows(
     N,
     K,
     LAYOUT: tl.constexpr,
+    NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, M, N]``."""
+    tl.static_assert(NORM is None, "only dense weights normalise rows as they read them")
     words_JCNW, up_JCNW = loaded
     _, num_words, scale_ptr, zero_ptr, stride_sn, stride_sx, magic = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1

@@ -287,6 +287,7 @@ def _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, PLANE: tl.constexpr):
 def multiply_rows(
     loaded,
     x,
+    norm,
     row_M,
     is_row_M,
     weight,
@@ -296,12 +297,14 @@ def multiply_rows(
     N,
     K,
     LAYOUT: tl.constexpr,
+    NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, M, N]``."""
+    tl.static_assert(NORM is None, "only dense weights normalise rows as they read them")
     words_JCNW, scales_JCN, up_JCNW, up_scales_JCN = loaded
     x_ptr, _, stride_x, _ = x
     _, _, _, factor_ptr = weight

@@ -177,10 +177,10 @@ def _piece_columns(start, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _row_scales(scale_ptr, matrix_C, first_row, col_JR, K, stride_se, stride_sy, stride_sx, SCALE_ROWS: tl.constexpr):
+def _row_scales(scale_C_ptr, first_row, col_JR, K, stride_sy, stride_sx, SCALE_ROWS: tl.constexpr):
     """Load the scales of pieces, ``[J, R, C]``; a program's rows share one."""
-    offset_JRC = (matrix_C.to(tl.int64) * stride_se)[None, None, :] + (col_JR // GROUP * stride_sx)[:, :, None]
-    scale_JRC_ptr = scale_ptr + first_row // SCALE_ROWS * stride_sy + offset_JRC
+    first_C_ptr = scale_C_ptr + first_row // SCALE_ROWS * stride_sy
+    scale_JRC_ptr = first_C_ptr[None, None, :] + (col_JR // GROUP * stride_sx)[:, :, None]
     return tl.load(scale_JRC_ptr, mask=(col_JR < K)[:, :, None], other=0.0)
 
 
@@ -199,13 +199,18 @@ def load_rows(
     BLOCK_K: tl.constexpr,
 ):
     """Load as ``operand_triton.py`` says: numbers ``[J, R, C, N, P]`` and scales ``[J, R, C]``."""
-    weight_ptr, scale_ptr, stride_se, stride_sy, stride_sx, _, _, _ = weight
+    weight_ptr, scale_ptr, stride_se, stride_sy, stride_sx, extra_ptr, extra_scale_ptr, num_matrices = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     SCALE_ROWS: tl.constexpr = LAYOUT.scale_rows
     row_N = first_N + tl.arange(0, BLOCK_N)
     col_JR, col_JRP = _piece_columns(start, BLOCK_K)
-    offset_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N * K))[:, None] + (row_N * K)[None, :]
-    ptr_JRCNP = weight_ptr + offset_CN[None, None, :, :, None] + col_JRP[:, :, None, None, :]
+    first_C_ptr = weight_ptr + matrix_C.to(tl.int64) * (NUM_PARTS * N * K)
+    scale_C_ptr = scale_ptr + matrix_C.to(tl.int64) * stride_se
+    if extra_ptr is not None:
+        first_C_ptr = tl.where(matrix_C == num_matrices, extra_ptr, first_C_ptr)
+        scale_C_ptr = tl.where(matrix_C == num_matrices, extra_scale_ptr, scale_C_ptr)
+    first_CN_ptr = first_C_ptr[:, None] + (row_N * K)[None, :]
+    ptr_JRCNP = first_CN_ptr[None, None, :, :, None] + col_JRP[:, :, None, None, :]
     up_JRCNP_ptr = ptr_JRCNP + tl.cast(N, tl.int64) * K
     if IS_EVEN:
         weight_JRCNP = tl.load(ptr_JRCNP, eviction_policy="evict_first")
@@ -218,11 +223,11 @@ def load_rows(
             up_JRCNP = tl.load(up_JRCNP_ptr, eviction_policy="evict_first")
         else:
             up_JRCNP = tl.load(up_JRCNP_ptr, mask=is_JRCNP, other=0.0, eviction_policy="evict_first")
-    strides = (stride_se, stride_sy, stride_sx)
-    scale_JRC = _row_scales(scale_ptr, matrix_C, first_N, col_JR, K, *strides, SCALE_ROWS)
+    strides = (stride_sy, stride_sx)
+    scale_JRC = _row_scales(scale_C_ptr, first_N, col_JR, K, *strides, SCALE_ROWS)
     up_scale_JRC = scale_JRC
     if IS_GATED:
-        up_scale_JRC = _row_scales(scale_ptr, matrix_C, N + first_N, col_JR, K, *strides, SCALE_ROWS)
+        up_scale_JRC = _row_scales(scale_C_ptr, N + first_N, col_JR, K, *strides, SCALE_ROWS)
     return weight_JRCNP, scale_JRC, up_JRCNP, up_scale_JRC
 
 
@@ -230,6 +235,7 @@ def load_rows(
 def multiply_rows(
     loaded,
     x,
+    norm,
     row_M,
     is_row_M,
     weight,
@@ -239,12 +245,14 @@ def multiply_rows(
     N,
     K,
     LAYOUT: tl.constexpr,
+    NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, R, M, N]``."""
+    tl.static_assert(NORM is None, "only dense weights normalise rows as they read them")
     weight_JRCNP, scale_JRC, up_JRCNP, up_scale_JRC = loaded
     x_JRMP, x_scale_JRM = _read_pieces(x, row_M, is_row_M, start, K, BLOCK_K)
     x_JRM1P = x_JRMP[:, :, :, None, :]

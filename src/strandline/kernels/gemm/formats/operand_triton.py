@@ -18,14 +18,15 @@ are float32 ``[BLOCK_M, BLOCK_N]``; the second is that of the rows ``N`` further
 ``rows`` multiply few rows of x: they read the weight through registers, ``BLOCK_K`` inputs at a time::
 
     rows.load(weight, matrix_C, first_N, start, N, K, LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> loaded
-    rows.multiply(loaded, x, row_M, is_row_M, weight, matrix_C, first_N, start, N, K,
-                  LAYOUT, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> products, up_products
+    rows.multiply(loaded, x, norm, row_M, is_row_M, weight, matrix_C, first_N, start, N, K,
+                  LAYOUT, NORM, IS_GATED, IS_EVEN, BLOCK_N, BLOCK_K) -> products, up_products
     rows.add(products) -> acc_MN
 
 ``matrix_C`` are the numbers of one matrix, or of one for each row of x; ``first_N`` is the first of ``BLOCK_N`` outputs
 and ``start``, a constant, the first of ``BLOCK_K`` inputs. Loads are apart so that a kernel may wait after the first
 one: weights are older than any launch of a step. Products of several chunks of inputs are added before they are reduced
-by ``add``; their shape is the format's.
+by ``add``; their shape is the format's. Dense weights may multiply rows before their norm: ``norm`` is a norm's
+argument and the inverse root of each row's mean square, ``NORM`` its constants (``norm_triton.py``).
 
 ``dequantize``, of formats whose ``words`` hold codes of 4 bits (``weights.py``), returns the numbers that a block of
 inputs of rows ``read_N`` stands for, in float32, so that a library can multiply with them::
@@ -103,7 +104,7 @@ def _coded_format(module: ModuleType) -> Format:
 
 
 FORMATS: Mapping[type, Format] = {
-    DenseWeight: _format(dense_triton, 1, 1),
+    DenseWeight: _format(dense_triton, 1, 1)._replace(can_extend=dense_triton.can_extend),
     ScaledWeight: _format(fp8_triton, GROUP, fp8_triton.MIN_ROWS_HOPPER.value)._replace(
         multiplies_fp8=True, can_extend=fp8_triton.can_extend
     ),
