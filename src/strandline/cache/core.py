@@ -96,7 +96,8 @@ class PrefixCache:
         self._is_stepwise = enabled and placement.is_stepwise
         self._logs = LogPool(size.num_logs)
         self._num_reserved_slabs = int(RESERVE_SHARE * size.num_slabs)
-        self._snapshot_blocks = size.snapshot_blocks(self._states.num_slots) or size.blocks_per_slab
+        self.snapshot_blocks = size.snapshot_blocks(self._states.num_slots)
+        """Size of a snapshot in blocks; 0: prompts resume without snapshots."""
         self._log_tokens = size.log_tokens
 
     def attach(self, below: Below) -> None:
@@ -247,7 +248,7 @@ class PrefixCache:
         """Ask the placement at which positions the lease leaves snapshots."""
         prompt = (lease.computed, len(lease.tokens), kv_tokens, marks)
         num_spare_blocks = (self._allocator.num_free_slabs - self._num_reserved_slabs) * self._allocator.blocks_per_slab
-        room = (num_spare_blocks // self._snapshot_blocks, self._snapshot_blocks * BLOCK_TOKENS)
+        room = (num_spare_blocks // max(self.snapshot_blocks, 1), self.snapshot_blocks * BLOCK_TOKENS)
         may_probe = self._publisher.may_probe(lease)
         lease.planned_cuts = self._placement.on_admission(Admission(*prompt, *room, may_probe, lease.tokens.data))
 
@@ -424,8 +425,17 @@ class PrefixCache:
 
     def internals(self) -> Internals:
         """Return the parts of the cache, for the checks, views and tests of this package."""
-        memory, leases, index, reuse, rule = self._memory, self._leases, self._index, self._reuse, self._rule
-        placement, publisher, counters, logs = self._placement, self._publisher, self._counters, self._logs
         return Internals(
-            memory, leases, placement, index, self._expected, reuse, logs, rule, publisher, counters, self._below
+            memory=self._memory,
+            leases=self._leases,
+            placement=self._placement,
+            index=self._index,
+            expected=self._expected,
+            reuse=self._reuse,
+            logs=self._logs,
+            rule=self._rule,
+            states=self._states,
+            publisher=self._publisher,
+            counters=self._counters,
+            below=self._below,
         )

@@ -11,6 +11,7 @@ from strandline.cache.logs import LogPool
 from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
+from strandline.cache.request_states import RequestStates
 from strandline.cache.resume import ResumeRule
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.use import UseHistory
@@ -30,6 +31,7 @@ class Internals:
     reuse: UseHistory
     logs: LogPool
     rule: ResumeRule
+    states: RequestStates
     publisher: Publisher
     counters: CacheCounters
     below: Below | None

@@ -29,9 +29,9 @@ class CacheSize(NamedTuple):
         return -(-self.blocks_per_slab // self.window_blocks_per_slab) if self.window_blocks_per_slab else 1
 
     def snapshot_blocks(self, num_slots: int) -> int:
-        """Return the size of a snapshot in blocks: its slot, unless it has none, and its window."""
+        """Return the size of a snapshot in blocks, rounded up: its slot, unless it has none, and its window."""
         slot_blocks = self.blocks_per_slab * num_slots
         if not self.window_tokens:
             return slot_blocks
         num_window_blocks = -(-(self.window_tokens - 1) // BLOCK_TOKENS)
-        return slot_blocks + self.blocks_per_slab * num_window_blocks // self.window_blocks_per_slab
+        return slot_blocks + -(-self.blocks_per_slab * num_window_blocks // self.window_blocks_per_slab)

@@ -52,7 +52,8 @@ class CacheState:
     mode: str
     total_bytes: int
     block_bytes: int
-    slot_bytes: int
+    snapshot_bytes: int
+    """Size of a snapshot with its window, which others may share."""
     stats: CoreStats
     recent: RecentHits
     tree: TreeView

@@ -201,6 +201,11 @@ def test_answer_outgrows_the_window_blocks_of_its_path() -> None:
         assert small.step(lease, min(lease.computed + 50, len(lease.tokens)))
 
 
+def test_smallest_snapshot_has_a_size() -> None:
+    """No size would mean that prompts resume without snapshots."""
+    assert Driver(16, 1, rule=AtWindowEnds(), window_tokens=2, windows_per_slab=3).cache.snapshot_blocks == 1
+
+
 def test_slabs_of_windows_that_may_be_evicted_count_as_room() -> None:
     idle = Driver(16, 1, window_tokens=1, windows_per_slab=3)
     idle.serve(pattern(0, 100))

@@ -61,7 +61,7 @@ def test_memory_samples_equal_the_metrics(make_llm: MakeLLM) -> None:
         "free": stats.tenant_bytes["free"]
     } == (stats.tenant_bytes)
     assert shown.total_bytes == sum(stats.tenant_bytes.values())
-    assert shown.tree.num_snapshots * shown.slot_bytes == stats.tenant_bytes["slots_evictable"]
+    assert shown.tree.num_snapshots * shown.snapshot_bytes == stats.tenant_bytes["slots_evictable"]
 
 
 def test_past_request_is_explained_then_and_now(make_llm: MakeLLM) -> None:

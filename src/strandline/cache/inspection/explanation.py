@@ -275,13 +275,13 @@ def _advice_on_miss(
                     text += "; without one, the first prompt that diverges there takes the snapshot for later prompts"
             return Advice(Help.MARK, miss.end, size, text)
         case Reason.SNAPSHOT_EVICTED:
-            slot_bytes = _slot_bytes(cache, block_bytes)
-            text = f"more memory: the evicted snapshot took {_mib(slot_bytes)}; {_more_memory(cache)}"
+            snapshot_bytes = cache.snapshot_blocks * block_bytes
+            text = f"more memory: the evicted snapshot took {_mib(snapshot_bytes)}; {_more_memory(cache)}"
             return Advice(Help.MEMORY, miss.end, size, text)
         case Reason.EVICTED:
-            slot_bytes = _slot_bytes(cache, block_bytes)
-            num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + slot_bytes
-            snapshot = ", including a snapshot" if slot_bytes else ""
+            snapshot_bytes = cache.snapshot_blocks * block_bytes
+            num_bytes = -(-size // BLOCK_TOKENS) * block_bytes + snapshot_bytes
+            snapshot = ", including a snapshot" if snapshot_bytes else ""
             text = f"more memory: the evicted data took at least {_mib(num_bytes)}{snapshot}; {_more_memory(cache)}"
             return Advice(Help.MEMORY, miss.start, size, text)
         case Reason.NO_ROOM:
@@ -349,12 +349,6 @@ def _more_memory(cache: PrefixCache) -> str:
     if any(tier.is_persistent for tier in _tiers(cache)):
         return "raise --memory, --host-memory or --disk-cache-size"
     return "raise --memory or --host-memory" if _tiers(cache) else "raise --memory, or add --host-memory"
-
-
-def _slot_bytes(cache: PrefixCache, block_bytes: int) -> int:
-    """Return the size of a snapshot's slot; 0: it has none."""
-    parts = cache.internals()
-    return block_bytes * parts.allocator.blocks_per_slab if parts.rule.needs_slots else 0
 
 
 def _mib(num_bytes: int) -> str:

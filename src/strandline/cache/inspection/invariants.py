@@ -148,7 +148,7 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
         block_owners.update(lease.table[lease.num_published :])
         owners = set(map(cache.memory.owner, lease.table[lease.num_published :]))
         _require(owners <= {None, lease.tail}, f"{lease.request_id}: a block of its own has an owner in the index")
-        writes_slot = cache.rule.needs_slots and lease.is_request
+        writes_slot = bool(cache.states.num_slots) and lease.is_request
         _require((lease.dst != NULL_SLOT) == writes_slot, f"{lease.request_id} writes slot {lease.dst}")
         slot_owners[lease.dst] += writes_slot
         slot_owners.update(cut.slot for cut in lease.cuts)

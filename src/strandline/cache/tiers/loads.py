@@ -64,7 +64,7 @@ class Loads:
         self._publisher = parts.publisher
         self._counters = parts.counters.loads
         self._leases = parts.leases
-        self._num_slots = int(parts.rule.needs_slots)
+        self._num_slots = parts.states.num_slots
         """Slots that a request needs, and a snapshot that is loaded for it."""
         self._rule = parts.rule
         self._loads: dict[RequestId, _Load] = {}

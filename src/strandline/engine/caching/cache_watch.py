@@ -139,7 +139,7 @@ class CacheWatch:
             mode=self._mode,
             total_bytes=self._cache.memory_use().num_slabs * self._spec.slab_bytes,
             block_bytes=self._spec.block_bytes,
-            slot_bytes=self._spec.slab_bytes,
+            snapshot_bytes=self._cache.snapshot_blocks * self._spec.block_bytes,
             stats=stats,
             recent=self._hits.recent(now_s),
             tree=view(self._cache, salt=salt, key=self._key),

@@ -16,7 +16,7 @@ from strandline.cache import Lease, PrefixCache
 from strandline.cache.holds import Holds
 from strandline.clock import SYSTEM_CLOCK, Clock
 from strandline.device.stores.arena_copies import Copies, Entries, Fence
-from strandline.ids import NULL_BLOCK, RequestId
+from strandline.ids import RequestId
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer
 from strandline.records.transfer_params import TransferParams
 from strandline.transfer.connection import Cause, TransferError
@@ -207,22 +207,15 @@ class PrefixSource:
         """Return how much memory leases keep, counting what several share several times."""
         snapshots = [snapshot for kept in self._kept.values() for snapshot in kept.hold.held or ()]
         num_window_blocks = sum(len(snapshot.window.held) for snapshot in snapshots)
-        num_blocks = sum(_num_blocks(kept.hold) for kept in self._kept.values())
+        num_blocks = sum(len(kept.hold.table) for kept in self._kept.values())
         num_window_slabs = num_window_blocks / self._window_blocks_per_slab if num_window_blocks else 0.0
         num_slots = sum(snapshot.num_slots for snapshot in snapshots)
         return num_blocks / self._blocks_per_slab + num_slots + num_window_slabs
 
 
-def _num_blocks(hold: Lease) -> int:
-    """Return how many blocks a hold keeps."""
-    return len(hold.table) - hold.table.count(NULL_BLOCK)
-
-
 def _entries(hold: Reading, items: Items) -> Entries:
     """Return what a piece holds."""
     blocks = list(hold.hold.table[items.start_block : items.end_block])
-    if NULL_BLOCK in blocks:
-        raise TransferError(Cause.GARBLED, "blocks are wanted that lie behind the windows of all snapshots")
     held = {snapshot.position: snapshot for snapshot in hold.hold.held or ()}
     slots = [held[position].slot for position in items.positions]
     return Entries(blocks, slots, held[items.window_of].window.held if items.num_window_blocks else ())

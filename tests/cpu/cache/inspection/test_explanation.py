@@ -4,7 +4,10 @@ import pytest
 
 from strandline.cache.inspection.explanation import explain_admission, explain_lookup, explain_prompt, tier_tokens
 from strandline.cache.inspection.lookups import Lookup
+from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.placements import NoSnapshots
+from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtWindowEnds
+from strandline.cache.resume import ResumeRule
 from strandline.ids import RequestId
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.explanation import Advice, Explanation, Help
@@ -127,6 +130,15 @@ def test_advised_memory_includes_evicted_keys_and_values() -> None:
     advice = only_advice(explain(driver, prompt(128)))
     assert (advice.help, advice.num_tokens) == (Help.MEMORY, 128)
     assert "4.0 MiB" in advice.text, "two blocks, and a snapshot of two blocks"
+
+
+@pytest.mark.parametrize(("rule", "size"), [(AT_SNAPSHOTS, "9.0 MiB"), (AtWindowEnds(), "4.0 MiB")])
+def test_advised_memory_includes_the_window(rule: ResumeRule, size: str) -> None:
+    driver = Driver(rule=rule, window_tokens=101, windows_per_slab=3)
+    driver.serve(prompt(150))
+    driver.cache.internals().memory.drop_snapshot(next(published_snapshots(driver.cache))[2])
+    advice = only_advice(explain(driver, prompt(150)))
+    assert (advice.help, size in advice.text) == (Help.MEMORY, True), "a slot of five blocks, and the window's"
 
 
 @pytest.mark.parametrize("num_changed", [1, 3, 4, 5, 200])
