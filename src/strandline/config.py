@@ -424,7 +424,7 @@ def blocks_below(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: st
         ConfigError: it is no size, or has no room for a snapshot with the block that it lies inside.
     """
     num_bytes = parse_bytes(size, name)
-    least_bytes = (spec.resting_slot_blocks(snapshot_dtype) + 1) * spec.block_bytes
+    least_bytes = (spec.stored_snapshot_blocks(snapshot_dtype) + 1) * spec.block_bytes
     if num_bytes < least_bytes:
         kept = "a snapshot" if spec.needs_snapshots else "a block"
         raise ConfigError(

@@ -363,6 +363,6 @@ class ModelSpec:
         nums = range(1 - self.has_states, self.snapshot_window_blocks + 1)
         return tuple(slot_bytes + n * self.raw_window_block_bytes for n in nums)
 
-    def resting_slot_blocks(self, dtype: str) -> int:
+    def stored_snapshot_blocks(self, dtype: str) -> int:
         """Return the most blocks that a stored snapshot takes; 0: prompts resume without snapshots."""
         return -(-self.stored_snapshot_sizes(dtype)[-1] // self.block_bytes) if self.needs_snapshots else 0

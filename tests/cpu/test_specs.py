@@ -98,8 +98,8 @@ def test_snapshots_at_rest_take_fewer_blocks() -> None:
     spec = read_model_size(CONFIGS / "qwen3.5-35b-a3b").spec
     assert spec.at_rest("float32").raw_slot_bytes == spec.raw_slot_bytes
     assert [spec.at_rest(dtype).block_bytes for dtype in SNAPSHOT_DTYPES] == [spec.block_bytes] * 3
-    assert [spec.resting_slot_blocks(dtype) for dtype in SNAPSHOT_DTYPES] == [spec.blocks_per_slab, 26, 14]
-    assert model(LayerSpec(streams=(WINDOW,))).resting_slot_blocks("int8") == 0
+    assert [spec.stored_snapshot_blocks(dtype) for dtype in SNAPSHOT_DTYPES] == [spec.blocks_per_slab, 26, 14]
+    assert model(LayerSpec(streams=(WINDOW,))).stored_snapshot_blocks("int8") == 0
 
 
 def test_model_has_the_widest_window_if_every_layer_has_one() -> None:

@@ -172,8 +172,8 @@ class PrefixCache:
         """Grant a lease: the cached blocks of the prompt, a slot and a log. It starts where the prompt resumes.
 
         When no other request runs and the memory cannot hold both the snapshot and the request's own state, the
-        request starts from the first token (``NO_ROOM``): no release would ever make room for it. Without states, the
-        same holds for the part of a block, and the request starts after the whole ones.
+        request starts from the first token (``NO_ROOM``): no release would ever make room for it. Without snapshots,
+        the same holds for the part of a block, and the request starts after the whole ones.
 
         Args:
             tokens: all tokens known so far. The lease keeps the buffer and sees tokens appended later.

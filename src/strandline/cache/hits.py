@@ -1,4 +1,4 @@
-"""Records hits: in the snapshots on a path, and, without states, in its runs."""
+"""Records hits: in the snapshots on a path, and, without snapshots, in its runs."""
 
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory

@@ -27,7 +27,7 @@ class Internals:
     placement: Placement
     index: PrefixIndex
     expected: dict[RequestId, Entry]
-    """By waiting request: the snapshot, or without states the run, that it would have resumed from when queued."""
+    """By waiting request: the snapshot, or without snapshots the run, that it would have resumed from when queued."""
     reuse: UseHistory
     logs: LogPool
     rule: ResumeRule

@@ -27,9 +27,9 @@ class Admission(NamedTuple):
     """Tokens whose keys and values are cached. Beyond ``start``, the prompt diverges from a cached one here."""
     marks: tuple[int, ...]
     """Ends of shared prefixes, by the sender or the chat template."""
-    num_spare_slots: int
+    num_spare_snapshots: int
     """Snapshots that can be taken without eviction before memory is scarce."""
-    slot_tokens: int = 0
+    snapshot_tokens: int = 0
     """Tokens whose keys and values are as large as a snapshot; 0: unknown."""
     may_probe: bool = False
     """Whether a probe may be taken: the prompt continues no path, and the memory is large enough for probes."""

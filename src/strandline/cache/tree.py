@@ -199,7 +199,7 @@ class Run:
         self.num_announced = 0
         """How many of its blocks, from the first, events have announced."""
         self.use = Use(0, NO_INTERARRIVAL)
-        """Its last use, or that of the path that it ends; without states, it decides on eviction."""
+        """Its last use, or that of the path that it ends; without snapshots, it decides on eviction."""
         self.is_shared = False
         """Whether a prompt that is no return has resumed here or below."""
         self.num_waiters = 0

@@ -110,7 +110,7 @@ class StoredPath:
     blocks: StoredBlocks | None
     """The last ones of the whole blocks before it, which are stored: the store has the others. None: it has all."""
     slot: int
-    """The address of the snapshot's slot; 0: the model keeps no states."""
+    """The address of the snapshot; 0: it is the end of its blocks alone."""
     tail: int
     """The address of the block that contains its position; 0: its position is at a block's end."""
     kind: SnapshotKind

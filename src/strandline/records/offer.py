@@ -28,7 +28,7 @@ class Offer:
     blocks: tuple[int, ...]
     """The address of each block; 0: it is not offered. Of the last one, only the tokens before ``position`` count."""
     snapshots: tuple[OfferedSnapshot, ...] = ()
-    """By position; the last one is at ``position``. Empty for models that keep no states."""
+    """By position; the last one is at ``position``. Empty where prompts resume without snapshots."""
 
     def addresses(self, indices: Iterable[int]) -> dict[int, int]:
         """Return the addresses of blocks, counted from the prompt's beginning; 0: it is not offered."""

@@ -27,7 +27,7 @@ def check_windows_return(kind: type[HostStore] | type[PinnedStore], device: str,
     """Store snapshots, overwrite them, and load them into other slots and window blocks."""
     arena = ArenaTensors(SPEC, 12, device)
     transfers = Transfers(arena)
-    num_pages = 4 * SPEC.resting_slot_blocks(dtype)
+    num_pages = 4 * SPEC.stored_snapshot_blocks(dtype)
     store = kind(arena, num_pages, transfers.completions, slot_encoding(SPEC, dtype))
     first = 6 * SPEC.window_blocks_per_slab
     for count in range(SPEC.snapshot_window_blocks + 1):

@@ -1,7 +1,7 @@
 """Turns changes of the prefix index into events.
 
 A block is *announced* while there is a snapshot at its end or below, so the announced blocks of a run are its first
-ones, and the blocks above an announced block are announced too. Without states, every whole block is announced. What
+ones, and the blocks above an announced block are announced too. Without snapshots, every whole block is announced. What
 tiers hold is announced as well (``cache/tiers/tier_announcer.py``), and nothing twice (``copies.py``).
 
 Invariants, held by ``cache/inspection/invariants.py``: ``Run.num_announced`` is right for every run, and ``Run.hashes``

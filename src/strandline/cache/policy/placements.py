@@ -25,7 +25,7 @@ MIN_REWIND_SLOTS: Final = 10
 """A prompt whose new keys and values would fill this many slots gets a snapshot shortly before its end even when memory
 is scarce, since a rewind there would recompute all of it."""
 FALLBACK_SLOTS: Final = 20
-"""Also one snapshot every ``FALLBACK_SLOTS * slot_tokens`` tokens, as fallbacks once its end has been evicted."""
+"""Also one snapshot every ``FALLBACK_SLOTS * snapshot_tokens`` tokens, as fallbacks once its end has been evicted."""
 PROBE_SHARE: Final = 0.75
 """Position of the probe: after this share of what is new in the prompt."""
 
@@ -39,7 +39,7 @@ class Auto:
     def on_admission(self, admission: Admission) -> SnapshotPositions:
         """Return the branch point, the marks, and as many rungs as spare memory allows, a few when it is scarce."""
         start, end = admission.start, admission.end
-        rungs = _thinned(ladder(start, end), admission.num_spare_slots)
+        rungs = _thinned(ladder(start, end), admission.num_spare_snapshots)
         positions = dict.fromkeys(rungs, SnapshotKind.LADDER) or _when_scarce(admission)
         positions |= {mark: SnapshotKind.MARK for mark in admission.marks if start + MIN_MARK_TOKENS <= mark < end}
         if start < admission.kv_tokens < end:
@@ -247,8 +247,8 @@ def _when_scarce(admission: Admission) -> SnapshotPositions:
     positions: SnapshotPositions = {}
     if (probed := probe(admission)) is not None:
         positions[probed] = SnapshotKind.PROBE
-    if 0 < MIN_REWIND_SLOTS * admission.slot_tokens <= end - start:
-        rungs = fallbacks(start, end, FALLBACK_SLOTS * admission.slot_tokens)
+    if 0 < MIN_REWIND_SLOTS * admission.snapshot_tokens <= end - start:
+        rungs = fallbacks(start, end, FALLBACK_SLOTS * admission.snapshot_tokens)
         positions |= dict.fromkeys([*rungs, (end // BLOCK_TOKENS - 1) * BLOCK_TOKENS], SnapshotKind.LADDER)
     return positions
 

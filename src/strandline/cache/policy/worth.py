@@ -45,8 +45,8 @@ class WorthPerByte:
 
     - Tokens saved: those since the nearest snapshot above, so a snapshot becomes more valuable when that one is
       evicted.
-    - Size: the slot and, for the last snapshot of a path, the keys and values since the snapshot above, which cannot
-      be used without it and are evicted with it. Keys and values that no snapshot needs are worth nothing.
+    - Size: slot and window and, for the last snapshot of a path, the keys and values since the snapshot above, which
+      cannot be used without it and are evicted with it. Keys and values that no snapshot needs are worth nothing.
     - Reuse rate: how often the entry is expected to be used per unit of time (``ReuseHistory``). It depends on
       where the snapshot is: at the end of a path; at the end of a prompt whose next turn has not come, which may
       leave out the answer; inside one path, where only a rewind uses it; or on a prefix that several paths share. A
@@ -55,11 +55,11 @@ class WorthPerByte:
       the last admission, has at least ``CERTAIN_RATE``.
 
     Args:
-        slot_blocks: the size of a snapshot in this memory, in blocks; 0: without states, it is the end of its blocks.
+        snapshot_blocks: the size of a snapshot in this memory, in blocks; 0: it is the end of its blocks alone.
     """
 
-    def __init__(self, slot_blocks: int, reuse: UseHistory) -> None:
-        self._slot_tokens = slot_blocks * BLOCK_TOKENS
+    def __init__(self, snapshot_blocks: int, reuse: UseHistory) -> None:
+        self._snapshot_tokens = snapshot_blocks * BLOCK_TOKENS
         self._reuse = reuse
 
     @property
@@ -78,7 +78,7 @@ class WorthPerByte:
         used_at, past_bin = snapshot.use
         age = self._reuse.now - used_at
         saved_tokens, continuations = snapshot.saved_tokens, snapshot.num_continuations
-        size = self._slot_tokens + (0 if continuations and self._slot_tokens else saved_tokens)
+        size = self._snapshot_tokens + (0 if continuations and self._snapshot_tokens else saved_tokens)
         rate = reuse_rate(self._reuse, snapshot, continuations, past_bin, age)
         if isinstance(snapshot, Snapshot) and (snapshot.num_waiters or (continuations == 0 and age == 0)):
             rate = max(rate, CERTAIN_RATE)
@@ -102,7 +102,7 @@ def reuse_rate(reuse: UseHistory, snapshot: Reusable, continuations: int, past_b
 
 
 class ReuseRate:
-    """Evicts the blocks with the lowest reuse rate. The default of models that keep no states.
+    """Evicts the blocks with the lowest reuse rate. The default where prompts resume without snapshots.
 
     A block saves its own tokens and takes its own memory, so its value density is its reuse rate: that of the path that
     ends there, or of a prefix that several paths share. What a queued request would hit, or was used after the last

@@ -51,10 +51,10 @@ def last_address(kept: Kept) -> int:
 
 def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     """Enter what a store holds into its empty tier; evict what is worth least if that is too much."""
-    sizes = _sizes(kept, tier.slot_blocks)
+    sizes = _sizes(kept, tier.snapshot_blocks)
     tier.num_used = sum(sizes.values())
     known = _known_blocks(kept)
-    entries = _snapshots(kept, known, reuse) if tier.slot_blocks else _ends(kept, known, reuse)
+    entries = _snapshots(kept, known, reuse) if tier.snapshot_blocks else _ends(kept, known, reuse)
     for demoted, tree, path in sorted(entries, key=lambda entry: entry[0].position):
         data = path.data + demoted.snapshot.key
         if tier.copy_of(tree, data, demoted.position) is None:
@@ -71,11 +71,11 @@ def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     tier.make_room(0, ANY_WORTH)
 
 
-def _sizes(kept: Kept, slot_blocks: int) -> dict[int, int]:
+def _sizes(kept: Kept, snapshot_blocks: int) -> dict[int, int]:
     """Return the sizes of all addresses."""
     sizes = {address: 1 for blocks in kept.blocks for address in blocks.addresses}
     for snapshot in kept.snapshots:
-        sizes |= {snapshot.slot: slot_blocks, snapshot.tail: 1}
+        sizes |= {snapshot.slot: snapshot_blocks, snapshot.tail: 1}
     sizes.pop(NO_ADDRESS, None)
     return sizes
 
@@ -120,7 +120,7 @@ def _snapshots(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
 
 
 def _ends(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
-    """Yield an end for each group of blocks that were stored together, for models that keep no states."""
+    """Yield an end for each group of blocks that were stored together, where prompts resume without snapshots."""
     for blocks in kept.blocks:
         path = _path(known, blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1])
         if path is not None:

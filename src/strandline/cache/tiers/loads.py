@@ -119,7 +119,9 @@ class Loads:
         issue, next_transfer, rule = self._memory.issue, self.next_transfer, self._rule
         tree = TierTree(len(memories), next((memory.key for memory in memories if memory.key is not None), None))
         tiers = tuple(
-            LowerTier(memory, column, WorthPerByte(memory.slot_blocks, reuse), issue, next_transfer, addresses, rule)
+            LowerTier(
+                memory, column, WorthPerByte(memory.snapshot_blocks, reuse), issue, next_transfer, addresses, rule
+            )
             for memory, column in zip(memories, tree.columns, strict=True)
         )
         for tier, memory in zip(tiers, memories, strict=True):
@@ -404,7 +406,7 @@ class _Load:
     source: TierLoad | None
     """The load in the tier that it reads; None: another store."""
     positions: tuple[int, ...]
-    """Positions of the snapshots that it brings; without states, its end."""
+    """Positions of the snapshots that it brings; without snapshots, its end."""
     blocks: "array[int]" = field(default_factory=partial(array, "i"))
     """The blocks that its transfers write."""
     pending: set[TransferId] = field(default_factory=set)

@@ -15,7 +15,7 @@ class LowerMemory:
     num_blocks: int
     """Its size in blocks."""
     block_bytes: int
-    slot_blocks: int
+    snapshot_blocks: int
     """The most that a stored snapshot takes, in blocks; 0: prompts resume without snapshots."""
     costs: LoadCosts
     num_spare_blocks: int = 0

@@ -9,7 +9,7 @@ returns, so the two memories hold different entries.
 Further tiers are *persistent*, and each gets what leaves the one above it (``spills.py``). They store whole paths, as
 nothing else outlives the process, and retain what has returned to the device, as reading is cheaper than writing again.
 
-Memory is counted in blocks; a slot takes as many as its encoded bytes need. Neither has a static share.
+Memory is counted in blocks; every snapshot counts as many as the largest needs. Neither has a static share.
 
 All tiers share one tree (``tier_tree.py``).
 
@@ -51,7 +51,7 @@ ANY_WORTH = float("inf")
 
 
 class TierEnd(NamedTuple):
-    """Where a prompt could resume: at a snapshot or, for models that keep no states, at the end of a block."""
+    """Where a prompt could resume: at a snapshot or, without snapshots, at the end of a block."""
 
     copy: Copy | None
     position: int
@@ -84,7 +84,7 @@ class LowerTier:
         self.num_spare_blocks = memory.num_spare_blocks
         self.is_persistent = memory.key is not None
         self.num_used = 0
-        self.slot_blocks = memory.slot_blocks
+        self.snapshot_blocks = memory.snapshot_blocks
         self.block_bytes = memory.block_bytes
         self.costs = memory.costs
         self.tree = column.tree
@@ -148,11 +148,11 @@ class LowerTier:
             self._queue.push(known)
             return
         demoted = copy_of_device(snapshot, key, snapshot.position - above)
-        if not self.make_room(self.slot_blocks + (tail is not None), self.worth(demoted)):
+        if not self.make_room(self.snapshot_blocks + (tail is not None), self.worth(demoted)):
             self.num_snapshots_refused += 1
             return
         self.enter(demoted, tree, data)
-        demoted.address = self.take(self.slot_blocks)
+        demoted.address = self.take(self.snapshot_blocks)
         if tail is not None:
             demoted.tail_address = self.take(1)
         blocks = () if tail is None else ((BlockId(tail), demoted.tail_address),)
@@ -165,7 +165,7 @@ class LowerTier:
     ) -> None:
         """Store those blocks of a path that the device evicts and that demoted snapshots need.
 
-        Without states all are needed: the end of the blocks counts as a snapshot without memory.
+        Without snapshots all are needed: the end of the blocks counts as a snapshot without memory.
 
         Args:
             data: the tokens of the path to the end of the blocks, encoded.
@@ -173,7 +173,7 @@ class LowerTier:
             use, is_shared: those of the run that they belong to.
         """
         tree = self.tree.open(salt)
-        if not self.slot_blocks and blocks:
+        if not self.snapshot_blocks and blocks:
             last = self.tree.find(tree, data, first + len(blocks))
             if last is None or self.column.last_on_path(last) != last:
                 end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
@@ -300,7 +300,7 @@ class LowerTier:
         snapshot, column = demoted.snapshot, self.column
         if demoted.column is None:
             return
-        freed = {demoted.address: self.slot_blocks, demoted.tail_address: 1}
+        freed = {demoted.address: self.snapshot_blocks, demoted.tail_address: 1}
         alone = column.blocks_for(demoted)
         left = column.leave(demoted, alone)
         self.num_snapshots -= 1
@@ -365,7 +365,7 @@ class LowerTier:
         first = min(match.end.num_blocks, whole)
         num_blocks = whole - first
         if copy is not None:
-            num_blocks += self.slot_blocks + copy.snapshot.has_tail
+            num_blocks += self.snapshot_blocks + copy.snapshot.has_tail
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
         addresses = self.column.addresses(end, first)[: whole - first].tolist()
@@ -378,7 +378,7 @@ class LowerTier:
 
     def gain_s(self, offer: Offer, match: Match) -> float:
         """Return how much sooner loading an offer ends than computing; infinity before that is known."""
-        num_bytes = (len(offer.blocks) - offer.blocks.count(NO_ADDRESS) + self.slot_blocks) * self.block_bytes
+        num_bytes = (len(offer.blocks) - offer.blocks.count(NO_ADDRESS) + self.snapshot_blocks) * self.block_bytes
         return self.costs.gain_s(num_bytes, offer.position - match.position)
 
     def find(self, end: PathEnd, data: bytearray, match: Match) -> TierEnd | None:
@@ -402,7 +402,7 @@ class LowerTier:
 
     def _ends_on(self, end: PathEnd, data: bytearray, match: Match) -> Iterator[TierEnd]:
         """Yield where a prompt could resume, as far as that depends on snapshots alone, deepest first."""
-        if self.slot_blocks:
+        if self.snapshot_blocks:
             for copy in self.column.copies_on(end, data, beyond=match.position):
                 if copy.address and self._rule.resumes_at(data, copy.position) > match.position:
                     yield TierEnd(copy, copy.position)
@@ -415,9 +415,9 @@ class LowerTier:
                 yield TierEnd(None, position)
 
     def count_load(self, num_blocks: int, completion: Completion) -> None:
-        """Count the end of a load of this many blocks and, with states, a slot."""
+        """Count the end of a load of this many blocks and, if there are any, a snapshot."""
         if completion.is_done:
-            num_bytes = (num_blocks + self.slot_blocks) * self.block_bytes
+            num_bytes = (num_blocks + self.snapshot_blocks) * self.block_bytes
             self.num_loads += 1
             self.num_loaded_bytes += num_bytes
             self.costs.observe_load(num_bytes, completion.seconds)

@@ -49,7 +49,7 @@ class Sources(NamedTuple):
 
 
 class DeviceEntry(NamedTuple):
-    """A snapshot of the device or, without states, the end of a path, with what it needs."""
+    """A snapshot of the device or, without snapshots, the end of a path, with what it needs."""
 
     demoted: Copy
     """Its copy for a tier."""
@@ -199,7 +199,7 @@ class Spills:
     def _pays(self, snapshot: TierSnapshot) -> bool:
         """Return whether loading a snapshot would pay."""
         lower = self._lower
-        num_blocks = lower.slot_blocks + snapshot.num_blocks + snapshot.has_tail
+        num_blocks = lower.snapshot_blocks + snapshot.num_blocks + snapshot.has_tail
         return lower.costs.pays(num_blocks * lower.block_bytes, snapshot.position)
 
     def _refuse(self, leaving: Copy) -> None:
@@ -216,7 +216,7 @@ class Spills:
         lower = self._lower
         while True:
             missing = self._missing(leaving.snapshot)
-            num_blocks = lower.slot_blocks + leaving.snapshot.has_tail + len(missing)
+            num_blocks = lower.snapshot_blocks + leaving.snapshot.has_tail + len(missing)
             if lower.num_blocks - lower.num_used >= num_blocks:
                 return missing
             # This may evict what had some of the blocks.
@@ -255,7 +255,7 @@ class Spills:
             leaving.snapshot.tree,
             data,
             StoredBlocks(missing.start, tuple([lower.take(1) for _ in missing])) if missing else None,
-            lower.take(lower.slot_blocks) if lower.slot_blocks else NO_ADDRESS,
+            lower.take(lower.snapshot_blocks) if lower.snapshot_blocks else NO_ADDRESS,
             lower.take(1) if leaving.snapshot.has_tail else NO_ADDRESS,
             leaving.kind,
             leaving.use.interarrival_bin,
@@ -279,7 +279,7 @@ class Spills:
     def _num_freed_by(self, leaving: Copy) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
         upper, snapshot, column = self._upper, leaving.snapshot, self._upper.column
-        num_blocks = upper.slot_blocks + snapshot.has_tail
+        num_blocks = upper.snapshot_blocks + snapshot.has_tail
         for run, start, end in column.blocks_for(leaving):
             addresses = column.part(run).addresses[start:end]
             num_blocks += len(addresses) - addresses.count(NO_ADDRESS)
@@ -322,11 +322,11 @@ class Spills:
             else:
                 unneeded[address] = 1
         if arriving.column is None:
-            unneeded |= {path.slot: lower.slot_blocks, path.tail: 1}
+            unneeded |= {path.slot: lower.snapshot_blocks, path.tail: 1}
         else:
             arriving.address, arriving.tail_address = path.slot, path.tail
             lower.push(arriving)
-        lower.num_snapshots_demoted += lower.slot_blocks > 0
+        lower.num_snapshots_demoted += lower.snapshot_blocks > 0
         lower.num_blocks_demoted += len(path.addresses)
         lower.free(unneeded)
 
@@ -340,6 +340,6 @@ class Spills:
         lower.free(self._sizes(spill.path))
 
     def _sizes(self, path: StoredPath) -> dict[int, int]:
-        sizes = dict.fromkeys(path.addresses.values(), 1) | {path.slot: self._lower.slot_blocks, path.tail: 1}
+        sizes = dict.fromkeys(path.addresses.values(), 1) | {path.slot: self._lower.snapshot_blocks, path.tail: 1}
         sizes.pop(NO_ADDRESS, None)
         return sizes

@@ -407,7 +407,7 @@ class Copy:
     column: Column | None = None
     """That of the tier; None: it is not in a tier (any more)."""
     address: int = NO_ADDRESS
-    """Address of its slot; ``NO_ADDRESS`` for models that keep no states."""
+    """Where it is stored; ``NO_ADDRESS``: it is the end of its blocks alone."""
     tail_address: int = NO_ADDRESS
     """Address of the block that contains its position; ``NO_ADDRESS``: it is at a block's end."""
     num_loads: int = 0

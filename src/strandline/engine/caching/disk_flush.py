@@ -51,4 +51,4 @@ def flush(
 def _written_blocks(loads: Loads) -> int:
     """Return how much has been written to the disk since the start, in blocks."""
     disk = loads.tiers[-1]
-    return disk.num_blocks_demoted + disk.slot_blocks * disk.num_snapshots_demoted
+    return disk.num_blocks_demoted + disk.snapshot_blocks * disk.num_snapshots_demoted

@@ -321,7 +321,7 @@ def test_tiers_that_were_slow_once_are_measured_again(index: int) -> None:
 
 
 def test_resting_slots_take_the_blocks_of_their_encoding() -> None:
-    driver = Driver(lower_blocks=(100,), lower_slot_blocks=2)
+    driver = Driver(lower_blocks=(100,), lower_snapshot_blocks=2)
     driver.serve(PROMPT)
     evict_all(driver)
     assert tier(driver).num_used == 6 + 1 + 2
