@@ -102,10 +102,14 @@ def test_snapshots_at_rest_take_fewer_blocks() -> None:
     assert model(LayerSpec(streams=(WINDOW,))).stored_snapshot_blocks("int8") == 0
 
 
-def test_model_has_the_widest_window_if_every_layer_has_one() -> None:
+def test_windows_are_as_long_as_the_longest() -> None:
     narrow, wide = (replace(kv_spec(1, 4, "bfloat16"), window_tokens=size) for size in (64, 128))
     states = LayerSpec(states=(STATE,))
-    assert model(narrow, states, wide).window_tokens == 128
-    assert model(narrow, kv_spec(1, 4, "bfloat16")).window_tokens is None
-    assert model(states).window_tokens is None
-    assert model(narrow).block_bytes == model(kv_spec(1, 4, "bfloat16")).block_bytes
+
+    def windowed(*layers: LayerSpec) -> ModelSpec:
+        return replace(model(*layers), has_window_blocks=True)
+
+    assert windowed(narrow, states, wide).max_window_tokens == 128
+    assert windowed(narrow, wide).max_window_tokens == 129, "the last token of a prompt is computed again"
+    assert model(narrow, states).max_window_tokens == 0
+    assert windowed(narrow, states, wide).raw_window_block_bytes == 2 * model(narrow).raw_block_bytes
