@@ -190,11 +190,14 @@ class History:
         self.prompts.append(tuple(decode(lease.tokens.data)))
         end = max(lease.computed - num_dropped, 0)
         ends = [lease.fallback.position] if lease.fallback is not None else []
-        ends += [lease.computed] if lease.has_own_state else []
+        if self._has_own_state(lease):
+            windows = self.cache.internals().memory.windows
+            is_in_window = not self.rule.needs_slots and windows.covers(lease.window, end)
+            ends += [lease.computed, end] if is_in_window else [lease.computed]
         reached = max((position for position in ends if position <= end), default=max(ends, default=0))
         self.driver.release(lease, SnapshotKind.GENERATION_END, end)
         self._is_flushed = True
-        if reached and self.rule == AT_SNAPSHOTS:
+        if reached and self.rule.needs_snapshots:
             assert (salt, tuple(decode(lease.tokens.slice(0, reached)))) in published(self.cache)
         self._check_kept_tokens(salt, lease)
 

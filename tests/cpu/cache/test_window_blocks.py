@@ -131,8 +131,13 @@ def test_long_histories_agree_with_the_dictionary(
     events = history(shape, window_tokens, rule)
     for _ in range(200):
         random_event(events, choose)
-        if choose.random() < 0.1:
+        event, index = choose.random(), choose.randrange(4)
+        if event < 0.1:
             events.take(choose.randrange(shape[0] * shape[1] // 2), choose.randrange(2), "by turns")
+        elif event < 0.2 and events.running:
+            events.keep_fallback(index)
+        elif event < 0.25 and events.running:
+            events.release_at(index, choose.randrange(9))
         events.check()
     events.driver.drain()
 
@@ -167,6 +172,24 @@ def test_next_turn_resumes_where_the_last_one_ended() -> None:
     assert talk.serve([*first, *answer, 2, 2, 2]).hit == 1300
     assert talk.serve([*first, *answer, 2, 2, 2]).hit == 1303
     assert talk.serve([*first, 3 - answer[0]]).hit == 700
+
+
+@pytest.mark.parametrize("num_dropped", [0, 3, 90])
+@pytest.mark.parametrize("has_fallback", [False, True])
+def test_next_turn_hits_what_precedes_a_stop_string(num_dropped: int, has_fallback: bool) -> None:
+    """Without states, as long as the window is there; with a fallback, also after that."""
+    talk = driver(rule=AtWindowEnds())
+    prompt, answer = pattern(0, 700), pattern(1, 100)
+    lease = talk.admit(prompt)
+    talk.prefill(lease)
+    end = 800 - num_dropped
+    talk.decode(lease, answer[: 100 - num_dropped])
+    if has_fallback:
+        talk.cache.keep_fallback(lease, end)
+    talk.decode(lease, answer[100 - num_dropped :])
+    talk.release(lease, end=end)
+    hit = talk.lookup([*prompt, *answer[: 100 - num_dropped], 3]).hit
+    assert hit == (end if num_dropped < 90 or has_fallback else 700), "else only the prompt"
 
 
 def test_requests_that_resume_from_one_snapshot_share_its_window() -> None:
