@@ -274,7 +274,8 @@ class PrefixCache:
             if not any(dropped):
                 return False
         lease.table += memory.take_promised_blocks(missing)
-        memory.windows.extend(lease.window, memory.take_promised_window_blocks(num_window_blocks))
+        if num_window_blocks:
+            memory.windows.extend(lease.window, memory.take_promised_window_blocks(num_window_blocks))
         return True
 
     def reserve_step(self, lease: Lease, end: int, use: LogUse) -> StepGrant:

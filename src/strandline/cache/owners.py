@@ -1,7 +1,6 @@
 """Which run of the index each block belongs to, so that blocks can be moved."""
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 from strandline.cache.lease import Lease
 from strandline.cache.tree import Run
@@ -21,8 +20,10 @@ class BlockOwners:
 
     def own(self, run: Run, blocks: Sequence[int]) -> None:
         """Record that these, the last blocks of ``run``, belong to it."""
-        self._run_of.update(zip(blocks, repeat(run), strict=False))
-        self._index_of.update(zip(blocks, range(run.end_block - len(blocks), run.end_block), strict=True))
+        run_of, index_of = self._run_of, self._index_of
+        for index, block in enumerate(blocks, run.end_block - len(blocks)):
+            run_of[block] = run
+            index_of[block] = index
 
     def disown(self, blocks: Iterable[int]) -> None:
         for block in blocks:
