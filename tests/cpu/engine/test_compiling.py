@@ -1,5 +1,6 @@
 """Kernels are compiled by processes while weights load, once for each configuration and version."""
 
+import json
 import os
 import pickle
 import shutil
@@ -209,6 +210,42 @@ def test_sums_of_several_ranks_are_compiled_ahead() -> None:
     assert run.returncode == 0, run.stderr
     sums = {name for name in run.stdout.split() if name.startswith("collectives.")}
     assert sums >= {"collectives.rank_sums_triton._sum_kernel", "collectives.rank_sums_triton._gather_kernel"}
+
+
+PROMPTS = """
+from strandline.config import EngineConfig
+from strandline.device.meta_device import META, zeros_from_meta
+from strandline.engine.core import new_warm_up
+from strandline.engine.loading import load_uni_executor
+from strandline.engine.startup import warm_up
+from strandline.kernels.gpu import GPUS
+from strandline.kernels.ranks import ONE_RANK
+from strandline.kernels.recording_triton import recording
+
+options = {{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True}}
+config, names = EngineConfig(model={model!r}, max_num_seqs=32, memory="4GiB", **options), []
+with recording(GPUS["sm_90"], lambda variant: names.append(variant.name)), zeros_from_meta():
+    executor = load_uni_executor(config, None, ONE_RANK, device=META)
+    new_warm_up(config, executor).run()
+    del names[:]
+    warm_up.PROMPT_TOKENS, warm_up.NUM_DECODES = {lengths}, (0,)
+    new_warm_up(config, executor).run()
+print(*names, sep="\\n")
+"""
+
+
+def test_prompts_of_any_length_launch_what_the_start_compiled(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "benchmarks" / "configs" / "qwen3.5-35b-a3b-fp8" / "config.json").read_text())
+    text = config.get("text_config", config)
+    text |= {"num_hidden_layers": 4, "layer_types": text["layer_types"][:4]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "src")}
+    lengths = (9, 31, 200, 257, 300, 320, 511, 2047)
+    command = [sys.executable, "-c", PROMPTS.format(model=str(tmp_path), lengths=lengths)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert not run.stdout.split()
 
 
 def test_kernels_found_before_a_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

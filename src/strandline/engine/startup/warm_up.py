@@ -21,7 +21,7 @@ from strandline.records.pictures import Picture, PictureSpan, picture_digest
 from strandline.records.plan import NewRequest, StepPlan
 from strandline.records.sampling_params import SamplingParams
 
-PROMPT_TOKENS: Final = (1, 2, 5, 16, 40, 65, 600, 2100)
+PROMPT_TOKENS: Final = (1, 2, 5, 16, 30, 40, 65, 256, 300, 600, 2100)
 """Some beyond every number of rows at which an operation switches kernels, and some multiples of 16."""
 
 NUM_DECODES: Final = (0, 1, 5, 20, 70)

@@ -35,6 +35,9 @@ from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quanti
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.stages_triton import staged
 
+DIVISOR = 16
+"""Triton compiles a kernel apart for numbers that this one divides."""
+
 
 @triton.jit
 def _bias_row(bias_ptr, expert, num_rows, col_N):
@@ -70,6 +73,7 @@ def _store_hidden(hidden, activated_MN, row_M, is_row_M, col_N, F):
 def _activate_shared(
     shared,
     hidden,
+    num_tokens,
     first,
     F,
     ACTIVATE: tl.constexpr,
@@ -78,7 +82,7 @@ def _activate_shared(
     BLOCK_N: tl.constexpr,
 ):
     """Write the hidden features of the shared expert, from row ``first`` on."""
-    projected_ptr, num_tokens, stride = shared
+    projected_ptr, stride = shared
     col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     for row in range(tl.program_id(1) * BLOCK_M, num_tokens, tl.num_programs(1) * BLOCK_M):
         row_M = row + tl.arange(0, BLOCK_M)
@@ -149,7 +153,7 @@ def _up_tile(
 
 
 @staged
-@triton.jit
+@triton.jit(do_not_specialize=["num_shared"])
 def _up_kernel(
     x,
     weight,
@@ -158,6 +162,7 @@ def _up_kernel(
     choices_ptr,
     hidden,
     shared,
+    num_shared,
     num_experts,
     D,
     F,
@@ -179,8 +184,7 @@ def _up_kernel(
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     if HAS_SHARED and expert == num_experts:
-        first_shared = shared[1] * TOP_K
-        _activate_shared(shared, hidden, first_shared, F, ACTIVATE, DTYPE, BLOCK_M, BLOCK_N)
+        _activate_shared(shared, hidden, num_shared, num_shared * TOP_K, F, ACTIVATE, DTYPE, BLOCK_M, BLOCK_N)
     first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
     end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
     for row in range(first, end, tl.num_programs(1) * BLOCK_M):
@@ -296,7 +300,7 @@ def _down_tile(
 
 
 @staged
-@triton.jit
+@triton.jit(do_not_specialize=["num_shared", "num_choices"])
 def _down_kernel(
     hidden,
     weight,
@@ -408,11 +412,12 @@ def compute_choices(
 
 
 def _unfilled(num_rows: int, size: int, like: Rows, *, is_quantized: bool) -> Rows:
-    """Return the memory of hidden features."""
+    """Return the memory of hidden features. Scales have a stride for which kernels are compiled once."""
     if not is_quantized:
         return torch.empty((num_rows, size), dtype=like.dtype, device=like.device)
     values_AF = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=like.device)
-    scale_XA = torch.empty((cdiv(size, GROUP), num_rows), dtype=torch.float32, device=like.device)
+    padded_rows = cdiv(num_rows, DIVISOR) * DIVISOR
+    scale_XA = torch.empty((cdiv(size, GROUP), padded_rows), dtype=torch.float32, device=like.device)
     return QuantizedRows(values_AF, scale_XA, num_rows, like.dtype)
 
 
@@ -434,7 +439,8 @@ def launch_up(
         listed.starts_E,
         listed.choices_A,
         rows_operand(hidden),
-        None if shared is None else (projected_TS, len(projected_TS), projected_TS.stride(0)),
+        None if shared is None else (projected_TS, projected_TS.stride(0)),
+        0 if shared is None else len(projected_TS),
         num_experts,
         num_channels,
         size,

@@ -31,7 +31,7 @@ BLOCK_PEERS = 32
 """Choices that a block's are compared with together."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices"])
 def _list_kernel(
     experts_ptr, starts_ptr, choices_ptr, num_choices, first_expert, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):
@@ -56,7 +56,7 @@ def _list_kernel(
         tl.store(starts_ptr + tl.num_programs(0), start)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices"])
 def _count_kernel(experts_ptr, counts_ptr, num_choices, first_expert, E, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
     """Count a block's choices of each expert."""
     block = tl.program_id(0)
@@ -68,7 +68,7 @@ def _count_kernel(experts_ptr, counts_ptr, num_choices, first_expert, E, BLOCK_E
     tl.store(counts_ptr + block * E + expert_E, count_E, mask=expert_E < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices", "num_blocks"])
 def _place_kernel(
     experts_ptr,
     counts_ptr,
