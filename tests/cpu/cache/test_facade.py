@@ -29,6 +29,7 @@ OUTSIDE = [
 ]
 FACADE = {name for name in dir(PrefixCache) if not name.startswith("_")} - {"internals"} | {
     "is_enabled",
+    "snapshot_blocks",
     "loads",
     "holds",
 }
