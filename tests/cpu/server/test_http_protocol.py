@@ -32,6 +32,12 @@ async def long(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": bytes(MORE_THAN_BUFFERS_HOLD)})
 
 
+async def burst(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200})
+    await send({"type": "http.response.body", "body": bytes(MORE_THAN_BUFFERS_HOLD), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def slow(scope: Scope, receive: Receive, send: Send) -> None:
     await asyncio.sleep(3 * CLIENT_TIMEOUT_S)
     await short(scope, receive, send)
@@ -70,9 +76,9 @@ class Clients:
 
 
 @asynccontextmanager
-async def clients_of(app: ASGIApp) -> AsyncIterator[Clients]:
+async def clients_of(app: ASGIApp, client_timeout_s: float = CLIENT_TIMEOUT_S) -> AsyncIterator[Clients]:
     """Serve an application as ``strandline serve`` does."""
-    config = http_config(app, CLIENT_TIMEOUT_S)
+    config = http_config(app, client_timeout_s)
     config.timeout_keep_alive = KEEP_ALIVE_S
     server = uvicorn.Server(config)
     with listen("127.0.0.1", 0) as listener:
@@ -206,6 +212,22 @@ def test_client_that_reads_now_and_then_is_served_on() -> None:
                 await reader.readexactly(MORE_THAN_BUFFERS_HOLD // 4)
                 await asyncio.sleep(CLIENT_TIMEOUT_S / 4)
             assert clients.num_served == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("app", [long, burst])
+def test_large_bodies_may_be_read_slowly(app: ASGIApp) -> None:
+    limit_s = 3 * CLIENT_TIMEOUT_S
+    num_parts = 64
+
+    async def run() -> None:
+        async with clients_of(app, limit_s) as clients:
+            reader, writer = await clients.connect()
+            writer.write(REQUEST)
+            for _ in range(num_parts):
+                await reader.readexactly(MORE_THAN_BUFFERS_HOLD // num_parts)
+                await asyncio.sleep((KEEP_ALIVE_S + 1.5 * limit_s) / num_parts)
 
     asyncio.run(run())
 

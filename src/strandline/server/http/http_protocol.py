@@ -16,7 +16,7 @@ class HttpProtocol(H11Protocol):
     The limit applies to a connection's first head from the start of the connection, to every later head from its first
     byte, to a client that reads nothing of a response while the write buffer is full, which ends its request, and to
     one that does not read the end of a complete response. Between requests, uvicorn's limit for idle connections
-    applies. ``BodyTimeout`` limits bodies.
+    applies. ``BodyTimeout`` limits bodies of requests, and ``ResponseParts`` lets a client read large responses slowly.
 
     Args:
         client_timeout_s: None: no limit.

@@ -14,6 +14,7 @@ from strandline.server.engines.engine_client import EngineClient
 from strandline.server.http.body_timeout import BodyTimeout
 from strandline.server.http.http_protocol import HttpProtocol
 from strandline.server.http.listener import log_loop_error
+from strandline.server.http.response_parts import ResponseParts
 
 LOOK_S: Final = 0.5
 """How often a server that drains looks whether an engine hangs."""
@@ -58,7 +59,7 @@ def http_config(app: ASGIApp, client_timeout_s: float | None, tls: ssl.SSLContex
     """
     protocol: Any = partial(HttpProtocol, client_timeout_s=client_timeout_s)
     return uvicorn.Config(
-        BodyTimeout(app, client_timeout_s),
+        BodyTimeout(ResponseParts(app), client_timeout_s),
         http=protocol,
         ws="none",
         log_config=None,
