@@ -264,15 +264,21 @@ def projections(model: Model, tokens: int) -> Work:
     make = partial(random, scale=model.hidden**-0.5)
     x_TD, count = random(tokens, model.hidden), turns(2.0 * model.hidden * model.shared_size, at_least=3)
     arguments = [
-        (x_TD, make(model.shared_size, model.hidden), None, make(model.num_experts, model.hidden, dtype=torch.float32))
+        (
+            x_TD,
+            DenseWeight(make(model.shared_size, model.hidden)),
+            None,
+            DenseWeight(make(model.num_experts, model.hidden, dtype=torch.float32)),
+            torch.float32,
+        )
         for _ in range(count)
     ]
     multiply = bound(linear)
     variants = {
         "strandline": bound(linear_and_logits),
         "deterministic": bound(linear_and_logits, is_deterministic=True),
-        "apart": lambda x, up, _, router: (multiply(x, DenseWeight(up)), F.linear(x.float(), router)),
-        "logits in torch": lambda x, _, __, router: F.linear(x.float(), router),
+        "apart": lambda x, up, _, router, __: (multiply(x, up), F.linear(x.float(), router.values_OI)),
+        "logits in torch": lambda x, _, __, router, ___: F.linear(x.float(), router.values_OI),
     }
     return Work(
         variants,

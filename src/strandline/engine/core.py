@@ -27,7 +27,7 @@ from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.caching.memory_report import bytes_by_tenant
 from strandline.engine.caching.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.control import CoreControl
-from strandline.engine.drafting.drafts import new_drafts
+from strandline.engine.drafting.new_drafts import new_drafts
 from strandline.engine.prefix_transfer.hand_over import HandOver
 from strandline.engine.requests.admissions import Admissions
 from strandline.engine.requests.request import Request

@@ -23,7 +23,7 @@ from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.kernels.batch import StepBatch
 from strandline.records.actions import FoldLog
-from strandline.records.plan import StepPlan, StepResult
+from strandline.records.plan import SequencePlan, StepPlan, StepResult
 from tests.cpu.engine.eager_graphs import replay_eagerly
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.tiny import save_tiny_model
@@ -382,6 +382,11 @@ def test_plain_steps_upload_their_batch_once(make_small: Callable[..., LLM], mon
     assert uploads == [0] + [1] * 8
 
 
+def is_plain_decode(sequence: SequencePlan) -> bool:
+    """Return whether it decodes as if there were no drafts."""
+    return sequence.is_decode and sequence.is_sampled and not sequence.next_drafts
+
+
 @pytest.mark.parametrize("num_plain", [pytest.param(4, marks=pytest.mark.long), 14])
 def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
     make_small: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, num_plain: int
@@ -414,7 +419,7 @@ def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
     monkeypatch.setattr(Runner, "launch", noted_launch)
     monkeypatch.setattr(StepInFlight, "result", noted_result)
     assert serve(llm) == expected
-    plain = [plan for plan in plans if all(x.is_plain_decode for x in plan.sequences)]
+    plain = [plan for plan in plans if all(is_plain_decode(x) for x in plan.sequences)]
     # The first plain step of a row of them waits for the one before it.
     assert num_ahead > 0.8 * (num_plain - 1) / (num_plain + 3) * len(plans)
     assert num_ahead < len(plain)
