@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.cache.tiers import LoadCosts
 from strandline.device.sizing import slabs_for
 from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
@@ -67,7 +68,8 @@ def test_answers_and_hits_are_those_of_whole_paths(
 
 @pytest.fixture(params=["lfm3", "inkling", "recurrent_gemma-odd", "gemma3"])
 def make_small(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    """Build LLMs whose device has room for few prompts."""
+    """Build LLMs whose device has room for few prompts, and whose loads pay however busy the machine is."""
+    monkeypatch.setattr(LoadCosts, "pays", lambda *_: True)
     make_llm = llm_maker(families.save(request.param, tmp_path), monkeypatch, device="cpu")
     spec = make_llm(memory="16MiB").engine.core.spec
     assert spec.has_window_blocks
