@@ -23,6 +23,9 @@ from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows
 TORCH_INPUTS: Final = 4 * GROUP
 """What inputs are a multiple of, so that torch takes scales as they are stored."""
 
+TORCH_OUTPUTS: Final = 8
+"""Outputs in 16 bytes, on which cuBLAS asks each row to begin that it stores after a product in FP8."""
+
 TORCH_CAPABILITY: Final = 9
 """Compute capability, without its minor number, of the GPUs on which torch does."""
 
@@ -72,7 +75,8 @@ def _cuda_version() -> tuple[int, ...]:
 def multiply_in_torch(out_TO: Tensor, rows: QuantizedRows, weight: ScaledWeight, bias_O: Tensor | None) -> None:
     """Fill ``out_TO`` with torch's product; only where ``can_multiply_in_torch`` says so."""
     multiply = partial(torch._scaled_mm, scale_a=rows.scale_XT.t(), scale_b=weight.scales.t(), out_dtype=out_TO.dtype)
-    if len(rows.values_TI) == len(rows):
+    is_aligned = out_TO.stride(0) % TORCH_OUTPUTS == out_TO.storage_offset() % TORCH_OUTPUTS == 0
+    if is_aligned and len(rows.values_TI) == len(rows):
         multiply(rows.values_TI, weight.values.t(), out=out_TO)
     else:
         out_TO.copy_(multiply(rows.values_TI, weight.values.t())[: len(rows)])

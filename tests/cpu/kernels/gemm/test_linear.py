@@ -1,11 +1,14 @@
 """Every form of a weight gives the product of the ordinary one: in bfloat16 bit by bit, in float32 but for rounding."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.binding import Kernels, reference_kernels
+from strandline.kernels.gemm import fp8
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
 from strandline.kernels.gemm.weights import (
     MAX_HALF_ERROR,
@@ -18,6 +21,8 @@ from strandline.kernels.gemm.weights import (
     lay_out,
     lay_out_in_half,
 )
+from strandline.kernels.rowwise.quantized_rows import quantize
+from tests.cpu.kernels.gemm.formats import scaled_weight
 
 WEIGHT_OI = (77, 48)
 KERNELS: Kernels = reference_kernels(LINEAR_OPERATIONS)
@@ -124,3 +129,23 @@ def test_without_fbgemm_nothing_is_halved(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.backends, "quantized", Quantized)
     assert not can_halve(published(*WEIGHT_OI))
+
+
+@pytest.mark.parametrize(("width", "start"), [(128, 0), (135, 0), (144, 8), (144, 7)])
+def test_cublas_stores_products_in_fp8_in_aligned_rows(width: int, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, rows = scaled_weight(128, 512), quantize(torch.randn(8, 512).bfloat16())
+    expected_TO, num_stored = fp8.fp8_linear(rows, weight), 0
+
+    def scaled_mm(*_: Tensor, out: Tensor | None = None, **__: Any) -> Tensor:
+        nonlocal num_stored
+        if out is None:
+            return expected_TO
+        num_stored += 1
+        assert out.data_ptr() % 16 == out.stride(0) * out.element_size() % 16 == 0
+        return out.copy_(expected_TO)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    out_TO = torch.zeros(8, width).bfloat16()[:, start : start + 128]
+    fp8.multiply_in_torch(out_TO, rows, weight, None)
+    assert torch.equal(out_TO, expected_TO)
+    assert num_stored == (width % 8 == start % 8 == 0)

@@ -144,8 +144,8 @@ def test_many_rows_multiply_the_dequantised_weight(dtype: torch.dtype, monkeypat
 
 
 @of_quantized_formats
-@pytest.mark.parametrize("sizes", [[130, 7], [12288, 64], [1024, 264], [256, 40, 384]], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 4, 5, 16, 33, 64, 128, 303])
+@pytest.mark.parametrize("sizes", [[130, 7], [12288, 64], [1024, 264], [256, 40, 384], [256, 7, 128]], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 16, 33, 64, 128, 303, 304])
 def test_weights_of_parts_are_near_float64s(num_rows: int, sizes: list[int], case: Case) -> None:
     check_parts(case, num_rows, 2048, sizes, torch.bfloat16, "cuda")
 
