@@ -23,8 +23,10 @@ from strandline.kernels.experts import few_triton
 from strandline.kernels.gemm.gemms_triton import linear
 from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.norm_triton import rms_norm
 from strandline.models.weights import load_model
+from tests.cpu.kernels.experts.test_projected_mixture import Layer
 from tests.cpu.kernels.gemm import formats
 from tests.cpu.kernels.gemm.formats import of_every_format
 from tests.cpu.kernels.gemm.test_low_rank import Case, build, random_slots, tiles
@@ -193,6 +195,19 @@ def test_products_with_adapters_read_nothing_too_early(
         for weight in weights:
             x_TI = linear(x_TI, weight, None, term)
     assert ("_tiles_kernel" if num_rows > 4 else "_gemv_kernel") in watch.names
+    assert watch.faults == set()
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_layers_of_experts_read_nothing_too_early(monkeypatch: pytest.MonkeyPatch, *, is_fp8: bool) -> None:
+    layer, gain_D = Layer((128, 128, 128), "cpu", is_fp8=is_fp8, is_gated=True), torch.ones(128)
+    x_TD, residual_TD = torch.randn(2, 2, 128)
+    watch = Watch(monkeypatch)
+    with watch:
+        x_TD = rms_norm(x_TD, gain_D, 1e-6)
+        for _ in range(2):
+            x_TD, residual_TD = layer.run(x_TD, residual_TD, is_zero_centered=True, launches=Launches.MEASURED)
+    assert watch.names == ["_norm_kernel", *["_gemv_kernel", "_few_up_kernel", "_few_down_kernel"] * 2]
     assert watch.faults == set()
 
 

@@ -51,9 +51,9 @@ class Layer:
         return weight[0]
 
     def run(self, x_TD: Tensor, residual_TD: Tensor, *, is_zero_centered: bool, launches: Launches) -> list[Tensor]:
-        """Return the new stream and the result, as a layer computes them."""
+        """Return the result and the new stream, as a layer computes them; x may be overwritten."""
         norm = (residual_TD, self.norm_D, EPS, NormKind(is_zero_centered, self.is_fp8))
-        rows, total_TD = norm_triton.deferred_add_norm(x_TD.clone(), *norm, launches=launches)
+        rows, total_TD = norm_triton.deferred_add_norm(x_TD, *norm, launches=launches)
         mixed = (rows, self.experts, self.projection, Routing(2, is_normalised=True), self.down)
         return [added_up(moe_triton.projected_mixture(*mixed, launches=launches)), total_TD]
 
@@ -69,7 +69,7 @@ def check_layer(layer: Layer, num_tokens: int, launches: Launches, *, is_zero_ce
     x_TD, residual_TD = torch.randn(2, num_tokens, layer.channels, device=layer.device)
     expected = layer.expected(x_TD, residual_TD, is_zero_centered=is_zero_centered)
     with poisoned_memory():
-        results = layer.run(x_TD, residual_TD, is_zero_centered=is_zero_centered, launches=launches)
+        results = layer.run(x_TD.clone(), residual_TD, is_zero_centered=is_zero_centered, launches=launches)
     for result, wanted in zip(results, expected, strict=True):
         assert float((result - wanted).norm() / wanted.norm()) < (5e-3 if layer.is_fp8 else 1e-5)
 
