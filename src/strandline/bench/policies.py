@@ -68,7 +68,15 @@ def make_cache(
 
     Args:
         windows: tokens of the longest window, and window blocks in a slab; 0, 0: there are none.
+
+    Raises:
+        ConfigError: the policy has a fixed share for slots, and window blocks belong to neither share.
     """
+    if chosen.slot_share is not None and windows[0]:
+        raise ConfigError(
+            f"the policy divides the memory between slots ({chosen.slot_share:.0%}) and blocks, and this model has "
+            "window blocks as well; replay it with another policy, such as auto-lru"
+        )
     max_slots = None if chosen.slot_share is None else int(chosen.slot_share * num_slabs)
     return new_cache(
         CacheSize(num_slabs, blocks_per_slab, max_slots, 0, 0, *windows),

@@ -1,7 +1,7 @@
 """Replays: what is read from each format, what the figures mean, and that they come out the same again."""
 
 import json
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -210,6 +210,12 @@ def test_estimated_costs_are_within_four_times_the_measured_ones(name: str) -> N
     estimated = cost_model(str(CONFIGS / name.lower()))
     for guess, measured in zip(astuple(estimated), astuple(H200[name]), strict=True):
         assert measured / 4 < guess < measured * 4
+
+
+def test_divided_memory_has_no_share_for_windows() -> None:
+    spec = replace(geometry(str(CONFIGS / "gpt-oss-20b")), has_window_blocks=True)
+    with pytest.raises(ConfigError, match="another policy"):
+        Replay(Machine(spec, H200["Qwen3.5-4B"], 2**30), "8192-lru")
 
 
 def test_divided_memory_refuses_what_its_share_for_blocks_cannot_hold(tmp_path: Path) -> None:

@@ -188,10 +188,10 @@ class History:
         """Release a lease whose last tokens no later prompt contains."""
         salt, lease = self.running.pop(index % len(self.running))
         self.prompts.append(tuple(decode(lease.tokens.data)))
-        end = max(lease.computed - num_dropped, 0)
+        end = min(max(lease.computed - num_dropped, 1), lease.computed)
         ends = [lease.fallback.position] if lease.fallback is not None else []
-        if self._has_own_state(lease):
-            windows = self.cache.internals().memory.windows
+        windows = self.cache.internals().memory.windows
+        if lease.has_own_state and windows.covers(lease.window, lease.computed):
             is_in_window = not self.rule.needs_slots and windows.covers(lease.window, end)
             ends += [lease.computed, end] if is_in_window else [lease.computed]
         reached = max((position for position in ends if position <= end), default=max(ends, default=0))
