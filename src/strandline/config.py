@@ -41,7 +41,8 @@ MIN_MODEL_LEN: Final = 2
 DISK_CACHE_SIZE: Final = "100GiB"
 """The size of a disk cache that is given none."""
 BUFFER_SLABS: Final = 32
-"""The size of host memory before a disk cache, where none is configured, in slabs."""
+BUFFER_SNAPSHOTS: Final = 8
+"""The size of host memory before a disk cache, where none is configured: the larger of the two."""
 REMEMBERED_ANSWERS: Final = "64MiB"
 """The memory for the tokens of answers, unless another is given."""
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -412,6 +413,11 @@ def parse_bytes(text: str | int, name: str = "--memory") -> int:
     if size < 1:
         raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}")
     return size
+
+
+def buffer_blocks(spec: ModelSpec, snapshot_dtype: str) -> int:
+    """Return the blocks of host memory before a disk cache, where none is configured."""
+    return max(BUFFER_SLABS * spec.blocks_per_slab, BUFFER_SNAPSHOTS * spec.stored_snapshot_blocks(snapshot_dtype))
 
 
 def blocks_below(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str) -> int:

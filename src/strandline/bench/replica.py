@@ -16,7 +16,7 @@ from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.policy.resume_rules import resume_rule
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
-from strandline.config import BUFFER_SLABS
+from strandline.config import buffer_blocks
 from strandline.engine.requests.request import Request
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.engine.scheduling.step_limits import StepLimits
@@ -118,9 +118,9 @@ def _lower_memories(machine: Machine) -> list[LowerMemory]:
     size, snapshot_blocks = spec.block_bytes, spec.stored_snapshot_blocks(dtype)
     num_blocks, disk_blocks = machine.host_bytes // size, machine.disk_bytes // size
     if num_blocks:
-        num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab) if disk_blocks else 0
+        num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab, snapshot_blocks) if disk_blocks else 0
     else:
-        num_spare_blocks = num_blocks = BUFFER_SLABS * spec.blocks_per_slab
+        num_spare_blocks = num_blocks = buffer_blocks(spec, dtype)
     memories = [LowerMemory("host", num_blocks, size, snapshot_blocks, costs, num_spare_blocks)]
     if disk_blocks:
         costs = LoadCosts(LATENCY_S, machine.disk_bytes_per_s, machine.cost.prefill_token_s)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strandline.config import BUFFER_SLABS, BUFFER_SNAPSHOTS, buffer_blocks
 from strandline.device.stores.host_store import HostStore, PinnedStore
 from strandline.device.stores.snapshot_encoding import slot_encoding
 from strandline.device.stores.transfers import Transfers
@@ -47,3 +48,11 @@ def check_windows_return(kind: type[HostStore] | type[PinnedStore], device: str,
             assert bool((arena.block(block, Lifetime.WINDOW) == 10 * count + index + 1).all())
         torch.testing.assert_close(arena.layers[2].states["state"][3].cpu(), torch.ones(4, 8, 24))
     store.close()
+
+
+def test_buffer_before_a_disk_holds_several_snapshots() -> None:
+    """A slab may be much smaller than a snapshot with a long window."""
+    spec = replace(SPEC, layers=(ATTENTION, replace(ATTENTION, window_tokens=1024)))
+    assert spec.stored_snapshot_blocks("float32") > BUFFER_SLABS // BUFFER_SNAPSHOTS * spec.blocks_per_slab
+    assert buffer_blocks(spec, "float32") == BUFFER_SNAPSHOTS * spec.stored_snapshot_blocks("float32")
+    assert buffer_blocks(replace(spec, has_window_blocks=False), "float32") == BUFFER_SLABS

@@ -23,18 +23,18 @@ from strandline.records.actions import Action, Completion, SlotCopy, StoredBlock
 
 SPARE_SHARE: Final = 16
 """One in this many blocks of host memory is left free."""
-SPARE_SLABS: Final = 6
-"""The least that is left free, in slabs, up to half of a small memory: one prompt evicts several snapshots between two
-steps, and those for which there is no memory are dropped."""
+SPARE_SNAPSHOTS: Final = 6
+"""The least that is left free, in snapshots or slabs, up to half of a small memory: one prompt evicts several snapshots
+between two steps, and those for which there is no memory are dropped."""
 MAX_SPILLS: Final = 32
 """Most spills at once."""
 MAX_BEGUN: Final = 2
 """Most snapshots that are spilled or dropped between two steps: each takes time in proportion to its path."""
 
 
-def spare_blocks(num_blocks: int, blocks_per_slab: int) -> int:
+def spare_blocks(num_blocks: int, blocks_per_slab: int, snapshot_blocks: int) -> int:
     """Return how many blocks of host memory to leave free."""
-    least = min(SPARE_SLABS * blocks_per_slab, num_blocks // 2)
+    least = min(SPARE_SNAPSHOTS * max(blocks_per_slab, snapshot_blocks), num_blocks // 2)
     return max(num_blocks // SPARE_SHARE, least)
 
 

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import BUFFER_SLABS, DISK_CACHE_SIZE, EngineConfig, blocks_below
+from strandline.config import DISK_CACHE_SIZE, EngineConfig, blocks_below, buffer_blocks
 from strandline.device.hardware.dtypes import machine_bytes
 from strandline.device.stores.arena_copies import ArenaCopies
 from strandline.device.stores.disk_store import DISK_STORE, DiskStore
@@ -77,7 +77,7 @@ def attach_stores(
     """
     if config.host_memory is None and config.disk_cache is None:
         return LowerFacts(), None
-    spec, num_blocks, num_disk_blocks = arena.spec, BUFFER_SLABS * arena.spec.blocks_per_slab, 0
+    spec, num_blocks, num_disk_blocks = arena.spec, buffer_blocks(arena.spec, config.snapshot_dtype), 0
     if config.host_memory is not None:
         num_blocks = blocks_below(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
         _require_host_memory(num_blocks * spec.block_bytes, ranks.size)

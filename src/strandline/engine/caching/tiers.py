@@ -17,7 +17,7 @@ def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemor
     block_bytes, snapshot_blocks = spec.block_bytes, spec.stored_snapshot_blocks(snapshot_dtype)
     num_host, num_spare = lower.num_host_blocks, 0
     if lower.disk is not None:
-        num_spare = num_host if lower.is_buffer else spare_blocks(num_host, spec.blocks_per_slab)
+        num_spare = num_host if lower.is_buffer else spare_blocks(num_host, spec.blocks_per_slab, snapshot_blocks)
     memories = [LowerMemory(HOST_STORE, num_host, block_bytes, snapshot_blocks, LoadCosts(), num_spare)]
     if (disk := lower.disk) is not None:
         kept = disk.kept.pop() if disk.kept else NOTHING

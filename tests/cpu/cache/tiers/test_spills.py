@@ -413,7 +413,7 @@ def test_few_spills_begin_between_two_steps() -> None:
 def test_small_host_memory_has_room_for_a_prompts_snapshots(host_blocks: int) -> None:
     driver = Driver(lower_blocks=(host_blocks, 2000), num_slabs=80)
     host, disk = tiers(driver)
-    host.num_spare_blocks = spare_blocks(host_blocks, host.snapshot_blocks)
+    host.num_spare_blocks = spare_blocks(host_blocks, 5, host.snapshot_blocks)
     for seed in range(20):
         for first, then in ((200, 0), (200, 80), (280, 80)):
             driver.serve([*pattern(seed, first), *pattern(seed + 50, then)])
@@ -424,7 +424,12 @@ def test_small_host_memory_has_room_for_a_prompts_snapshots(host_blocks: int) ->
 
 
 def test_spare_room_leaves_half_of_a_tiny_memory() -> None:
-    assert [spare_blocks(num_blocks, 5) for num_blocks in (10, 40, 60, 200, 1600)] == [5, 20, 30, 30, 100]
+    assert [spare_blocks(num_blocks, 5, 0) for num_blocks in (10, 40, 60, 200, 1600)] == [5, 20, 30, 30, 100]
+
+
+def test_spare_room_is_for_snapshots_with_windows() -> None:
+    """A slab may be smaller than a snapshot."""
+    assert [spare_blocks(num_blocks, 5, 40) for num_blocks in (40, 200, 1600)] == [20, 100, 240]
 
 
 def test_the_least_valuable_snapshot_makes_room() -> None:
