@@ -88,6 +88,12 @@ def test_connection_that_the_server_ends_is_not_used_again() -> None:
     assert server.connections == [1, 2]
 
 
+def test_response_that_nobody_asked_for_is_dropped_with_its_connection() -> None:
+    server = Server(sends(SIZED + OK.replace(b"200", b"408") + b"Content-Length: 3\r\n\r\nbad"), sends(SIZED))
+    assert [(x.status_code, x.content) for x in fetch(server, 2)] == [(200, b"abcde")] * 2
+    assert server.connections == [1, 2]
+
+
 def test_request_is_sent_again_if_its_idle_connection_was_closed() -> None:
     server = Server(sends(SIZED), sends(closes=True), sends(SIZED))
     assert [response.content for response in fetch(server, 2)] == [b"abcde"] * 2
@@ -114,10 +120,11 @@ def test_response_that_does_not_begin_is_an_error() -> None:
         fetch(Server(sends()), timeout_s=0.05)
 
 
-def test_refused_connection_is_an_error() -> None:
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://a..b"])
+def test_connection_that_cannot_be_made_is_an_error(url: str) -> None:
     async def run() -> None:
         async with httpx.AsyncClient(transport=StreamTransport()) as client:
-            await client.get("http://127.0.0.1:9")
+            await client.get(url)
 
     with pytest.raises(httpx.ConnectError):
         asyncio.run(run())

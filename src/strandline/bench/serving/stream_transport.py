@@ -64,7 +64,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
                 _, connection = await loop.create_connection(_Connection, url.host, port, ssl=tls)
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection to {url.host}:{port} in time") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
             raise httpx.ConnectError(str(error)) from error
         return connection
 
@@ -169,6 +169,8 @@ class _Connection(asyncio.Protocol):
     # Of the parser
 
     def on_message_begin(self) -> None:
+        if self.is_complete:
+            raise httpx.ReadError("a response has come that no request asked for")
         self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
