@@ -4,7 +4,7 @@ import errno
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Thread
 from typing import Any
 
@@ -255,7 +255,7 @@ def test_nothing_travels_when_nothing_is_missing(make_server: MakeServer, source
         assert source.ends == [("hold", True)]
 
 
-@pytest.mark.parametrize("changed", ["weights", "layers", "block", "protocol", "tensor-parallel size"])
+@pytest.mark.parametrize("changed", ["weights", "layers", "block", "window block", "protocol", "tensor-parallel size"])
 def test_another_layout_is_refused_with_the_difference(make_server: MakeServer, changed: str) -> None:
     source = Memory()
     with pytest.raises(TransferError, match=f"{changed}: .* here, other there") as failure:
@@ -271,6 +271,9 @@ def test_layouts_differ_where_models_do() -> None:
     other_dtype = ModelSpec((kv_spec(4, 64, "bfloat16"), SPEC.layers[1]), 32, "float32")
     other_order = ModelSpec(SPEC.layers[::-1], 32, "float32")
     layouts = [layout(), layout(weights="v"), layout(is_deterministic=True), layout(other_dtype), layout(other_order)]
+    for window_tokens in (64, 128):
+        layers = (replace(SPEC.layers[0], window_tokens=window_tokens), SPEC.layers[1])
+        layouts.append(layout(ModelSpec(layers, 32, "float32", has_window_blocks=True)))
     assert len({tuple(layout.items()) for layout in layouts}) == len(layouts)
     assert layout() == LAYOUT
 

@@ -38,7 +38,7 @@ STAGED_SLABS: Final = 4
 LANDING_SLABS: Final = 1
 """Size of the device memory in which blocks arrive from the bus, in slabs."""
 MIN_SLAB_BLOCKS: Final = 4
-"""Blocks for which each of these slabs has room at least: models that keep no states have slabs of one block."""
+"""Blocks for which each of these slabs has room at least: without states, a slab may be one block."""
 ENCODING_SLABS: Final = 2
 """Device memory that encoding and decoding slots take for a while, at most, in slabs."""
 
