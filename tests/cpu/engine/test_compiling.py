@@ -99,6 +99,17 @@ def test_failure_is_logged_and_next_start_tries_again(machine: Machine, caplog: 
     assert len(caplog.records) == 2
 
 
+def test_engines_start_where_the_cache_can_only_be_read(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()  # root cannot make a directory in it either
+    monkeypatch.setattr(recording_triton, "cache_directory", lambda: tmp_path / "file" / "cache")
+    with compiling(EngineConfig(model=MODEL), CUDA):
+        pass
+    assert machine.processes
+    assert "no file can be written" in caplog.text
+
+
 def test_a_process_that_hangs_is_ended(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

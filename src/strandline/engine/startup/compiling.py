@@ -90,8 +90,7 @@ def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iter
         _end(process)
         raise
     if not process.returncode:
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
+        _note(done)
         return
     reason = (error or "unknown").splitlines()[-1]
     LOGGER.warning("kernels: not all could be compiled ahead, others follow at their first launch (%s)", reason)
@@ -133,6 +132,15 @@ def _finish(process: subprocess.Popen[bytes]) -> str:
         _end(process)
         return f"it took more than {MAX_WAIT_S:g} s"
     return errors.decode(errors="replace").strip()
+
+
+def _note(done: Path) -> None:
+    """Write the file that says that all kernels have been compiled, unless the cache can only be read."""
+    try:
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+    except OSError as error:
+        LOGGER.warning("kernels: the next start looks for all of them again, as no file can be written (%s)", error)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
