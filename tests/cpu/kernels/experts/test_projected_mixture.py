@@ -100,3 +100,16 @@ def test_rows_whose_norm_no_product_computes_are_settled() -> None:
     normed, _ = norm_triton.deferred_add_norm(x_TD.clone(), *arguments)
     expected_TD, _ = deferred_add_norm.reference(x_TD.clone(), *arguments)
     torch.testing.assert_close(normed.settle(normed), expected_TD)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_rows_of_nan_leave_other_tokens_as_they_are(*, is_fp8: bool) -> None:
+    layer = Layer((128, 128, 128), "cpu", is_fp8=is_fp8, is_gated=True)
+    x_TD, residual_TD = torch.randn(2, 4, 128)
+    x_TD[2:] = torch.nan
+    options = {"is_zero_centered": True, "launches": Launches.MEASURED}
+    whole = layer.run(x_TD, residual_TD, **options)
+    for found, expected in zip(whole, layer.run(x_TD[:2], residual_TD[:2], **options), strict=True):
+        torch.testing.assert_close(found[:2], expected)
+        assert found[2:].isnan().all()
