@@ -19,6 +19,7 @@ from strandline.kernels.gemm.launches import (
     FIXED,
     LOGITS,
     LOGITS_PAIR,
+    LOGITS_TILE,
     MAX_ROWS_FEW,
     MAX_ROWS_LOGITS,
     MAX_ROWS_PAIR,
@@ -118,7 +119,7 @@ def logits(x: Rows, router: DenseWeight, dtype: torch.dtype, *, launches: Launch
         launch_rows(logits_TE, x_TI, router, None, LOGITS)
         return logits_TE
     if len(x_TI) >= MIN_ROWS_LOGITS_TILES and (x_TI.dtype, dtype) == (torch.bfloat16, torch.float32):
-        return logits_of_many(x_TI, router.values_OI)
+        return logits_of_many(x_TI, router.values_OI, LOGITS_TILE)
     return F.linear(x_TI.to(dtype), router.values_OI)
 
 

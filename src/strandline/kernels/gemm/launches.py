@@ -239,6 +239,9 @@ ROUTER: Final = rows_launch(2, 2048, 4)
 
 MAX_ROWS_LOGITS: Final = 64
 
+LOGITS_TILE: Final = Launch(64, 64, 64, 4, 4)
+"""A tile of a router's product of many rows."""
+
 MIN_ROWS_LOGITS_TILES: Final = 2048
 """From this many rows on, a router's product is computed in tiles; of fewer, by torch, which divides the inputs."""
 

@@ -18,8 +18,6 @@ from strandline.kernels.sizes import cdiv
 from strandline.kernels.stages_triton import staged
 from strandline.kernels.tile_triton import store_tile
 
-LAUNCH = Launch(64, 64, 64, 4, 4)
-
 
 @staged
 @triton.jit
@@ -65,7 +63,7 @@ def _logits_kernel(
     store_tile(out_ptr, acc_MN, row_M, expert_N, M, N, N, False, False)
 
 
-def logits_of_many(x_TI: Tensor, router_EI: Tensor, launch: Launch = LAUNCH) -> Tensor:
+def logits_of_many(x_TI: Tensor, router_EI: Tensor, launch: Launch) -> Tensor:
     """Return ``x router^T`` in float32.
 
     Args:

@@ -224,7 +224,7 @@ def check_logits_of_many(num_rows: int, num_inputs: int, num_experts: int, devic
     x = torch.randn(num_rows, num_inputs + 8, device=device).bfloat16()[:, :num_inputs]
     router = torch.randn(num_experts, num_inputs, device=device)
     with poisoned_memory():
-        found = logits_of_many(x, router)
+        found = logits_of_many(x, router, launches.LOGITS_TILE)
     assert found.dtype == torch.float32
     expected = x.double() @ router.double().t()
     theirs = x.float() @ router.t()
@@ -367,6 +367,15 @@ def test_logits_beside_quantised_products_are_those_of_plain_rows(case: Case, nu
 @pytest.mark.parametrize(("num_rows", "sizes"), [(1, (64, 5)), (70, (20, 4)), (130, (200, 130))])
 def test_logits_of_many_rows_are_as_near_as_float32_gets(num_rows: int, sizes: tuple[int, int]) -> None:
     check_logits_of_many(num_rows, *sizes, "cpu")
+
+
+def test_many_rows_take_tiles_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemms_triton, "MIN_ROWS_LOGITS_TILES", 65)
+    x, router = torch.randn(70, 40).bfloat16(), torch.randn(5, 40)
+    found = gemms_triton.logits(x, DenseWeight(router), torch.float32)
+    assert torch.equal(found, logits_of_many(x, router, launches.LOGITS_TILE))
+    in_float32 = gemms_triton.logits(x.float(), DenseWeight(router), torch.float32)
+    assert torch.equal(in_float32, F.linear(x.float(), router))
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 20, 12), (70, 3, 64, 16)], ids=str)
