@@ -10,11 +10,7 @@ from typing import Final
 
 from strandline.cache import PrefixCache
 from strandline.engine.drafting.draft_depth import DraftDepth
-from strandline.engine.drafting.drafting import (
-    ChoosingDrafter,
-    Drafter,
-    DraftLayerDrafter,
-)
+from strandline.engine.drafting.drafting import ChoosingDrafter, Drafter, DraftLayerDrafter
 from strandline.engine.drafting.step_drafts import NO_LIMITS, DraftLimits, StepDrafts, is_independent
 from strandline.engine.drafting.suffix_drafter import SuffixDrafter
 from strandline.engine.requests.draft_counters import DraftCounters

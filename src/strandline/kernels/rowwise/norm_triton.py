@@ -128,8 +128,8 @@ def norm_rows(program, norm, num_rows, NORM: tl.constexpr, OVERLAPS: tl.constexp
     release_next(OVERLAPS)
     wait_for_previous(OVERLAPS)
     if TOP_K > 0:
-        places = (row_R, col_D, row_R < num_rows, mask_RD)
-        x_RD = sum_of_choices(*norm.choices, *places, D, TOP_K, IS_DIVIDED).to(tl.float32)
+        elements = (row_R, col_D, row_R < num_rows, mask_RD)
+        x_RD = sum_of_choices(*norm.choices, *elements, D, TOP_K, IS_DIVIDED).to(tl.float32)
     else:
         x_RD = tl.load(norm.x_ptr + x_offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
     if NORM.adds:

@@ -76,7 +76,7 @@ class Completion:
         """Return the complete response."""
         with self.job:
             deltas = await self.job.whole()
-        choices = [self._choice(place, output) for place, delta in enumerate(deltas) for output in delta.outputs]
+        choices = [self._choice(index, output) for index, delta in enumerate(deltas) for output in delta.outputs]
         return {**self._head, "choices": choices, "usage": self._usage(), **handed_over(self.job.streams)}
 
     async def chunks(self) -> AsyncIterator[list[Json]]:
@@ -84,47 +84,47 @@ class Completion:
         shown = [[_Shown() for _ in range(self._num_outputs)] for _ in self.job.streams]
         async for burst in self.job.bursts():
             yield [
-                {**self._head, "choices": [part], **self._usage_so_far(place, delta, output)}
-                for place, delta in burst
+                {**self._head, "choices": [part], **self._usage_so_far(prompt_index, delta, output)}
+                for prompt_index, delta in burst
                 for output in delta.outputs
-                for part in self._next_parts(place, output, shown[place][output.index])
+                for part in self._next_parts(prompt_index, output, shown[prompt_index][output.index])
             ]
         if self._body.wants_usage():
             yield [{**self._head, "choices": [], "usage": self._usage()}]
 
-    def _next_parts(self, place: int, output: OutputDelta, state: _Shown) -> list[Json]:
+    def _next_parts(self, prompt_index: int, output: OutputDelta, state: _Shown) -> list[Json]:
         """Return what is new of an output as a choice; nothing if there is nothing to show."""
         state.token_ids += output.token_ids
         if not output.is_visible:
             return []
-        part = self._part(place, output, self._body.echo and state.is_empty, state.num_characters)
+        part = self._part(prompt_index, output, self._body.echo and state.is_empty, state.num_characters)
         if self._body.return_token_ids:
-            part["prompt_token_ids"] = list(self.job.streams[place].prompt_ids) if state.is_empty else None
+            part["prompt_token_ids"] = list(self.job.streams[prompt_index].prompt_ids) if state.is_empty else None
             part["token_ids"] = state.token_ids
         state.is_empty, state.token_ids = False, []
         state.num_characters += len(output.text)
         return [part]
 
-    def _choice(self, place: int, output: OutputDelta) -> Json:
-        choice = self._part(place, output, self._body.echo, 0)
+    def _choice(self, prompt_index: int, output: OutputDelta) -> Json:
+        choice = self._part(prompt_index, output, self._body.echo, 0)
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self.job.streams[place], self._num_prompt_top)
+            choice["prompt_logprobs"] = prompt_logprobs(self.job.streams[prompt_index], self._num_prompt_top)
         if self._body.return_token_ids:
-            choice["prompt_token_ids"] = list(self.job.streams[place].prompt_ids)
+            choice["prompt_token_ids"] = list(self.job.streams[prompt_index].prompt_ids)
             choice["token_ids"] = output.token_ids
         if (shape := self._service.routing_shape) is not None:
             first = self._body.routed_experts_prompt_start
-            choice["routed_experts"] = routed_experts(shape, self.job.streams[place], output.index, first)
+            choice["routed_experts"] = routed_experts(shape, self.job.streams[prompt_index], output.index, first)
         return choice
 
-    def _part(self, place: int, output: OutputDelta, echo: bool, offset: int) -> Json:
+    def _part(self, prompt_index: int, output: OutputDelta, echo: bool, offset: int) -> Json:
         """Return one choice, or a part of it.
 
         Args:
             echo: begin with the prompt.
             offset: characters of the output before this part.
         """
-        stream = self.job.streams[place]
+        stream = self.job.streams[prompt_index]
         prompt = stream.prompt or "" if self._body.echo else ""
         logprobs = None
         if self._body.logprobs is not None:
@@ -134,7 +134,7 @@ class Completion:
             start = 0 if echo else len(prompt) + offset
             logprobs = completion_logprobs([*before, *pairs], start, name=name)
         return {
-            "index": place * self._num_outputs + output.index,
+            "index": prompt_index * self._num_outputs + output.index,
             "text": prompt + output.text if echo else output.text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
@@ -146,10 +146,10 @@ class Completion:
         first = self._service.tokenizer.decode([stream.prompt_ids[0]]) if entries else ""
         return [(_text(entry), most_likely(entry, num_top)) if entry else (first, None) for entry in entries]
 
-    def _usage_so_far(self, place: int, delta: RequestDelta, output: OutputDelta) -> Json:
+    def _usage_so_far(self, prompt_index: int, delta: RequestDelta, output: OutputDelta) -> Json:
         if not self._body.wants_continuous_usage():
             return {}
-        return {"usage": usage_so_far(self.job.streams[place], delta, output)}
+        return {"usage": usage_so_far(self.job.streams[prompt_index], delta, output)}
 
     def _usage(self) -> Json:
         with_account = self._body.include_cache_account

@@ -40,7 +40,7 @@ class Job:
         """One per prompt."""
         self._close = close
         self._stream_interval = stream_interval
-        self._places = {stream.request_id: place for place, stream in enumerate(streams)}
+        self._prompt_indices = {stream.request_id: index for index, stream in enumerate(streams)}
         self._waiting: asyncio.Future[None] | None = None
         self._dirty: dict[str, None] = {}
         self._failure: EngineError | None = None
@@ -61,7 +61,7 @@ class Job:
 
     def note(self, request_id: str) -> None:
         """Record that a request has new output."""
-        if self.streams[self._places[request_id]].is_due(self._stream_interval):
+        if self.streams[self._prompt_indices[request_id]].is_due(self._stream_interval):
             self._dirty[request_id] = None
             self._wake()
 
@@ -85,10 +85,10 @@ class Job:
             dirty, self._dirty = self._dirty, {}
             burst = []
             for request_id in dirty:
-                place = self._places[request_id]
-                delta = _checked(self.streams[place].take())
+                index = self._prompt_indices[request_id]
+                delta = _checked(self.streams[index].take())
                 num_unfinished -= delta.finished
-                burst.append((place, delta))
+                burst.append((index, delta))
             yield burst
 
     async def whole(self) -> list[RequestDelta]:
