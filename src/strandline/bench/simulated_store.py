@@ -44,13 +44,15 @@ class SimulatedStores:
         """Begin the transfers among some actions, behind those that are under way."""
         for action in actions:
             match action:
-                case LoadIn(blocks=blocks, slots=slots):
-                    num_bytes = self._num_bytes(len(blocks), len(slots), sum(len(each.window) for each in slots))
+                case LoadIn(blocks=blocks, snapshots=snapshots):
+                    num_bytes = self._num_bytes(
+                        len(blocks), len(snapshots), sum(len(each.window) for each in snapshots)
+                    )
                     self.loaded_bytes += num_bytes
                     self._begin(action, num_bytes, now_s)
                 case StoreOut(path=StoredPath() as path):
-                    num_blocks = len(path.addresses) + (path.tail > 0)
-                    num_slots = int(path.slot > 0)
+                    num_blocks = len(path.addresses) + (path.tail_address > 0)
+                    num_slots = int(path.address > 0)
                     num_window_blocks = num_slots * self._spec.snapshot_window_blocks
                     self._begin(action, self._num_bytes(num_blocks, num_slots, num_window_blocks), now_s)
                 case _:

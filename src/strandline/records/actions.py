@@ -56,8 +56,8 @@ class FoldLog:
     """Whether they are drafts that were accepted; else decoded tokens. A log keeps other tensors of each kind."""
 
 
-class SlotCopy(NamedTuple):
-    """A slot on the device with the window blocks of its snapshot, and the one address of both in a store."""
+class SnapshotCopy(NamedTuple):
+    """A snapshot on the device, its slot and its window blocks, and the one address of both in a store."""
 
     slot: SlotId
     address: int
@@ -67,7 +67,7 @@ class SlotCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadIn:
-    """Begin to copy whole blocks and slots from a store to the device.
+    """Begin to copy whole blocks and snapshots from a store to the device.
 
     Nothing else reads or writes them, and no block is moved, before the transfer's completion.
     """
@@ -77,13 +77,13 @@ class LoadIn:
     """Name of the store, which has its own addresses."""
     blocks: tuple[tuple[BlockId, int], ...]
     """Destination and address of each block."""
-    slots: tuple[SlotCopy, ...]
-    """Destination and address of each slot."""
+    snapshots: tuple[SnapshotCopy, ...]
+    """Destination and address of each snapshot."""
 
     @property
     def addresses(self) -> list[int]:
         """All addresses that it reads."""
-        return [address for _, address in self.blocks] + [each.address for each in self.slots]
+        return [address for _, address in self.blocks] + [each.address for each in self.snapshots]
 
 
 class StoredBlocks(NamedTuple):
@@ -109,9 +109,9 @@ class StoredPath:
     """The tokens before the snapshot, encoded."""
     blocks: StoredBlocks | None
     """The last ones of the whole blocks before it, which are stored: the store has the others. None: it has all."""
-    slot: int
+    address: int
     """The address of the snapshot; 0: it is the end of its blocks alone."""
-    tail: int
+    tail_address: int
     """The address of the block that contains its position; 0: its position is at a block's end."""
     kind: SnapshotKind
     interarrival_bin: int
@@ -125,21 +125,21 @@ class StoredPath:
 
 @dataclass(frozen=True, slots=True)
 class StoreOut:
-    """Begin to copy whole blocks and slots to a store, with the content that they have now.
+    """Begin to copy whole blocks and snapshots to a store, with the content that they have now.
 
     Later actions and steps may overwrite them at once. A later ``LoadIn`` of the same addresses gets this content.
     Addresses are new numbers, used once.
 
     With a path, the store outlives the process, and what is copied is neither written, moved nor dropped before the
-    completion. The sources are on the device (``blocks``, ``slots``) and in the store above (``stored``).
+    completion. The sources are on the device (``blocks``, ``snapshots``) and in the store above (``stored``).
     """
 
     transfer: TransferId
     store: str
     blocks: tuple[tuple[BlockId, int], ...]
     """Source and address of each block."""
-    slots: tuple[SlotCopy, ...]
-    """Source and address of each slot."""
+    snapshots: tuple[SnapshotCopy, ...]
+    """Source and address of each snapshot."""
     stored: tuple[tuple[int, int], ...] = ()
     """Address in the store above, and address in this one."""
     path: StoredPath | None = None

@@ -34,8 +34,8 @@ class KeptSnapshot(NamedTuple):
     """Hash of the whole blocks before it."""
     key: bytes
     """The tokens from there to its position, encoded: fewer than a block."""
-    slot: int
-    tail: int
+    address: int
+    tail_address: int
     """Address of the block that contains its position; 0: its position is at a block's end."""
     kind: SnapshotKind
     interarrival_bin: int

@@ -294,9 +294,9 @@ def _kept(header: Header, addresses: tuple[int, ...], idle_s: float) -> KeptBloc
     before, past_bin, is_shared = bytes.fromhex(about["before"]), about["interarrival_bin"], about["is_shared"]
     if about["kind"] == BLOCKS:
         return KeptBlocks(about["tree"], before, header.tokens, addresses, past_bin, idle_s, is_shared)
-    slot, tail = (*addresses, 0)[:2]
+    address, tail_address = (*addresses, 0)[:2]
     kind = SnapshotKind(about["snapshot"])
-    return KeptSnapshot(about["tree"], before, header.tokens, slot, tail, kind, past_bin, idle_s, is_shared)
+    return KeptSnapshot(about["tree"], before, header.tokens, address, tail_address, kind, past_bin, idle_s, is_shared)
 
 
 def _files(number: int) -> str:

@@ -141,9 +141,9 @@ class Device:
                     assert transfer not in self.loading
                     self.loading[transfer] = action
                     self._held -= {block for block, _ in action.blocks}
-                    self._held.difference_update(*(self._slab(slot) for slot, *_ in action.slots))
+                    self._held.difference_update(*(self._slab(slot) for slot, *_ in action.snapshots))
                     self._loaded[transfer] = {address: self.stored[address] for address in action.addresses}
-                    windows = {each.address: self.stored_windows.get(each.address, []) for each in action.slots}
+                    windows = {each.address: self.stored_windows.get(each.address, []) for each in action.snapshots}
                     self._loaded_windows[transfer] = windows
                 case StoreOut(transfer, path=StoredPath()):
                     self.spilling[transfer] = action
@@ -178,7 +178,7 @@ class Device:
             tokens = loaded[address]
             self._write_cells(block, 0, (*tokens, *[POISON] * (BLOCK_TOKENS - len(tokens))))
         windows = self._loaded_windows.pop(transfer)
-        for slot, address, window in action.slots:
+        for slot, address, window in action.snapshots:
             if slot != NULL_SLOT:
                 self._write_state(slot, loaded[address])
             for block, cells in zip(window, windows[address], strict=True):
@@ -190,7 +190,7 @@ class Device:
         del self._loaded[transfer], self._loaded_windows[transfer]
         for block, _ in action.blocks:
             self._write_cells(block, 0, [POISON] * BLOCK_TOKENS)
-        for slot, _, window in action.slots:
+        for slot, _, window in action.snapshots:
             if slot != NULL_SLOT:
                 self._write_state(slot, (POISON,))
             for block in window:
@@ -202,19 +202,21 @@ class Device:
         assert action.path is not None
         sources = {address: self.stored[source] for source, address in action.stored}
         sources |= {address: tuple(self._cells[block]) for block, address in action.blocks}
-        sources |= {address: self._stored_state(slot) for slot, address, _ in action.slots}
+        sources |= {address: self._stored_state(slot) for slot, address, _ in action.snapshots}
         windows = {to: self.stored_windows[source] for source, to in action.stored if source in self.stored_windows}
-        windows |= {each.address: [self._window_cells[block] for block in each.window] for each in action.slots}
+        windows |= {each.address: [self._window_cells[block] for block in each.window] for each in action.snapshots}
         path = action.path
-        assert sources.keys() == {*path.addresses.values(), path.slot, path.tail} - {0}, (
+        assert sources.keys() == {*path.addresses.values(), path.address, path.tail_address} - {0}, (
             "what is stored is another path"
         )
         tokens = tuple(decode(path.data))
         for index, address in path.addresses.items():
             assert sources[address] == tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-        assert sources.get(path.slot, tokens) in (NO_STATE, tokens), "the slot that is stored is not that of its path"
+        assert sources.get(path.address, tokens) in (NO_STATE, tokens), (
+            "the slot that is stored is not that of its path"
+        )
         inside = tokens[len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS :]
-        assert sources.get(path.tail, inside)[: len(inside)] == inside
+        assert sources.get(path.tail_address, inside)[: len(inside)] == inside
         if is_done:
             self.stored |= sources
             self.stored_windows |= {address: [*map(list, cells)] for address, cells in windows.items()}
@@ -224,7 +226,7 @@ class Device:
 
     def _is_window_loading(self, *, block: int = NULL_BLOCK, slab: int = 0) -> bool:
         """Whether a window block is being loaded, or any in a slab."""
-        targets = {target for action in self.loading.values() for each in action.slots for target in each.window}
+        targets = {target for action in self.loading.values() for each in action.snapshots for target in each.window}
         return block in targets if block else any(target // self._windows_per_slab == slab for target in targets)
 
     def _is_loading(self, *, block: int = NULL_BLOCK, slot: int = NULL_SLOT) -> bool:
@@ -232,7 +234,7 @@ class Device:
         if slot and self._is_window_loading(slab=slot):
             return True
         blocks = {target for action in self.loading.values() for target, _ in action.blocks}
-        slots = {each.slot for action in self.loading.values() for each in action.slots}
+        slots = {each.slot for action in self.loading.values() for each in action.snapshots}
         if slot:
             return slot in slots or any(target // size == slot for target in blocks)
         return block in blocks or block // size in slots - {NULL_SLOT}

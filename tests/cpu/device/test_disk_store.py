@@ -18,7 +18,7 @@ from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.account import SnapshotKind
-from strandline.records.actions import Completion, LoadIn, SlotCopy, StoredBlocks, StoredPath, StoreOut
+from strandline.records.actions import Completion, LoadIn, SnapshotCopy, StoredBlocks, StoredPath, StoreOut
 from strandline.records.tokens import encode
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 from strandline.transfer import disk_files
@@ -50,7 +50,9 @@ class Scene:
         self.disk = DiskStore(self.directory, self.addresses, self.host, copies, self.transfers.completions)
         self.transfers.attach(HOST_STORE, self.host)
         self.transfers.attach(DISK_STORE, self.disk)
-        self.begin(StoreOut(TransferId(1), HOST_STORE, ((BlockId(21), 1), (BlockId(22), 2)), (SlotCopy(SlotId(3), 3),)))
+        self.begin(
+            StoreOut(TransferId(1), HOST_STORE, ((BlockId(21), 1), (BlockId(22), 2)), (SnapshotCopy(SlotId(3), 3),))
+        )
 
     def begin(self, action: StoreOut | LoadIn) -> Completion:
         self.transfers.begin(action)
@@ -69,7 +71,7 @@ class Scene:
     def load(self, first: int = 10) -> Completion:
         addresses = range(first, first + 5)
         blocks = tuple((BlockId(30 + index), address) for index, address in enumerate((*addresses[:3], addresses[4])))
-        return self.begin(LoadIn(TransferId(3), DISK_STORE, blocks, (SlotCopy(SlotId(8), addresses[3]),)))
+        return self.begin(LoadIn(TransferId(3), DISK_STORE, blocks, (SnapshotCopy(SlotId(8), addresses[3]),)))
 
     def files(self, kind: str) -> list[Path]:
         return sorted(self.path.glob(f"*.{kind}"))

@@ -19,7 +19,7 @@ from strandline.device.stores.host_store import HostPages, PinnedStore, stretche
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import LoadIn, SlotCopy, StoreOut
+from strandline.records.actions import LoadIn, SnapshotCopy, StoreOut
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 
 SPEC = ModelSpec(
@@ -179,7 +179,7 @@ class Scene:
         addresses = list(range(first, self._num_addresses + 1))
         pairs = tuple((BlockId(block), address) for block, address in zip(blocks, addresses, strict=False))
         slot_pairs = tuple(
-            SlotCopy(SlotId(slot), address) for slot, address in zip(slots, addresses[len(blocks) :], strict=True)
+            SnapshotCopy(SlotId(slot), address) for slot, address in zip(slots, addresses[len(blocks) :], strict=True)
         )
         self.store.store(StoreOut(self._transfer(), "host", pairs, slot_pairs, is_held=is_held), self.arena)
         return addresses

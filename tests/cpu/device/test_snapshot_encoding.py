@@ -13,7 +13,7 @@ from strandline.device.stores.snapshot_encoding import AsIs, Encoding, slot_enco
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import LoadIn, SlotCopy, StoreOut
+from strandline.records.actions import LoadIn, SnapshotCopy, StoreOut
 from strandline.specs import SNAPSHOT_DTYPES, LayerSpec, ModelSpec, TensorSpec, kv_spec
 
 WINDOW = TensorSpec("window", (3, 7), "bfloat16")
@@ -140,12 +140,13 @@ def test_host_memory_takes_the_room_that_the_cache_counts(dtype: str) -> None:
     num_pages = 2 * SPEC.stored_snapshot_blocks(dtype) + 1
     store = HostStore(arena, num_pages, transfers.completions, slot_encoding(SPEC, dtype))
     store.store(
-        StoreOut(TransferId(1), "host", ((BlockId(1), 1),), (SlotCopy(SlotId(1), 2), SlotCopy(SlotId(1), 3))), arena
+        StoreOut(TransferId(1), "host", ((BlockId(1), 1),), (SnapshotCopy(SlotId(1), 2), SnapshotCopy(SlotId(1), 3))),
+        arena,
     )
     slot, block = arena.slot(SlotId(1)).clone(), arena.block(BlockId(1)).clone()
     arena.slot(SlotId(1)).fill_(255)
     arena.block(BlockId(1)).fill_(255)
-    store.load(LoadIn(TransferId(2), "host", ((BlockId(1), 1),), (SlotCopy(SlotId(1), 3),)), arena)
+    store.load(LoadIn(TransferId(2), "host", ((BlockId(1), 1),), (SnapshotCopy(SlotId(1), 3),)), arena)
     assert [x.is_done for x in transfers.take()] == [True, True]
     assert torch.equal(arena.block(BlockId(1)), block)
     assert torch.equal(arena.slot(SlotId(1)), slot) == (dtype == "float32")

@@ -11,7 +11,7 @@ from strandline.device.stores.snapshot_encoding import slot_encoding
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, Lifetime, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import LoadIn, SlotCopy, StoreOut
+from strandline.records.actions import LoadIn, SnapshotCopy, StoreOut
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 
 ATTENTION = kv_spec(2, 16, "float32")
@@ -38,9 +38,9 @@ def check_windows_return(kind: type[HostStore] | type[PinnedStore], device: str,
             arena.block(block, Lifetime.WINDOW).fill_(10 * count + index + 1)
         arena.layers[2].states["state"][2] = 1.0
         number = 2 * count + 1
-        store.store(StoreOut(TransferId(number), "host", (), (SlotCopy(SlotId(2), number, window),)), arena)
+        store.store(StoreOut(TransferId(number), "host", (), (SnapshotCopy(SlotId(2), number, window),)), arena)
         arena.poison(window, [SlotId(2)], Lifetime.WINDOW)
-        store.load(LoadIn(TransferId(number + 1), "host", (), (SlotCopy(SlotId(3), number, landing),)), arena)
+        store.load(LoadIn(TransferId(number + 1), "host", (), (SnapshotCopy(SlotId(3), number, landing),)), arena)
         num_ended = 0
         while num_ended < 2:
             num_ended += len(transfers.wait(60))

@@ -9,7 +9,7 @@ from strandline.device.stores.transfers import Completions, Transfers
 from strandline.errors import EngineError
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import CancelTransfer, Completion, DropStored, LoadIn, SlotCopy, StoreOut
+from strandline.records.actions import CancelTransfer, Completion, DropStored, LoadIn, SnapshotCopy, StoreOut
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 
 SPEC = ModelSpec((LayerSpec(streams=(TensorSpec("key", (2,), "float32"),)),), 4, "float32")
@@ -40,7 +40,7 @@ class Recorder:
 
 
 def load_in(number: int, store: str = "here") -> LoadIn:
-    return LoadIn(TransferId(number), store, ((BlockId(1), 5),), (SlotCopy(SlotId(1), 6),))
+    return LoadIn(TransferId(number), store, ((BlockId(1), 5),), (SnapshotCopy(SlotId(1), 6),))
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ class FailingLoads:
 
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         self.num_failed += 1
-        for slot, *_ in action.slots:
+        for slot, *_ in action.snapshots:
             arena.slot(slot).fill_(1)
         self._completions.put(Completion(action.transfer, is_done=False))
 

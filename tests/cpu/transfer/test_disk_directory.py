@@ -46,7 +46,7 @@ def content(size: int, seed: int = 1) -> bytes:
 
 def sizes_of(path: StoredPath, blocks: StoredBlocks | None) -> tuple[int, ...]:
     """Return the sizes of a file's items; None: the snapshot's."""
-    num_blocks = int(path.tail > 0) if blocks is None else len(blocks.addresses)
+    num_blocks = int(path.tail_address > 0) if blocks is None else len(blocks.addresses)
     return (SLOT_BYTES,) * (blocks is None) + (BLOCK_BYTES,) * num_blocks
 
 
@@ -83,7 +83,7 @@ def test_files_are_found_again_with_all_that_they_say(directory: DiskDirectory) 
     assert (blocks.tree, blocks.before, blocks.tokens) == ("tree", hashes[1], DATA[256:768])
     assert (snapshot.before, snapshot.key, snapshot.kind) == (hashes[3], DATA[768:], SnapshotKind.PROMPT_END)
     assert (snapshot.interarrival_bin, snapshot.is_shared, snapshot.idle_s < 600) == (3, True, True)
-    assert sorted(found.addresses) == sorted((*blocks.addresses, snapshot.slot, snapshot.tail))
+    assert sorted(found.addresses) == sorted((*blocks.addresses, snapshot.address, snapshot.tail_address))
 
 
 def test_items_read_as_written(directory: DiskDirectory) -> None:

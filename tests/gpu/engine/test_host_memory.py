@@ -8,7 +8,7 @@ from strandline.device.stores.snapshot_encoding import slot_encoding
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import LoadIn, SlotCopy, StoreOut
+from strandline.records.actions import LoadIn, SnapshotCopy, StoreOut
 from tests.cpu.device.test_stored_windows import check_windows_return
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import GREEDY, answers
@@ -119,9 +119,9 @@ def test_states_in_fewer_bits_return_as_on_a_cpu(make_llm: MakeLLM, dtype: str) 
             num_pages = spec.stored_snapshot_blocks(dtype)
             store = kind(arena, num_pages, transfers.completions, slot_encoding(spec, dtype))
             arena.slot(SlotId(4)).fill_(0)
-            store.store(StoreOut(TransferId(1), "host", (), (SlotCopy(SlotId(3), 1),)), arena)
+            store.store(StoreOut(TransferId(1), "host", (), (SnapshotCopy(SlotId(3), 1),)), arena)
             arena.slot(SlotId(3)).fill_(255)
-            store.load(LoadIn(TransferId(2), "host", (), (SlotCopy(SlotId(4), 1),)), arena)
+            store.load(LoadIn(TransferId(2), "host", (), (SnapshotCopy(SlotId(4), 1),)), arena)
             ended = list(transfers.wait(60))
             while len(ended) < 2:
                 ended += transfers.wait(60)

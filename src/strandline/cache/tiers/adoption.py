@@ -75,7 +75,7 @@ def _sizes(kept: Kept, snapshot_blocks: int) -> dict[int, int]:
     """Return the sizes of all addresses."""
     sizes = {address: 1 for blocks in kept.blocks for address in blocks.addresses}
     for snapshot in kept.snapshots:
-        sizes |= {snapshot.slot: snapshot_blocks, snapshot.tail: 1}
+        sizes |= {snapshot.address: snapshot_blocks, snapshot.tail_address: 1}
     sizes.pop(NO_ADDRESS, None)
     return sizes
 
@@ -110,12 +110,12 @@ def _snapshots(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
     """Yield the snapshots that have all blocks that they need."""
     for snapshot in kept.snapshots:
         path = _path(known, snapshot.tree, snapshot.before)
-        if path is None or bool(snapshot.tail) != bool(snapshot.key):
+        if path is None or bool(snapshot.tail_address) != bool(snapshot.key):
             continue
         position, use = len(path.addresses) * BLOCK_TOKENS + len(snapshot.key) // TOKEN_BYTES, _use(snapshot, reuse)
         stored = TierSnapshot(position, snapshot.key)
         demoted = Copy(stored, snapshot.kind, use, position, is_shared=snapshot.is_shared)
-        demoted.address, demoted.tail_address = snapshot.slot, snapshot.tail
+        demoted.address, demoted.tail_address = snapshot.address, snapshot.tail_address
         yield demoted, snapshot.tree, path
 
 

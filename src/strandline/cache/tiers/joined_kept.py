@@ -49,9 +49,10 @@ def join_kept(parts: Sequence[Kept]) -> tuple[Kept, list[dict[int, int]]]:
             joined_blocks.append(blocks._replace(tokens=tokens, addresses=addresses))
     for key, snapshot in snapshots_of[0].items():
         if all(key in own for own in snapshots_of):
-            slot = rename(own[key].slot for own in snapshots_of)
-            tail = rename(own[key].tail for own in snapshots_of) if snapshot.tail != NO_ADDRESS else NO_ADDRESS
-            joined_snapshots.append(snapshot._replace(slot=slot, tail=tail))
+            address, tail_address = rename(own[key].address for own in snapshots_of), NO_ADDRESS
+            if snapshot.tail_address != NO_ADDRESS:
+                tail_address = rename(own[key].tail_address for own in snapshots_of)
+            joined_snapshots.append(snapshot._replace(address=address, tail_address=tail_address))
     return Kept(tuple(joined_blocks), tuple(joined_snapshots)), renames
 
 

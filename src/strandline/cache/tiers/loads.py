@@ -37,7 +37,7 @@ from strandline.cache.walk import Walk, walk
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, BlockId, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
-from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, SlotCopy, StoreOut
+from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, SnapshotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 
@@ -261,7 +261,7 @@ class Loads:
         load = _Load(lease, source, tuple(x.position for x in missing) or (offer.position,))
         self._loads[lease.request_id] = load
         to_slots = tuple(
-            SlotCopy(cut.slot, snapshot.address, ids_of(cut.window))
+            SnapshotCopy(cut.slot, snapshot.address, ids_of(cut.window))
             for cut, snapshot in zip(lease.cuts, missing, strict=True)
         )
         piece_blocks = max(PIECE_SLABS * memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
@@ -280,7 +280,9 @@ class Loads:
         slot = self._memory.take_promised_slot() if self._num_slots else NULL_SLOT
         return Cut(snapshot.position, slot, snapshot.kind, take_window(self._memory, snapshot.position))
 
-    def _begin_piece(self, load: "_Load", store: str, addresses: Sequence[int], to_slots: tuple[SlotCopy, ...]) -> None:
+    def _begin_piece(
+        self, load: "_Load", store: str, addresses: Sequence[int], to_slots: tuple[SnapshotCopy, ...]
+    ) -> None:
         """Allocate blocks for these addresses, and begin to load them and slots."""
         memory, lease = self._memory, load.lease
         blocks = memory.take_promised_blocks(len(addresses))
@@ -306,9 +308,9 @@ class Loads:
                 return
             if isinstance(action, StoreOut) and action.path is None:
                 sources: list[int] = [block for block, _ in action.blocks]
-                for slot, *_ in action.slots:
+                for slot, *_ in action.snapshots:
                     sources += range(slot * size, (slot + 1) * size)
-                has_window = any(each.window for each in action.slots)
+                has_window = any(each.window for each in action.snapshots)
                 if not has_window and blocks.issuperset(sources):
                     actions[index] = replace(action, is_held=True)
 

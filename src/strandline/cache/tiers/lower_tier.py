@@ -43,7 +43,7 @@ from strandline.cache.tree import Snapshot
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, BlockId, TransferId
 from strandline.records.account import SnapshotKind
-from strandline.records.actions import Action, Completion, DropStored, SlotCopy, StoreOut
+from strandline.records.actions import Action, Completion, DropStored, SnapshotCopy, StoreOut
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
@@ -157,7 +157,7 @@ class LowerTier:
             demoted.tail_address = self.take(1)
         blocks = () if tail is None else ((BlockId(tail), demoted.tail_address),)
         self.num_snapshots_demoted += 1
-        state = SlotCopy(snapshot.slot, demoted.address, ids_of(snapshot.window))
+        state = SnapshotCopy(snapshot.slot, demoted.address, ids_of(snapshot.window))
         self._issue(StoreOut(self._next_transfer(), self.store, blocks, (state,)))
 
     def demote_blocks(

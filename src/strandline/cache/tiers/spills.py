@@ -19,7 +19,7 @@ from strandline.cache.tiers.neighbours import position_above
 from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.tier_tree import Copy, PathBlocks, TierRun, TierSnapshot
 from strandline.ids import BlockId, RequestId, SlotId, TransferId
-from strandline.records.actions import Action, Completion, SlotCopy, StoredBlocks, StoredPath, StoreOut
+from strandline.records.actions import Action, Completion, SnapshotCopy, StoredBlocks, StoredPath, StoreOut
 
 SPARE_SHARE: Final = 16
 """One in this many blocks of host memory is left free."""
@@ -42,7 +42,7 @@ class Sources(NamedTuple):
     """Where a transfer reads, as in ``StoreOut``."""
 
     blocks: tuple[tuple[BlockId, int], ...]
-    slots: tuple[SlotCopy, ...]
+    slots: tuple[SnapshotCopy, ...]
     stored: tuple[tuple[int, int], ...] = ()
     hold: Lease | None = None
     """Keeps the blocks that are on the device; None: nothing can evict them."""
@@ -65,8 +65,11 @@ class DeviceEntry(NamedTuple):
 
     def sources(self, path: StoredPath) -> Sources:
         """Return where it is read."""
-        pairs = [*((self.blocks[index], address) for index, address in path.addresses.items()), (self.tail, path.tail)]
-        slots = (SlotCopy(self.slot, path.slot, self.window),) if path.slot else ()
+        pairs = [
+            *((self.blocks[index], address) for index, address in path.addresses.items()),
+            (self.tail, path.tail_address),
+        ]
+        slots = (SnapshotCopy(self.slot, path.address, self.window),) if path.address else ()
         return Sources(tuple(pair for pair in pairs if pair[1] != NO_ADDRESS), slots)
 
 
@@ -267,7 +270,7 @@ class Spills:
         addresses, end = path.addresses, leaving.snapshot.end
         upper = () if end is None else self._upper.column.addresses(end)
         pairs = [(upper[index], address) for index, address in addresses.items()]
-        pairs += [(leaving.address, path.slot), (leaving.tail_address, path.tail)]
+        pairs += [(leaving.address, path.address), (leaving.tail_address, path.tail_address)]
         stored = tuple(pair for pair in pairs if pair[0] != NO_ADDRESS)
         here = [index for index, (source, _) in zip(addresses, pairs, strict=False) if source == NO_ADDRESS]
         if not here:
@@ -322,9 +325,9 @@ class Spills:
             else:
                 unneeded[address] = 1
         if arriving.column is None:
-            unneeded |= {path.slot: lower.snapshot_blocks, path.tail: 1}
+            unneeded |= {path.address: lower.snapshot_blocks, path.tail_address: 1}
         else:
-            arriving.address, arriving.tail_address = path.slot, path.tail
+            arriving.address, arriving.tail_address = path.address, path.tail_address
             lower.push(arriving)
         lower.num_snapshots_demoted += lower.snapshot_blocks > 0
         lower.num_blocks_demoted += len(path.addresses)
@@ -340,6 +343,9 @@ class Spills:
         lower.free(self._sizes(spill.path))
 
     def _sizes(self, path: StoredPath) -> dict[int, int]:
-        sizes = dict.fromkeys(path.addresses.values(), 1) | {path.slot: self._lower.snapshot_blocks, path.tail: 1}
+        sizes = dict.fromkeys(path.addresses.values(), 1) | {
+            path.address: self._lower.snapshot_blocks,
+            path.tail_address: 1,
+        }
         sizes.pop(NO_ADDRESS, None)
         return sizes

@@ -24,7 +24,7 @@ from strandline.device.stores.transfers import Completions
 from strandline.errors import EngineError, cause_of
 from strandline.ids import BlockId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import Completion, LoadIn, SlotCopy, StoredBlocks, StoredPath, StoreOut
+from strandline.records.actions import Completion, LoadIn, SnapshotCopy, StoredBlocks, StoredPath, StoreOut
 from strandline.transfer.disk_directory import DiskDirectory, Located, StoredFile
 from strandline.transfer.disk_files import DamagedFileError, cut_off, open_for_reading, read_item, write_file
 
@@ -63,7 +63,7 @@ class _Wanted(NamedTuple):
     """None: its address is unknown."""
     address: int
     block: BlockId | None
-    state: SlotCopy | None
+    state: SnapshotCopy | None
 
 
 class _LostError(Exception):
@@ -126,7 +126,9 @@ class DiskStore:
         fence = self._copies.fence()
         with self._changed:
             wanted = [_Wanted(self._addresses.get(address), address, block, None) for block, address in action.blocks]
-            wanted += [_Wanted(self._addresses.get(each.address), each.address, None, each) for each in action.slots]
+            wanted += [
+                _Wanted(self._addresses.get(each.address), each.address, None, each) for each in action.snapshots
+            ]
             self._loads.append((action.transfer, partial(self._load, action.transfer, wanted, fence)))
             self._changed.notify()
 
@@ -143,7 +145,7 @@ class DiskStore:
         sources = {address: _host_item(self._source.read(source)) for source, address in action.stored}
         num_bytes = arena.spec.raw_block_bytes
         sources |= {address: Item(num_bytes, partial(self._block, block, fence)) for block, address in action.blocks}
-        for each in action.slots:
+        for each in action.snapshots:
             num_bytes = self._copies.snapshots.num_bytes(each.slot, each.window)
             sources[each.address] = Item(num_bytes, partial(self._snapshot, each, fence))
         with self._changed:
@@ -295,8 +297,8 @@ class DiskStore:
         parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = []
         if path.blocks is not None:
             parts.append((path.blocks, path.blocks.addresses))
-        if path.slot:
-            parts.append((None, (path.slot, *[path.tail] * bool(path.tail))))
+        if path.address:
+            parts.append((None, (path.address, *[path.tail_address] * bool(path.tail_address))))
         addresses = dict[int, Located]()
         try:
             for blocks, numbers in parts:
@@ -316,7 +318,7 @@ class DiskStore:
         """Yield the bytes of a block of the device."""
         yield self._copies.read(Entries([block]), fence)
 
-    def _snapshot(self, state: SlotCopy, fence: Fence) -> Iterator[memoryview]:
+    def _snapshot(self, state: SnapshotCopy, fence: Fence) -> Iterator[memoryview]:
         """Yield the stored bytes of a snapshot of the device."""
         yield self._copies.read_snapshot(state.slot, state.window, fence)
 

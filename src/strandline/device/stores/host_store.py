@@ -160,7 +160,7 @@ class HostStore:
         start_s = SYSTEM_CLOCK()
         for block, address in action.blocks:
             copy_pieces(self._pages.find([address]), [arena.block(block)])
-        for slot, address, window in action.slots:
+        for slot, address, window in action.snapshots:
             self._snapshots.decode(slot, window, self._pages.find([address]))
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
@@ -169,7 +169,7 @@ class HostStore:
         start_s = SYSTEM_CLOCK()
         for block, address in action.blocks:
             self._store(address, arena.block(block))
-        for slot, address, window in action.slots:
+        for slot, address, window in action.snapshots:
             self._store(address, self._snapshots.encode(slot, window))
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
@@ -237,7 +237,7 @@ class PinnedStore:
             begun = _recorded()
             for pairs in _groups(action.blocks, len(self._landing) // self._pages.page_bytes):
                 self._load_blocks(pairs)
-            for slot, address, window in action.slots:
+            for slot, address, window in action.snapshots:
                 self._snapshots.decode(slot, window, self._pages.find([address]))
             end = _recorded()
         self._read.update(dict.fromkeys(addresses, end))
@@ -276,7 +276,7 @@ class PinnedStore:
             for address in addresses:
                 self._pages.take(address, self._pages.page_bytes)
             end = self._send(_Target(addresses, 0), staged_X, start, reader, AS_IS)
-        for slot, address, window in action.slots:
+        for slot, address, window in action.snapshots:
             end = self._store_snapshot(slot, address, window, reader)
         self._ended.put((action.transfer, begun, end))
 

@@ -103,7 +103,7 @@ class PeerStore:
 
     def _fetch(self, action: LoadIn, pull: Pull, fence: Fence) -> int:
         block_at = {address % ADDRESSES: block for block, address in action.blocks}
-        state_at = {each.address % ADDRESSES: each for each in action.slots}
+        state_at = {each.address % ADDRESSES: each for each in action.snapshots}
 
         def write(items: Items, data: memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]

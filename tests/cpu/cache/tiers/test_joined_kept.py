@@ -21,10 +21,10 @@ def blocks(first: int, *addresses: int, idle_s: float = 1.0) -> KeptBlocks:
     return KeptBlocks("tree", HASHES[first], tokens, addresses, 0, idle_s, is_shared=False)
 
 
-def snapshot(num_blocks: int, slot: int, tail: int = 0, idle_s: float = 1.0) -> KeptSnapshot:
+def snapshot(num_blocks: int, address: int, tail_address: int = 0, idle_s: float = 1.0) -> KeptSnapshot:
     """A snapshot after whole blocks of that path; with a tail, 5 tokens further on."""
-    key = encode(range(5)) if tail else b""
-    return KeptSnapshot("tree", HASHES[num_blocks], key, slot, tail, SnapshotKind.MARK, 0, idle_s, is_shared=False)
+    key = encode(range(5)) if tail_address else b""
+    return KeptSnapshot("tree", HASHES[num_blocks], key, address, tail_address, SnapshotKind.MARK, 0, idle_s, False)
 
 
 def test_what_all_ranks_hold_is_kept_under_new_addresses() -> None:

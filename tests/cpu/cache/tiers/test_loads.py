@@ -40,7 +40,7 @@ def test_only_what_the_device_lacks_is_loaded() -> None:
     driver.loads.begin(TokenBuffer(PROMPT), offer)
     [action] = [action for action in driver.cache.take_actions() if isinstance(action, LoadIn)]
     assert [address for _, address in action.blocks] == list(offer.blocks[200 // BLOCK_TOKENS :])
-    assert [each.address for each in action.slots] == [offer.snapshots[1].address]
+    assert [each.address for each in action.snapshots] == [offer.snapshots[1].address]
 
 
 def test_a_snapshot_alone_is_loaded_where_its_kv_is_cached() -> None:
