@@ -1,7 +1,8 @@
 """Parsing of answers that consist of messages in channels: reasoning, content and tool calls, each behind a header.
 
 An answer is ``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>``; a
-header may name a recipient, ``<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{…}<|call|>``.
+header may name a recipient, ``<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{…}<|call|>``,
+also before the channel: ``<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{…}<|call|>``.
 
 Source: OpenAI, "OpenAI Harmony Response Format".
 """
@@ -13,17 +14,22 @@ from typing import Final
 from strandline.text.segments import Segment, SegmentKind, split_at_tag
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+CALL: Final = "<|call|>"
+ENDS: Final = ("<|end|>", CALL, "<|return|>")
 TAGS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 
 MAX_HEADER_CHARACTERS: Final = 512
 NAME: Final = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 FUNCTION: Final = re.compile(r"\bto=functions\.([^\s<]+)")
 RECIPIENT: Final = re.compile(r"\bto=\S")
+TO: Final = " to="
+"""What an answer begins with that names a recipient before the channel: the prompt has begun the header."""
 
 
 class ChannelParser:
-    """Splits an answer into reasoning, content and calls. Text before any header is content.
+    """Splits an answer into reasoning, content and calls.
+
+    Text before any header is content, unless it names a recipient.
 
     Args:
         takes_calls: messages to functions are calls; else they are content, as a function's name and arguments.
@@ -34,6 +40,7 @@ class ChannelParser:
     def __init__(self, *, takes_calls: bool) -> None:
         self._takes_calls = takes_calls
         self._text = ""
+        self._is_begun = False
         self._header: str | None = None
         """The header so far; None: a message is read, or nothing."""
         self._kind: SegmentKind | None = SegmentKind.CONTENT
@@ -46,6 +53,11 @@ class ChannelParser:
         del marks
         segments: list[Segment] = []
         self._text += text
+        if not self._is_begun:
+            if len(self._text) < len(TO) and TO.startswith(self._text):
+                return segments
+            self._is_begun = True
+            self._header = "" if self._text.startswith(TO) else None
         while True:
             split = split_at_tag(self._text, TAGS)
             self._take(split.before, segments)

@@ -3,8 +3,8 @@
 Text has many encodings. A model that samples, or follows a grammar, often chooses another one than the tokenizer would,
 and a prompt that holds its answer, tokenized anew, would miss in the prefix cache where the answer begins. The memory
 maps the text of a prompt to the tokens that were generated after it. Where a later prompt begins with that text, and
-continues as those tokens do, the tokens are taken for the part of the text that is equal, byte for byte. Everything
-else is tokenized as if the memory were empty.
+continues as those tokens do, the tokens are taken for the part of the text that is equal, byte for byte, or for a call
+in channels that says the same (``channel_answers.py``). Everything else is tokenized as if the memory were empty.
 
 The salt is a part of the key, so requests of another salt find nothing. Losing an answer changes no text, only the
 number of tokens that later prompts hit.
@@ -19,6 +19,7 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
+from strandline.text.channel_answers import end_of_call, uses_channels
 from strandline.text.token_bytes import TokenBytes
 
 KEY_BYTES: Final = 16
@@ -47,7 +48,10 @@ class Recalled(NamedTuple):
     start: int
     """In characters."""
     ends: tuple[int, ...]
-    """Where each token ends, in characters; a token that ends inside a character ends where that begins."""
+    """Where each token ends, in characters; a token that ends inside a character ends where that begins.
+
+    Tokens of a call that is spelled in another way end where it begins to differ, and the last one where it ends.
+    """
     token_ids: tuple[int, ...]
 
     @property
@@ -99,6 +103,7 @@ class RememberedAnswers:
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
         self._added = tuple(sorted(map(str.encode, tokenizer.get_added_vocab())))
+        self._uses_channels = uses_channels(tokenizer)
         self._lock = Lock()
         self._answers = OrderedDict[bytes, tuple["array[int]", ...]]()
         """By the digest of a prompt, the one used last at the end; each prompt's answers, the latest at the end."""
@@ -157,7 +162,7 @@ class RememberedAnswers:
             digest.update(memoryview(data)[hashed:place])
             hashed = place
             answers = self._take(digest.copy().digest())
-            matches = (self._matched(answer, data, place, beginnings) for answer in reversed(answers))
+            matches = (self._found(answer, data, place, beginnings) for answer in reversed(answers))
             token_ids, byte_ends = max(matches, key=_reach, default=((), []))
             if byte_ends:
                 num_characters += len(data[end:place].decode())
@@ -185,6 +190,19 @@ class RememberedAnswers:
             if answers:
                 self._answers.move_to_end(digest)
             return answers
+
+    def _found(
+        self, answer: "array[int]", data: bytes, place: int, beginnings: Container[int]
+    ) -> tuple[Sequence[int], list[int]]:
+        """Return the tokens of an answer that says what the data do at a place, and where each of them ends."""
+        token_ids, ends = self._matched(answer, data, place, beginnings)
+        pieces = [self._token_bytes[token] for token in answer] if self._uses_channels else []
+        if len(ends) < len(pieces) and None not in pieces:
+            end = end_of_call(b"".join(filter(None, pieces)), data, place)
+            if end is not None:
+                differs = ends[-1] if ends else place
+                return answer, [*ends, *[differs] * (len(answer) - len(ends) - 1), end]
+        return token_ids, ends
 
     def _matched(
         self, answer: "array[int]", data: bytes, place: int, beginnings: Container[int]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, Final
 
 from strandline.errors import RequestError
@@ -87,6 +88,20 @@ class TemplateTraits:
         return with_text or not with_object
 
     @cached_property
+    def takes_thought_with_content(self) -> bool:
+        """Whether a message with a call may have both thoughts and content."""
+        thoughts, content = dict.fromkeys(REASONING_FIELDS, _word(1)), {"content": _word(2)}
+        return self._called({}, thoughts | content) is not None or self._called({}, thoughts) is None
+
+    @cached_property
+    def takes_calls_together(self) -> bool:
+        """Whether all calls of a message are rendered; also if one is not, or several are refused."""
+        names = _word(1), _word(2)
+        calls = [call for name in names for call in _call({}, name)["tool_calls"]]
+        one, both = (self._called({}, {"tool_calls": shown}) for shown in (calls[:1], calls))
+        return one is None or both is None or names[0] not in one or all(name in both for name in names)
+
+    @cached_property
     def takes_results(self) -> bool:
         """Whether results of calls are rendered."""
         return self._takes(["user", CALL, "tool"], ["user"])
@@ -146,15 +161,21 @@ class TemplateTraits:
             return self._render(messages)
         return None
 
-    def _called(self, arguments: Any) -> str | None:
+    def _called(self, arguments: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+        """Render a question and a message that calls a function; return None if it is refused.
+
+        Args:
+            fields: of the message.
+        """
         with contextlib.suppress(RequestError):
-            return self._render([{"role": "user", "content": _word(0)}, _call(arguments)])
+            return self._render([{"role": "user", "content": _word(0)}, {**_call(arguments), **fields}])
         return None
 
 
 def repaired(messages: Messages, traits: TemplateTraits) -> list[MarkedMessage]:
     """Return messages in a form that a template takes."""
-    found = [_with_taken_arguments(entry, traits) for entry in messages]
+    found = [_with_one_thought(_with_taken_arguments(entry, traits), traits) for entry in messages]
+    found = _with_single_calls(found, traits)
     if any(entry.role == "tool" for entry in found) and not traits.takes_results:
         found = [_written_result(entry) if entry.role == "tool" else entry for entry in found]
     leading = list(takewhile(lambda entry: entry.role in SYSTEM_ROLES, found))
@@ -187,6 +208,50 @@ def _with_taken_arguments(entry: MarkedMessage, traits: TemplateTraits) -> Marke
     if not has_text or traits.takes_text_arguments:
         return entry
     return replace(entry, message=object_arguments(entry.message))
+
+
+def _with_one_thought(entry: MarkedMessage, traits: TemplateTraits) -> MarkedMessage:
+    """Return a message with what it says before a call as the end of its thoughts, if the template refuses both."""
+    message = entry.message
+    thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
+    if not (message.get("tool_calls") and thought and entry.content) or traits.takes_thought_with_content:
+        return entry
+    thoughts = dict.fromkeys(REASONING_FIELDS, f"{thought}\n{entry.content}")
+    return MarkedMessage({**message, **thoughts, "content": ""}, [0 for _ in entry.places])
+
+
+def _with_single_calls(entries: Messages, traits: TemplateTraits) -> list[MarkedMessage]:
+    """Return messages with one call each, its result after it, if the template leaves out all calls but the first."""
+    if traits.takes_calls_together or all(len(entry.message.get("tool_calls", ())) < 2 for entry in entries):
+        return list(entries)
+    found: list[MarkedMessage] = []
+    waiting: list[MarkedMessage] = []
+    for entry in entries:
+        if entry.role == "tool" and waiting:
+            called = entry.message.get("tool_call_id")
+            known = (index for index, other in enumerate(waiting) if _called_id(other) == called)
+            found += [waiting.pop(next(known, 0)), entry]
+            continue
+        found += waiting
+        first, *waiting = _one_by_one(entry)
+        found.append(first)
+        if waiting:
+            waiting.insert(0, found.pop())
+    return found + waiting
+
+
+def _one_by_one(entry: MarkedMessage) -> list[MarkedMessage]:
+    """Return a message as one for each of its calls; the first has all that is not a call."""
+    first, *others = entry.message.get("tool_calls") or [None]
+    if not others:
+        return [entry]
+    bare = {name: value for name, value in entry.message.items() if name not in REASONING_FIELDS} | {"content": ""}
+    later = [MarkedMessage({**bare, "tool_calls": [call]}) for call in others]
+    return [replace(entry, message={**entry.message, "tool_calls": [first]}), *later]
+
+
+def _called_id(entry: MarkedMessage) -> Any:
+    return entry.message["tool_calls"][0].get("id")
 
 
 def _written_result(entry: MarkedMessage) -> MarkedMessage:
@@ -275,8 +340,8 @@ def _not_empty(entry: MarkedMessage, traits: TemplateTraits) -> MarkedMessage:
     return entry.with_content(after=EMPTY)
 
 
-def _call(arguments: Any) -> dict[str, Any]:
-    function = {"name": "f", "arguments": arguments}
+def _call(arguments: Any, name: str = "f") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {
         "role": "assistant",
         "content": "",

@@ -43,6 +43,14 @@ def test_recipient_may_come_before_the_channel() -> None:
     assert (call.name, call.arguments) == ("a.b", "{}")
 
 
+@pytest.mark.parametrize("cut", range(9))
+def test_answer_may_begin_with_the_recipient(cut: int) -> None:
+    """The prompt ends with ``<|start|>assistant``, and so within a header."""
+    parser = parse(' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>', cuts=(cut,))
+    assert [(call.name, call.arguments) for call in parser.calls] == [("f", '{"x": 1}')]
+    assert parser.content == ""
+
+
 def test_calls_of_built_in_tools_are_reasoning() -> None:
     assert parse("<|channel|>analysis to=python code<|message|>1 + 1<|call|>").reasoning == "1 + 1"
 
@@ -51,7 +59,7 @@ def test_calls_are_content_where_there_are_no_tools() -> None:
     assert parse(ANSWER, takes_calls=False).content == 'Let me see.\nweather {"city": "Rome"}'
 
 
-@pytest.mark.parametrize("text", ["plain <|x|>", "<|chan", " {}", ""])
+@pytest.mark.parametrize("text", ["plain <|x|>", "<|chan", " {}", "", " t", " to x"])
 def test_text_without_a_header_is_content(text: str) -> None:
     assert parse(text).content == text
 
@@ -60,7 +68,7 @@ def test_endless_header_is_content() -> None:
     assert parse("<|channel|>" + 600 * "x").content.endswith("x" * 600)
 
 
-PIECES = [*TAGS, "analysis", "final", " to=functions.f ", "{}", "<|", "assistant"]
+PIECES = [*TAGS, "analysis", "final", " to=functions.f ", "{}", "<|", "assistant", " to="]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=20), st.lists(st.integers(0, 300), max_size=6))
