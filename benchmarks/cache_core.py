@@ -22,6 +22,7 @@ from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.ids import RequestId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer
+from strandline.specs import SnapshotSize
 
 BLOCKS_PER_SLAB = 50
 CHAT_TOKENS = 6400
@@ -164,7 +165,7 @@ def main() -> None:
         announcer = Announcer() if args.events else None
         cache = new_cache(CacheSize(num_slabs, BLOCKS_PER_SLAB), announcer=announcer)
         if args.host_blocks:
-            host = LowerMemory("host", args.host_blocks, 1, BLOCKS_PER_SLAB, LoadCosts())
+            host = LowerMemory("host", args.host_blocks, 1, SnapshotSize(BLOCKS_PER_SLAB, 1), LoadCosts())
             Loads(cache, [host], announcer=announcer)
         fill(cache, args.blocks, choose)
         gc.freeze()

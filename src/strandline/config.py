@@ -417,7 +417,7 @@ def parse_bytes(text: str | int, name: str = "--memory") -> int:
 
 def buffer_blocks(spec: ModelSpec, snapshot_dtype: str) -> int:
     """Return the blocks of host memory before a disk cache, where none is configured."""
-    return max(BUFFER_SLABS * spec.blocks_per_slab, BUFFER_SNAPSHOTS * spec.stored_snapshot_blocks(snapshot_dtype))
+    return max(BUFFER_SLABS * spec.blocks_per_slab, BUFFER_SNAPSHOTS * spec.stored_snapshots(snapshot_dtype).max_blocks)
 
 
 def blocks_below(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str) -> int:
@@ -430,13 +430,18 @@ def blocks_below(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: st
         ConfigError: it is no size, or has no room for a snapshot with the block that it lies inside.
     """
     num_bytes = parse_bytes(size, name)
-    least_bytes = (spec.stored_snapshot_blocks(snapshot_dtype) + 1) * spec.block_bytes
+    least_bytes = least_bytes_below(spec, snapshot_dtype)
     if num_bytes < least_bytes:
         kept = "a snapshot" if spec.needs_snapshots else "a block"
         raise ConfigError(
             f"{name} of {num_bytes:,} bytes has no room for {kept} of this model; give at least {least_bytes:,} bytes"
         )
     return num_bytes // spec.block_bytes
+
+
+def least_bytes_below(spec: ModelSpec, snapshot_dtype: str) -> int:
+    """Return the least size of a tier below the device in bytes: the largest snapshot and the block it is inside."""
+    return (spec.stored_snapshots(snapshot_dtype).max_blocks + 1) * spec.block_bytes
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -202,6 +202,55 @@ def kv_spec(num_heads: int, head_dim: int, dtype: str, *, num_shares: int = 1) -
     return LayerSpec((key.divided((num_heads, num_shares)), value.divided((num_heads, num_shares))))
 
 
+class WindowSize(NamedTuple):
+    """What layers with windows of one size store."""
+
+    num_tokens: int
+    """Last tokens whose streams are stored."""
+    block_bytes: int
+    """Bytes of a window block of these layers."""
+
+    def num_blocks_before(self, position: int) -> int:
+        """Return how many window blocks a snapshot at a position has."""
+        first = max(position - self.num_tokens + 1, 0) // BLOCK_TOKENS
+        return -(-position // BLOCK_TOKENS) - first
+
+    @property
+    def max_blocks(self) -> int:
+        """The most window blocks of a snapshot."""
+        return (self.num_tokens + 2 * BLOCK_TOKENS - 3) // BLOCK_TOKENS
+
+
+class SnapshotSize(NamedTuple):
+    """Memory that snapshots take in host memory and on disk, where a block of a path is the unit."""
+
+    slot_bytes: int
+    """Bytes of its slot; 0: the model keeps no states."""
+    block_bytes: int
+    """Bytes of a block of a path."""
+    windows: tuple[WindowSize, ...] = ()
+
+    def bytes_at(self, position: int) -> int:
+        """Return the bytes of a snapshot at a position: near the start of a prompt, windows are shorter."""
+        return self.slot_bytes + sum(window.num_blocks_before(position) * window.block_bytes for window in self.windows)
+
+    def blocks_at(self, position: int) -> int:
+        """Return how many blocks a snapshot at a position takes; 0: prompts resume without snapshots."""
+        return -(-self.bytes_at(position) // self.block_bytes)
+
+    @property
+    def max_blocks(self) -> int:
+        """The most blocks that a snapshot takes; 0: prompts resume without snapshots."""
+        num_bytes = self.slot_bytes + sum(window.max_blocks * window.block_bytes for window in self.windows)
+        return -(-num_bytes // self.block_bytes)
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """All sizes of snapshots, ascending; with windows, they repeat beyond the largest one."""
+        past = max((window.num_tokens for window in self.windows), default=0) + 2 * BLOCK_TOKENS
+        return tuple(sorted({self.bytes_at(position) for position in range(1, past)} - {0}))
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """All layers of a model in order, and the size of the final hidden state that a snapshot carries."""
@@ -343,26 +392,23 @@ class ModelSpec:
         """Return the spec of blocks and slots in host memory and on disk, with snapshots in this dtype."""
         return replace(self, layers=tuple(layer.at_rest(dtype) for layer in self.layers))
 
+    @cached_property
+    def window_sizes(self) -> tuple[WindowSize, ...]:
+        """The sizes of windows whose layers have window blocks."""
+        if not self.has_window_blocks:
+            return ()
+        return (WindowSize(self.max_window_tokens, self.raw_window_block_bytes),)
+
     @property
     def snapshot_window_blocks(self) -> int:
         """The most window blocks of a snapshot; 0: there are none."""
-        return (self.max_window_tokens + 2 * BLOCK_TOKENS - 3) // BLOCK_TOKENS if self.has_window_blocks else 0
+        return sum(window.max_blocks for window in self.window_sizes)
 
     def num_window_blocks_before(self, position: int) -> int:
         """Return how many window blocks a snapshot at a position has."""
-        first = max(position - self.max_window_tokens + 1, 0) // BLOCK_TOKENS
-        return -(-position // BLOCK_TOKENS) - first if self.has_window_blocks else 0
+        return sum(window.num_blocks_before(position) for window in self.window_sizes)
 
-    def stored_snapshot_sizes(self, dtype: str) -> tuple[int, ...]:
-        """Return the sizes that a stored snapshot may have in bytes, ascending: its slot in this dtype, and its window.
-
-        Without states it has no slot. Where prompts resume without snapshots, there are no sizes.
-        A window has fewer blocks where the tokens before it are fewer, or it begins and ends with a block.
-        """
+    def stored_snapshots(self, dtype: str) -> SnapshotSize:
+        """Return what snapshots take in host memory and on disk: the slot in this dtype, if any, and the windows."""
         slot_bytes = self.at_rest(dtype).raw_slot_bytes if self.has_states else 0
-        nums = range(1 - self.has_states, self.snapshot_window_blocks + 1)
-        return tuple(slot_bytes + n * self.raw_window_block_bytes for n in nums)
-
-    def stored_snapshot_blocks(self, dtype: str) -> int:
-        """Return the most blocks that a stored snapshot takes; 0: prompts resume without snapshots."""
-        return -(-self.stored_snapshot_sizes(dtype)[-1] // self.block_bytes) if self.needs_snapshots else 0
+        return SnapshotSize(slot_bytes, self.block_bytes, self.window_sizes)

@@ -9,7 +9,17 @@ import strandline
 from strandline.bench.known_models import GEOMETRIES
 from strandline.ids import BLOCK_TOKENS
 from strandline.models.geometry import read_model_size
-from strandline.specs import ALIGN_BYTES, SNAPSHOT_DTYPES, LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec
+from strandline.specs import (
+    ALIGN_BYTES,
+    SNAPSHOT_DTYPES,
+    LayerSpec,
+    LogSpec,
+    ModelSpec,
+    SnapshotSize,
+    TensorSpec,
+    WindowSize,
+    kv_spec,
+)
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 DEMO_FOLDER = Path(strandline.__file__).parent / "demo"
@@ -98,8 +108,19 @@ def test_snapshots_at_rest_take_fewer_blocks() -> None:
     spec = read_model_size(CONFIGS / "qwen3.5-35b-a3b").spec
     assert spec.at_rest("float32").raw_slot_bytes == spec.raw_slot_bytes
     assert [spec.at_rest(dtype).block_bytes for dtype in SNAPSHOT_DTYPES] == [spec.block_bytes] * 3
-    assert [spec.stored_snapshot_blocks(dtype) for dtype in SNAPSHOT_DTYPES] == [spec.blocks_per_slab, 26, 14]
-    assert model(LayerSpec(streams=(WINDOW,))).stored_snapshot_blocks("int8") == 0
+    assert [spec.stored_snapshots(dtype).max_blocks for dtype in SNAPSHOT_DTYPES] == [spec.blocks_per_slab, 26, 14]
+    assert model(LayerSpec(streams=(WINDOW,))).stored_snapshots("int8").max_blocks == 0
+
+
+def test_stored_snapshots_take_the_window_at_their_position() -> None:
+    size = SnapshotSize(slot_bytes=1000, block_bytes=100, windows=(WindowSize(130, 60), WindowSize(64, 7)))
+    assert [size.bytes_at(position) for position in (1, 64, 65, 129, 194, 200)] == [
+        1000 + 60 * long + 7 * short for long, short in ((1, 1), (1, 1), (2, 2), (3, 2), (3, 2), (3, 2))
+    ]
+    assert [size.blocks_at(position) for position in (1, 65, 129)] == [11, 12, 12]
+    assert size.sizes_bytes == tuple(sorted({size.bytes_at(position) for position in range(1, 1000)}))
+    assert size.max_blocks == max(map(size.blocks_at, range(1, 1000))) == 12
+    assert SnapshotSize(0, 100).sizes_bytes == ()
 
 
 def test_windows_are_as_long_as_the_longest() -> None:

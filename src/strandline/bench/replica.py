@@ -115,16 +115,16 @@ def _lower_memories(machine: Machine) -> list[LowerMemory]:
     if not machine.host_bytes and not machine.disk_bytes:
         return []
     costs = LoadCosts(LATENCY_S, machine.host_bytes_per_s, machine.cost.prefill_token_s)
-    size, snapshot_blocks = spec.block_bytes, spec.stored_snapshot_blocks(dtype)
+    size, snapshots = spec.block_bytes, spec.stored_snapshots(dtype)
     num_blocks, disk_blocks = machine.host_bytes // size, machine.disk_bytes // size
     if num_blocks:
-        num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab, snapshot_blocks) if disk_blocks else 0
+        num_spare_blocks = spare_blocks(num_blocks, spec.blocks_per_slab, snapshots.max_blocks) if disk_blocks else 0
     else:
         num_spare_blocks = num_blocks = buffer_blocks(spec, dtype)
-    memories = [LowerMemory("host", num_blocks, size, snapshot_blocks, costs, num_spare_blocks)]
+    memories = [LowerMemory("host", num_blocks, size, snapshots, costs, num_spare_blocks)]
     if disk_blocks:
         costs = LoadCosts(LATENCY_S, machine.disk_bytes_per_s, machine.cost.prefill_token_s)
-        memories.append(LowerMemory("disk", disk_blocks, size, snapshot_blocks, costs, key=b"replay"))
+        memories.append(LowerMemory("disk", disk_blocks, size, snapshots, costs, key=b"replay"))
     return memories
 
 

@@ -53,7 +53,7 @@ class SimulatedStores:
                 case StoreOut(path=StoredPath() as path):
                     num_blocks = len(path.addresses) + (path.tail_address > 0)
                     num_slots = int(path.address > 0)
-                    num_window_blocks = num_slots * self._spec.snapshot_window_blocks
+                    num_window_blocks = num_slots * self._spec.num_window_blocks_before(path.position)
                     self._begin(action, self._num_bytes(num_blocks, num_slots, num_window_blocks), now_s)
                 case _:
                     pass

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from strandline.ids import BlockId, Lifetime, LogId, SlotId, TransferId
 from strandline.records.account import SnapshotKind
+from strandline.records.tokens import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,11 @@ class StoredPath:
     kind: SnapshotKind
     interarrival_bin: int
     is_shared: bool
+
+    @property
+    def position(self) -> int:
+        """The number of tokens before the snapshot."""
+        return len(self.data) // TOKEN_BYTES
 
     @property
     def addresses(self) -> dict[int, int]:

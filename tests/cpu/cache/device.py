@@ -388,6 +388,9 @@ class Device:
                     assert is_right, "a demoted snapshot is another"
                     if self._window_tokens:
                         self._check_stored_window(copy.address, tokens_of(snapshot.path()))
+                        num_slot_blocks = self._blocks_per_slab * (self.stored[copy.address] != NO_STATE)
+                        num_blocks = num_slot_blocks + len(self.stored_windows[copy.address])
+                        assert tier.snapshot_blocks(copy.position) == num_blocks, "a window is counted inexactly"
                 if copy.tail_address:
                     known = tokens_of(snapshot.key)
                     assert self.stored[copy.tail_address][: len(known)] == known, "a demoted tail is another"

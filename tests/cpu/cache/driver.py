@@ -20,6 +20,7 @@ from strandline.records.actions import Completion
 from strandline.records.kept import NOTHING, Kept
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import TokenBuffer, decode
+from strandline.specs import SnapshotSize, WindowSize
 from tests.cpu.cache.device import Device, Tokens
 
 LOG_TOKENS = 3
@@ -40,12 +41,11 @@ class Driver:
         enabled: bool = True,
         emits_events: bool = False,
         lower_blocks: Sequence[int] = (),
-        lower_snapshot_blocks: int | None = None,
+        lower_snapshots: SnapshotSize | None = None,
         kept: Kept = NOTHING,
         window_tokens: int = 0,
         windows_per_slab: int = 0,
     ) -> None:
-        snapshot_blocks = blocks_per_slab if lower_snapshot_blocks is None else lower_snapshot_blocks
         announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
         num_logs = num_slabs - 1 if rule.needs_slots else 0
         self.cache = new_cache(
@@ -63,7 +63,11 @@ class Driver:
             enabled=enabled,
             announcer=announcer,
         )
-        memories = tiers(lower_blocks, snapshot_blocks if rule.needs_snapshots else 0, kept)
+        if lower_snapshots is None:
+            slot_blocks = blocks_per_slab if rule.needs_slots else 0
+            windows = (WindowSize(window_tokens, 1),) if window_tokens else ()
+            lower_snapshots = SnapshotSize(slot_blocks, 1, windows)
+        memories = tiers(lower_blocks, lower_snapshots, kept)
         self.loads = Loads(self.cache, memories, announcer=announcer)
         self.holds = Holds(self.cache)
         num_again = int(window_tokens > 0 and not rule.needs_slots)
@@ -254,7 +258,7 @@ STORES = ("host", "disk", "far")
 """The stores of tiers, nearest first."""
 
 
-def tiers(lower_blocks: Sequence[int], snapshot_blocks: int, kept: Kept = NOTHING) -> list[LowerMemory]:
+def tiers(lower_blocks: Sequence[int], snapshots: SnapshotSize, kept: Kept = NOTHING) -> list[LowerMemory]:
     """Return memories below the device of these sizes, nearest first; 0: none.
 
     What leaves each of them early, but the last, is a third of it.
@@ -267,7 +271,7 @@ def tiers(lower_blocks: Sequence[int], snapshot_blocks: int, kept: Kept = NOTHIN
     for index, (store, size) in enumerate(zip(STORES, sizes, strict=False)):
         spare = size // 3 + 1 if index + 1 < len(sizes) else 0
         key, found = (b"secret" if index else None), (kept if index == 1 else NOTHING)
-        memories.append(LowerMemory(store, size, 1, snapshot_blocks, LoadCosts(), spare, key, found))
+        memories.append(LowerMemory(store, size, 1, snapshots, LoadCosts(), spare, key, found))
     return memories
 
 

@@ -137,7 +137,7 @@ def test_host_memory_takes_the_room_that_the_cache_counts(dtype: str) -> None:
     """Fill a store of exactly that size with snapshots; a byte more would not fit."""
     arena = arena_of(torch.ones(NUM_DELTA, 2, 5, 9))
     transfers = Transfers(arena)
-    num_pages = 2 * SPEC.stored_snapshot_blocks(dtype) + 1
+    num_pages = 2 * SPEC.stored_snapshots(dtype).max_blocks + 1
     store = HostStore(arena, num_pages, transfers.completions, slot_encoding(SPEC, dtype))
     store.store(
         StoreOut(TransferId(1), "host", ((BlockId(1), 1),), (SnapshotCopy(SlotId(1), 2), SnapshotCopy(SlotId(1), 3))),

@@ -9,6 +9,7 @@ from strandline.config import BUFFER_SLABS, BUFFER_SNAPSHOTS, buffer_blocks
 from strandline.device.stores.host_store import HostStore, PinnedStore
 from strandline.device.stores.snapshot_encoding import slot_encoding
 from strandline.device.stores.transfers import Transfers
+from strandline.errors import CacheInvariantError
 from strandline.ids import BlockId, Lifetime, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.actions import LoadIn, SnapshotCopy, StoreOut
@@ -28,7 +29,7 @@ def check_windows_return(kind: type[HostStore] | type[PinnedStore], device: str,
     """Store snapshots, overwrite them, and load them into other slots and window blocks."""
     arena = ArenaTensors(SPEC, 12, device)
     transfers = Transfers(arena)
-    num_pages = 4 * SPEC.stored_snapshot_blocks(dtype)
+    num_pages = 4 * SPEC.stored_snapshots(dtype).max_blocks
     store = kind(arena, num_pages, transfers.completions, slot_encoding(SPEC, dtype))
     first = 6 * SPEC.window_blocks_per_slab
     for count in range(SPEC.snapshot_window_blocks + 1):
@@ -50,9 +51,23 @@ def check_windows_return(kind: type[HostStore] | type[PinnedStore], device: str,
     store.close()
 
 
+@pytest.mark.parametrize("position", [1, 64, 65, 101, 163, 200])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_stored_snapshots_take_the_pages_that_tiers_count(dtype: str, position: int) -> None:
+    arena = ArenaTensors(SPEC, 12, "cpu")
+    num_pages = SPEC.stored_snapshots(dtype).blocks_at(position)
+    first = 6 * SPEC.window_blocks_per_slab
+    window = tuple(BlockId(first + index) for index in range(SPEC.num_window_blocks_before(position)))
+    action = StoreOut(TransferId(1), "host", (), (SnapshotCopy(SlotId(2), 1, window),))
+    completions = Transfers(arena).completions
+    HostStore(arena, num_pages, completions, slot_encoding(SPEC, dtype)).store(action, arena)
+    with pytest.raises(CacheInvariantError, match=f"needs {num_pages} pages of host memory"):
+        HostStore(arena, num_pages - 1, completions, slot_encoding(SPEC, dtype)).store(action, arena)
+
+
 def test_buffer_before_a_disk_holds_several_snapshots() -> None:
     """A slab may be much smaller than a snapshot with a long window."""
     spec = replace(SPEC, layers=(ATTENTION, replace(ATTENTION, window_tokens=1024)))
-    assert spec.stored_snapshot_blocks("float32") > BUFFER_SLABS // BUFFER_SNAPSHOTS * spec.blocks_per_slab
-    assert buffer_blocks(spec, "float32") == BUFFER_SNAPSHOTS * spec.stored_snapshot_blocks("float32")
+    assert spec.stored_snapshots("float32").max_blocks > BUFFER_SLABS // BUFFER_SNAPSHOTS * spec.blocks_per_slab
+    assert buffer_blocks(spec, "float32") == BUFFER_SNAPSHOTS * spec.stored_snapshots("float32").max_blocks
     assert buffer_blocks(replace(spec, has_window_blocks=False), "float32") == BUFFER_SLABS

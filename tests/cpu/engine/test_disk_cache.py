@@ -13,6 +13,8 @@ from strandline import LLM
 from strandline.cache.evict_all import evict_all
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.stats import LowerStats
+from strandline.config import buffer_blocks
+from strandline.device.stores import lower_stores
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Reason
 from strandline.specs import SNAPSHOT_DTYPES
@@ -52,6 +54,24 @@ def serve(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]]
         outputs.append((list(output.outputs[0].token_ids), output.num_cached_tokens))
         settle(llm)
     return [answer for answer, _ in outputs], [hit for _, hit in outputs]
+
+
+def test_start_without_memory_for_the_buffer_names_the_flag(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = make_llm().engine.core.spec
+    num_bytes = buffer_blocks(spec, "float32") * spec.block_bytes
+    least_bytes = (spec.blocks_per_slab + 1) * spec.block_bytes
+    monkeypatch.setattr(lower_stores, "machine_bytes", lambda: num_bytes - 1)
+    text = (
+        f"--disk-cache needs a buffer of {num_bytes:,} bytes of host memory, which is more than the {num_bytes - 1:,} "
+        f"bytes of memory that there are; give --host-memory, of at least {least_bytes:,} bytes, or leave out"
+    )
+    with pytest.raises(ConfigError, match=text):
+        make_llm(disk_cache=str(tmp_path / "cache"))
+    close(make_llm(disk_cache=str(tmp_path / "cache"), host_memory=least_bytes))
+    monkeypatch.setattr(lower_stores, "machine_bytes", lambda: num_bytes)
+    close(make_llm(disk_cache=str(tmp_path / "cache")))
 
 
 @pytest.fixture

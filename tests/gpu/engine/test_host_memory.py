@@ -116,7 +116,7 @@ def test_states_in_fewer_bits_return_as_on_a_cpu(make_llm: MakeLLM, dtype: str) 
         arenas[0].slot(SlotId(3)).copy_(arenas[1].slot(SlotId(3)))
         for arena, kind in zip(arenas, kinds, strict=True):
             transfers = Transfers(arena)
-            num_pages = spec.stored_snapshot_blocks(dtype)
+            num_pages = spec.stored_snapshots(dtype).max_blocks
             store = kind(arena, num_pages, transfers.completions, slot_encoding(spec, dtype))
             arena.slot(SlotId(4)).fill_(0)
             store.store(StoreOut(TransferId(1), "host", (), (SnapshotCopy(SlotId(3), 1),)), arena)

@@ -302,10 +302,10 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
             if copy in on_their_way.snapshots:
                 _require(copy.address == copy.tail_address == NO_ADDRESS, f"{where} can be loaded before it is there")
                 continue
-            _require((copy.address != NO_ADDRESS) == (lower.snapshot_blocks > 0), f"{where} has address {copy.address}")
-            has_tail = lower.snapshot_blocks > 0 and copy.position % BLOCK_TOKENS > 0
+            _require((copy.address != NO_ADDRESS) == lower.has_snapshots, f"{where} has address {copy.address}")
+            has_tail = lower.has_snapshots and copy.position % BLOCK_TOKENS > 0
             _require((copy.tail_address != NO_ADDRESS) == has_tail, f"{where} has tail {copy.tail_address}")
-            num_used += lower.snapshot_blocks + has_tail
+            num_used += lower.snapshot_blocks(copy.position) + has_tail
         device = None if lower.is_persistent else cache.index.roots.get(tree.salts.get(name, ""))
         waiting = [(child, b"") for child in root.children.values()]
         while waiting:

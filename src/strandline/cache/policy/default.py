@@ -36,7 +36,7 @@ def new_cache(
     reuse = ReuseHistory(clock)
     if order is None:
         snapshot_blocks = size.snapshot_blocks(int(rule.needs_slots))
-        order = WorthPerByte(snapshot_blocks, reuse) if rule.needs_snapshots else ReuseRate(reuse)
+        order = WorthPerByte(lambda _: snapshot_blocks, reuse) if rule.needs_snapshots else ReuseRate(reuse)
     return PrefixCache(
         size,
         placement=OutsidePictures(placement) if rule.needs_snapshots else WithoutStates(),

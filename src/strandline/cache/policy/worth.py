@@ -1,5 +1,6 @@
 """Eviction orders: what a snapshot or a run on the device is worth."""
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from strandline.cache.eviction import Entry
@@ -32,6 +33,10 @@ class Reusable(Protocol):
     is_superseded: bool
 
     @property
+    def position(self) -> int:
+        """Tokens before it."""
+
+    @property
     def saved_tokens(self) -> int:
         """Tokens since the nearest snapshot above in its memory."""
 
@@ -55,11 +60,12 @@ class WorthPerByte:
       the last admission, has at least ``CERTAIN_RATE``.
 
     Args:
-        snapshot_blocks: the size of a snapshot in this memory, in blocks; 0: it is the end of its blocks alone.
+        blocks_at: returns the size of a snapshot at a position of a path in this memory, in blocks; 0: it is the end of
+            its blocks alone.
     """
 
-    def __init__(self, snapshot_blocks: int, reuse: UseHistory) -> None:
-        self._snapshot_tokens = snapshot_blocks * BLOCK_TOKENS
+    def __init__(self, blocks_at: Callable[[int], int], reuse: UseHistory) -> None:
+        self._blocks_at = blocks_at
         self._reuse = reuse
 
     @property
@@ -78,7 +84,8 @@ class WorthPerByte:
         used_at, past_bin = snapshot.use
         age = self._reuse.now - used_at
         saved_tokens, continuations = snapshot.saved_tokens, snapshot.num_continuations
-        size = self._snapshot_tokens + (0 if continuations and self._snapshot_tokens else saved_tokens)
+        own_tokens = self._blocks_at(snapshot.position) * BLOCK_TOKENS
+        size = own_tokens + (0 if continuations and own_tokens else saved_tokens)
         rate = reuse_rate(self._reuse, snapshot, continuations, past_bin, age)
         if isinstance(snapshot, Snapshot) and (snapshot.num_waiters or (continuations == 0 and age == 0)):
             rate = max(rate, CERTAIN_RATE)

@@ -46,15 +46,17 @@ Entry = tuple[Copy, str, _Path]
 
 def last_address(kept: Kept) -> int:
     """Return the highest address in use."""
-    return max(_sizes(kept, 1), default=NO_ADDRESS)
+    return max(_addresses(kept), default=NO_ADDRESS)
 
 
 def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     """Enter what a store holds into its empty tier; evict what is worth least if that is too much."""
-    sizes = _sizes(kept, tier.snapshot_blocks)
-    tier.num_used = sum(sizes.values())
     known = _known_blocks(kept)
-    entries = _snapshots(kept, known, reuse) if tier.snapshot_blocks else _ends(kept, known, reuse)
+    entries = list(_snapshots(kept, known, reuse) if tier.has_snapshots else _ends(kept, known, reuse))
+    sizes = dict.fromkeys(_addresses(kept), 1)
+    sizes |= {demoted.address: tier.snapshot_blocks(demoted.position) for demoted, *_ in entries}
+    sizes.pop(NO_ADDRESS, None)
+    tier.num_used = sum(sizes.values())
     for demoted, tree, path in sorted(entries, key=lambda entry: entry[0].position):
         data = path.data + demoted.snapshot.key
         if tier.copy_of(tree, data, demoted.position) is None:
@@ -71,13 +73,10 @@ def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     tier.make_room(0, ANY_WORTH)
 
 
-def _sizes(kept: Kept, snapshot_blocks: int) -> dict[int, int]:
-    """Return the sizes of all addresses."""
-    sizes = {address: 1 for blocks in kept.blocks for address in blocks.addresses}
-    for snapshot in kept.snapshots:
-        sizes |= {snapshot.address: snapshot_blocks, snapshot.tail_address: 1}
-    sizes.pop(NO_ADDRESS, None)
-    return sizes
+def _addresses(kept: Kept) -> list[int]:
+    """Return all addresses; ``NO_ADDRESS`` may be among them."""
+    of_snapshots = [(snapshot.address, snapshot.tail_address) for snapshot in kept.snapshots]
+    return [address for addresses in (*(x.addresses for x in kept.blocks), *of_snapshots) for address in addresses]
 
 
 def _known_blocks(kept: Kept) -> Known:

@@ -39,7 +39,7 @@ class Flush:
         spills.is_final = True
         self._num_failed_before = spills.num_failed
         sources: list[tuple[float, Source]] = [(upper.worth(demoted), demoted) for demoted in upper.snapshots()]
-        for entry in _entries(index, has_snapshots=upper.snapshot_blocks > 0):
+        for entry in _entries(index, has_snapshots=upper.has_snapshots):
             sources.append((upper.worth(_as_demoted(entry)), entry))
         self._waiting = [source for _, source in sorted(sources, key=lambda pair: pair[0])]
         """By worth, the least first."""

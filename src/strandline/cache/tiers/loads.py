@@ -120,7 +120,7 @@ class Loads:
         tree = TierTree(len(memories), next((memory.key for memory in memories if memory.key is not None), None))
         tiers = tuple(
             LowerTier(
-                memory, column, WorthPerByte(memory.snapshot_blocks, reuse), issue, next_transfer, addresses, rule
+                memory, column, WorthPerByte(memory.snapshots.blocks_at, reuse), issue, next_transfer, addresses, rule
             )
             for memory, column in zip(memories, tree.columns, strict=True)
         )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from strandline.cache.tiers.load_costs import LoadCosts
 from strandline.records.kept import NOTHING, Kept
+from strandline.specs import SnapshotSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +16,8 @@ class LowerMemory:
     num_blocks: int
     """Its size in blocks."""
     block_bytes: int
-    snapshot_blocks: int
-    """The most that a stored snapshot takes, in blocks; 0: prompts resume without snapshots."""
+    snapshots: SnapshotSize
+    """What stored snapshots take."""
     costs: LoadCosts
     num_spare_blocks: int = 0
     """Blocks to leave free, by spilling what is worth least to the tier below."""

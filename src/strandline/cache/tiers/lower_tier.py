@@ -9,7 +9,7 @@ returns, so the two memories hold different entries.
 Further tiers are *persistent*, and each gets what leaves the one above it (``spills.py``). They store whole paths, as
 nothing else outlives the process, and retain what has returned to the device, as reading is cheaper than writing again.
 
-Memory is counted in blocks; every snapshot counts as many as the largest needs. Neither has a static share.
+Memory is counted in blocks; a snapshot counts as many as its bytes take. Neither has a static share.
 
 All tiers share one tree (``tier_tree.py``).
 
@@ -84,7 +84,10 @@ class LowerTier:
         self.num_spare_blocks = memory.num_spare_blocks
         self.is_persistent = memory.key is not None
         self.num_used = 0
-        self.snapshot_blocks = memory.snapshot_blocks
+        self.has_snapshots = memory.snapshots.max_blocks > 0
+        """Whether prompts resume at snapshots alone."""
+        self.snapshot_blocks = memory.snapshots.blocks_at
+        """Returns how many blocks a snapshot at a position takes, without the one that it is inside."""
         self.block_bytes = memory.block_bytes
         self.costs = memory.costs
         self.tree = column.tree
@@ -92,6 +95,8 @@ class LowerTier:
         self.num_snapshots = 0
         self.num_snapshots_demoted = 0
         self.num_blocks_demoted = 0
+        self.num_blocks_written = 0
+        """Size of all that has been stored by spills."""
         self.num_snapshots_evicted = 0
         self.num_snapshots_refused = 0
         self.num_loads = 0
@@ -148,11 +153,11 @@ class LowerTier:
             self._queue.push(known)
             return
         demoted = copy_of_device(snapshot, key, snapshot.position - above)
-        if not self.make_room(self.snapshot_blocks + (tail is not None), self.worth(demoted)):
+        if not self.make_room(self.blocks_of(demoted.snapshot), self.worth(demoted)):
             self.num_snapshots_refused += 1
             return
         self.enter(demoted, tree, data)
-        demoted.address = self.take(self.snapshot_blocks)
+        demoted.address = self.take(self.snapshot_blocks(demoted.position))
         if tail is not None:
             demoted.tail_address = self.take(1)
         blocks = () if tail is None else ((BlockId(tail), demoted.tail_address),)
@@ -173,7 +178,7 @@ class LowerTier:
             use, is_shared: those of the run that they belong to.
         """
         tree = self.tree.open(salt)
-        if not self.snapshot_blocks and blocks:
+        if not self.has_snapshots and blocks:
             last = self.tree.find(tree, data, first + len(blocks))
             if last is None or self.column.last_on_path(last) != last:
                 end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
@@ -246,6 +251,10 @@ class LowerTier:
         """Return the blocks on their way to the device: the run and the index in the run of each."""
         return {block for path in self.returning for block in self.tree.locate(path).values()}
 
+    def blocks_of(self, snapshot: TierSnapshot) -> int:
+        """Return how many blocks a snapshot takes with the one that it is inside, which is stored whole."""
+        return self.snapshot_blocks(snapshot.position) + snapshot.has_tail
+
     # Evicting
 
     @property
@@ -300,7 +309,7 @@ class LowerTier:
         snapshot, column = demoted.snapshot, self.column
         if demoted.column is None:
             return
-        freed = {demoted.address: self.snapshot_blocks, demoted.tail_address: 1}
+        freed = {demoted.address: self.snapshot_blocks(demoted.position), demoted.tail_address: 1}
         alone = column.blocks_for(demoted)
         left = column.leave(demoted, alone)
         self.num_snapshots -= 1
@@ -365,7 +374,7 @@ class LowerTier:
         first = min(match.end.num_blocks, whole)
         num_blocks = whole - first
         if copy is not None:
-            num_blocks += self.snapshot_blocks + copy.snapshot.has_tail
+            num_blocks += self.blocks_of(copy.snapshot)
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
         addresses = self.column.addresses(end, first)[: whole - first].tolist()
@@ -378,8 +387,8 @@ class LowerTier:
 
     def gain_s(self, offer: Offer, match: Match) -> float:
         """Return how much sooner loading an offer ends than computing; infinity before that is known."""
-        num_bytes = (len(offer.blocks) - offer.blocks.count(NO_ADDRESS) + self.snapshot_blocks) * self.block_bytes
-        return self.costs.gain_s(num_bytes, offer.position - match.position)
+        num_blocks = len(offer.blocks) - offer.blocks.count(NO_ADDRESS) + self.snapshot_blocks(offer.position)
+        return self.costs.gain_s(num_blocks * self.block_bytes, offer.position - match.position)
 
     def find(self, end: PathEnd, data: bytearray, match: Match) -> TierEnd | None:
         """Return the deepest position at which a prompt could resume beyond its hit on the device, or None.
@@ -402,7 +411,7 @@ class LowerTier:
 
     def _ends_on(self, end: PathEnd, data: bytearray, match: Match) -> Iterator[TierEnd]:
         """Yield where a prompt could resume, as far as that depends on snapshots alone, deepest first."""
-        if self.snapshot_blocks:
+        if self.has_snapshots:
             for copy in self.column.copies_on(end, data, beyond=match.position):
                 if copy.address and self._rule.resumes_at(data, copy.position) > match.position:
                     yield TierEnd(copy, copy.position)
@@ -415,9 +424,9 @@ class LowerTier:
                 yield TierEnd(None, position)
 
     def count_load(self, num_blocks: int, completion: Completion) -> None:
-        """Count the end of a load of this many blocks and, if there are any, a snapshot."""
+        """Count the end of a load of this many blocks, snapshots included."""
         if completion.is_done:
-            num_bytes = (num_blocks + self.snapshot_blocks) * self.block_bytes
+            num_bytes = num_blocks * self.block_bytes
             self.num_loads += 1
             self.num_loaded_bytes += num_bytes
             self.costs.observe_load(num_bytes, completion.seconds)

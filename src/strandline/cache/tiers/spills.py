@@ -202,7 +202,7 @@ class Spills:
     def _pays(self, snapshot: TierSnapshot) -> bool:
         """Return whether loading a snapshot would pay."""
         lower = self._lower
-        num_blocks = lower.snapshot_blocks + snapshot.num_blocks + snapshot.has_tail
+        num_blocks = lower.blocks_of(snapshot) + snapshot.num_blocks
         return lower.costs.pays(num_blocks * lower.block_bytes, snapshot.position)
 
     def _refuse(self, leaving: Copy) -> None:
@@ -219,7 +219,7 @@ class Spills:
         lower = self._lower
         while True:
             missing = self._missing(leaving.snapshot)
-            num_blocks = lower.snapshot_blocks + leaving.snapshot.has_tail + len(missing)
+            num_blocks = lower.blocks_of(leaving.snapshot) + len(missing)
             if lower.num_blocks - lower.num_used >= num_blocks:
                 return missing
             # This may evict what had some of the blocks.
@@ -258,7 +258,7 @@ class Spills:
             leaving.snapshot.tree,
             data,
             StoredBlocks(missing.start, tuple([lower.take(1) for _ in missing])) if missing else None,
-            lower.take(lower.snapshot_blocks) if lower.snapshot_blocks else NO_ADDRESS,
+            lower.take(lower.snapshot_blocks(leaving.position)) if lower.has_snapshots else NO_ADDRESS,
             lower.take(1) if leaving.snapshot.has_tail else NO_ADDRESS,
             leaving.kind,
             leaving.use.interarrival_bin,
@@ -282,7 +282,7 @@ class Spills:
     def _num_freed_by(self, leaving: Copy) -> int:
         """Return how much memory of the tier above a snapshot and the blocks that it alone needs take."""
         upper, snapshot, column = self._upper, leaving.snapshot, self._upper.column
-        num_blocks = upper.snapshot_blocks + snapshot.has_tail
+        num_blocks = upper.blocks_of(snapshot)
         for run, start, end in column.blocks_for(leaving):
             addresses = column.part(run).addresses[start:end]
             num_blocks += len(addresses) - addresses.count(NO_ADDRESS)
@@ -325,12 +325,13 @@ class Spills:
             else:
                 unneeded[address] = 1
         if arriving.column is None:
-            unneeded |= {path.address: lower.snapshot_blocks, path.tail_address: 1}
+            unneeded |= {path.address: lower.snapshot_blocks(arriving.position), path.tail_address: 1}
         else:
             arriving.address, arriving.tail_address = path.address, path.tail_address
             lower.push(arriving)
-        lower.num_snapshots_demoted += lower.snapshot_blocks > 0
+        lower.num_snapshots_demoted += lower.has_snapshots
         lower.num_blocks_demoted += len(path.addresses)
+        lower.num_blocks_written += len(path.addresses) + lower.blocks_of(arriving.snapshot)
         lower.free(unneeded)
 
     def _fail(self, spill: _Spill) -> None:
@@ -343,9 +344,7 @@ class Spills:
         lower.free(self._sizes(spill.path))
 
     def _sizes(self, path: StoredPath) -> dict[int, int]:
-        sizes = dict.fromkeys(path.addresses.values(), 1) | {
-            path.address: self._lower.snapshot_blocks,
-            path.tail_address: 1,
-        }
+        num_blocks = self._lower.snapshot_blocks(path.position)
+        sizes = dict.fromkeys(path.addresses.values(), 1) | {path.address: num_blocks, path.tail_address: 1}
         sizes.pop(NO_ADDRESS, None)
         return sizes

@@ -62,14 +62,14 @@ class TierLoad:
         return self._tier.tree.find(self._tree, self._lease.tokens.data, self._num_blocks)
 
     def _find_keeper(self) -> Copy | None:
-        if self._tier.snapshot_blocks:
+        if self._tier.has_snapshots:
             return self._tier.copy_of(self._tree, self._lease.tokens.data, len(self._lease.tokens))
         end = self._end()
         return None if end is None else next(self._tier.column.below(*end), None)
 
     def _pin(self, snapshot: TierSnapshot) -> TierSnapshot:
         """Pin what is loaded in the tree: a snapshot or, without snapshots, the end of a block before it."""
-        if not self._tier.snapshot_blocks:
+        if not self._tier.has_snapshots:
             end = TierSnapshot(self._num_blocks * BLOCK_TOKENS, b"")
             snapshot = self._tier.tree.attach(end, snapshot.tree, self._lease.tokens.data)
         snapshot.num_pins += 1
@@ -88,7 +88,7 @@ class TierLoad:
                 tier.column.part(run).addresses[own], freed[address] = NO_ADDRESS, 1
                 self._returning.indices.append(index)
             elif keeper is not None and address == keeper.address:
-                keeper.address, freed[address] = NO_ADDRESS, tier.snapshot_blocks
+                keeper.address, freed[address] = NO_ADDRESS, tier.snapshot_blocks(keeper.position)
             elif keeper is not None and address == keeper.tail_address:
                 keeper.tail_address, freed[address] = NO_ADDRESS, 1
         tier.free(freed)
@@ -99,7 +99,7 @@ class TierLoad:
         if keeper is None or not self.is_exchange:
             return
         keeper.num_loads -= 1
-        if self._tier.snapshot_blocks:
+        if self._tier.has_snapshots:
             self._tier.remove(keeper, is_elsewhere=True)
         else:
             self._tier.push(keeper)
@@ -113,7 +113,7 @@ class TierLoad:
             num_blocks: how many blocks were to be loaded.
         """
         tier, keeper = self._tier, self._keeper
-        tier.count_load(num_blocks, completion)
+        tier.count_load(num_blocks + tier.snapshot_blocks(len(self._lease.tokens)), completion)
         if snapshot is not None and keeper is not None:
             snapshot.use, snapshot.is_shared = keeper.use, keeper.is_shared
             snapshot.is_superseded = keeper.is_superseded
@@ -139,7 +139,7 @@ class TierLoad:
         for index, block in tier.tree.locate(self._returning).items():
             if tier.is_lacking(*block):
                 tier.cut_off(block[0], index + 1)
-        if keeper is not None and tier.snapshot_blocks:
+        if keeper is not None and tier.has_snapshots:
             tier.pass_savings(keeper)
 
     def _forget_lost(self, lost: Sequence[int]) -> None:
@@ -168,7 +168,7 @@ class TierLoad:
             for index in range(stop - 1, start - 1, -1):
                 freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         tier.free(freed)
-        if not tier.snapshot_blocks:
+        if not tier.has_snapshots:
             for copy in list(tier.column.copies_on(end, self._lease.tokens.data)):
                 if copy.num_loads == 0:
                     tier.remove(copy, is_elsewhere=True)

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import DISK_CACHE_SIZE, EngineConfig, blocks_below, buffer_blocks
+from strandline.config import DISK_CACHE_SIZE, EngineConfig, blocks_below, buffer_blocks, least_bytes_below
 from strandline.device.hardware.dtypes import machine_bytes
 from strandline.device.stores.arena_copies import ArenaCopies
 from strandline.device.stores.disk_store import DISK_STORE, DiskStore
@@ -80,7 +80,7 @@ def attach_stores(
     spec, num_blocks, num_disk_blocks = arena.spec, buffer_blocks(arena.spec, config.snapshot_dtype), 0
     if config.host_memory is not None:
         num_blocks = blocks_below(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
-        _require_host_memory(num_blocks * spec.block_bytes, ranks.size)
+    _require_host_memory(config, spec, num_blocks * spec.block_bytes, ranks.size)
     if config.disk_cache is not None:
         size = DISK_CACHE_SIZE if config.disk_cache_size is None else config.disk_cache_size
         num_disk_blocks = blocks_below(size, "--disk-cache-size", spec, config.snapshot_dtype)
@@ -92,7 +92,7 @@ def attach_stores(
         return LowerFacts(num_blocks), None
     start_s = SYSTEM_CLOCK()
     layout = _layout(config, spec, weights, arena.bytes.device, ranks)
-    sizes = spec.stored_snapshot_sizes(config.snapshot_dtype)
+    sizes = spec.stored_snapshots(config.snapshot_dtype).sizes_bytes
     directory = DiskDirectory(Path(config.disk_cache), layout, spec.raw_block_bytes, sizes, ranks.rank)
     if ranks.rank == 0:
         directory.remove_ranks_from(ranks.size)
@@ -110,19 +110,24 @@ def attach_stores(
     return LowerFacts(num_blocks, config.host_memory is None, disk), store
 
 
-def _require_host_memory(num_bytes: int, num_ranks: int) -> None:
-    """Check that the machine has the host memory of all ranks.
+def _require_host_memory(config: EngineConfig, spec: ModelSpec, num_bytes: int, num_ranks: int) -> None:
+    """Check that the machine has the host memory of all ranks and engines, or that of their buffers before a disk.
 
     Raises:
         ConfigError: it does not.
     """
-    have = machine_bytes()
-    if num_bytes * num_ranks > have:
-        ranks = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
-        raise ConfigError(
-            f"--host-memory of {num_bytes:,} bytes{ranks} is more than the {have:,} bytes of memory that there are; "
-            "lower it"
-        )
+    have, num_sharing = machine_bytes(), num_ranks * config.data_parallel_size
+    if num_bytes * num_sharing <= have:
+        return
+    each = f" for each of {num_sharing} {'ranks' if num_ranks > 1 else 'engines'}" if num_sharing > 1 else ""
+    found = f"is more than the {have:,} bytes of memory that there are"
+    if config.host_memory is not None:
+        raise ConfigError(f"--host-memory of {num_bytes:,} bytes{each} {found}; lower it")
+    least_bytes = least_bytes_below(spec, config.snapshot_dtype)
+    raise ConfigError(
+        f"--disk-cache needs a buffer of {num_bytes:,} bytes of host memory{each}, which {found}; give --host-memory, "
+        f"of at least {least_bytes:,} bytes, or leave out --disk-cache"
+    )
 
 
 def _layout(config: EngineConfig, spec: ModelSpec, weights: str, device: torch.device, ranks: Ranks) -> dict[str, str]:

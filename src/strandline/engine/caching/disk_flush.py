@@ -35,7 +35,8 @@ def flush(
     writing = loads.begin_flush()
     if writing is None:
         return None
-    start_s, before = SYSTEM_CLOCK(), _written_blocks(loads)
+    start_s, disk = SYSTEM_CLOCK(), loads.tiers[-1]
+    before = disk.num_blocks_written
     text, num_sources = "writing to the disk cache", writing.num_left
     with tqdm(desc=text, total=num_sources, disable=None, unit="snapshot", leave=False, delay=1) as bar:
         while writing.num_left and not is_stopped() and SYSTEM_CLOCK() < start_s + limit_s:
@@ -43,12 +44,6 @@ def flush(
             bar.update(num_sources - writing.num_left - bar.n)
             if writing.num_left:
                 loading.complete(executor.wait_for_transfers(WAIT_S))
-    num_bytes = (_written_blocks(loads) - before) * loads.tiers[-1].block_bytes * executor.facts.num_ranks
+    num_bytes = (disk.num_blocks_written - before) * disk.block_bytes * executor.facts.num_ranks
     seconds = SYSTEM_CLOCK() - start_s
     return FlushReport(num_bytes, writing.num_left, seconds, writing.num_failed, writing.failure)
-
-
-def _written_blocks(loads: Loads) -> int:
-    """Return how much has been written to the disk since the start, in blocks."""
-    disk = loads.tiers[-1]
-    return disk.num_blocks_demoted + disk.snapshot_blocks * disk.num_snapshots_demoted

@@ -14,15 +14,15 @@ def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemor
     spec, lower = facts.spec, facts.lower
     if not lower.num_host_blocks:
         return []
-    block_bytes, snapshot_blocks = spec.block_bytes, spec.stored_snapshot_blocks(snapshot_dtype)
+    block_bytes, snapshots = spec.block_bytes, spec.stored_snapshots(snapshot_dtype)
     num_host, num_spare = lower.num_host_blocks, 0
     if lower.disk is not None:
-        num_spare = num_host if lower.is_buffer else spare_blocks(num_host, spec.blocks_per_slab, snapshot_blocks)
-    memories = [LowerMemory(HOST_STORE, num_host, block_bytes, snapshot_blocks, LoadCosts(), num_spare)]
+        num_spare = num_host if lower.is_buffer else spare_blocks(num_host, spec.blocks_per_slab, snapshots.max_blocks)
+    memories = [LowerMemory(HOST_STORE, num_host, block_bytes, snapshots, LoadCosts(), num_spare)]
     if (disk := lower.disk) is not None:
         kept = disk.kept.pop() if disk.kept else NOTHING
         memories.append(
-            LowerMemory(DISK_STORE, disk.num_blocks, block_bytes, snapshot_blocks, LoadCosts(), key=disk.key, kept=kept)
+            LowerMemory(DISK_STORE, disk.num_blocks, block_bytes, snapshots, LoadCosts(), key=disk.key, kept=kept)
         )
     return memories
 
@@ -55,7 +55,7 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) -> l
     size = f"{lower.num_host_blocks * spec.block_bytes / 2**20:,.0f} MiB{on_each_rank(facts)}"
     line = f"host memory: {size} " + ("as a buffer before the disk" if lower.is_buffer else "for what the cache evicts")
     if spec.at_rest(snapshot_dtype) != spec:
-        num_blocks = spec.stored_snapshot_blocks(snapshot_dtype)
+        num_blocks = spec.stored_snapshots(snapshot_dtype).max_blocks
         line += f"; there a snapshot takes the room of {num_blocks} blocks, its states in {snapshot_dtype}: not exact"
     if (disk := lower.disk) is None:
         return [line]

@@ -153,7 +153,7 @@ def test_more_spare_memory_never_means_fewer_hits(seed: int) -> None:
 
 def test_orders_depend_on_the_size_of_a_snapshot() -> None:
     reuse = ReuseHistory()
-    small, large = WorthPerByte(5, reuse), WorthPerByte(15, reuse)
+    small, large = WorthPerByte(lambda _: 5, reuse), WorthPerByte(lambda _: 15, reuse)
     driver = Driver(40, BLOCKS_PER_SLAB, order=small)
     driver.serve(prompt(320))
     ((_, _, snapshot),) = published_snapshots(driver.cache)
@@ -191,7 +191,7 @@ def test_superseded_prompt_ends_are_evicted_before_the_current_one() -> None:
             history = prompt(70, 10_000 * turn)
         history += prompt(100, 1000 * turn)
         driver.serve(history, prompt(20, 500_000 + 1000 * turn))
-    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
+    order = WorthPerByte(lambda _: BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     passed, last = (snapshot_after(driver, history[: len(history) - back]) for back in (100, 0))
     assert passed.is_superseded
     assert not last.is_superseded
@@ -212,7 +212,7 @@ def test_snapshot_at_a_prompt_end_becomes_a_prompt_end() -> None:
 
 def test_prompt_end_size_includes_kv_after_answer_eviction() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
-    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
+    order = WorthPerByte(lambda _: BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     asked, said = prompt(462), prompt(20, 500_000)
     driver.serve(asked, said)
     driver.serve(prompt(40, 900_000))
@@ -235,7 +235,7 @@ def test_prompt_end_inside_a_cached_prompt_is_shared() -> None:
 
 def test_newest_snapshot_is_evicted_after_others_of_equal_savings() -> None:
     driver = Driver(60, BLOCKS_PER_SLAB)
-    order = WorthPerByte(BLOCKS_PER_SLAB, driver.cache.internals().reuse)
+    order = WorthPerByte(lambda _: BLOCKS_PER_SLAB, driver.cache.internals().reuse)
     for turn in range(10):
         driver.serve(prompt(100, 1000 * turn))
     last, before = (snapshot_after(driver, prompt(100, 1000 * turn)) for turn in (9, 8))

@@ -12,6 +12,7 @@ from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.ids import TransferId
 from strandline.records.account import Miss, Reason
 from strandline.records.tokens import TokenBuffer
+from strandline.specs import SnapshotSize
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import pattern
 
@@ -321,7 +322,7 @@ def test_tiers_that_were_slow_once_are_measured_again(index: int) -> None:
 
 
 def test_resting_slots_take_the_blocks_of_their_encoding() -> None:
-    driver = Driver(lower_blocks=(100,), lower_snapshot_blocks=2)
+    driver = Driver(lower_blocks=(100,), lower_snapshots=SnapshotSize(2, 1))
     driver.serve(PROMPT)
     evict_all(driver)
     assert tier(driver).num_used == 6 + 1 + 2

@@ -413,7 +413,7 @@ def test_few_spills_begin_between_two_steps() -> None:
 def test_small_host_memory_has_room_for_a_prompts_snapshots(host_blocks: int) -> None:
     driver = Driver(lower_blocks=(host_blocks, 2000), num_slabs=80)
     host, disk = tiers(driver)
-    host.num_spare_blocks = spare_blocks(host_blocks, 5, host.snapshot_blocks)
+    host.num_spare_blocks = spare_blocks(host_blocks, 5, host.snapshot_blocks(400))
     for seed in range(20):
         for first, then in ((200, 0), (200, 80), (280, 80)):
             driver.serve([*pattern(seed, first), *pattern(seed + 50, then)])
