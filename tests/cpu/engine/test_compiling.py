@@ -239,21 +239,36 @@ with recording(GPUS["sm_90"], lambda variant: names.append(variant.name)), zeros
     executor = load_uni_executor(config, None, ONE_RANK, device=META)
     new_warm_up(config, executor).run()
     del names[:]
-    warm_up.PROMPT_TOKENS, warm_up.NUM_DECODES = {lengths}, (0,)
+    warm_up.PROMPT_TOKENS, warm_up.NUM_DECODES = {lengths}, {decodes}
     new_warm_up(config, executor).run()
 print(*names, sep="\\n")
 """
 
 
-def test_prompts_of_any_length_launch_what_the_start_compiled(tmp_path: Path) -> None:
-    config = json.loads((ROOT / "benchmarks" / "configs" / "qwen3.5-35b-a3b-fp8" / "config.json").read_text())
-    text = config.get("text_config", config)
-    text |= {"num_hidden_layers": 4, "layer_types": text["layer_types"][:4]}
+INDEXED_LENGTHS = (129, 2047, 2049, 2060)
+"""Around 2,048 tokens, up to which contexts are read whole, and past a block beside a short decode."""
+
+LAUNCHING = {
+    "qwen3.5-35b-a3b-fp8": ((9, 31, 200, 257, 300, 320, 511, 2047), (0,)),
+    "glm-5.3-flash-cut": (INDEXED_LENGTHS, (0, 1)),
+    "qwen4-exp-cut": (INDEXED_LENGTHS, (0, 1)),
+}
+"""Configurations, and prompts and decodes beside them that compile nothing."""
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3.5-35b-a3b-fp8", "glm-5.3-flash-cut", pytest.param("qwen4-exp-cut", marks=pytest.mark.long)]
+)
+def test_prompts_of_any_length_launch_what_the_start_compiled(name: str, tmp_path: Path) -> None:
+    config = json.loads((ROOT / "benchmarks" / "configs" / name / "config.json").read_text())
+    text, (lengths, decodes) = config.get("text_config", config), LAUNCHING[name]
+    text |= {key: value[:4] for key, value in text.items() if isinstance(value, list) and key.endswith("_types")}
+    text |= {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT / "src")}
-    lengths = (9, 31, 200, 257, 300, 320, 511, 2047)
-    command = [sys.executable, "-c", PROMPTS.format(model=str(tmp_path), lengths=lengths)]
+    program = PROMPTS.format(model=str(tmp_path), lengths=lengths, decodes=decodes)
+    command = [sys.executable, "-c", program]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert not run.stdout.split()

@@ -6,7 +6,7 @@ length and by the way tokens are chosen; so the requests differ in these. They p
 kind alone, which launch all kernels: the host takes longer to launch these steps than a GPU to run them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Final
@@ -21,7 +21,10 @@ from strandline.records.pictures import Picture, PictureSpan, picture_digest
 from strandline.records.plan import NewRequest, StepPlan
 from strandline.records.sampling_params import SamplingParams
 
-PROMPT_TOKENS: Final = (1, 2, 5, 16, 30, 40, 65, 256, 300, 600, 2100)
+WHOLE_TOKENS: Final = 2000
+"""A context that layers with an index of 2,048 tokens read whole."""
+
+PROMPT_TOKENS: Final = (1, 2, 5, 16, 30, 40, 65, 256, 300, 600, WHOLE_TOKENS, 2100)
 """Some beyond every number of rows at which an operation switches kernels, and some multiples of 16."""
 
 NUM_DECODES: Final = (0, 1, 5, 20, 70)
@@ -89,9 +92,9 @@ class WarmUp:
     def run(self) -> None:
         """Run all kinds of steps, and leave nothing behind in the executor."""
         self._executor.begin_warm_up()
-        for num_decodes in NUM_DECODES:
-            if num_decodes < self._scheduler.max_num_seqs:
-                self._prefill_beside(num_decodes)
+        for contexts in (*map(_contexts, NUM_DECODES), [SHORT_TOKENS]):
+            if len(contexts) < self._scheduler.max_num_seqs:
+                self._prefill_beside(contexts)
         self._prefill_together()
         self._resume()
         self._sample()
@@ -106,16 +109,15 @@ class WarmUp:
     def _adapt(self) -> None:
         """Compute prompts and decode with an adapter that changes nothing."""
         self._adapter = self._executor.load_empty_adapter()
-        for num_decodes in NUM_ADAPTED_DECODES:
-            if num_decodes < self._scheduler.max_num_seqs:
-                self._prefill_beside(num_decodes)
+        for contexts in map(_contexts, NUM_ADAPTED_DECODES):
+            if len(contexts) < self._scheduler.max_num_seqs:
+                self._prefill_beside(contexts)
         self._executor.unload_adapter(self._adapter)
         self._adapter = ""
 
-    def _prefill_beside(self, num_decodes: int) -> None:
-        """Compute prompts of all lengths, one by one, beside decoding sequences."""
-        lengths = [LONG_TOKENS, *[SHORT_TOKENS] * num_decodes][:num_decodes]
-        decoding = [self._add(length, DECODED_TOKENS) for length in lengths]
+    def _prefill_beside(self, contexts: Sequence[int]) -> None:
+        """Compute prompts of all lengths, one by one, beside sequences that decode after prompts of ``contexts``."""
+        decoding = [self._add(length, DECODED_TOKENS) for length in contexts]
         self._run_until(lambda: all(request.output_ids for request in decoding))
         for num_tokens in PROMPT_TOKENS:
             prompt = self._add(num_tokens, 1)
@@ -140,10 +142,11 @@ class WarmUp:
             self._run_until(lambda: not len(self._scheduler))
 
     def _resume(self) -> None:
-        """Continue a cached prompt: by a few tokens, and by none."""
-        for num_tokens in (LONG_TOKENS, LONG_TOKENS + 20, LONG_TOKENS + 20):
-            self._add(num_tokens, 2, salt="resumed")
-            self._run_until(lambda: not len(self._scheduler))
+        """Continue cached prompts, one that layers with an index read whole: by a few tokens, and by none."""
+        for context in (LONG_TOKENS, WHOLE_TOKENS):
+            for num_tokens in (context, context + 20, context + 20):
+                self._add(num_tokens, 2, salt=f"resumed {context}")
+                self._run_until(lambda: not len(self._scheduler))
 
     def _sample(self) -> None:
         """Choose tokens in every way, alone and next to each other."""
@@ -220,6 +223,11 @@ class WarmUp:
             plan, launched = self._in_flight
             self._in_flight = None
             self._scheduler.settle(plan, launched.result())
+
+
+def _contexts(num_decodes: int) -> list[int]:
+    """Return the contexts of sequences that decode: a long one, if there are any."""
+    return [LONG_TOKENS, *[SHORT_TOKENS] * num_decodes][:num_decodes]
 
 
 def _is_finished(request: Request) -> bool:

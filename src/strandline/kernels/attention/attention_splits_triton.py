@@ -15,11 +15,11 @@ from torch import Tensor
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
-FIXED_COMBINE = 32
-"""Splits that are added up together in deterministic mode; what lies beyond the context adds exact zeros."""
+COMBINED = 32
+"""Splits that are added up together; what lies beyond the context adds exact zeros."""
 
 COMBINE_ELEMENTS = 4096
-"""Elements of partial results that one program combines: 32 per thread."""
+"""Elements of partial results that one program has loaded at once: 32 per thread."""
 
 
 @triton.jit
@@ -73,40 +73,17 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Weigh the splits of one row and head by their sums; a row that no split has seen keys for gives zeros."""
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    split_S = tl.arange(0, BLOCK_S)
-    channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    lse_S = tl.load(lse_ptr + row * num_splits + split_S, mask=split_S < num_splits, other=float("-inf"))
-    max_lse = tl.max(lse_S, axis=0)
-    weight_S = tl.exp2(lse_S - tl.where(max_lse == float("-inf"), 0.0, max_lse))
-    total = tl.sum(weight_S, axis=0)
-    is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
-    partial_ptr_SD = partial_ptr + ((row * num_splits + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
-    partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
-    out_D = tl.sum(partial_SD * weight_S[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    out_ptr_D = out_ptr + (first_row.to(tl.int64) * NUM_HEADS + row) * HEAD_DIM + channel_D
-    tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
+    """Weigh the splits of one row and head by their sums; a row that no split has seen keys for gives zeros.
 
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_in_order_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """As ``_combine_kernel``, for any number of splits: a row's sum is the same when more empty ones follow."""
+    A row's sum is the same when more empty splits follow.
+    """
     row = tl.program_id(0).to(tl.int64)
     split_S = tl.arange(0, BLOCK_S)
     channel_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     lse_ptr += row * num_splits
     partial_ptr += row * num_splits * HEAD_DIM
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
     max_S = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
     for first in range(0, num_splits, BLOCK_S):
         lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
@@ -125,17 +102,16 @@ def _combine_in_order_kernel(
         out_D += tl.sum(partial_SD * weight_S[:, None], axis=0)
     total = tl.sum(total_S, axis=0)
     out_D = out_D / tl.where(total > 0.0, total, 1.0)
-    out_ptr_D = out_ptr + row * HEAD_DIM + channel_D
+    out_ptr_D = out_ptr + (first_row.to(tl.int64) * NUM_HEADS + row) * HEAD_DIM + channel_D
     tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
 
 
 def combine(
     partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, first_row: int, num_rows: int, num_splits: int
 ) -> None:
-    """Write ``num_rows`` rows of the result from ``first_row`` on."""
+    """Write ``num_rows`` rows of the result from ``first_row`` on; one kernel for any number of splits."""
     _, num_heads, head_dim = out_THD.shape
-    block_s = next(size for size in (8, 32, 128) if num_splits <= size)
-    block_d = min(padded(head_dim), COMBINE_ELEMENTS // block_s)
+    block_d = min(padded(head_dim), COMBINE_ELEMENTS // COMBINED)
     _combine_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
         partial_RSD,
         lse_RS,
@@ -144,26 +120,10 @@ def combine(
         num_splits,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_S=block_s,
+        BLOCK_S=COMBINED,
         BLOCK_D=block_d,
         num_warps=4,
         **overlap_options(out_THD),
-    )
-
-
-def combine_in_order(partial_RSD: Tensor, lse_RS: Tensor, out_THD: Tensor, num_rows: int, num_splits: int) -> None:
-    """Write the first ``num_rows`` rows of the result."""
-    _, num_heads, head_dim = out_THD.shape
-    block_d = min(padded(head_dim), COMBINE_ELEMENTS // FIXED_COMBINE)
-    _combine_in_order_kernel[(num_rows * num_heads, cdiv(head_dim, block_d))](
-        partial_RSD,
-        lse_RS,
-        out_THD,
-        num_splits,
-        HEAD_DIM=head_dim,
-        BLOCK_S=FIXED_COMBINE,
-        BLOCK_D=block_d,
-        num_warps=4,
     )
 
 

@@ -11,7 +11,7 @@ are read once for all of these heads.
 On Hopper GPUs, a long prefix of a prefill is computed by ``attention_prefix_triton.py``; the prefill kernel starts
 from its result and adds the remaining keys.
 
-Splits are combined by the kernels of ``attention_splits_triton.py``. How many there are depends on shapes and host
+Splits are combined by the kernel of ``attention_splits_triton.py``. How many there are depends on shapes and host
 integers only, so that a graph can hold the launch; how the context is shared among them is decided on the device, from
 its real length.
 
@@ -20,7 +20,7 @@ product of mixed factors and of the profiles' columns for a tile's distances. Al
 distances; of a prefill's, each takes its own from a range that covers them. Tiles beyond all distances add nothing.
 
 Variants, per layer shape and window: decodes with one split and with more; prefills with one split and with more, each
-of up to 16 sequences and of more, and of one sequence behind a prefix; combinations of up to 8, 32 and 128 splits.
+of up to 16 sequences and of more, and of one sequence behind a prefix; one combination of any number of splits.
 
 Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
 
@@ -48,7 +48,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
 from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, parts_of, plan_prefills
-from strandline.kernels.attention.attention_splits_triton import combine, combine_in_order, padded, scratch, store_rows
+from strandline.kernels.attention.attention_splits_triton import combine, padded, scratch, store_rows
 from strandline.kernels.attention.relative_attention import RelativeScores
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.gpu import gpu_of
@@ -691,7 +691,8 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         num_splits = -(-num_blocks // FIXED_SPLIT_BLOCKS)
     else:
         num_splits = num_decode_splits(num_decodes * num_kv_heads, num_blocks)
-    partial, lse = scratch(out_THD, num_decodes, num_splits, is_needed=is_fixed or num_splits > 1)
+    is_split = is_fixed or num_splits > 1
+    partial, lse = scratch(out_THD, num_decodes, num_splits, is_needed=is_split)
     _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
         q_THD,
         memory.k_BPGD,
@@ -720,16 +721,14 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         BLOCK_K=tile.keys,
         BLOCK_D=padded(head_dim),
         **call.profile_sizes,
-        IS_SPLIT=is_fixed or num_splits > 1,
+        IS_SPLIT=is_split,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap_options(q_THD),
     )
-    if is_fixed:
-        combine_in_order(partial, lse, out_THD, num_decodes, num_splits)
-    elif num_splits > 1:
+    if is_split:
         combine(partial, lse, out_THD, 0, num_decodes, num_splits)
 
 

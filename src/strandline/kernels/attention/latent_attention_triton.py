@@ -28,7 +28,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_splits import num_decode_splits, parts_of, plan_prefills
-from strandline.kernels.attention.attention_splits_triton import combine, combine_in_order, padded, scratch, store_rows
+from strandline.kernels.attention.attention_splits_triton import combine, padded, scratch, store_rows
 from strandline.kernels.attention.attention_triton import FIXED_SPLIT_BLOCKS, Tile, locate_tile
 from strandline.kernels.attention.stored_tokens_triton import store_tokens
 from strandline.kernels.batch import AttentionBatch
@@ -300,9 +300,7 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     partials = scratch(out_THV, num_decodes, num_splits, is_needed=is_split)
     where = (split_tiles // tile.keys, 0, 0, 0, num_tiles)
     _launch(call, (num_decodes * num_tiles, num_splits), partials, tile, where, 16, is_decode=True, is_split=is_split)
-    if launches is Launches.FIXED:
-        combine_in_order(*partials, out_THV, num_decodes, num_splits)
-    elif num_splits > 1:
+    if is_split:
         combine(*partials, out_THV, 0, num_decodes, num_splits)
 
 
