@@ -1,6 +1,7 @@
 """Allocation of logs, which hold a running request's tokens that are not folded into its state yet."""
 
 from heapq import heappop, heappush
+from typing import cast
 
 from strandline.ids import NULL_LOG, LogId
 
@@ -28,4 +29,4 @@ class LogPool:
 
     def used(self) -> set[LogId]:
         """Return the logs that are granted (for checks; linear in their number)."""
-        return {LogId(number) for number in range(1, self._num_logs + 1)} - set(self._free)
+        return cast(set[LogId], set(range(1, self._num_logs + 1)).difference(self._free))

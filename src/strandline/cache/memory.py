@@ -359,9 +359,10 @@ class CacheMemory:
 
     # Evicting
 
-    def is_missing_from_queue(self, entry: Entry) -> bool:
-        """Return whether an entry can be evicted but is not in the queue, so that it never would be."""
-        return can_evict(entry) and entry not in self._queue_of(entry)
+    def are_queued(self, runs: Iterable[Run], snapshots: Iterable[Snapshot]) -> bool:
+        """Return whether those that can be evicted are in the queues; others never would be."""
+        runs, snapshots = filter(can_evict, runs), filter(can_evict, snapshots)
+        return all(run in self._block_queue for run in runs) and all(each in self._queue for each in snapshots)
 
     def _queue_of(self, entry: Entry) -> EvictionQueue[Entry]:
         return self._queue if isinstance(entry, Snapshot) else self._block_queue

@@ -218,4 +218,4 @@ class SlabAllocator:
         size = self.blocks_per_slab
         blocks = set(chain.from_iterable(range(slab * size, (slab + 1) * size) for slab in self._taken_in))
         blocks.difference_update(range(self.num_null_blocks), *self._free_in.values())
-        return {SlotId(slot) for slot in self._slots}, cast(set[BlockId], blocks)
+        return cast(set[SlotId], set(self._slots)), cast(set[BlockId], blocks)

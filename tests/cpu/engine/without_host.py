@@ -6,15 +6,15 @@ operations that have backends may do all that: on a GPU, their kernels run inste
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strandline.kernels.binding import Kernels
@@ -22,8 +22,8 @@ from strandline.kernels.binding import Kernels
 COPIES_FROM_HOST = torch.ops.aten.lift_fresh.default
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 """Their shapes depend on data only where an index is a mask."""
-READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.to)
-"""Which dispatch nothing where the tensor is on the host already."""
+READS = ("tolist", "numpy", "cpu", "to")
+"""Methods that dispatch nothing where the tensor is on the host already."""
 
 
 class NeedsHost(Exception):
@@ -69,34 +69,60 @@ class _Dispatched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # What is made of other operations is dispatched as a whole in inference mode.
-        with self:
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        if func is COPIES_FROM_HOST or torch.Tag.data_dependent_output in func.tags or _has_unknown_shape(func, args):
+        if (may_need_host := _elementary.get(func)) is None:
+            # What is made of other operations is dispatched as a whole in inference mode.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            may_need_host = _elementary[func] = _may_need_host(func)
+        if may_need_host and _needs_host(func, args):
             self._guard.check(func)
         return func(*args, **kwargs)
 
 
-class _Called(TorchFunctionMode):
-    def __init__(self, guard: _Guard) -> None:
-        self._guard = guard
+_elementary: dict[Any, bool] = {}
+"""Operations that are not made of others, and whether there are arguments with which they need the host."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and not (func is Tensor.to and _is_dtype(*args[1:], **(kwargs or {}))):
-            self._guard.check(func)
-        return func(*args, **(kwargs or {}))
+
+def _may_need_host(function: Any) -> bool:
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return function is COPIES_FROM_HOST or function in INDEXED or not tags.isdisjoint(function.tags)
+
+
+def _needs_host(function: Any, args: Sequence[Any]) -> bool:
+    if function in INDEXED:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return True
+
+
+def _guarded(name: str) -> Callable[..., Any]:
+    """Return a method of tensors that is checked within ``without_host``."""
+    method = getattr(Tensor, name)
+
+    @wraps(method)
+    def checked(self: Tensor, *args: Any, **options: Any) -> Any:
+        if _active.guard is not None and not (name == "to" and _is_dtype(*args, **options)):
+            _active.guard.check(method)
+        return method(self, *args, **options)
+
+    return checked
+
+
+class _Active(threading.local):
+    guard: _Guard | None = None
+    """The guard of this thread within ``without_host``."""
+
+
+_active = _Active()
+
+# A mode that sees all functions would take as long as small operations do.
+for read in READS:
+    setattr(Tensor, read, _guarded(read))
 
 
 def _is_dtype(*args: Any, **options: Any) -> bool:
     return all(isinstance(each, torch.dtype) for each in (*args, *options.values()))
-
-
-def _has_unknown_shape(function: Any, args: Sequence[Any]) -> bool:
-    if function in INDEXED:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return torch.Tag.dynamic_output_shape in function.tags
 
 
 @contextmanager
@@ -106,9 +132,13 @@ def without_host(kernels: Kernels) -> Iterator[None]:
     Args:
         kernels: whose functions may need it, if their operations have backends.
     """
-    guard = _Guard(kernels)
-    with _Called(guard), _Dispatched(guard):
-        yield
+    before, guard = _active.guard, _Guard(kernels)
+    _active.guard = guard
+    try:
+        with _Dispatched(guard):
+            yield
+    finally:
+        _active.guard = before
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.part import NO_ADDRESS
 from strandline.cache.tiers.spills import NOTHING_ON_ITS_WAY, OnTheirWay
 from strandline.cache.tiers.tier_tree import TierRun
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, tail_that_begins
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
 from strandline.cache.walk import walk
+from strandline.cache.window import NO_WINDOW
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
 from strandline.records.account import SnapshotKind
@@ -73,24 +74,29 @@ def _wrong(run: Run, text: str) -> CacheInvariantError:
 
 
 def _check_run(run: Run) -> None:
+    if run.children or run.child_keys:
+        _check_children(run)
+    if run.parent is not None and len(run.tokens) != len(run.blocks) * BLOCK_KEY_BYTES and not run.is_tail:
+        raise _wrong(run, f"{len(run.tokens)} key bytes")
+    if run.positions or run.snapshots or run.stubs:
+        _check_snapshots(run)
+
+
+def _check_children(run: Run) -> None:
     if run.child_keys != sorted(run.children):
         raise _wrong(run, "children out of order")
     if len(set(map(len, run.child_keys))) > 1:  # a key can begin longer ones alone
         for key in run.children:
             if tail_that_begins(run, key) is not None:
                 raise _wrong(run, "a child's key begins another's")
+    end = run.end_block
     for key, child in run.children.items():
         if child.parent is not run or child.first_key != key:
             raise _wrong(run, "child linked under another key")
-        if child.start_block != run.end_block:
+        if child.start_block != end:
             raise _wrong(run, f"child starts at {child.start_block}")
-    if run.parent is not None:
-        if len(run.tokens) != len(run.blocks) * BLOCK_KEY_BYTES and not run.is_tail:
-            raise _wrong(run, f"{len(run.tokens)} key bytes")
-        if (run.children or run.stubs) and run.is_tail:
-            raise _wrong(run, "a tail with children or stubs")
-    if run.positions or run.snapshots or run.stubs:
-        _check_snapshots(run)
+    if run.parent is not None and run.is_tail:
+        raise _wrong(run, "a tail with children")
 
 
 def _check_snapshots(run: Run) -> None:
@@ -101,6 +107,8 @@ def _check_snapshots(run: Run) -> None:
             raise _wrong(run, f"snapshot at {position} belongs elsewhere")
         if snapshot.home is not run or not snapshot.is_attached:
             raise _wrong(run, f"snapshot at {position} detached")
+    if run.stubs and run.parent is not None and run.is_tail:
+        raise _wrong(run, "a tail with stubs")
     for key, snapshot in run.stubs.items():
         if child_with_prefix(run, key) is None:
             raise _wrong(run, f"stub at {snapshot.position} has no KV")
@@ -123,17 +131,13 @@ def _check_announced(announcer: Announcer, runs: list[Run], roots: dict[str, Run
 
 
 def _check_users(cache: Internals, runs: list[Run]) -> None:
-    users = Counter[int]()
-    shown = {id(lease.tail) for lease in cache.leases.values()}
-    for lease in cache.leases.values():
-        for run in lease.run.ancestry():
-            users[id(run)] += 1
-        if lease.tail is not None:
-            users[id(lease.tail)] += 1
+    tails = [lease.tail for lease in cache.leases.values() if lease.tail is not None]
+    paths = [lease.run.ancestry() for lease in cache.leases.values()]
+    users, live = Counter(chain(tails, *paths)), set(tails)
     for run in runs:
-        if run.num_users != users[id(run)]:
+        if run.num_users != users.get(run, 0):
             raise _wrong(run, f"{run.num_users} users counted")
-        if run.is_live != (id(run) in shown):
+        if run.is_live != (run in live):
             raise _wrong(run, "a tail is live without a lease")
 
 
@@ -154,14 +158,15 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
         slot_owners.update(cut.slot for cut in lease.cuts)
         slot_owners.update([lease.fallback.slot] if lease.fallback is not None else [])
         _require(lease.dst not in published, f"{lease.request_id} writes the published slot {lease.dst}")
-    _require(set(block_owners) == blocks, f"blocks leaked or lost: {set(block_owners) ^ blocks}")
+    if block_owners.keys() != blocks:
+        raise CacheInvariantError(f"blocks leaked or lost: {block_owners.keys() ^ blocks}")
     del slot_owners[NULL_SLOT]
     slot_owners = +slot_owners
-    _require(set(slot_owners) == slots, f"slots leaked or lost: {set(slot_owners) ^ slots}")
+    if slot_owners.keys() != slots:
+        raise CacheInvariantError(f"slots leaked or lost: {slot_owners.keys() ^ slots}")
     counted = (cache.allocator.num_slots, cache.allocator.num_blocks)
-    _require(
-        counted == (len(slots), len(blocks)), f"{counted} slots and blocks counted, {len(slots)}, {len(blocks)} used"
-    )
+    if counted != (len(slots), len(blocks)):
+        raise CacheInvariantError(f"{counted} slots and blocks counted, {len(slots)}, {len(blocks)} used")
     for run in runs:
         if not set(map(cache.memory.owner, run.blocks)) <= {run}:
             raise _wrong(run, "a block's owner is not recorded")
@@ -171,8 +176,8 @@ def _check_owners(cache: Internals, runs: list[Run], snapshots: list[Snapshot]) 
 
 def _detached(cache: Internals) -> list[Snapshot]:
     """Return the snapshots that only leases hold."""
-    read = {id(snapshot): snapshot for lease in cache.leases.values() for snapshot in _read_by(lease)}
-    return [snapshot for snapshot in read.values() if not snapshot.is_attached]
+    read = dict.fromkeys(snapshot for lease in cache.leases.values() for snapshot in _read_by(lease))
+    return [snapshot for snapshot in read if not snapshot.is_attached]
 
 
 def _read_by(lease: Lease) -> tuple[Snapshot, ...]:
@@ -184,21 +189,20 @@ def _check_evictable(cache: Internals, runs: list[Run], snapshots: list[Snapshot
     memory = cache.memory
     num_blocks = sum(len(run.blocks) for run in runs if run.num_users == 0)
     _require(memory.num_evictable_blocks == num_blocks, f"{memory.num_evictable_blocks} evictable, not {num_blocks}")
-    entries: list[Entry] = [*runs, *snapshots]
-    if any(map(memory.is_missing_from_queue, entries)):
+    if not memory.are_queued(runs, snapshots):
         raise CacheInvariantError("an entry that may be evicted is not in the queue")
     num_slots = sum(snapshot.num_slots for snapshot in snapshots if snapshot.num_readers == 0)
     _require(memory.num_evictable_slots == num_slots, f"{memory.num_evictable_slots} evictable, not {num_slots}")
-    readers = Counter(id(snapshot) for lease in cache.leases.values() for snapshot in _read_by(lease))
+    readers = Counter(snapshot for lease in cache.leases.values() for snapshot in _read_by(lease))
     for snapshot in snapshots:
-        if snapshot.num_readers != readers[id(snapshot)]:
+        if snapshot.num_readers != readers.get(snapshot, 0):
             raise CacheInvariantError(f"snapshot {snapshot.slot}: readers miscounted")
 
 
 def _check_waiters(cache: Internals, entries: list[Entry]) -> None:
-    waiters = Counter(id(resolve(source)) for source in cache.expected.values())
+    waiters = Counter(resolve(source) for source in cache.expected.values())
     for entry in entries:
-        if entry.num_waiters != waiters[id(entry)]:
+        if entry.num_waiters != waiters.get(entry, 0):
             raise CacheInvariantError(f"{entry.num_waiters} waiters of {entry} counted")
     _require(not cache.expected.keys() & cache.leases.keys(), "a running request counts as waiting")
 
@@ -211,7 +215,8 @@ def _check_probes(cache: Internals, snapshots: list[Snapshot]) -> None:
 def _check_logs(cache: Internals) -> None:
     logs = [lease.log for lease in cache.leases.values() if lease.log != NULL_LOG]
     _require(len(set(logs)) == len(logs), f"logs granted twice: {sorted(logs)}")
-    _require(set(logs) == cache.logs.used(), f"logs leaked or lost: {set(logs) ^ cache.logs.used()}")
+    if set(logs) != (used := cache.logs.used()):
+        raise CacheInvariantError(f"logs leaked or lost: {set(logs) ^ used}")
 
 
 def _check_window_blocks(cache: Internals, snapshots: list[Snapshot]) -> None:
@@ -221,10 +226,13 @@ def _check_window_blocks(cache: Internals, snapshots: list[Snapshot]) -> None:
     pinned += [cut.window for cut in cuts if cut is not None and cut.window is not None]
     pinned += [snapshot.window for snapshot in (*snapshots, *detached) if snapshot.num_readers]
     idle = [snapshot.window for snapshot in snapshots if not snapshot.num_readers]
+    # All empty windows are one, which is right.
+    pinned, idle = ([window for window in group if window is not NO_WINDOW] for group in (pinned, idle))
+    _require(not NO_WINDOW.blocks and not NO_WINDOW.first, "the empty window has blocks")
     for window in (*pinned, *idle):
         held = window.blocks[window.first :]
-        is_right = NULL_BLOCK not in held and window.blocks[: window.first].count(NULL_BLOCK) == window.first
-        _require(is_right, f"a window with {window.first} passed blocks is {list(window.blocks)}")
+        if NULL_BLOCK in held or window.blocks[: window.first].count(NULL_BLOCK) != window.first:
+            raise CacheInvariantError(f"a window with {window.first} passed blocks is {list(window.blocks)}")
     users = Counter(chain.from_iterable(window.held for window in (*pinned, *idle)))
     _require(set(users) == windows.allocator.used()[1], "window blocks leaked or lost")
     _require(windows.allocator.num_blocks == len(users), "window blocks miscounted")
@@ -237,10 +245,9 @@ def _check_window_blocks(cache: Internals, snapshots: list[Snapshot]) -> None:
 
 def _check_lease(lease: Lease) -> None:
     name = lease.request_id
-    path = [block for run in reversed(list(lease.run.ancestry())) for block in run.blocks]
     table = lease.table[: lease.num_published]
-    _require(list(table) == path, f"{name}: its table differs from its path")
-    data = b"".join(bytes(run.tokens) for run in reversed(list(lease.run.ancestry())))
+    _require(table == path_blocks(lease.run), f"{name}: its table differs from its path")
+    _, data = path_to(lease.run)
     _require(lease.tokens.data.startswith(data), f"{name}: its path holds other tokens")
     _require(0 <= lease.folded <= lease.computed, f"{name}: folded {lease.folded} of {lease.computed} tokens")
     _require(
