@@ -292,9 +292,16 @@ def test_long_histories_with_loads_agree_with_the_dictionary(shape: tuple[int, i
     history.driver.drain()
 
 
-@pytest.mark.parametrize("lower_blocks", [(12,), (300,), (30, 40), (16, 400), (16, 20, 400)], ids=str)
-@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
-@pytest.mark.parametrize("shape", [(16, 1), (9, 5)])
+@pytest.mark.parametrize(
+    ("lower_blocks", "rule", "shape"),
+    [
+        pytest.param(blocks, rule, shape, marks=[] if (size + kind + number) % 2 == 0 else pytest.mark.long)
+        for size, blocks in enumerate([(12,), (300,), (30, 40), (16, 400), (16, 20, 400)])
+        for kind, rule in enumerate([AT_SNAPSHOTS, AtTokens()])
+        for number, shape in enumerate([(16, 1), (9, 5)])
+    ],
+    ids=str,
+)
 def test_long_histories_with_tiers_below_agree_with_the_dictionary(
     shape: tuple[int, int], rule: ResumeRule, lower_blocks: tuple[int, ...]
 ) -> None:
@@ -331,8 +338,15 @@ def check_long_history_with_tiers(history: History, seed: str) -> None:
     history.driver.drain()
 
 
-@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens(), AtTokens(64)], ids=repr)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        pytest.param(shape, rule, marks=[] if number % 2 in wanted else pytest.mark.long)
+        for number, shape in enumerate(SHAPES)
+        for rule, wanted in ((AT_SNAPSHOTS, (0, 1)), (AtTokens(), (0,)), (AtTokens(64), (1,)))
+    ],
+    ids=str,
+)
 def test_long_histories_agree_with_the_dictionary(shape: tuple[int, int], rule: ResumeRule) -> None:
     """Longer histories than Hypothesis draws, over a full cache."""
     choose = random.Random(str(shape))

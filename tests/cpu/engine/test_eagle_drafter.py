@@ -34,6 +34,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.6, 0.5]}
 SHARED = {"hidden_size": 32, "draft_vocab_size": None, "norm_before_residual": True}
 """A drafter with the model's embedding and output head."""
+DRAFTED = ("gemma3", "kimi_linear", "lfm3", "llama")
+"""Families with states, with windows, with both and with neither.
+
+All families hand over the same hidden states to every drafter: ``test_block_drafter.py`` compares them.
+"""
 MakeLLM = Callable[..., LLM]
 
 
@@ -143,7 +148,13 @@ def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: E
     check_drafts(reference, drafted)
 
 
-@pytest.mark.parametrize("name", [*sorted({*families.REPRESENTATIVES} - {*SEVERAL_STREAMS}), *WINDOWED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in DRAFTED else pytest.mark.long)
+        for name in [*sorted({*families.REPRESENTATIVES} - {*SEVERAL_STREAMS}), *WINDOWED]
+    ],
+)
 def test_every_family_drafts_what_the_reference_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

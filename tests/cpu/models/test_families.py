@@ -31,6 +31,16 @@ LONG = 200
 MODELS = list(CONFIGS)
 
 
+def each_family_at(argument: str, *values: int) -> pytest.MarkDecorator:
+    """Run a test with every value for each family, and with the last one for the other configurations."""
+    cases = [
+        pytest.param(name, value, marks=[] if name in FAMILIES or value == values[-1] else pytest.mark.long)
+        for value in values
+        for name in MODELS
+    ]
+    return pytest.mark.parametrize(("name", argument), cases)
+
+
 def assert_close(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
 
@@ -49,8 +59,7 @@ def test_representatives_have_every_kind_of_layer() -> None:
     assert {name: kinds_of_layers(name) - represented for name in FAMILIES} == {name: set() for name in FAMILIES}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [1, 2, 64, LONG])
+@each_family_at("length", 1, 2, 64, LONG)
 def test_a_whole_prefill_equals_transformers(load: Loader, name: str, length: int) -> None:
     tokens = prompt(length)
     logits, _ = Driver(load(name)).step([Part(Running(), tokens)])
@@ -58,8 +67,7 @@ def test_a_whole_prefill_equals_transformers(load: Loader, name: str, length: in
     assert_close(logits[0], oracle_logits(name, tokens))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", [7, 63, 65])
+@each_family_at("size", 7, 63, 65)
 def test_a_chunked_prefill_equals_transformers(load: Loader, name: str, size: int) -> None:
     whole = prompt(LONG)
     tokens = whole[: 14 * size]  # more chunks of few tokens would be as those before

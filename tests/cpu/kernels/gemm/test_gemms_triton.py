@@ -66,6 +66,9 @@ MIN_NUMBERS, MIN_NUMBERS_GATED = 1_000, 10_000
 
 DTYPES = [torch.float32, torch.bfloat16]
 
+GATED_AS_WELL = [(1, 20), (3, GROUP), (9, 20)]
+"""Rows and outputs of gated products that ``--long`` adds: each number is with others in every run."""
+
 GATED_SIZE = 0.02
 """Size of rows in front of a gate, so that no exponential overflows."""
 
@@ -250,9 +253,15 @@ def check_heads(num_rows: int, num_heads: int, num_outputs: int, num_inputs: int
             assert error(out, expected) < DENSE["dense"].tolerance
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @of_every_format
-@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [*SIZES, (70, 96, 5)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs", "dtype"),
+    [
+        pytest.param(*size, dtype, marks=[] if DTYPES[index % 2] is dtype else pytest.mark.long)
+        for index, size in enumerate([*SIZES, (70, 96, 5)])
+        for dtype in DTYPES
+    ],
+)
 def test_products_are_near_float64s(
     num_rows: int, num_inputs: int, num_outputs: int, case: Case, dtype: torch.dtype
 ) -> None:
@@ -299,7 +308,7 @@ def test_tiles_are_near_float64s(tile: Launch, case: Case) -> None:
     ("launch", "num_rows", "num_inputs"), [(rows_launch(4, 128, 1), 1, 256), (rows_launch(2, 512, 2), 3, 640)]
 )
 def test_few_rows_are_near_float64s(launch: Launch, num_rows: int, num_inputs: int, case: Case) -> None:
-    num_outputs = 128 if case in (FP8["fp8"], FP8["fp8-32"]) else 33
+    num_outputs = 128 if case in (FP8["fp8"], FP8["fp8-32"]) else 13
     check_plan(case, Plan(Kernel.ROWS, launch), num_rows, num_inputs, num_outputs, DTYPES[num_rows == 3], "cpu")
 
 
@@ -314,8 +323,10 @@ def test_skinny_products_are_near_float64s(
 
 
 @of_every_format
-@pytest.mark.parametrize("num_rows", [1, 3, 9])
-@pytest.mark.parametrize("size", [GROUP, 20])
+@pytest.mark.parametrize(
+    ("num_rows", "size"),
+    [(1, GROUP), (3, 20), (9, GROUP), *(pytest.param(*pair, marks=pytest.mark.long) for pair in GATED_AS_WELL)],
+)
 def test_gated_products_are_near_float64s(num_rows: int, size: int, case: Case) -> None:
     case = CASES["fp8-channels"] if case is FP8["fp8"] and size % GROUP else case
     check_gated(case, num_rows, 260, size, torch.float32, "cpu")
