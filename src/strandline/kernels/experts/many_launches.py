@@ -40,6 +40,9 @@ class Measured(NamedTuple):
     prefill_ungated: Pair | None = None
     """As ``prefill``, for experts without a gate, also where launches are fixed: their first product has half as many
     accumulators. None: the same."""
+    min_dequantized: int | None = None
+    """From how many choices per expert, on average, weights are dequantised first, unless launches are fixed; None:
+    never."""
 
 
 DENSE: Final = Measured(
@@ -68,6 +71,7 @@ FOUR_BIT: Final = Measured(
     prefill=(Launch(64, 64, BLOCK_INPUTS, 4, 3, 2), Launch(64, 128, BLOCK_INPUTS, 4, 3)),
     fixed=(middle, middle, middle),
     float32=(Launch(32, 32, BLOCK_INPUTS, 4, 2), Launch(32, 32, BLOCK_INPUTS, 4, 2)),
+    min_dequantized=128,
 )
 
 FP4: Final = Measured(
@@ -76,10 +80,17 @@ FP4: Final = Measured(
     prefill=fp4_middle,
     fixed=(fp4_middle, fp4_middle, fp4_middle),
     float32=FOUR_BIT.float32,
+    min_dequantized=96,
 )
 
 MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}
 """By the class of the experts' weights."""
+
+
+def pays_to_dequantize(format_class: type, choices_per_expert: int, launches: Launches) -> bool:
+    """Return whether weights of a format are best dequantised first; arguments as of ``choose_launches``."""
+    least = MEASURED[format_class].min_dequantized
+    return least is not None and launches is Launches.MEASURED and choices_per_expert >= least
 
 
 def choose_launches(

@@ -2,8 +2,9 @@
 
 A program walks through its expert's choices, so that the expert's weights are read about once. Weights in FP8 are
 multiplied with tokens in FP8, quantised before; a tile of the first product has the features of one group then, and is
-quantised before it is stored. Weights in 4 bits are unpacked in registers, in every tile again: to dequantise all
-experts first would move five times as many bytes as the experts have.
+quantised before it is stored. Weights in 4 bits are unpacked in registers, in every tile again. Where experts have so
+many tokens that this takes longer than writing their numbers and reading them again, they are dequantised first, some
+experts at a time.
 
 A shared expert of the others' size and format may be computed in the same launches, as one more expert, whose choices
 are all tokens and come after the others' choices.
@@ -15,6 +16,7 @@ dimension that a matrix product sums over.
 """
 # mypy: ignore-errors
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,8 @@ from strandline.kernels.experts.activation_triton import activate, activation_ar
 from strandline.kernels.experts.moe import ExpertsWeight, ExpertWeights, SharedExpert, SharedOutput
 from strandline.kernels.experts.moe_list_triton import list_choices
 from strandline.kernels.gemm.formats.operand_triton import FORMATS, TRITON_DTYPES, operand, rows_operand
+from strandline.kernels.gemm.library_triton import dequantize_into
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, plain_rows
@@ -37,6 +41,12 @@ from strandline.kernels.stages_triton import staged
 
 DIVISOR = 16
 """Triton compiles a kernel apart for numbers that this one divides."""
+
+SCRATCH_BYTES = 1 << 29
+"""Memory of weights that are dequantised at a time."""
+
+ALIGNED_EXPERTS = 16
+"""Experts that are dequantised at a time are a multiple of these."""
 
 
 @triton.jit
@@ -409,6 +419,49 @@ def compute_choices(
     gate_T1 = None if shared is None else shared.gate_T1
     shared_TD = shared.out_TD if isinstance(shared, SharedOutput) else None if joined is None else out_AD[num_choices:]
     return ExpertChoices(out_AD[:num_choices], *chosen, shared_TD, gate_T1, experts.held, add_choices)
+
+
+def compute_dequantized(
+    x_TD: Tensor,
+    experts: ExpertWeights,
+    chosen: tuple[Tensor, Tensor],
+    shared: SharedOutput | None,
+    launches: Pair,
+) -> ExpertChoices:
+    """Return what ``compute_choices`` does with weights in 4 bits, dequantising some experts at a time.
+
+    Args:
+        launches: of dense weights.
+    """
+    _, experts_TK = chosen
+    num_tokens, top_k = experts_TK.shape
+    num_held, num_channels, size = experts.down.shape
+    x_TD, num_choices = flat_rows(x_TD), num_tokens * top_k
+    listed = Listed(*list_choices(experts_TK, num_held, 0 if experts.held is None else experts.held.start), top_k)
+    hidden_AF = torch.empty((num_choices, size), dtype=x_TD.dtype, device=x_TD.device)
+    for part, its_listed, up in _dequantized_parts(experts, experts.up, listed, x_TD.dtype):
+        launch_up(x_TD, part._replace(up=up), its_listed, hidden_AF, launches[0])
+    out_AD = torch.empty((num_choices, num_channels), dtype=x_TD.dtype, device=x_TD.device)
+    for part, its_listed, down in _dequantized_parts(experts, experts.down, listed, x_TD.dtype):
+        launch_down(hidden_AF, part._replace(down=down), its_listed, out_AD, launches[1])
+    shared_TD, gate_T1 = (None, None) if shared is None else shared
+    return ExpertChoices(out_AD, *chosen, shared_TD, gate_T1, experts.held, add_choices)
+
+
+def _dequantized_parts(
+    experts: ExpertWeights, weight: CodedWeight, listed: Listed, dtype: torch.dtype
+) -> Iterator[tuple[ExpertWeights, Listed, DenseWeight]]:
+    """Yield some experts at a time, where the list has them, and one of their weights, whose memory is used again."""
+    num_experts, num_outputs, num_inputs = weight.shape
+    bytes_per_expert = num_outputs * num_inputs * dtype.itemsize
+    # Kernels are compiled once for all parts: starts of parts are aligned as the first one is.
+    step = max(ALIGNED_EXPERTS, SCRATCH_BYTES // bytes_per_expert // ALIGNED_EXPERTS * ALIGNED_EXPERTS)
+    scratch_EOI = torch.empty((min(step, num_experts), num_outputs, num_inputs), dtype=dtype, device=weight.words.device)
+    for start in range(0, num_experts, step):
+        span = slice(start, min(start + step, num_experts))
+        values_EOI = scratch_EOI[: span.stop - span.start]
+        dequantize_into(values_EOI.flatten(0, 1), weight[span])
+        yield experts.part(span), listed._replace(starts_E=listed.starts_E[start : span.stop + 1]), DenseWeight(values_EOI)
 
 
 def _unfilled(num_rows: int, size: int, like: Rows, *, is_quantized: bool) -> Rows:

@@ -72,6 +72,11 @@ class ExpertWeights(NamedTuple):
     biases: ExpertBiases | None = None
     """None: there are none. Experts with biases have no shared one before its activation."""
 
+    def part(self, span: slice) -> "ExpertWeights":
+        """Return some of these experts, in the order of these."""
+        biases = None if self.biases is None else ExpertBiases(*(bias[span] for bias in self.biases))
+        return ExpertWeights(self.up[span], self.down[span], self.activation, biases=biases)
+
 
 class SharedExpert(NamedTuple):
     """A shared expert before its activation, or before its first product."""

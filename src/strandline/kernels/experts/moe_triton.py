@@ -20,8 +20,8 @@ from torch import Tensor
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_few
 from strandline.kernels.experts.few_triton import mixture_few
-from strandline.kernels.experts.many_launches import choose_launches
-from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.experts.many_launches import choose_launches, pays_to_dequantize
+from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
 from strandline.kernels.experts.moe import (
     Activation,
     ExpertWeights,
@@ -72,9 +72,11 @@ def mixture(
     if isinstance(shared, SharedExpert) and (launches is Launches.FIXED or not can_join(experts, shared)):
         shared = _output(shared, experts.activation, launches)
     choices_per_expert = chosen[1].numel() // router.logits_TE.shape[1]
-    is_gated = experts.activation.is_gated
-    tiles = choose_launches(type(experts.up), x_TD.dtype, choices_per_expert, launches, is_gated=is_gated)
-    return compute_choices(x_TD, experts, chosen, shared, tiles)
+    is_dequantized = pays_to_dequantize(type(experts.up), choices_per_expert, launches)
+    multiplied, is_gated = DenseWeight if is_dequantized else type(experts.up), experts.activation.is_gated
+    tiles = choose_launches(multiplied, x_TD.dtype, choices_per_expert, launches, is_gated=is_gated)
+    compute = compute_dequantized if is_dequantized else compute_choices
+    return compute(x_TD, experts, chosen, shared, tiles)
 
 
 def projected_mixture(

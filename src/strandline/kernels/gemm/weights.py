@@ -54,8 +54,8 @@ class DenseWeight:
         """Dimensions of the matrices, ``[..., O, I]``."""
         return tuple(self.values_OI.shape)
 
-    def __getitem__(self, index: int) -> "DenseWeight":
-        """Return one of several matrices."""
+    def __getitem__(self, index: int | slice) -> "DenseWeight":
+        """Return one of several matrices, or some of them."""
         return DenseWeight(self.values_OI[index])
 
 
@@ -92,8 +92,8 @@ class ScaledWeight:
         """Dimensions of the matrices, ``[..., O, I]``."""
         return tuple(self.values.shape)
 
-    def __getitem__(self, index: int) -> "ScaledWeight":
-        """Return one of several matrices."""
+    def __getitem__(self, index: int | slice) -> "ScaledWeight":
+        """Return one of several matrices, or some of them."""
         return ScaledWeight(self.values[index], self.scales[index], self.rows_per_scale)
 
     def dequantize(self) -> Tensor:

@@ -20,9 +20,10 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
+from strandline.kernels.experts import many_triton
 from strandline.kernels.experts.few_launches import few_pair
 from strandline.kernels.experts.few_triton import mixture_few
-from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
 from strandline.kernels.launch import Launch, Pair
 
 Shape = tuple[int, int, int, int, int]
@@ -32,6 +33,7 @@ SHAPES: list[Shape] = [(4, 3, 48, 32, 24), (3, 2, 160, 160, 0), (8, 2, 128, 256,
 ACTIVATIONS = [SWIGLU, SWIGLU._replace(limit=0.6), RELU_SQUARED]
 FEW = few_pair((32, 128, 1), 64, 1)
 TILES = (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1))
+DENSE_TILES = (Launch(16, 32, 32, 1, 1, 2), Launch(16, 32, 32, 1, 1))
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 """``|out - expected| / |expected|``; the interpreter cuts bfloat16 off where a GPU rounds it."""
 
@@ -100,12 +102,21 @@ def check_many(case: Case, tiles: tuple[Launch, Launch] = TILES) -> None:
     assert_near(out_TD, case.expected(with_shared=False))
 
 
+def check_dequantized(case: Case, tiles: tuple[Launch, Launch] = DENSE_TILES) -> None:
+    """Dequantise few experts at a time."""
+    with pytest.MonkeyPatch.context() as patch, poisoned_memory():
+        patch.setattr(many_triton, "SCRATCH_BYTES", 1)
+        patch.setattr(many_triton, "ALIGNED_EXPERTS", 2)
+        out_TD = added_up(compute_dequantized(case.x_TD, case.experts, case.chosen, None, tiles))
+    assert_near(out_TD, case.expected(with_shared=False))
+
+
 def assert_near(found: Tensor, expected: Tensor) -> None:
     error = float((found.double() - expected).norm() / expected.norm())
     assert error < TOLERANCES[found.dtype], error
 
 
-DTYPES, GROUPS, CHECKS = (torch.float32, torch.bfloat16), (16, 32), (check_few, check_many)
+DTYPES, GROUPS, CHECKS = (torch.float32, torch.bfloat16), (16, 32), (check_few, check_many, check_dequantized)
 PAIRS = {
     (DTYPES[(3 - row + column) % 3 % 2], GROUPS[(row + column) % 3 % 2], activation, shape)
     for row, shape in enumerate(SHAPES)

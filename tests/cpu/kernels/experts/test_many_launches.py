@@ -9,7 +9,9 @@ from strandline.kernels.experts.many_launches import (
     CHOICES_PER_EXPERT_SEVERAL,
     MEASURED,
     choose_launches,
+    pays_to_dequantize,
 )
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.operation import Launches
 
 
@@ -38,3 +40,15 @@ def test_experts_without_a_gate_have_prefill_tiles_of_their_own() -> None:
             chosen = choose_launches(format_class, torch.bfloat16, CHOICES_PER_EXPERT_PREFILL, launches, is_gated=False)
             gated = measured.fixed[2] if launches is Launches.FIXED else measured.prefill
             assert chosen == (measured.prefill_ungated or gated)
+
+
+def test_weights_in_4_bits_are_dequantised_for_many_choices() -> None:
+    for format_class, measured in MEASURED.items():
+        least = measured.min_dequantized
+        if least is None:
+            assert format_class in (DenseWeight, ScaledWeight)
+            assert not pays_to_dequantize(format_class, 1 << 20, Launches.MEASURED)
+        else:
+            assert pays_to_dequantize(format_class, least, Launches.MEASURED)
+            assert not pays_to_dequantize(format_class, least - 1, Launches.MEASURED)
+        assert not pays_to_dequantize(format_class, 1 << 20, Launches.FIXED)

@@ -41,7 +41,7 @@ pytest.importorskip("triton")
 from strandline.kernels.experts import few_launches, many_launches, moe_triton
 from strandline.kernels.experts.few_launches import few_pair
 from strandline.kernels.experts.many_launches import Measured
-from strandline.kernels.experts.many_triton import compute_choices
+from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
 
 Shape = tuple[int, int, int, int, int]
 """Experts, choices of a token, channels, features, features of the shared expert; 0: there is none."""
@@ -55,6 +55,7 @@ WAYS: dict[str, Callable[..., Summand]] = {
 }
 
 FEW = few_pair((32, 128, 1), 64, 1)
+DENSE_TILES = (Launch(16, 32, 32, 1, 1, 2), Launch(16, 32, 32, 1, 1))
 
 
 def fp8_weight(num_experts: int, num_rows: int, num_inputs: int, *, size: int, device: str, **_: Any) -> ScaledWeight:
@@ -257,8 +258,11 @@ def check_experts(
     shared = SharedOutput(torch.randn_like(case.x_TD), case.gate_T1)
     expected = sum_of_chosen(*arguments, shared).double()
     with poisoned_memory():
-        out_TD = added_up(compute_choices(*arguments, shared, tiles))
-    assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(name, dtype, device)
+        results = [added_up(compute_choices(*arguments, shared, tiles))]
+        if isinstance(case.up, FourBitWeight):
+            results.append(added_up(compute_dequantized(*arguments, shared, DENSE_TILES)))
+    for out_TD in results:
+        assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(name, dtype, device)
 
 
 def check_joined(

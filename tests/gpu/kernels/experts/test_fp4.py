@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from strandline.kernels.experts.few_launches import FEW
-from strandline.kernels.experts.many_launches import FP4
+from strandline.kernels.experts.many_launches import DENSE, FP4
 from strandline.kernels.experts.moe import Activation
 from strandline.kernels.gemm.weights import Fp4Weight
-from tests.cpu.kernels.experts.test_fp4 import ACTIVATIONS, Case, check_few, check_many
+from tests.cpu.kernels.experts.test_fp4 import ACTIVATIONS, Case, check_dequantized, check_few, check_many
 
 SHAPES = [(16, 8, 2048, 512, 512), (8, 6, 2688, 1856, 3712), (4, 2, 1000, 160, 48)]
 
@@ -33,3 +33,14 @@ def test_experts_of_few_tokens(
 def test_experts_of_many_tokens(shape: Any, activation: Activation, group: int, pair: Any) -> None:
     torch.manual_seed(0)
     check_many(Case(70, shape, torch.bfloat16, "cuda", activation, group), pair)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_of_so_many_tokens_that_weights_are_dequantised(
+    shape: Any, activation: Activation, group: int
+) -> None:
+    torch.manual_seed(0)
+    tiles = DENSE.prefill if activation.is_gated else DENSE.prefill_ungated
+    check_dequantized(Case(300, shape, torch.bfloat16, "cuda", activation, group), tiles)
