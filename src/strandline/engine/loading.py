@@ -16,6 +16,7 @@ from strandline.device.hardware.dtypes import (
     choose_dtype,
     choose_kv_cache_dtype,
     choose_storage,
+    drafts_in_fp8,
     kept_note,
     peak_note,
     unused_note,
@@ -138,7 +139,10 @@ def load_uni_executor(
         records_routing=config.enable_return_routed_experts,
     )
     layout = lay_out_in_half if choice.is_widened else lay_out
-    complete = partial(_complete, drafter=drafter, config=config, device=device, layout=layout)
+    has_rounded_head = (has_drafts or drafter is not None) and drafts_in_fp8(config, device, choice.dtype)
+    complete = partial(
+        _complete, drafter=drafter, config=config, has_rounded_head=has_rounded_head, device=device, layout=layout
+    )
     with compiling(config, device, ranks.rank) as compilation:
         model = complete(load(directory, load_format=config.load_format))
     loading_s = {"compilation": compilation.waited_s, "weights": SYSTEM_CLOCK() - start_s - compilation.waited_s}
@@ -173,10 +177,15 @@ def _complete(
     model: LoadedModel,
     drafter: DrafterConfig | None,
     config: EngineConfig,
+    has_rounded_head: bool,
     device: torch.device,
     layout: Layout,
 ) -> LoadedModel:
-    """Load a drafter that has its own files, limit what is drafted, and lay out the weights."""
+    """Load a drafter that has its own files, limit what is drafted, and lay out the weights.
+
+    Args:
+        has_rounded_head: whether drafts take an output head in FP8.
+    """
     if drafter is not None:
         kv_cache_dtype = choose_kv_cache_dtype(config, device)
         load_drafter(cast(CausalLM, model), drafter, device, config.load_format, config.seed, kv_cache_dtype)
@@ -185,6 +194,8 @@ def _complete(
     if device.type == "meta":
         cast(CausalLM, model).keep_distinct_layers()
     model.lay_out(layout)
+    if has_rounded_head:
+        model.round_draft_head()
     return model
 
 

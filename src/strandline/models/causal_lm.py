@@ -21,6 +21,7 @@ from strandline.kernels.operation import Operation
 from strandline.models.adapter_slots import AdapterSlots
 from strandline.models.block_drafter import BlockDrafter
 from strandline.models.distinct_layers import distinct_layers
+from strandline.models.draft_head import rounded_head
 from strandline.models.eagle_drafter import EagleDrafter
 from strandline.models.layers.attention import Attention, KVScales
 from strandline.models.layers.decoder import Decoder
@@ -149,6 +150,16 @@ class CausalLM(nn.Module):
         if isinstance(self.drafter, BlockDrafter) and self.drafter.head is not None:
             raise ConfigError("--speculative-config: draft_vocab_size is not for a drafter with its own output head")
         self.decoder.num_draftable = min(num_tokens, self.vocab_size)
+
+    def round_draft_head(self) -> None:
+        """Draft with the output head in FP8, in memory of its own; called after ``lay_out``, before ``use_kernels``.
+
+        Drafters with a head of their own, and heads that are not dense, stay as they are.
+        """
+        drafter = self.drafter
+        head = self.decoder.draft_rows
+        if drafter is not None and (isinstance(drafter, DraftLayer) or drafter.head is None) and head is not None:
+            self.decoder.draft_weight = rounded_head(head)
 
     def _whole_spec(self) -> ModelSpec:
         spec, drafter = self.decoder.spec, self.drafter

@@ -1,16 +1,30 @@
-"""The output head of a drafter that has its own: of all tokens, or of frequent ones alone.
+"""Output heads of drafts: of a drafter that has its own, for all tokens or frequent ones alone; or the model's in FP8.
 
 Shape suffixes: N rows, E hidden size of the drafter, V tokens that are drafted, Z tokens of this rank's logits.
 """
+
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
+from strandline.kernels.gemm.weights import ScaledWeight
 from strandline.kernels.ranks import columns_of
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets
+from strandline.models.storage.quantizers import Fp8Quantizer
+
+ROWS_AT_ONCE: Final = 1 << 13
+"""Rows of a head that are rounded at a time: a multiple of those that share a scale."""
+
+
+def rounded_head(weight_OI: Tensor) -> ScaledWeight:
+    """Return an output head in FP8. Drafts are verified, so that rounding changes none of the outputs."""
+    quantizer, largest = Fp8Quantizer(), torch.zeros((), device=weight_OI.device)
+    parts = [quantizer.quantize(rows, largest).parts for rows in weight_OI.split(ROWS_AT_ONCE)]
+    return ScaledWeight(torch.cat([part[""] for part in parts]), torch.cat([part["_scale_inv"] for part in parts]))
 
 
 class DraftHead(nn.Module):

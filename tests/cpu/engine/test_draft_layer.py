@@ -17,11 +17,13 @@ from strandline.device.batches.batch import DeviceBatch, HostBatch
 from strandline.device.runner import Runner
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine import loading
 from strandline.engine.drafting.drafting import DraftLayerDrafter
 from strandline.engine.requests.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.gemm.weights import ScaledWeight
 from strandline.records.actions import FoldLog
 from strandline.records.plan import SequencePlan, StepPlan, StepResult
 from tests.cpu.engine.eager_graphs import replay_eagerly
@@ -428,3 +430,20 @@ def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
     assert all(x.log for x in appended)
     assert any(isinstance(action, FoldLog) and not action.holds_drafts for plan in plans for action in plan.actions)
     assert llm.engine.core.stats().speculation.num_accepted_tokens
+
+
+def test_an_output_head_in_fp8_drafts_nearly_as_well(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make(0)
+    monkeypatch.setattr(loading, "drafts_in_fp8", lambda *_: True)
+    llm = make(speculative_config={"method": "mtp", "num_speculative_tokens": 1, "adaptive": False})
+    model: Any = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
+    assert isinstance(model.decoder.draft_weight, ScaledWeight)
+    prompt = ids(llm)
+    answer, drafts = run(llm, prompt)
+    assert answer == run(plain, prompt)[0]
+    hidden_NE = torch.randn(200, model.embedding_size)
+    rounded, exact = model.draft_logits(hidden_NE).argmax(-1), model.logits(hidden_NE).argmax(-1)
+    assert (rounded == exact).float().mean() > 0.9
+    assert sum(len(drafted) > 0 for drafted in drafts.values()) > 5

@@ -150,6 +150,17 @@ def why_dequantized(formats: Sequence[WeightFormat], device: torch.device) -> st
     return why_unavailable("Triton", kind_of(device))
 
 
+def drafts_in_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the output head is best kept in FP8 for drafts as well: it is most of what a draft reads.
+
+    Args:
+        dtype: of activations.
+    """
+    if config.dequantize or dtype == torch.float32 or kind_of(device) != "cuda":
+        return False
+    return gpu_of(device).capability >= E4M3_CAPABILITY and why_unavailable("Triton", kind_of(device)) is None
+
+
 def _schemes(formats: Sequence[WeightFormat]) -> str:
     return " and ".join(str(format.scheme) for format in formats)
 

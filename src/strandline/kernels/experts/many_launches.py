@@ -71,7 +71,6 @@ FOUR_BIT: Final = Measured(
     prefill=(Launch(64, 64, BLOCK_INPUTS, 4, 3, 2), Launch(64, 128, BLOCK_INPUTS, 4, 3)),
     fixed=(middle, middle, middle),
     float32=(Launch(32, 32, BLOCK_INPUTS, 4, 2), Launch(32, 32, BLOCK_INPUTS, 4, 2)),
-    min_dequantized=128,
 )
 
 FP4: Final = Measured(
@@ -80,7 +79,7 @@ FP4: Final = Measured(
     prefill=fp4_middle,
     fixed=(fp4_middle, fp4_middle, fp4_middle),
     float32=FOUR_BIT.float32,
-    min_dequantized=96,
+    min_dequantized=160,
 )
 
 MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}

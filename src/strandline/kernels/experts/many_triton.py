@@ -456,12 +456,13 @@ def _dequantized_parts(
     bytes_per_expert = num_outputs * num_inputs * dtype.itemsize
     # Kernels are compiled once for all parts: starts of parts are aligned as the first one is.
     step = max(ALIGNED_EXPERTS, SCRATCH_BYTES // bytes_per_expert // ALIGNED_EXPERTS * ALIGNED_EXPERTS)
-    scratch_EOI = torch.empty((min(step, num_experts), num_outputs, num_inputs), dtype=dtype, device=weight.words.device)
+    scratch_EOI = weight.words.new_empty((min(step, num_experts), num_outputs, num_inputs), dtype=dtype)
     for start in range(0, num_experts, step):
         span = slice(start, min(start + step, num_experts))
         values_EOI = scratch_EOI[: span.stop - span.start]
         dequantize_into(values_EOI.flatten(0, 1), weight[span])
-        yield experts.part(span), listed._replace(starts_E=listed.starts_E[start : span.stop + 1]), DenseWeight(values_EOI)
+        its_listed = listed._replace(starts_E=listed.starts_E[start : span.stop + 1])
+        yield experts.part(span), its_listed, DenseWeight(values_EOI)
 
 
 def _unfilled(num_rows: int, size: int, like: Rows, *, is_quantized: bool) -> Rows:

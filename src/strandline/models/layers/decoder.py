@@ -22,7 +22,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.gemm.linear import Linear, bind_linear, linear
-from strandline.kernels.gemm.weights import DenseWeight, Layout
+from strandline.kernels.gemm.weights import DenseWeight, Layout, ScaledWeight
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
@@ -235,6 +235,8 @@ class Decoder(nn.Module):
                 weight[len(self.held_tokens) :].zero_()
         self.num_draftable: int | None = None
         """The first tokens, which alone are drafted; None: all. To be set before ``use_kernels``."""
+        self.draft_weight: ScaledWeight | None = None
+        """The output head of drafts, if it is another one. To be set before ``use_kernels``."""
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
         self.windowed_factor = 1.0 if windowed_rotary is None else windowed_rotary.attention_factor
         self.picture_token_id: int | None = None
@@ -277,11 +279,17 @@ class Decoder(nn.Module):
         self._embed_held = kernels[embed_held]
         self._rotary_table, self._rotary_table_3d = kernels[rotary_table], kernels[rotary_table_3d]
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
-        head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
         self._draft_head: Linear | None = None
-        # Rows of other forms cannot be sliced.
-        if self.num_draftable is not None and isinstance(head, DenseWeight):
-            self._draft_head = bind_linear(kernels, DenseWeight(head.values_OI[: self.num_draftable]))
+        if self.draft_weight is not None:
+            self._draft_head = bind_linear(kernels, self.draft_weight)
+        elif self.num_draftable is not None and self.draft_rows is not None:
+            self._draft_head = bind_linear(kernels, DenseWeight(self.draft_rows))
+
+    @property
+    def draft_rows(self) -> Tensor | None:
+        """The output head's rows of tokens that are drafted; None: it is in a form whose rows cannot be sliced."""
+        head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
+        return head.values_OI[: self.num_draftable] if isinstance(head, DenseWeight) else None
 
     @property
     def spec(self) -> ModelSpec:
@@ -370,7 +378,7 @@ class Decoder(nn.Module):
     def draft_logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits of the tokens that are drafted, neither scaled nor capped, whose order is the same."""
         if self._draft_head is not None:
-            return self._draft_head(hidden_NE)
+            return self._without_spare(self._draft_head(hidden_NE))
         return self._without_spare(self._head_products(hidden_NE))[:, : self.num_draftable]
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:

@@ -217,6 +217,9 @@ class LoadableModel(LanguageModel, Protocol):
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of the weights; they cannot be loaded or moved afterwards."""
 
+    def round_draft_head(self) -> None:
+        """Draft with the output head in FP8, in memory of its own; called after ``lay_out``, before ``use_kernels``."""
+
     def targets(self, names: frozenset[str]) -> NamedTargets:
         """Yield the required published tensors with their targets, given the published ``names``."""
 
