@@ -432,9 +432,7 @@ def test_steps_without_drafts_overlap_and_keep_logs_of_decoded_tokens(
     assert llm.engine.core.stats().speculation.num_accepted_tokens
 
 
-def test_an_output_head_in_fp8_drafts_nearly_as_well(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_head_in_fp8_drafts_nearly_as_well(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(0)
     monkeypatch.setattr(loading, "drafts_in_fp8", lambda *_: True)
     llm = make(speculative_config={"method": "mtp", "num_speculative_tokens": 1, "adaptive": False})
