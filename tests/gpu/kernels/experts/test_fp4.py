@@ -38,7 +38,7 @@ def test_experts_of_many_tokens(shape: Any, activation: Activation, group: int, 
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_experts_of_so_many_tokens_that_weights_are_dequantised(shape: Any, activation: Activation, group: int) -> None:
+def test_experts_whose_weights_are_dequantised_first(shape: Any, activation: Activation, group: int) -> None:
     torch.manual_seed(0)
     tiles = DENSE.prefill if activation.is_gated else DENSE.prefill_ungated
     check_dequantized(Case(300, shape, torch.bfloat16, "cuda", activation, group), tiles)
