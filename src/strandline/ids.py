@@ -50,6 +50,9 @@ NULL_BLOCK: Final = BlockId(0)
 NULL_SLOT: Final = SlotId(0)
 NULL_LOG: Final = LogId(0)
 
+NO_ADDRESS: Final = 0
+"""The address in a store of what is not there. Stores number what they hold from 1."""
+
 FIRST_VIRTUAL_ID: Final = 2**31
 """The least id of a picture's token. No vocabulary has as many tokens."""
 

@@ -4,37 +4,25 @@
 it, and works without.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from strandline.cache.lease import Lead
 from strandline.cache.resume import Match
 from strandline.cache.tree import Run, Snapshot
-from strandline.cache.use import Use
 from strandline.records.tokens import TokenBuffer
 
 
 class FirstTier(Protocol):
     """The tier that what the device evicts is offered to."""
 
-    def demote_snapshot(self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None) -> None:
-        """Take in a snapshot that the device evicts, if it is worth it.
+    def demote_snapshot(self, snapshot: Snapshot) -> None:
+        """Take in a snapshot that the device evicts, while it is still in the index, if it is worth it."""
+
+    def demote_blocks(self, run: Run, kept: int) -> None:
+        """Take in those blocks of a childless run from ``kept`` on that the tier needs, before the device evicts them.
 
         Args:
-            snapshot: it, while it is still in the index.
-            data: the tokens before it, encoded.
-            tail: the device's block that contains its position; None: the position is at a block's end.
-        """
-
-    def demote_blocks(
-        self, salt: str, data: bytes, first: int, blocks: Sequence[int], *, use: Use, is_shared: bool
-    ) -> None:
-        """Take in those blocks of a path that the device evicts and that the tier needs.
-
-        Args:
-            data: the tokens of the path to the end of the blocks, encoded.
-            first: the index of the first block in the path.
-            use, is_shared: those of the run that they belong to.
+            kept: number of blocks that the run retains.
         """
 
 

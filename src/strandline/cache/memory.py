@@ -11,7 +11,7 @@ from typing import Final
 from strandline.cache.announcements import Announces
 from strandline.cache.below import FirstTier
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue, can_evict, resolve
-from strandline.cache.last_blocks import demote_blocks, demote_snapshot, run_of_last_block, stubs_that_need
+from strandline.cache.last_blocks import run_of_last_block, stubs_that_need
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
@@ -388,7 +388,7 @@ class CacheMemory:
         Waiting requests that would have resumed there resume at the snapshot above.
         """
         if self.lower is not None:
-            demote_snapshot(self.lower, snapshot)
+            self.lower.demote_snapshot(snapshot)
         self._drop_snapshot(snapshot)
 
     def _drop_snapshot(self, snapshot: Snapshot) -> None:
@@ -430,7 +430,7 @@ class CacheMemory:
         evicted = run.blocks[kept:]
         key = bytes(run.tokens[kept * BLOCK_KEY_BYTES : (kept + 1) * BLOCK_KEY_BYTES])
         if self.lower is not None:
-            demote_blocks(self.lower, run, kept)
+            self.lower.demote_blocks(run, kept)
         if self.announcer is not None:
             self.announcer.remove_blocks(run, kept)
         del run.blocks[kept:], run.hashes[kept:]
@@ -444,9 +444,9 @@ class CacheMemory:
         """Remove a childless run of one block from the index, and the stubs whose tokens only that block holds."""
         parent, key = run.parent, run.first_key
         if self.lower is not None:
-            demote_blocks(self.lower, run, 0)
+            self.lower.demote_blocks(run, 0)
             for stub in stubs_that_need(run):
-                demote_snapshot(self.lower, stub)
+                self.lower.demote_snapshot(stub)
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
         if self.announcer is not None:
             self.announcer.remove_blocks(run, 0)

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from strandline.ids import NULL_BLOCK
+from strandline.ids import NULL_BLOCK, BlockId
 
 
 class Window:
@@ -27,6 +27,11 @@ class Window:
     def held(self) -> "array[int]":
         """Its blocks without the null blocks."""
         return self.blocks[self.first :]
+
+    @property
+    def ids(self) -> tuple[BlockId, ...]:
+        """Its blocks without the null blocks, for actions."""
+        return tuple(map(BlockId, self.held))
 
     @property
     def packed(self) -> bytes:

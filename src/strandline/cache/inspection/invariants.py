@@ -15,14 +15,13 @@ from strandline.cache.lease import Lease
 from strandline.cache.probation import max_probes
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.part import NO_ADDRESS
-from strandline.cache.tiers.spills import NOTHING_ON_ITS_WAY, OnTheirWay
+from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import TierRun
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.cache.window import NO_WINDOW
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_BLOCK, NULL_LOG, NULL_SLOT
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
@@ -52,9 +51,9 @@ def check(checked: PrefixCache) -> None:
     _check_probes(cache, snapshots)
     if isinstance(cache.below, Loads):
         _check_tree(cache.below.tiers)
-        arriving = [NOTHING_ON_ITS_WAY, *(spills.on_their_way() for spills in cache.below.spills)]
-        for tier, on_their_way in zip(cache.below.tiers, arriving, strict=False):
-            _check_tier(cache, tier, on_their_way)
+        targets = [move.target for move in cache.below.moves if isinstance(move.target, TierTarget)]
+        for tier in cache.below.tiers:
+            _check_tier(cache, tier, [target for target in targets if target.tier is tier])
 
 
 def _require(condition: bool, message: str) -> None:
@@ -295,9 +294,11 @@ def _check_tier_run(run: TierRun, tiers: tuple[LowerTier, ...]) -> None:
         _require(part.num_blocks == num_blocks, f"{where}: {part.num_blocks} blocks counted, a tier has {num_blocks}")
 
 
-def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) -> None:
-    """Check the entries of a tier."""
-    num_used = sum(lower.to_free.values()) + on_their_way.num_blocks
+def _check_tier(cache: Internals, lower: LowerTier, targets: list[TierTarget]) -> None:
+    """Check the entries of a tier, which is the target of some moves."""
+    num_used = sum(chain(lower.to_free.values(), *(target.sizes.values() for target in targets)))
+    arriving = {block for target in targets for block in target.blocks.locate().values()}
+    arriving_copies = {target.copy for target in targets}
     tree, column, returning = lower.tree, lower.column, lower.returning_blocks()
     for name, root in tree.roots.items():
         for copy in column.below(root):
@@ -306,7 +307,7 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
             _require(copy.column is column, f"{where} is in another tier")
             saved_tokens = copy.saved_tokens
             _require(0 < saved_tokens <= copy.position, f"{where} is said to save {saved_tokens} tokens")
-            if copy in on_their_way.snapshots:
+            if copy in arriving_copies:
                 _require(copy.address == copy.tail_address == NO_ADDRESS, f"{where} can be loaded before it is there")
                 continue
             _require((copy.address != NO_ADDRESS) == lower.has_snapshots, f"{where} has address {copy.address}")
@@ -323,7 +324,7 @@ def _check_tier(cache: Internals, lower: LowerTier, on_their_way: OnTheirWay) ->
                 index = run.start_block + own
                 where = f"the demoted block {index}"
                 is_needed = any(True for _ in column.below(run, index + 1))
-                is_there = (run, own) in returning or (run, own) in on_their_way.blocks or address != NO_ADDRESS
+                is_there = (run, own) in returning or (run, own) in arriving or address != NO_ADDRESS
                 if is_needed and not is_there and device is not None:
                     is_there = _has_block(device, path[: (index + 1) * BLOCK_KEY_BYTES])
                 is_right = is_there if is_needed else address == NO_ADDRESS

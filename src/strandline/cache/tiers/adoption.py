@@ -1,23 +1,25 @@
-"""Adoption: rebuilds what a store has of the tree from the descriptions of files that an earlier process has written.
+"""Adoption: the moves to an empty tier of what its files hold from an earlier process, which are done at once.
 
 Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs. Uses are dated back by how long
 the files have not been used.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
 from strandline.cache.tiers.neighbours import position_above
-from strandline.cache.tiers.part import NO_ADDRESS
+from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.cache.use import Use, UseHistory
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import NO_ADDRESS
 from strandline.records.account import SnapshotKind
+from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class _Block(NamedTuple):
@@ -30,18 +32,10 @@ class _Block(NamedTuple):
     address: int
 
 
-class _Path(NamedTuple):
-    """A whole path of blocks."""
-
-    data: bytes
-    """Its tokens, encoded."""
-    addresses: list[int]
-
-
 Known = dict[tuple[str, bytes], _Block]
 """By tree, and the hash of the path that ends with the block."""
-Entry = tuple[Copy, str, _Path]
-"""A snapshot, the name of its tree and the whole blocks before it."""
+Entry = tuple[StoredPath, Use]
+"""A snapshot with all whole blocks before it, and its last use."""
 
 
 def last_address(kept: Kept) -> int:
@@ -54,23 +48,29 @@ def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
     known = _known_blocks(kept)
     entries = list(_snapshots(kept, known, reuse) if tier.has_snapshots else _ends(kept, known, reuse))
     sizes = dict.fromkeys(_addresses(kept), 1)
-    sizes |= {demoted.address: tier.snapshot_blocks(demoted.position) for demoted, *_ in entries}
+    sizes |= {path.address: tier.snapshot_blocks(path.position) for path, _ in entries}
     sizes.pop(NO_ADDRESS, None)
     tier.num_used = sum(sizes.values())
-    for demoted, tree, path in sorted(entries, key=lambda entry: entry[0].position):
-        data = path.data + demoted.snapshot.key
-        if tier.copy_of(tree, data, demoted.position) is None:
-            demoted.saved_tokens -= position_above(tier.column, tier.tree.root(tree), data, demoted.position)
-            tier.enter(demoted, tree, data)
-            for address in (demoted.address, demoted.tail_address):
-                sizes.pop(address, None)
-            for run, start, end in demoted.snapshot.whole_blocks:
-                addresses = tier.column.part(run).addresses
-                for index in range(start, end):
-                    addresses[index] = path.addresses[run.start_block + index]
-                    sizes.pop(addresses[index], None)
+    for path, use in sorted(entries, key=lambda entry: entry[0].position):
+        if tier.copy_of(path.tree, path.data, path.position) is None:
+            for address in _enter(tier, path, use).sizes:
+                del sizes[address]
     tier.free(sizes)
     tier.make_room(0, ANY_WORTH)
+
+
+def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
+    """Enter a snapshot and the blocks before it that the tier lacks."""
+    position, num_blocks = path.position, len(path.addresses)
+    above = position_above(tier.column, path.tree, path.data, position)
+    snapshot = TierSnapshot(position, path.data[num_blocks * BLOCK_KEY_BYTES :])
+    copy = Copy(snapshot, path.kind, use, position - above, is_shared=path.is_shared)
+    end = tier.tree.walk(path.tree, path.data, num_blocks)
+    first = 0 if end is None else tier.column.last_on_path(end).depth
+    blocks = StoredBlocks(first, tuple(path.addresses.values())[first:])
+    target = TierTarget(tier, copy, replace(path, blocks=blocks))
+    target.arrive()
+    return target
 
 
 def _addresses(kept: Kept) -> list[int]:
@@ -93,8 +93,8 @@ def _known_blocks(kept: Kept) -> Known:
     return known
 
 
-def _path(known: Known, tree: str, path_hash: bytes) -> _Path | None:
-    """Return the path with a hash, or None if not all of its blocks are known."""
+def _whole_path(known: Known, tree: str, path_hash: bytes) -> tuple[bytes, StoredBlocks] | None:
+    """Return the path with a hash, encoded, and its blocks, or None if not all of them are known."""
     root, blocks = root_hash(tree), list[_Block]()
     while path_hash != root:
         block = known.get((tree, path_hash))
@@ -102,30 +102,29 @@ def _path(known: Known, tree: str, path_hash: bytes) -> _Path | None:
             return None
         blocks.append(block)
         path_hash = block.before
-    return _Path(b"".join([block.tokens for block in blocks[::-1]]), [block.address for block in blocks[::-1]])
+    data = b"".join([block.tokens for block in blocks[::-1]])
+    return data, StoredBlocks(0, tuple(block.address for block in blocks[::-1]))
 
 
 def _snapshots(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
     """Yield the snapshots that have all blocks that they need."""
-    for snapshot in kept.snapshots:
-        path = _path(known, snapshot.tree, snapshot.before)
-        if path is None or bool(snapshot.tail_address) != bool(snapshot.key):
-            continue
-        position, use = len(path.addresses) * BLOCK_TOKENS + len(snapshot.key) // TOKEN_BYTES, _use(snapshot, reuse)
-        stored = TierSnapshot(position, snapshot.key)
-        demoted = Copy(stored, snapshot.kind, use, position, is_shared=snapshot.is_shared)
-        demoted.address, demoted.tail_address = snapshot.address, snapshot.tail_address
-        yield demoted, snapshot.tree, path
+    for each in kept.snapshots:
+        found = _whole_path(known, each.tree, each.before)
+        if found is not None and bool(each.tail_address) == bool(each.key):
+            data, blocks = found
+            addresses, kind, past_bin = (each.address, each.tail_address), each.kind, each.interarrival_bin
+            path = StoredPath(each.tree, data + each.key, blocks, *addresses, kind, past_bin, each.is_shared)
+            yield path, _use(each, reuse)
 
 
 def _ends(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
     """Yield an end for each group of blocks that were stored together, where prompts resume without snapshots."""
-    for blocks in kept.blocks:
-        path = _path(known, blocks.tree, [blocks.before, *block_hashes(blocks.before, blocks.tokens)][-1])
-        if path is not None:
-            position, use = len(path.addresses) * BLOCK_TOKENS, _use(blocks, reuse)
-            end, kind = TierSnapshot(position, b""), SnapshotKind.GENERATION_END
-            yield Copy(end, kind, use, position, is_shared=blocks.is_shared), blocks.tree, path
+    kind, no_addresses = SnapshotKind.GENERATION_END, (NO_ADDRESS, NO_ADDRESS)
+    for each in kept.blocks:
+        found = _whole_path(known, each.tree, [each.before, *block_hashes(each.before, each.tokens)][-1])
+        if found is not None:
+            path = StoredPath(each.tree, *found, *no_addresses, kind, each.interarrival_bin, each.is_shared)
+            yield path, _use(each, reuse)
 
 
 def _use(entry: KeptBlocks | KeptSnapshot, reuse: UseHistory) -> Use:

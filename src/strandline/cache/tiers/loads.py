@@ -1,16 +1,12 @@
 """Loads: prefixes whose bytes are on their way into the device's memory, from a store below it or from a peer.
 
-A load is a lease without a request: its blocks and its snapshots' slots are filled by one transfer or several, and
-published when all have ended well. Until then a request that needs them follows the load, as it would follow a running
-request.
-
-Invariants: what a transfer writes is held until its completion, also if the request that it was begun for has ended;
-nothing of a load is published, and so nothing can be read, before all of it has arrived.
+A load is a move to the device, whose target is a lease without a request (``device_target.py``): blocks and slots that
+are filled by one transfer or several, and published when all have ended well. Until then a request that needs them
+follows the load, as it would follow a running request.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
 from typing import Final, NamedTuple
@@ -18,31 +14,32 @@ from typing import Final, NamedTuple
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.holds import Holds
-from strandline.cache.lease import Cut, Lead, Lease
+from strandline.cache.lease import Lead, Lease
 from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import NO_MATCH, Match
 from strandline.cache.tiers.adoption import adopt, last_address
+from strandline.cache.tiers.demotion import Demotion
+from strandline.cache.tiers.device_target import DeviceTarget, num_slabs_for
 from strandline.cache.tiers.flush import Flush
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.moves import Move, Moves
 from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.stats import LowerStats
-from strandline.cache.tiers.stored_windows import ids_of, let_go, num_slabs_for, take_window
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
-from strandline.cache.tiers.tier_load import TierLoad
+from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_tree import PathEnd, TierTree
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
-from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT, BlockId, RequestId, TransferId
+from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
-from strandline.records.actions import CancelTransfer, Completion, LoadIn, MoveBlock, SnapshotCopy, StoreOut
+from strandline.records.actions import CancelTransfer, Completion, LoadIn, SnapshotCopy
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 
 PIECE_SLABS: Final = 2
-"""Size of the transfers of a load whose memory is exchanged (``cache/tiers/tier_load.py``), in slabs."""
+"""Size of the transfers of a load whose memory is exchanged (``cache/tiers/tier_sources.py``), in slabs."""
 MIN_PIECE_BLOCKS: Final = 16
 """Their size in blocks, at least."""
 
@@ -58,54 +55,40 @@ class Loads:
     def __init__(
         self, cache: PrefixCache, lower: Sequence[LowerMemory] = (), *, announcer: Announcer | None = None
     ) -> None:
-        parts = cache.internals()
+        parts = self._parts = cache.internals()
         self._memory = parts.memory
         self._index = parts.index
-        self._publisher = parts.publisher
-        self._counters = parts.counters.loads
-        self._leases = parts.leases
         self._num_slots = parts.states.num_slots
         """Slots that a request needs, and a snapshot that is loaded for it."""
         self._rule = parts.rule
-        self._loads: dict[RequestId, _Load] = {}
+        self.moves = Moves(self._memory.issue)
+        self._loads: dict[RequestId, Move[DeviceTarget]] = {}
         """By the name of the lease."""
-        self._load_of: dict[TransferId, _Load] = {}
-        """By transfer under way."""
-        self._num_transfers = 0
         self.tiers = self._new_tiers(lower if cache.is_enabled else (), parts.reuse, announcer)
         """Nearest first."""
         self._tier_of = {tier.store: tier for tier in self.tiers}
         """By the name of its store."""
-        holds, issue = Holds(cache), self._memory.issue
-        self.spills = tuple(Spills(*pair, issue, holds, self.next_transfer) for pair in pairwise(self.tiers))
+        self.first_tier = Demotion(self.tiers[0], self.moves) if self.tiers else None
+        holds = Holds(cache)
+        self.spills = tuple(Spills(*pair, self.moves, holds) for pair in pairwise(self.tiers))
         """The spills from each tier to the next."""
         self.flush: Flush | None = None
         """Replaces the spills before the process ends."""
         cache.attach(self)
 
-    @property
-    def first_tier(self) -> LowerTier | None:
-        """The tier that takes in what the device evicts; None: there are no tiers."""
-        return self.tiers[0] if self.tiers else None
-
     def __len__(self) -> int:
         return len(self._loads)
 
     def __iter__(self) -> Iterator[Lease]:
-        return (load.lease for load in self._loads.values())
-
-    def next_transfer(self) -> TransferId:
-        """Return a number for a transfer, of any kind."""
-        self._num_transfers += 1
-        return TransferId(self._num_transfers)
+        return (load.target.lease for load in self._loads.values())
 
     def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:
         """Return the load that brings the longest prefix of a prompt, if longer than ``beyond``. Changes nothing."""
         best: Lead | None = None
         for load in self._loads.values():
-            lease = load.lease
+            lease = load.target.lease
             if lease.root is root:
-                for position in load.positions:
+                for position in load.target.positions:
                     is_longer = position > (best.position if best else beyond)
                     if is_longer and tokens.data.startswith(lease.tokens.slice(0, position)):
                         best = Lead(lease, position)
@@ -116,11 +99,15 @@ class Loads:
     ) -> tuple[LowerTier, ...]:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
         addresses = partial(next, count(1 + max((last_address(memory.kept) for memory in memories), default=0)))
-        issue, next_transfer, rule = self._memory.issue, self.next_transfer, self._rule
         tree = TierTree(len(memories), next((memory.key for memory in memories if memory.key is not None), None))
         tiers = tuple(
             LowerTier(
-                memory, column, WorthPerByte(memory.snapshots.blocks_at, reuse), issue, next_transfer, addresses, rule
+                memory,
+                column,
+                WorthPerByte(memory.snapshots.blocks_at, reuse),
+                self._memory.issue,
+                addresses,
+                self._rule,
             )
             for memory, column in zip(memories, tree.columns, strict=True)
         )
@@ -212,7 +199,7 @@ class Loads:
             beyond: ignore loads that share no more tokens of the prompt than this.
         """
         root = self._index.roots.get(salt)
-        same_root = [load.lease for load in self._loads.values() if load.lease.root is root]
+        same_root = [lease for lease in self if lease.root is root]
         if root is None or not same_root:
             return None
         data = tokens.data[: offer.position * TOKEN_BYTES]
@@ -253,72 +240,53 @@ class Loads:
             return None
         # Before memory is allocated: what the device evicts for it may push out tier entries, also those to be loaded.
         lease = self._new_lease(salt, data, root, upper)
-        tier = self._tier_of.get(offer.store)
-        read = [*addresses.values(), *(snapshot.address for snapshot in missing)]
-        source = None if tier is None else TierLoad(tier, lease, read)
+        source = self._new_source(offer.store, salt, data, list(addresses.values()))
+        positions = tuple(each.position for each in missing) or (offer.position,)
+        target = DeviceTarget(self._parts, lease, positions, None if source is None else source.copy)
+        load = self._loads[lease.request_id] = Move(source, target)
         num_actions = len(memory.actions)
-        lease.cuts = [self._new_cut(each) for each in missing]
-        load = _Load(lease, source, tuple(x.position for x in missing) or (offer.position,))
-        self._loads[lease.request_id] = load
-        to_slots = tuple(
-            SnapshotCopy(cut.slot, snapshot.address, ids_of(cut.window))
-            for cut, snapshot in zip(lease.cuts, missing, strict=True)
-        )
-        piece_blocks = max(PIECE_SLABS * memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
-        is_exchange = source is not None and source.is_exchange
-        for some in _pieces(list(addresses.values()), piece_blocks if is_exchange else None):
-            self._begin_piece(load, offer.store, some, to_slots)
-            to_slots = ()
+        snapshots = target.take_snapshots(missing)
+        for some in _pieces(list(addresses.values()), self._piece_blocks(source)):
+            self._begin_piece(load, offer.store, some, snapshots)
+            snapshots = ()
+        if isinstance(source, ExchangedCopy):
+            source.leave()
         if source is not None:
-            source.finish_exchange()
-            self._mark_held(load, num_actions)
-        lease.table += load.blocks
+            target.mark_held(num_actions)
+        lease.table += target.blocks
         return Lead(lease, offer.position)
 
-    def _new_cut(self, snapshot: OfferedSnapshot) -> Cut:
-        """Allocate what a snapshot is loaded into."""
-        slot = self._memory.take_promised_slot() if self._num_slots else NULL_SLOT
-        return Cut(snapshot.position, slot, snapshot.kind, take_window(self._memory, snapshot.position))
+    def _new_source(self, store: str, salt: str, data: bytearray, blocks: list[int]) -> "_Source | None":
+        """Pin what is loaded from a tier; None: another store is read."""
+        tier = self._tier_of.get(store)
+        if tier is None:
+            return None
+        copy = tier.needing(tier.tree.name(salt), data)
+        return (RetainedCopy if tier.is_persistent else ExchangedCopy)(tier, copy, data, blocks)
+
+    def _piece_blocks(self, source: "_Source | None") -> int | None:
+        """Return how many blocks a transfer of a load brings at most; None: all."""
+        if not isinstance(source, ExchangedCopy):
+            return None
+        return max(PIECE_SLABS * self._memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
 
     def _begin_piece(
-        self, load: "_Load", store: str, addresses: Sequence[int], to_slots: tuple[SnapshotCopy, ...]
+        self, load: Move[DeviceTarget], store: str, addresses: Sequence[int], snapshots: tuple[SnapshotCopy, ...]
     ) -> None:
-        """Allocate blocks for these addresses, and begin to load them and slots."""
-        memory, lease = self._memory, load.lease
-        blocks = memory.take_promised_blocks(len(addresses))
-        memory.allocator.hold(blocks)
-        load.blocks += blocks
-        transfer = self.next_transfer()
+        """Allocate blocks for these addresses, and begin to load them and snapshots."""
+        lease, blocks = load.target.lease, load.target.take_blocks(addresses)
+        transfer = self.moves.next_transfer()
         lease.transfer = lease.transfer or transfer
-        load.pending.add(transfer)
-        self._load_of[transfer] = load
-        to_blocks = tuple((BlockId(block), address) for block, address in zip(blocks, addresses, strict=True))
-        memory.actions.append(LoadIn(transfer, store, to_blocks, to_slots))
-        if load.source is not None:
-            load.source.exchange([*addresses, *(each.address for each in to_slots)])
-
-    def _mark_held(self, load: "_Load", first: int) -> None:
-        """Mark the stores among the actions from ``first`` on whose sources only the load will write."""
-        actions, size = self._memory.actions, self._memory.allocator.blocks_per_slab
-        slots = {cut.slot for cut in load.lease.cuts} - {NULL_SLOT}
-        blocks = set(load.blocks).union(*(range(slot * size, (slot + 1) * size) for slot in slots))
-        for index in range(len(actions) - 1, first - 1, -1):
-            action = actions[index]
-            if isinstance(action, MoveBlock):
-                return
-            if isinstance(action, StoreOut) and action.path is None:
-                sources: list[int] = [block for block, _ in action.blocks]
-                for slot, *_ in action.snapshots:
-                    sources += range(slot * size, (slot + 1) * size)
-                has_window = any(each.window for each in action.snapshots)
-                if not has_window and blocks.issuperset(sources):
-                    actions[index] = replace(action, is_held=True)
+        self.moves.begin(load, transfer)
+        self.moves.issue(LoadIn(transfer, store, blocks, snapshots))
+        if isinstance(load.source, ExchangedCopy):
+            load.source.free([*addresses, *(each.address for each in snapshots)])
 
     def _new_lease(self, salt: str, data: bytearray, root: Run, upper: Run) -> Lease:
         tokens = TokenBuffer()
         tokens.data = bytearray(data)
-        name = RequestId(f"load {self._num_transfers + 1}")
-        lease = self._leases[name] = Lease(name, tokens, salt, root, upper, UNCOUNTED)
+        name = RequestId(f"load {self.moves.next_number}")
+        lease = self._parts.leases[name] = Lease(name, tokens, salt, root, upper, UNCOUNTED)
         lease.table = path_blocks(upper)
         lease.num_published = len(lease.table)
         lease.kv_start = lease.num_published * BLOCK_TOKENS
@@ -326,19 +294,17 @@ class Loads:
 
     def find_lease(self, transfer: TransferId) -> Lease | None:
         """Return the lease of the load that a transfer belongs to; None: it has ended, or is no load."""
-        load = self._load_of.get(transfer)
-        return None if load is None else load.lease
+        move = self.moves.find(transfer)
+        return move.target.lease if move is not None and isinstance(move.target, DeviceTarget) else None
 
     def cancel(self, lead: Lead) -> None:
         """Ask for the early end of a load that no request follows any more; its memory is freed on completion."""
         load = self._loads.get(lead.lease.request_id)
-        for transfer in sorted(load.pending if load is not None and load.lease is lead.lease else ()):
-            self._memory.actions.append(CancelTransfer(transfer))
+        for transfer in sorted(load.transfers if load is not None and load.target.lease is lead.lease else ()):
+            self.moves.issue(CancelTransfer(transfer))
 
     def complete(self, completion: Completion) -> "EndedLoad | None":
-        """Handle the end of a transfer. After the last one of a load, publish what it has brought or free its memory.
-
-        If one transfer has failed, nothing is published.
+        """Handle the end of a transfer, and of its move if it was the last one.
 
         Returns:
             The load that has ended; None if none has.
@@ -346,50 +312,12 @@ class Loads:
         Raises:
             CacheInvariantError: no such transfer was begun.
         """
-        if not 0 < completion.transfer <= self._num_transfers:
-            raise CacheInvariantError(f"transfer {completion.transfer} ended but had not begun")
-        load = self._load_of.pop(completion.transfer, None)
-        if load is None:
-            for spills in self.spills:
-                spills.complete(completion)
+        move = self.moves.complete(completion)
+        if move is None or not isinstance(move.target, DeviceTarget):
             return None
-        load.pending.remove(completion.transfer)
-        load.ended.append(completion)
-        if load.pending:
-            return None
-        del self._loads[load.lease.request_id]
-        return self._end(load)
-
-    def _end(self, load: "_Load") -> "EndedLoad":
-        lease, blocks, completion = load.lease, load.blocks, load.completion
-        memory, counters = self._memory, self._counters
-        memory.allocator.let_go(blocks)
-        for cut in lease.cuts:
-            let_go(memory.windows, cut.window)
-        if completion.is_done:
-            counters.num_done += 1
-            counters.num_blocks += len(blocks)
-            lease.computed = lease.folded = len(lease.tokens)
-            self._publisher.publish_loaded(lease)
-        else:
-            counters.num_failed += 1
-        for cut in lease.cuts:
-            memory.free_cut(cut)
-        lease.cuts = []
-        del self._leases[lease.request_id]
-        lease.is_active = False
-        if load.source is not None:
-            self._end_in_tier(load.source, load, completion)
-        memory.take_back(lease)
-        return EndedLoad(lease, is_done=completion.is_done)
-
-    def _end_in_tier(self, source: TierLoad, load: "_Load", completion: Completion) -> None:
-        lease, snapshot = load.lease, None
-        if completion.is_done and self._rule.needs_snapshots:
-            snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
-        source.end(snapshot, completion, len(load.blocks))
-        if snapshot is not None:
-            self._memory.offer(snapshot)
+        lease = move.target.lease
+        del self._loads[lease.request_id]
+        return EndedLoad(lease, is_done=move.completion.is_done)
 
 
 class EndedLoad(NamedTuple):
@@ -400,31 +328,8 @@ class EndedLoad(NamedTuple):
     """Whether all of it was loaded; else nothing was."""
 
 
-@dataclass(slots=True)
-class _Load:
-    """A load under way."""
-
-    lease: Lease
-    source: TierLoad | None
-    """The load in the tier that it reads; None: another store."""
-    positions: tuple[int, ...]
-    """Positions of the snapshots that it brings; without snapshots, its end."""
-    blocks: "array[int]" = field(default_factory=partial(array, "i"))
-    """The blocks that its transfers write."""
-    pending: set[TransferId] = field(default_factory=set)
-    """Transfers under way."""
-    ended: list[Completion] = field(default_factory=list)
-
-    @property
-    def completion(self) -> Completion:
-        """The end of all transfers, as that of one."""
-        seconds = [each.seconds for each in self.ended]
-        return Completion(
-            self.ended[0].transfer,
-            is_done=all(each.is_done for each in self.ended),
-            seconds=sum(seconds) if all(seconds) else 0.0,
-            lost=tuple(address for each in self.ended for address in each.lost),
-        )
+_Source = RetainedCopy | ExchangedCopy
+"""The source of a load from a tier."""
 
 
 class _Lacking(NamedTuple):

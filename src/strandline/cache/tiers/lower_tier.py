@@ -1,13 +1,15 @@
 """A tier below the device: decides which evicted entries it stores, and which to load back.
 
 A store (``device/stores/transfers.py``) carries out the decisions. What the device evicts is *demoted* to the first
-tier, in host memory, if it is worth more than what the tier would evict for it. A snapshot and the blocks on its path
-leave the device at different times, but leave the tier together: it stores a block exactly as long as a demoted
-snapshot needs the block, and both return to the device in one load (``tier_load.py``). The first tier drops what
-returns, so the two memories hold different entries.
+tier, in host memory, if it is worth more than what the tier would evict for it (``demotion.py``). A snapshot and the
+blocks on its path leave the device at different times, but leave the tier together: it stores a block exactly as long
+as a demoted snapshot needs the block, and both return to the device in one load. The first tier drops what returns, so
+the two memories hold different entries.
 
 Further tiers are *persistent*, and each gets what leaves the one above it (``spills.py``). They store whole paths, as
 nothing else outlives the process, and retain what has returned to the device, as reading is cheaper than writing again.
+
+What enters and leaves a tier are moves (``moves.py``).
 
 Memory is counted in blocks; a snapshot counts as many as its bytes take. Neither has a static share.
 
@@ -25,25 +27,12 @@ from strandline.cache.eviction import EvictionQueue
 from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tiers.lower_memory import LowerMemory
-from strandline.cache.tiers.neighbours import end_above, next_below, position_above
-from strandline.cache.tiers.part import NO_ADDRESS
+from strandline.cache.tiers.neighbours import end_above, next_below
 from strandline.cache.tiers.stats import LowerStats
-from strandline.cache.tiers.stored_windows import ids_of
-from strandline.cache.tiers.tier_tree import (
-    Column,
-    Copy,
-    PathBlocks,
-    PathEnd,
-    TierRun,
-    TierSnapshot,
-    copy_of_device,
-    pieces,
-)
-from strandline.cache.tree import Snapshot
-from strandline.cache.use import Use
-from strandline.ids import BLOCK_TOKENS, BlockId, TransferId
-from strandline.records.account import SnapshotKind
-from strandline.records.actions import Action, Completion, DropStored, SnapshotCopy, StoreOut
+from strandline.cache.tiers.tier_tree import Block, Column, Copy, PathBlocks, PathEnd, TierRun, TierSnapshot
+from strandline.errors import CacheInvariantError
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
+from strandline.records.actions import Action, Completion, DropStored
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
@@ -64,7 +53,6 @@ class LowerTier:
         column: what the tier has of the tree of all tiers.
         worth: ranks entries for eviction.
         issue: takes actions.
-        next_transfer: returns an unused transfer id.
         next_address: returns an unused address.
         rule: where prompts resume.
     """
@@ -75,7 +63,6 @@ class LowerTier:
         column: Column,
         worth: WorthPerByte,
         issue: Callable[[Action], None],
-        next_transfer: Callable[[], TransferId],
         next_address: Callable[[], int],
         rule: ResumeRule,
     ) -> None:
@@ -105,11 +92,17 @@ class LowerTier:
         self._rule = rule
         self._worth = worth
         self._issue = issue
-        self._next_transfer = next_transfer
         self._queue = EvictionQueue[Copy](worth, _can_evict)
         self._next_address = next_address
         self.returning: list[PathBlocks] = []
         """Blocks on their way to the device, by load: they have left the tier and not arrived yet."""
+        self.arriving: list[PathBlocks] = []
+        """Blocks that are being written, by move."""
+        self.num_leaving = 0
+        """Blocks of memory that spills under way will free."""
+        self.num_failed_stores = 0
+        self.failure = ""
+        """Why the last store failed."""
         self._readers = Counter[int]()
         """Number of transfers that read each address."""
         self.to_free: dict[int, int] = {}
@@ -131,77 +124,7 @@ class LowerTier:
             NO_ADDRESS not in self.column.part(run).addresses[start:end] for run, start, end in demoted.whole_blocks
         )
 
-    # Demoting
-
-    def demote_snapshot(self, snapshot: Snapshot, salt: str, data: bytes, tail: int | None) -> None:
-        """Store a snapshot that the device evicts, if it is worth more than what would be evicted for it.
-
-        Args:
-            snapshot: it, while it is still in the device's index.
-            data: the tokens before it, encoded.
-            tail: the device's block that contains its position; None: the position is at a block's end.
-        """
-        tree = self.tree.open(salt)
-        root = self.tree.roots.get(tree)
-        above = snapshot.position - snapshot.saved_tokens
-        above = position_above(self.column, root, data, snapshot.position, down_to=above)
-        whole = snapshot.position // BLOCK_TOKENS
-        key = data[whole * BLOCK_KEY_BYTES :]
-        known = self.copy_of(tree, data, snapshot.position)
-        if known is not None:
-            known.use, known.is_shared = snapshot.use, snapshot.is_shared
-            self._queue.push(known)
-            return
-        demoted = copy_of_device(snapshot, key, snapshot.position - above)
-        if not self.make_room(self.blocks_of(demoted.snapshot), self.worth(demoted)):
-            self.num_snapshots_refused += 1
-            return
-        self.enter(demoted, tree, data)
-        demoted.address = self.take(self.snapshot_blocks(demoted.position))
-        if tail is not None:
-            demoted.tail_address = self.take(1)
-        blocks = () if tail is None else ((BlockId(tail), demoted.tail_address),)
-        self.num_snapshots_demoted += 1
-        state = SnapshotCopy(snapshot.slot, demoted.address, ids_of(snapshot.window))
-        self._issue(StoreOut(self._next_transfer(), self.store, blocks, (state,)))
-
-    def demote_blocks(
-        self, salt: str, data: bytes, first: int, blocks: Sequence[int], *, use: Use, is_shared: bool
-    ) -> None:
-        """Store those blocks of a path that the device evicts and that demoted snapshots need.
-
-        Without snapshots all are needed: the end of the blocks counts as a snapshot without memory.
-
-        Args:
-            data: the tokens of the path to the end of the blocks, encoded.
-            first: the index of the first one in the path.
-            use, is_shared: those of the run that they belong to.
-        """
-        tree = self.tree.open(salt)
-        if not self.has_snapshots and blocks:
-            last = self.tree.find(tree, data, first + len(blocks))
-            if last is None or self.column.last_on_path(last) != last:
-                end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
-                self.enter(Copy(end, SnapshotKind.GENERATION_END, use, num_tokens, is_shared=is_shared), tree, data)
-        missing = self._missing(tree, data, first)
-        if not missing:
-            return
-        num_evicted = self.num_snapshots_evicted
-        self.make_room(len(missing), ANY_WORTH)
-        if self.num_snapshots_evicted > num_evicted:
-            # Some may not be needed any more.
-            missing = self._missing(tree, data, first)
-        num_free = self.num_blocks - self.num_used
-        for index, run, _ in missing[num_free:]:
-            self.cut_off(run, first + index + 1)
-        pairs = []
-        for index, run, own in missing[:num_free]:
-            if self.is_needed(run, own):
-                address = self.column.part(run).addresses[own] = self.take(1)
-                pairs.append((BlockId(blocks[index]), address))
-        self.num_blocks_demoted += len(pairs)
-        if pairs:
-            self._issue(StoreOut(self._next_transfer(), self.store, tuple(pairs), ()))
+    # Finding
 
     def copy_of(self, tree: str, data: bytes | bytearray, position: int) -> Copy | None:
         """Return the tier's copy of the snapshot at a position of a path of encoded tokens, if it has one."""
@@ -211,19 +134,22 @@ class LowerTier:
         snapshot = None if end is None else end[0].snapshots.get(key)
         return None if snapshot is None else snapshot.copies[self.column.index]
 
-    def _missing(self, tree: str, data: bytes, first: int) -> list[tuple[int, TierRun, int]]:
-        """Return the blocks of a path from ``first`` on that are needed and not in the tier.
+    def needing(self, tree: str, data: bytearray) -> Copy:
+        """Return a copy that needs what the tier offers: that at the end or, without snapshots, one at or below it.
 
-        Returns:
-            The number of blocks from ``first`` to each, its run and its index in the run.
+        Args:
+            data: the tokens of what is offered, encoded.
         """
-        end = self.tree.walk(tree, data, len(data) // BLOCK_KEY_BYTES)
-        return [
-            (run.start_block + own - first, run, own)
-            for run, start, stop in (pieces(end, first) if end is not None else ())
-            for own in range(start, stop)
-            if self.is_lacking(run, own)
-        ]
+        num_blocks, copy = len(data) // BLOCK_KEY_BYTES, None
+        if self.has_snapshots:
+            copy = self.copy_of(tree, data, len(data) // TOKEN_BYTES)
+        elif (end := self.tree.find(tree, data, num_blocks)) is not None:
+            copy = next(self.column.below(*end), None)
+        if copy is None:
+            raise CacheInvariantError(f"what {self.store} offered up to block {num_blocks} is not needed there")
+        return copy
+
+    # Entering
 
     def enter(self, demoted: Copy, tree: str, data: bytes) -> None:
         """Put a copy of a snapshot into the tier.
@@ -247,9 +173,9 @@ class LowerTier:
         needed = demoted.whole_blocks if returning else ()
         return not any((run, index) in returning for run, start, end in needed for index in range(start, end))
 
-    def returning_blocks(self) -> set[tuple[TierRun, int]]:
+    def returning_blocks(self) -> set[Block]:
         """Return the blocks on their way to the device: the run and the index in the run of each."""
-        return {block for path in self.returning for block in self.tree.locate(path).values()}
+        return {block for blocks in self.returning for block in blocks.locate().values()}
 
     def blocks_of(self, snapshot: TierSnapshot) -> int:
         """Return how many blocks a snapshot takes with the one that it is inside, which is stored whole."""
@@ -331,6 +257,14 @@ class LowerTier:
         for below in next_below(self.column, gone.snapshot):
             if below.saved_tokens == below.position - gone.position:
                 below.saved_tokens += gone.saved_tokens
+
+    def num_freed_by(self, demoted: Copy) -> int:
+        """Return how much memory removing a snapshot would free, in blocks."""
+        num_blocks = self.blocks_of(demoted.snapshot)
+        for run, start, end in self.column.blocks_for(demoted):
+            addresses = self.column.part(run).addresses[start:end]
+            num_blocks += len(addresses) - addresses.count(NO_ADDRESS)
+        return num_blocks
 
     def take(self, num_blocks: int) -> int:
         """Allocate memory; return its address."""
@@ -453,7 +387,7 @@ class LowerTier:
 
     def is_queued(self, demoted: Copy) -> bool:
         """Whether a snapshot can be evicted: it is in the queue, or the end of a transfer will put it there."""
-        return demoted in self._queue or demoted.num_loads > 0
+        return demoted in self._queue or demoted.num_moves > 0
 
     def snapshots(self) -> Iterator[Copy]:
         """Yield all snapshots of the tier."""
@@ -470,4 +404,4 @@ def first_lacking(addresses: Sequence[int], match: Match, first: int, end: int) 
 
 
 def _can_evict(demoted: Copy) -> bool:
-    return demoted.column is not None and demoted.num_loads == 0
+    return demoted.column is not None and demoted.num_moves == 0

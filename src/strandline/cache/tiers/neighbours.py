@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from strandline.cache.tiers.tier_tree import Column, Copy, PathEnd, TierRun, TierSnapshot, descend
+from strandline.cache.tiers.tier_tree import Column, Copy, PathEnd, TierSnapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -44,15 +44,14 @@ def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | No
     return max(above, key=lambda copy: copy.position, default=None)
 
 
-def position_above(column: Column, root: TierRun | None, data: bytes, position: int, *, down_to: int = 0) -> int:
+def position_above(column: Column, tree: str, data: bytes, position: int, *, down_to: int = 0) -> int:
     """Return the position of the nearest snapshot above one that is about to enter, or ``down_to`` if that is nearer.
 
     Args:
         column: that of the tier.
+        tree: the name of the tree.
         data: the tokens before it, encoded.
     """
-    if root is None:
-        return down_to
-    end = descend(root, data, position // BLOCK_TOKENS)
-    above = column.copies_on(end, data, beyond=down_to)
+    end = column.tree.walk(tree, data, position // BLOCK_TOKENS)
+    above = () if end is None else column.copies_on(end, data, beyond=down_to)
     return next((copy.position for copy in above if copy.position < position), down_to)

@@ -1,13 +1,10 @@
-"""What one tier has of a run: arrays with an element for each block."""
+"""What one tier has of a run's blocks."""
 
 from array import array
-from typing import Final
-
-NO_ADDRESS: Final = 0
 
 
 class Part:
-    """What one tier has of a run's blocks."""
+    """Addresses of blocks, and how many are needed."""
 
     __slots__ = ("addresses", "num_blocks")
 

@@ -4,22 +4,21 @@ A *demoted* snapshot is one that the device has evicted, with those blocks on it
 A block and a snapshot are in the tree once, whichever tiers store them. As on the device, a *run* is a sequence of
 blocks without a branch; for each tier, it has a ``Part`` with the addresses of its blocks in the tier's store. A tier
 *has* each whole block on the path of a snapshot that it stores, and no others: of a run, the first ones. In the first
-tier, one without an address is on the device. A block that no tier has is removed, unless a load under way brings it to
-the device, as requests wait for that. The block that contains a snapshot's position is stored with the snapshot.
+tier, one without an address is on the device. A block that no tier has is removed, unless a move under way pins it. The
+block that contains a snapshot's position is stored with the snapshot.
 """
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from strandline.cache.tiers.part import NO_ADDRESS, Part
-from strandline.cache.tree import Snapshot
+from strandline.cache.tiers.part import Part
 from strandline.cache.use import Use
 from strandline.cache.walk import common_blocks
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -29,7 +28,7 @@ class TierRun:
 
     __slots__ = ("children", "hashes", "keys", "parent", "parts", "snapshots", "start_block", "tokens")
 
-    def __init__(self, parent: "TierRun | None", start_block: int, tokens: bytes, parts: "list[Part]") -> None:
+    def __init__(self, parent: "TierRun | None", start_block: int, tokens: bytes, parts: list[Part]) -> None:
         self.parent = parent
         """None for a root, which has no blocks, and for what has been removed."""
         self.start_block = start_block
@@ -82,6 +81,10 @@ class Blocks(NamedTuple):
     start: int
     """The index of the first one in the run."""
     end: int
+
+
+Block = tuple[TierRun, int]
+"""A run, and the index in it of one of its blocks."""
 
 
 class Column:
@@ -260,16 +263,6 @@ class TierTree:
         end = self.walk(tree, data, num_blocks)
         return end if end is not None and end.depth == num_blocks else None
 
-    def locate(self, path: "PathBlocks") -> dict[int, tuple[TierRun, int]]:
-        """Return the run and the index in it of those blocks of a path that are in the tree."""
-        end = self.walk(path.tree, path.data, max(path.indices, default=-1) + 1)
-        wanted, found = set(path.indices), dict[int, tuple[TierRun, int]]()
-        for blocks in pieces(end, min(path.indices)) if end is not None and wanted else ():
-            for own in range(blocks.start, blocks.end):
-                if blocks.run.start_block + own in wanted:
-                    found[blocks.run.start_block + own] = blocks.run, own
-        return found
-
     def attach(self, snapshot: "TierSnapshot", tree: str, data: bytes | bytearray) -> "TierSnapshot":
         """Put a snapshot into a tree, unless it is there, with the blocks before it; return the one that is there now.
 
@@ -302,6 +295,15 @@ class TierTree:
             part.append(new)
         return run
 
+    def pin(self, snapshot: "TierSnapshot") -> None:
+        """Keep a snapshot in the tree, with the blocks before it, until ``unpin``."""
+        snapshot.num_pins += 1
+
+    def unpin(self, snapshot: "TierSnapshot") -> None:
+        """Remove a snapshot if neither a tier has it nor another pin keeps it."""
+        snapshot.num_pins -= 1
+        self.detach(snapshot)
+
     def detach(self, snapshot: "TierSnapshot") -> None:
         """Remove a snapshot from the tree, with the blocks that nothing else needs, unless it is used."""
         run = snapshot.run
@@ -329,15 +331,6 @@ class TierTree:
         return gone
 
 
-class PathBlocks(NamedTuple):
-    """Some blocks of a path."""
-
-    tree: str
-    data: bytes | bytearray
-    """The tokens of the path, encoded."""
-    indices: list[int]
-
-
 @dataclass(slots=True, eq=False)
 class TierSnapshot:
     """A snapshot that the device has evicted, in the stores of one or several tiers, or on its way back."""
@@ -352,7 +345,7 @@ class TierSnapshot:
     copies: "list[Copy | None]" = field(default_factory=list)
     """By tier."""
     num_pins: int = 0
-    """What keeps it in the tree, whether a tier has it or not: loads under way that bring it to the device."""
+    """What keeps it in the tree, whether a tier has it or not: moves under way."""
     path_hash: bytes = b""
     """Its hash in events; empty: it is not announced."""
 
@@ -385,10 +378,33 @@ class TierSnapshot:
         """The whole blocks before it, which it needs, in order."""
         return [] if self.end is None else pieces(self.end)
 
+    def locate(self, indices: Collection[int]) -> dict[int, Block]:
+        """Return those whole blocks before it that have these indices in its path, by index and in order."""
+        if self.end is None or not indices:
+            return {}
+        return {
+            run.start_block + own: (run, own)
+            for run, start, stop in pieces(self.end, min(indices))
+            for own in range(start, stop)
+            if run.start_block + own in indices
+        }
+
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""
         runs = [run.tokens for run in self.ancestry()][::-1]
         return b"".join(runs)[: self.num_blocks * BLOCK_KEY_BYTES] + self.key
+
+
+class PathBlocks(NamedTuple):
+    """Some of the whole blocks before a snapshot, which is pinned."""
+
+    snapshot: TierSnapshot
+    indices: list[int]
+    """In its path."""
+
+    def locate(self) -> dict[int, Block]:
+        """Return the blocks by index, in order of the path."""
+        return self.snapshot.locate(set(self.indices))
 
 
 @dataclass(slots=True, eq=False)
@@ -410,8 +426,8 @@ class Copy:
     """Where it is stored; ``NO_ADDRESS``: it is the end of its blocks alone."""
     tail_address: int = NO_ADDRESS
     """Address of the block that contains its position; ``NO_ADDRESS``: it is at a block's end."""
-    num_loads: int = 0
-    """Transfers under way that read or write it, or blocks before it: it is not evicted."""
+    num_moves: int = 0
+    """Moves under way that read or write it, or blocks before it: it is not evicted."""
     last_push: int = 0
     """The number of its last push onto the eviction queue; 0: it is not there."""
 
@@ -425,16 +441,6 @@ class Copy:
         column, end = self.column, self.snapshot.end
         num_children = 0 if column is None or end is None else column.num_children(end)
         return max(int(self.is_interior), min(num_children, 2))
-
-
-def copy_of_device(snapshot: Snapshot, key: bytes, saved_tokens: int) -> Copy:
-    """Return a snapshot of the device as a tier would store it.
-
-    Args:
-        key: the tokens from the end of the last whole block to its position, encoded.
-    """
-    flags = snapshot.is_shared, snapshot.is_superseded, snapshot.num_continuations > 0
-    return Copy(TierSnapshot(snapshot.position, key), snapshot.kind, snapshot.use, saved_tokens, *flags)
 
 
 def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> PathEnd:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from strandline.cache.tiers.joined_kept import join_kept
 from strandline.device.executor import ExecutorFacts
 from strandline.device.stores.lower_stores import DiskFacts
+from strandline.engine.workers.joined_kept import join_kept
 from strandline.errors import EngineError
 
 

@@ -27,9 +27,7 @@ def evict_all(driver: Driver) -> None:
 
 
 def tier(driver: Driver) -> LowerTier:
-    lower = driver.cache.internals().memory.lower
-    assert lower is not None
-    return lower
+    return driver.loads.tiers[0]
 
 
 def evicted(prompt: list[int] = PROMPT, lower_blocks: int = 100, rule: ResumeRule = AT_SNAPSHOTS) -> Driver:

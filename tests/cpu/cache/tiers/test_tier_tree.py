@@ -91,12 +91,8 @@ def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
     (run,) = tree.root("").children.values()
     column.part(run).addresses[:] = array("q", [11, 12, 13, 14, 15])
     entered(tree, (1, 2, 9), 0)
-    located = tree.locate(PathBlocks("", encoded((1, 2, 3, 4, 5)), [0, 1, 3, 4, 7]))
-    assert {index: column.part(run).addresses[own] for index, (run, own) in located.items()} == {
-        0: 11,
-        1: 12,
-        3: 14,
-        4: 15,
-    }
+    located = PathBlocks(copy.snapshot, [4, 0, 1, 3, 7]).locate()
+    found = {index: column.part(run).addresses[own] for index, (run, own) in located.items()}
+    assert [*found.items()] == [(0, 11), (1, 12), (3, 14), (4, 15)]
     assert copy.snapshot.path() == encoded((1, 2, 3, 4, 5))
     assert column.addresses(PathEnd(run, 4), 1).tolist() == [12, 13, 14]

@@ -7,7 +7,7 @@ one rank only, and only what all ranks hold is of use. Files are matched by the 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, takewhile
 
-from strandline.cache.tiers.part import NO_ADDRESS
+from strandline.ids import NO_ADDRESS
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes
 from strandline.records.tokens import BLOCK_KEY_BYTES

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.tiers.joined_kept import join_kept
+from strandline.engine.workers.joined_kept import join_kept
 from strandline.records.account import SnapshotKind
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash

@@ -1,0 +1,72 @@
+"""Entries of the device as sources of moves to tiers: it evicts them or retains them, and nothing has to be freed."""
+
+from typing import NamedTuple
+
+from strandline.cache.last_blocks import run_of_last_block
+from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
+from strandline.cache.tree import Run, Snapshot, path_blocks, path_to
+from strandline.cache.window import NO_WINDOW, Window
+from strandline.errors import CacheInvariantError
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_SLOT, BlockId, SlotId
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import SnapshotCopy, StoredPath
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+
+
+class Sources(NamedTuple):
+    """Where a transfer reads, as in ``StoreOut``."""
+
+    blocks: tuple[tuple[BlockId, int], ...]
+    snapshots: tuple[SnapshotCopy, ...]
+    stored: tuple[tuple[int, int], ...] = ()
+
+
+class DeviceEntry(NamedTuple):
+    """A snapshot of the device or, without snapshots, the end of a path, with what it needs."""
+
+    copy: Copy
+    """Its copy for a tier."""
+    salt: str
+    data: bytes
+    """The tokens before it, encoded."""
+    run: Run
+    """One that holds the last block that it needs."""
+    slot: SlotId = NULL_SLOT
+    window: Window = NO_WINDOW
+
+    def sources(self, path: StoredPath) -> Sources:
+        """Return where it is read."""
+        table = path_blocks(self.run) if path.addresses else ()
+        blocks = [(BlockId(table[index]), address) for index, address in path.addresses.items()]
+        if path.tail_address != NO_ADDRESS:
+            tail = self.run.blocks[self.copy.snapshot.num_blocks - self.run.start_block]
+            blocks.append((BlockId(tail), path.tail_address))
+        has_snapshot = path.address != NO_ADDRESS
+        snapshots = (SnapshotCopy(self.slot, path.address, self.window.ids),) if has_snapshot else ()
+        return Sources(tuple(blocks), snapshots)
+
+
+def device_entry(entry: Snapshot | Run) -> DeviceEntry:
+    """Return a snapshot or, without snapshots, the end of a run with all that it needs."""
+    if isinstance(entry, Run):
+        return DeviceEntry(device_copy(entry), *path_to(entry), entry)
+    run = run_of_last_block(entry)
+    if run is None:
+        raise CacheInvariantError(f"the snapshot at {entry.position} has no block")
+    salt, data = path_to(run)
+    data = data[: entry.position * TOKEN_BYTES]
+    copy = device_copy(entry, data[entry.position // BLOCK_TOKENS * BLOCK_KEY_BYTES :])
+    return DeviceEntry(copy, salt, data, run, entry.slot, entry.window)
+
+
+def device_copy(entry: Snapshot | Run, key: bytes = b"") -> Copy:
+    """Return an entry as a tier would store it.
+
+    Args:
+        key: the tokens between the end of the last whole block before it and its position, encoded.
+    """
+    if isinstance(entry, Run):
+        end, num_tokens = TierSnapshot(entry.end_tokens, key), len(entry.blocks) * BLOCK_TOKENS
+        return Copy(end, SnapshotKind.GENERATION_END, entry.use, num_tokens, is_shared=entry.is_shared)
+    flags = entry.is_shared, entry.is_superseded, entry.num_continuations > 0
+    return Copy(TierSnapshot(entry.position, key), entry.kind, entry.use, entry.saved_tokens, *flags)
