@@ -31,7 +31,7 @@ from strandline.device.sampling.grammar_mask import GuardedMatcher
 from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.cache_actions import CacheActions
-from strandline.device.steps.drafter import StepRows
+from strandline.device.steps.drafter import Drafts, StepRows
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.device.steps.host_step import HostStep, Layout, StepIndices
 from strandline.device.steps.prompt_logprobs import fetch_prompt_logprobs
@@ -297,27 +297,21 @@ class Runner:
             self._pending.remember(chosen.row_of if step.is_plain else {}, chosen.tokens_R)
 
     def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen, launched: StepInFlight) -> None:
-        """Fetch the tokens; let the drafter store what it needs, or draft for the next step."""
-        verification = step.verification
+        """Fetch the tokens; let the drafter store what it needs, and draft for the next step."""
+        verification, drafts = step.verification, None
         captured = step.captured_decodes or verification
         if self._drafter is not None:
-            rows = StepRows(step.sequences, hidden_XE, step.first_rows, step.stored_rows)
-            if captured is not None:
-                self._drafter.keep_resumed(rows)
-            elif step.is_plain:
-                self._drafter.keep(rows)
-            else:
-                sampled = dict(
-                    zip((each.plan_index for each in chosen.candidates), chosen.token_ids or (), strict=True)
-                )
-                launched.drafts = self._drafter.draft(rows, sampled)
+            first_rows = step.first_rows if captured is None else {}
+            sampled = None if step.is_plain or verification else chosen.known
+            rows = StepRows(step.sequences, hidden_XE, first_rows, step.stored_rows, sampled)
+            drafts = self._drafter.follow(rows)
         if captured is not None and captured.tail is not None:
             captured.tail.replay()
         if verification is not None:
             chosen.tokens_R = verification.tokens_T[chosen.rows]
             chosen.num_accepted_N = verification.num_accepted_N[: step.num_decodes]
-            chosen.drafts_ND = verification.drafts_ND
-        launched.take(chosen, step.padded_rows)
+            drafts = Drafts(step.padded_rows, verification.drafts_ND)
+        launched.take(chosen, drafts)
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
         """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.

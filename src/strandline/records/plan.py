@@ -91,6 +91,14 @@ class SequencePlan(NamedTuple):
         return self.state_src in (NULL_SLOT, self.state_dst)
 
     @property
+    def reads_stored(self) -> bool:
+        """Whether a draft layer reads the stored hidden state before it, whose next token is the sequence's first.
+
+        It does after a shared snapshot, unless that token is pending: then the step before has read it.
+        """
+        return not self.has_own_state and not self.pending
+
+    @property
     def is_plain(self) -> bool:
         """Whether it computes as if there were no drafts: none to verify, none in its log, none to make."""
         return not (self.num_drafts or self.next_drafts or (self.log and not self.is_decode))

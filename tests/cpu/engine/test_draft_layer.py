@@ -212,16 +212,17 @@ def test_drafts_behind_kept_prompts_are_those_of_trained_layer(
 
 
 def draft_states(llm: LLM) -> dict[int, torch.Tensor]:
-    """Return what will hold the hidden states that the draft layer returns, by position."""
+    """Return what will hold the hidden states that first drafts are chosen from, by position."""
     executor = llm.engine.core.executor
     assert isinstance(executor, UniExecutor)
     model: Any = executor.runner.model
     states, draft = dict[int, torch.Tensor](), model.draft
 
     def noted(batch: StepBatch, *args: Any) -> torch.Tensor:
-        hidden_TE: torch.Tensor = draft(batch, *args)
-        states.update(zip(batch.positions_T.tolist(), hidden_TE.unbind(), strict=True))
-        return hidden_TE
+        hidden_NE: torch.Tensor = draft(batch, *args)
+        if len(args) > 2:
+            states.update(zip(batch.positions_T[args[2]].tolist(), hidden_NE.unbind(), strict=True))
+        return hidden_NE
 
     model.draft = noted
     return states
@@ -234,6 +235,7 @@ def test_hits_that_drafted_nothing_leave_what_drafts_attend_to(make: Callable[..
     expected, found = draft_states(cold), draft_states(llm)
     for position in (1, 20, 63, 65, len(whole) - num_rest):
         prompt, salt = whole[: position + num_rest], {"cache_salt": str(position)}
+        expected.clear()
         answer, _ = run(cold, prompt)
         # What followed the tokens that hit was another token.
         other = SamplingParams(max_tokens=2, logit_bias={(prompt + answer)[position]: -100.0}, ignore_eos=True)
@@ -242,8 +244,8 @@ def test_hits_that_drafted_nothing_leave_what_drafts_attend_to(make: Callable[..
         found.clear()
         assert run(llm, prompt, **salt)[0] == answer
         assert llm.engine.core.stats().hit_tokens == num_hit + position
-        compared = sorted(found)[:-2]
-        assert compared[0] == len(prompt) - 1
+        compared = sorted(found.keys() & expected)
+        assert len(compared) > 4
         # Sums of floats in another order; a wrong key among a hundred changes more.
         torch.testing.assert_close(
             torch.stack([found[place] for place in compared]),

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +16,10 @@ from strandline import LLM, SamplingParams
 from strandline.cache import LogUse
 from strandline.device.batches.prompt_room import NO_PROMPTS
 from strandline.device.drafters import draft_layer
-from strandline.device.drafters.draft_layer import DraftLayer, Pairs
+from strandline.device.drafters.draft_layer import DraftLayer, pairs_of_step
 from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
+from strandline.device.steps.drafter import Drafts, StepRows
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafting.step_drafts import StepDrafts
@@ -274,7 +274,7 @@ def has_prompts(plan: StepPlan) -> bool:
 def test_steps_with_prompts_verify_and_make_drafts(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = serve(make(0), 1)
     llm, steps = make(2), Steps(monkeypatch)
-    monkeypatch.setattr(DraftLayer, "draft", fail)
+    draft_in_graphs_alone(monkeypatch)
     assert serve(llm, 1) == expected
     mixed = [plan.sequences for plan in steps.plans if has_prompts(plan) and any(x.num_drafts for x in plan.sequences)]
     assert len(mixed) > 5
@@ -298,7 +298,7 @@ def test_prompts_join_steps_that_are_planned_ahead(make: Callable[..., LLM], mon
     options = {"max_num_seqs": 20, "max_num_batched_tokens": 128}
     expected = run(make(0, **options))
     llm, steps = make(2, **options), Steps(monkeypatch)
-    monkeypatch.setattr(DraftLayer, "draft", fail)
+    draft_in_graphs_alone(monkeypatch)
     assert run(llm) == expected
     mixed = [
         (plan, is_ahead)
@@ -353,8 +353,14 @@ def test_prompts_in_any_steps_change_no_answer(
     assert run(make(2, **options)) == run(make(0, **options))
 
 
-def fail(*args: object) -> None:
-    raise AssertionError("drafts are made one by one")
+def draft_in_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drafts that kernels launched one by one make fail a test."""
+    follow = DraftLayer.follow
+
+    def checked(layer: DraftLayer, rows: StepRows) -> None:
+        assert follow(layer, rows) is None
+
+    monkeypatch.setattr(DraftLayer, "follow", checked)
 
 
 def test_no_step_waits_for_prompts_that_leave_no_room(
@@ -380,7 +386,7 @@ def test_no_step_waits_for_prompts_that_leave_no_room(
     llm, steps = make(2, **options), Steps(monkeypatch)
     drafts = llm.engine.scheduler.drafts
     drafts.limits = drafts.limits._replace(verified_prompts=NO_PROMPTS)
-    monkeypatch.setattr(DraftLayer, "draft", fail)
+    draft_in_graphs_alone(monkeypatch)
     assert run(llm) == expected
     behind = [
         (plan, is_ahead)
@@ -401,14 +407,14 @@ def test_graphs_draft_behind_pairs_that_are_made_again(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, made = make(2, async_scheduling=False), list[int]()
-    steps, keep = Steps(monkeypatch), DraftLayer.keep_pairs
+    steps, follow = Steps(monkeypatch), DraftLayer.follow
 
-    def noted_keep(layer: DraftLayer, pairs: Sequence[Pairs], hidden_XE: torch.Tensor) -> None:
+    def noted_follow(layer: DraftLayer, rows: StepRows) -> Drafts | None:
         if all(sequence.next_drafts for sequence in steps.plans[-1].sequences):
-            made.extend(each.plan.start for each in pairs)
-        keep(layer, pairs, hidden_XE)
+            made.extend(each.plan.start for each in pairs_of_step(rows))
+        return follow(layer, rows)
 
-    monkeypatch.setattr(DraftLayer, "keep_pairs", noted_keep)
+    monkeypatch.setattr(DraftLayer, "follow", noted_follow)
     prompt = [5] * 30
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
     # The first step behind the prompt is planned when its token is known, and reads a shared snapshot.

@@ -11,13 +11,13 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
-from strandline.device.drafters.draft_layer import DraftLayer
 from strandline.device.runner import Runner
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.engine.drafting.draft_depth import DraftDepth
 from strandline.records.plan import StepPlan, StepResult
 from tests.cpu.engine.conftest import MakeLLM
+from tests.cpu.engine.test_drafts_ahead import draft_in_graphs_alone
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.test_speculation import GREEDY, PATTERNS, SPECULATION, force, record
 
@@ -161,12 +161,9 @@ class Launches:
             self._num_results += 1
             return result(step)
 
-        def fail(*args: Any) -> None:
-            raise AssertionError("drafts are made one by one")
-
         monkeypatch.setattr(Runner, "launch", noted_launch)
         monkeypatch.setattr(StepInFlight, "result", noted_result)
-        monkeypatch.setattr(DraftLayer, "draft", fail)
+        draft_in_graphs_alone(monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")

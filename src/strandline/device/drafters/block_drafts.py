@@ -7,7 +7,7 @@ are in the positions of its tokens, and are overwritten when the model computes 
 Shape suffixes: T rows of blocks, N sequences, D drafts, E hidden size; M blocks per table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -45,33 +45,25 @@ class BlockDrafts:
         self._model, self._memory, self._last, self._kernels = model, memory, last, kernels
         self._block = model.drafter.block
 
-    def keep_resumed(self, rows: StepRows) -> None:
-        """Do nothing: what is kept of a token does not depend on the next one."""
-
-    def keep(self, rows: StepRows) -> None:
-        """Do nothing: the model's pass has stored all."""
-
     def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
         """Do nothing: the model's pass has stored all."""
 
     @torch.no_grad()
-    def draft(self, rows: StepRows, sampled: Mapping[int, Sequence[int]]) -> Drafts:
+    def follow(self, rows: StepRows) -> Drafts | None:
         """Draft a block for each sequence that goes on."""
+        sampled = rows.sampled or {}
         blocks = {
             index: _block_plan(sequence, sampled.get(index, ()), self._block)
             for index, sequence in enumerate(rows.sequences)
             if sequence.next_drafts and NO_TOKEN not in sampled.get(index, (NO_TOKEN,))
         }
         if not blocks:
-            return {}
+            return None
         device, most = rows.hidden_XE.device, max(plan.next_drafts for plan in blocks.values())
         host = build_host_batch([*blocks.values()], 0)
         batch = to_device(host, device, self._kernels).step
         (newest_N,) = upload_together([[plan.token_ids[0] for plan in blocks.values()]], device)
-        tokens = self._drafts(batch, newest_N, most).tolist()
-        return {
-            index: _known(row[: plan.next_drafts]) for (index, plan), row in zip(blocks.items(), tokens, strict=True)
-        }
+        return Drafts({index: row for row, index in enumerate(blocks)}, self._drafts(batch, newest_N, most))
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""
@@ -154,9 +146,3 @@ def _block_plan(sequence: SequencePlan, sampled: Sequence[int], block: DraftBloc
         pictures=(),
         window_blocks=b"",
     )
-
-
-def _known(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return tokens up to the first that could not be chosen."""
-    end = next((index for index, token in enumerate(tokens) if token == NO_TOKEN), len(tokens))
-    return tuple(tokens[:end])

@@ -78,13 +78,16 @@ class Chosen:
     may be missing: they have no drafts."""
     rows: slice | Tensor = field(default_factory=partial(slice, 0))
     """Where the hidden states of ``tokens_R`` are among those of a padded step that verifies drafts."""
-    drafts_ND: Tensor | None = None
-    """For the next step, of all sequences of a padded step; more than are wanted. None: the device has made none."""
 
     @property
     def row_of(self) -> dict[RequestId, int]:
         """The row of each request, if none has drafts."""
         return {each.state.new.request_id: row for row, each in enumerate(self.candidates)}
+
+    @property
+    def known(self) -> dict[int, list[int]]:
+        """The tokens of each sequence that the host knows, by its index in the plan."""
+        return dict(zip((each.plan_index for each in self.candidates), self.token_ids or (), strict=True))
 
     @classmethod
     def joined(cls, parts: Mapping[int, "Chosen"]) -> "Chosen":
@@ -116,8 +119,6 @@ class Chosen:
             self.host_tokens_R = download(self.tokens_R)
         if self.num_accepted_N is not None:
             self.num_accepted_N = download(self.num_accepted_N)
-        if self.drafts_ND is not None:
-            self.drafts_ND = download(self.drafts_ND)
 
     def read(self) -> list[list[int]]:
         """Return each sequence's tokens, which have been fetched. The device must be done."""

@@ -9,19 +9,29 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.sampling.verification import AcceptedDrafts, SampledSequences
 from strandline.records.plan import SequencePlan
 
-Drafts = dict[int, tuple[int, ...]]
-"""Drafts for the next step, by index of the sequence in the plan."""
-
 
 class StepRows(NamedTuple):
-    """The sequences of a step, and the rows of their hidden states."""
+    """The sequences of a step, the rows of their hidden states, and the tokens after these."""
 
     sequences: Sequence[SequencePlan]
     hidden_XE: Tensor
     first_rows: Mapping[int, int]
-    """By index, the row of a sequence's first hidden state; of those that compute something."""
+    """By index, the row of a sequence's first hidden state; of those that compute something, and none of a step whose
+    graph calls the drafter for computed rows."""
     stored_rows: Mapping[int, int]
     """By index, the row of the stored hidden state from which a sequence resumes."""
+    sampled: Mapping[int, Sequence[int]] | None
+    """By index, tokens that were sampled after the certain ones; None: they are on the device, one of each sequence
+    that is sampled."""
+
+
+class Drafts(NamedTuple):
+    """Drafts for the next step, on the device."""
+
+    rows: Mapping[int, int]
+    """The row of each sequence, by index in the plan."""
+    tokens_ND: Tensor
+    """More than a sequence wants, or ``NO_TOKEN``, may be in a row."""
 
 
 class Verified(NamedTuple):
@@ -44,21 +54,14 @@ class StepDrafter(Protocol):
     """Whether what it stores of a token depends on the next one, too: of decodes, and of sequences that resume, whose
     stored hidden states it reads."""
 
-    def keep_resumed(self, rows: StepRows) -> None:
-        """Store what depends on the first tokens of sequences that resume. Does not wait for the device."""
+    def follow(self, rows: StepRows) -> Drafts | None:
+        """Store what later drafts need of a step, and draft for the next one; None: no sequence wants drafts.
 
-    def keep(self, rows: StepRows) -> None:
-        """Store what later drafts need of a step that makes none. Does not wait for the device."""
+        Does not wait for the device.
+        """
 
     def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
         """Store what later drafts need of decodes, after their tokens have been sampled; captured in graphs."""
-
-    def draft(self, rows: StepRows, sampled: Mapping[int, Sequence[int]]) -> Drafts:
-        """Draft for the next step. Waits for the device.
-
-        Args:
-            sampled: by index, tokens that were sampled after the certain ones.
-        """
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Return drafts after each sequence's last token that counts, ``[N, num_drafts]``; captured in graphs."""

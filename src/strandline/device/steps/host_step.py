@@ -153,14 +153,6 @@ class HostStep:
         return StepIndices(*upload_together([slots, rows, positions, wanted], device))
 
 
-def reads_stored(sequence: SequencePlan) -> bool:
-    """Whether a draft layer reads the stored hidden state of a sequence, whose next token is the sequence's first.
-
-    It does after a shared snapshot, unless that token is pending: then the step before has read it.
-    """
-    return not sequence.has_own_state and not sequence.pending
-
-
 class Layout:
     """Lays out the steps of a runner.
 
@@ -217,7 +209,7 @@ class Layout:
             order,
             batch,
             captured,
-            stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._keeps_pairs and reads_stored(x))],
+            stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._keeps_pairs and x.reads_stored)],
             candidates=self._candidates(sequences, in_order, self._synthetic_rates if has_drafts else None),
             is_plain=is_plain,
         )

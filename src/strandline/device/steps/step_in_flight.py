@@ -1,7 +1,7 @@
 """A step in flight: sampled tokens come to the host at its end, and are read once the device is done."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from strandline.device.hardware.upload import download
 from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.failures import catch_failure
 from strandline.device.sampling.sampler import LogprobTensors
+from strandline.device.steps.drafter import Drafts
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.plan import RoutedTokens, SequencePlan, StepResult, TokenLogprobs
@@ -35,10 +36,7 @@ class StepInFlight:
         self._device = device
         self._transfers = transfers
         self._chosen = Chosen((), torch.empty(0, dtype=torch.int64), token_ids=[])
-        self.drafts: dict[int, tuple[int, ...]] = {}
-        """For the next step, by index of the sequence."""
-        self._draft_rows: Mapping[int, int] = {}
-        """By index of a sequence, the row of its drafts on the device."""
+        self._drafts: Drafts | None = None
         self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
         self._hidden_states: list[tuple[Sequence[int], Tensor]] = []
         """Indices in the plan, and their rows."""
@@ -47,14 +45,11 @@ class StepInFlight:
         """Why requests have failed so far."""
         self._done: torch.cuda.Event | None = None
 
-    def take(self, chosen: Chosen, draft_rows: Mapping[int, int] = MappingProxyType({})) -> None:
-        """Fetch the tokens of the step.
-
-        Args:
-            draft_rows: by index of a sequence in the plan, the row of its drafts on the device, if these are there.
-        """
+    def take(self, chosen: Chosen, drafts: Drafts | None = None) -> None:
+        """Fetch the tokens of the step, and the drafts after it."""
         chosen.fetch()
-        self._chosen, self._draft_rows = chosen, draft_rows
+        self._chosen = chosen
+        self._drafts = None if drafts is None else drafts._replace(tokens_ND=download(drafts.tokens_ND))
         self.failures |= chosen.failures
 
     def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
@@ -79,11 +74,6 @@ class StepInFlight:
         """Wait for the device and return the step's result."""
         if self._done is not None:
             self._done.synchronize()
-        if self._chosen.drafts_ND is not None:
-            drafts = self._chosen.drafts_ND.tolist()
-            for index, row in self._draft_rows.items():
-                if count := self._sequences[index].next_drafts:
-                    self.drafts[index] = tuple(token for token in drafts[row][:count] if token != NO_TOKEN)
         token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
         candidates = self._chosen.candidates
         for each, tokens in zip(candidates, self._chosen.read(), strict=True):
@@ -103,7 +93,7 @@ class StepInFlight:
             tuple(token_ids),
             logprobs,
             prompt_logprobs,
-            self.drafts,
+            self._read_drafts(),
             self.failures,
             {index: state.stop_string for index, state in stopping if state.stop_string is not None},
             {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
@@ -116,6 +106,14 @@ class StepInFlight:
             self._read_routed(),
             self._transfers.take(),
         )
+
+    def _read_drafts(self) -> dict[int, tuple[int, ...]]:
+        """Return the drafts that sequences want, by their index, up to the first that could not be chosen."""
+        if self._drafts is None:
+            return {}
+        tokens, wanted = self._drafts.tokens_ND.tolist(), [sequence.next_drafts for sequence in self._sequences]
+        rows = self._drafts.rows.items()
+        return {i: tuple(takewhile(NO_TOKEN.__ne__, tokens[row][: wanted[i]])) for i, row in rows if wanted[i]}
 
     def _read_routed(self) -> dict[int, RoutedTokens]:
         """Return the experts that were fetched, by index of the sequence."""

@@ -190,9 +190,9 @@ class StepDrafts:
         """Whether graphs can verify and make drafts in the step, and the device complete what the host does not know.
 
         They do where sequences compute a token of their output, and there is room for what others compute: prompts, and
-        tokens after which a snapshot is due. To launch the kernels one by one, and to wait for each draft, takes
-        longer than drafts save: elsewhere a step is kept plain, and is replayed as that of a model without a draft
-        layer. What was accepted before is folded first. The step after it drafts.
+        tokens after which a snapshot is due. To launch the kernels one by one, and to wait for tokens to compare
+        drafts with, takes longer than drafts save: elsewhere a step is kept plain, and is replayed as that of a model
+        without a draft layer. What was accepted before is folded first. The step after it drafts.
         """
         if not (all(map(_is_known, spans)) or all(is_independent(span.request) for span in spans)):
             return False
