@@ -288,8 +288,7 @@ class Runner:
 
     def _remember(self, step: HostStep, chosen: Chosen) -> None:
         """Leave on the device what the next step may be planned without."""
-        if (verification := step.verification) is not None:
-            verification.take(chosen)
+        if step.verification is not None:
             rows, sequences = step.padded_rows, step.sequences
             sampled = {sequences[index].request_id: row for index, row in rows.items() if sequences[index].is_sampled}
             self._pending.remember(sampled, None)
@@ -305,11 +304,9 @@ class Runner:
             sampled = None if step.is_plain or verification else chosen.known
             rows = StepRows(step.sequences, hidden_XE, first_rows, step.stored_rows, sampled)
             drafts = self._drafter.follow(rows)
-        if captured is not None and captured.tail is not None:
-            captured.tail.replay()
+        if captured is not None:
+            captured.finish(chosen, step.num_decodes)
         if verification is not None:
-            chosen.tokens_R = verification.tokens_T[chosen.rows]
-            chosen.num_accepted_N = verification.num_accepted_N[: step.num_decodes]
             drafts = Drafts(step.padded_rows, verification.drafts_ND)
         launched.take(chosen, drafts)
 
@@ -351,8 +348,6 @@ class Runner:
         in logs.
         """
         launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
-        if host.is_verification:
-            host = host.without_verification
         batch = to_device(host, self.device, self.kernels)
         if host.has_pending:
             self._pending.resolve(batch.planned)

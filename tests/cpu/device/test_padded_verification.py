@@ -53,7 +53,7 @@ def host_of(
     plans: Sequence[SequencePlan], num_prompts: int = 0, pending: tuple[np.ndarray, np.ndarray] | None = None
 ) -> HostBatch:
     """Return a step whose sequences verify drafts, but for the last ones."""
-    return replace(build_host_batch(plans, len(plans) - num_prompts, pending, DEPTH), is_verification=True)
+    return build_host_batch(plans, len(plans) - num_prompts, pending, DEPTH)
 
 
 def as_planned_before(sequence: SequencePlan, num_accepted: int) -> SequencePlan:
@@ -116,7 +116,7 @@ def test_every_row_is_in_its_place(
     tables = resolve(padded.planned(buffer_I)[0], last, torch.tensor([[stop]]), DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
-    blocks_NM = host.whole_block_table_NM
+    blocks_NM = host.block_table_NM
     table_NM[: len(sequences), : blocks_NM.shape[1]] = torch.from_numpy(blocks_NM)
     batch = padded.batch(buffer_I, table_NM, 300, kernels, tables)
     attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
@@ -194,7 +194,7 @@ def filled(size: StepSize, host: HostBatch) -> tuple[PaddedStep, torch.Tensor, S
     assert size.has_room_for(host)
     padded.fill(buffer_I.numpy(), host)
     table_NM = torch.zeros(size.num_sequences, 6, dtype=torch.int32)
-    for index, blocks in zip(padded.sequence_indices(host), host.whole_block_table_NM, strict=True):
+    for index, blocks in zip(padded.sequence_indices(host), host.block_table_NM, strict=True):
         table_NM[index, : len(blocks)] = torch.from_numpy(blocks)
     tables = tables_of(padded, buffer_I) if size.has_drafts else None
     kernels = reference_kernels([locate_rows, insert_logged])

@@ -227,7 +227,7 @@ def test_step_that_no_graph_can_complete_is_an_error(make: Callable[..., LLM], m
     llm.engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     for _ in range(6):
         llm.engine.step()
-    monkeypatch.setattr(EagerGraphs, "find", lambda *args: None)
+    monkeypatch.setattr(EagerGraphs, "find", lambda *args, **options: None)
     with pytest.raises(EngineError, match="no CUDA graph can complete it"):
         llm.engine.step()
 

@@ -95,8 +95,8 @@ def test_prompts_of_all_lengths_are_replayed_beside_decodes(
     replayed = list[bool]()
     find = StepGraphs.find
 
-    def count(graphs: StepGraphs, *step: Any) -> Any:
-        result = find(graphs, *step)
+    def count(graphs: StepGraphs, *step: Any, **options: Any) -> Any:
+        result = find(graphs, *step, **options)
         replayed.append(result is not None)
         return result
 

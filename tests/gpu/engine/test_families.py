@@ -96,8 +96,8 @@ def test_greedy_tokens_are_those_of_transformers(
 def counting(replay: Any, replayed: list[bool]) -> Any:
     """Return a method that also notes whether a step was replayed from a graph."""
 
-    def counted(*step: Any) -> Any:
-        result = replay(*step)
+    def counted(*step: Any, **options: Any) -> Any:
+        result = replay(*step, **options)
         replayed.append(result is not None)
         return result
 

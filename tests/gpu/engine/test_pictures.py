@@ -51,8 +51,8 @@ def test_steps_with_pictures_are_replayed(tmp_path: Path, monkeypatch: pytest.Mo
     llm = llm_maker(save_vision_model("qwen3_5-vision", tmp_path), monkeypatch, **SETTINGS)()
     find, found = StepGraphs.find, list[bool]()
 
-    def spy(graphs: StepGraphs, host: Any) -> Any:
-        step = find(graphs, host)
+    def spy(graphs: StepGraphs, host: Any, **options: Any) -> Any:
+        step = find(graphs, host, **options)
         found.append(step is not None and host.picture_offsets is not None)
         return step
 

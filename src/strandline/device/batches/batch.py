@@ -62,8 +62,6 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     """Which of the known sets of stop tokens may end it."""
 
 
-BLOCK_ID_BYTES: Final = 4
-
 NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
 PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
 PLANNED_FIELDS: Final = attrgetter(*PLANNED_NAMES)
@@ -93,20 +91,15 @@ class HostBatch:
     """``StepBatch.picture_offsets``, flat; None: all rows are of text."""
     adapter_slots_N: np.ndarray | None = None
     """The slot of each sequence's adapter; None: no sequence has one."""
-    is_verification: bool = False
-    """Whether a padded step may verify drafts: the decodes compute a certain token and drafts each."""
 
     @cached_property
     def block_table_NM(self) -> np.ndarray:
-        """The blocks that the step reads and writes, int32."""
-        return block_tables(self.sequences, (-(-self.columns.end // BLOCK_TOKENS)).tolist())
-
-    @property
-    def whole_block_table_NM(self) -> np.ndarray:
-        """All blocks of the sequences, int32: how far the step reads them may be unknown."""
-        return block_tables(
-            self.sequences, [len(sequence.block_table) // BLOCK_ID_BYTES for sequence in self.sequences]
-        )
+        """All blocks of the sequences, int32, with the null block after them: how far a step reads may be unknown."""
+        tables = [np.frombuffer(sequence.block_table, dtype=np.int32) for sequence in self.sequences]
+        table_NM = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+        for row, blocks in enumerate(tables):
+            table_NM[row, : len(blocks)] = blocks
+        return table_NM
 
     @cached_property
     def window_table_NM(self) -> np.ndarray | None:
@@ -146,11 +139,6 @@ class HostBatch:
             return _chunks_with_logged(self.prefills, self.replay)
         chunks = plan_chunks([(s.start, s.end) for s in self.prefills], [s.cuts for s in self.prefills])
         return chunks, np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1
-
-    @property
-    def without_verification(self) -> "HostBatch":
-        """The same step, of prefills alone: for kernels that are launched one by one."""
-        return replace(self, num_decodes=0, num_decode_rows=0, is_verification=False)
 
     @property
     def next_ids_T(self) -> np.ndarray:
@@ -396,11 +384,3 @@ def _logs(host: HostBatch, columns: SequenceColumns[Tensor]) -> LogBatch:
         columns.num_folded[decodes],
         tuple(host.columns.num_folded[decodes].tolist()),
     )
-
-
-def block_tables(sequences: Sequence[SequencePlan], num_blocks: Sequence[int]) -> np.ndarray:
-    """Return the first blocks of each sequence's table, int32 ``[N, M]``, padded with the null block."""
-    tables = np.zeros((len(sequences), max(num_blocks)), dtype=np.int32)
-    for row, (sequence, count) in enumerate(zip(sequences, num_blocks, strict=True)):
-        tables[row, :count] = np.frombuffer(sequence.block_table, dtype=np.int32, count=count)
-    return tables

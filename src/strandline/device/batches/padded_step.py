@@ -120,15 +120,15 @@ class StepSize:
         return -(-max(max_model_len, self.num_decode_rows, self.num_prompt_rows) // BLOCK_TOKENS)
 
     def has_room_for(self, host: HostBatch) -> bool:
-        """Whether a step fits in. One without prompts fits where there is no room for any, and only there; so does one
-        without drafts.
+        """Whether a step fits in; with drafts, if ``has_drafts``, else without. One without prompts fits where there is
+        no room for any, and only there.
         """
         if host.picture_offsets is not None and not self.takes_pictures:
             return False
         if (host.adapter_slots_N is None) != (self.num_adapters == 0):
             return False
         num_prompts = host.num_prompts
-        if host.is_verification != self.has_drafts or (num_prompts == 0) != (self.num_prompts == 0):
+        if (num_prompts == 0) != (self.num_prompts == 0):
             return False
         if self.has_drafts and max(host.columns.num_drafts.max(), host.columns.next_drafts.max()) > self.draft_tokens:
             return False

@@ -107,7 +107,20 @@ class CapturedStep:
             self.single_starts_N1 = torch.arange(num_sampled + 1, device=device)
             """Where rows begin in a step of one token of each sequence."""
 
-    def take(self, chosen: Chosen) -> None:
+    def finish(self, chosen: Chosen, num_decodes: int) -> None:
+        """Replay what needs the tokens that were chosen, if anything does; with drafts, say which of them count.
+
+        Args:
+            num_decodes: sequences that verify drafts, if they do.
+        """
+        if self.padded.size.has_drafts:
+            self._take(chosen)
+        if self.tail is not None:
+            self.tail.replay()
+        if self.padded.size.has_drafts:
+            chosen.tokens_R, chosen.num_accepted_N = self.tokens_T[chosen.rows], self.num_accepted_N[:num_decodes]
+
+    def _take(self, chosen: Chosen) -> None:
         """Take the tokens that were chosen; where the host has compared drafts, what it found."""
         if chosen.token_ids is None:
             self.tokens_T[chosen.rows] = chosen.tokens_R
@@ -251,12 +264,12 @@ class StepGraphs:
 
     # Replaying
 
-    def find(self, host: HostBatch) -> CapturedStep | None:
-        """Return the smallest captured step that has room; None: there is none."""
+    def find(self, host: HostBatch, *, verifies: bool) -> CapturedStep | None:
+        """Return the smallest captured step that has room, and verifies drafts or does not; None: there is none."""
         starts = host.columns.start[host.num_decodes :]
         if is_prefix_long(host.num_prompt_rows, int(starts.max(initial=0))):
             return None
-        steps = self._with_drafts if host.is_verification else self._plain
+        steps = self._with_drafts if verifies else self._plain
         return next((step for step in steps if step.padded.size.has_room_for(host)), None)
 
     def replay(self, step: CapturedStep, host: HostBatch, verdicts: Sequence[int] = ()) -> None:
@@ -290,8 +303,8 @@ class StepGraphs:
         self._fetch(integers_I, step.buffer_I)
         if host is None:
             return
-        tables_NM, num_decodes = host.whole_block_table_NM if size.has_drafts else host.block_table_NM, host.num_decodes
-        for table, rows_NM in ((step.block_table, tables_NM), (step.window_table, host.window_table_NM)):
+        num_decodes, tables = host.num_decodes, (step.block_table, step.window_table)
+        for table, rows_NM in zip(tables, (host.block_table_NM, host.window_table_NM), strict=True):
             if table is not None and rows_NM is not None:
                 table.write(rows_NM[:num_decodes])
                 if size.num_prompts:

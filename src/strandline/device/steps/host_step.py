@@ -200,10 +200,13 @@ class Layout:
             pending = self._locate(ordered, is_verification) if is_pending or is_verification else None
             batch = build_host_batch(ordered, num_decodes, pending, self._log_tokens)
             slots_N = self._adapters.begin_step(ordered, self._states)
-            batch = replace(batch, is_verification=is_verification, adapter_slots_N=slots_N)
-        captured = None if graphs is None or batch is None else graphs.find(batch)
+            batch = replace(batch, adapter_slots_N=slots_N)
+        captured = None if graphs is None or batch is None else graphs.find(batch, verifies=is_verification)
         if follows_drafts and (captured is None or not captured.padded.size.has_drafts):
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
+        if batch is not None and is_verification and captured is None:
+            # Kernels that are launched one by one take these decodes as prompts.
+            batch = replace(batch, num_decodes=0, num_decode_rows=0)
         return HostStep(
             sequences,
             order,
